@@ -1,0 +1,43 @@
+# `make demo` and `make test` set up everything they need in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint types unit gpu-test format clean
+
+# A stamp per extra: the demo needs no test tools.
+.venv/demo.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/dev.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@ .venv/demo.stamp
+
+demo: .venv/demo.stamp
+	$(BIN)/python examples/demo.py
+
+test: lint types unit
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev.stamp
+	$(BIN)/mypy
+
+# One torch thread per worker: the tests are many and small.
+unit: .venv/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2
+
+# With the interpreter at hand: GPU machines bring their own torch.
+gpu-test:
+	PYTHONPATH=src python3 -m pytest -m gpu
+
+format: .venv/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,77 @@
+"""The API of `contiguous_params`, working on current PyTorch: change the import line and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from flatbed.flat.params import FlatParams
+from flatbed.flat.parameter import FlatParameter
+from flatbed.flat.source import Source
+
+
+class ContiguousParams:
+    """Parameters and gradients stored contiguously, by the names of the original package.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    >>> parameters = ContiguousParams(model.parameters())
+    >>> optimizer = torch.optim.Adam(parameters.contiguous())
+    >>> model(torch.ones(1, 8)).sum().backward()
+    >>> _ = nn.utils.clip_grad_norm_(parameters.contiguous(), 0.1)
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+    >>> parameters.assert_buffer_is_valid()
+    """
+
+    def __init__(self, parameters: Source, *, missing: Literal["raise", "zero"] = "raise") -> None:
+        self.flat = FlatParams(parameters, grads="bound", missing=missing)
+
+    def contiguous(self) -> list[FlatParameter] | list[dict[str, Any]]:
+        """What the optimizer takes: flat parameters, or param groups if groups were given."""
+        return self.flat.groups() if self.flat._given.grouped else self.flat.parameters()
+
+    def original(self) -> list[torch.Tensor]:
+        """The parameters as they were given, frozen ones included."""
+        return [entry.parameter for entry in self.flat._given.entries]
+
+    def buffer_is_valid(self) -> bool:
+        """Whether every parameter lies in the buffer; gradients elsewhere (DDP's) are gathered, so they may."""
+        return self.flat.is_valid()
+
+    def assert_buffer_is_valid(self) -> None:
+        """Raise ValueError naming what left the buffer."""
+        problems = self.flat.check()
+        if problems:
+            raise ValueError("\n".join(map(str, problems)))
+
+    def make_params_contiguous(self) -> None:
+        """Bring back parameters that left the buffer."""
+        self.flat.rebind()
+
+    @property
+    def param_buffer(self) -> torch.Tensor:
+        """The buffer of all values."""
+        return self._only(self.flat.buffers, "param_buffer", "buffers")
+
+    @property
+    def gradient_buffer(self) -> torch.Tensor:
+        """The buffer of all gradients, to look at or to `zero_()` by hand."""
+        for flat in self.flat.parameters():
+            _ = flat.grad  # collects what DDP or nn.Module.zero_grad put elsewhere
+        return self._only(self.flat.grad_buffers, "gradient_buffer", "grad_buffers")
+
+    _param_buffer = param_buffer
+    _grad_buffer = gradient_buffer
+
+    @staticmethod
+    def _only(buffers: list[Any], name: str, plural: str) -> torch.Tensor:
+        if len(buffers) != 1:
+            raise ValueError(
+                f"{name} is one tensor, but there are {len(buffers)} buffers (one per group, device and "
+                f"dtype): use .flat.{plural}"
+            )
+        only: torch.Tensor = buffers[0]
+        return only

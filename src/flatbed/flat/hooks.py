@@ -1,0 +1,209 @@
+"""What surrounds a step of any torch optimizer that holds flat parameters.
+
+Torch offers hooks for all optimizers at once; they are installed with the first `FlatParams` and return
+at once for optimizers without flat parameters. Before the step: everything is at home, every gradient is
+gathered, none is missing. After it: frozen parameters are as they were, and autograd knows of the change.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from flatbed.errors import FlatbedError
+from flatbed.flat import health, probe
+from flatbed.flat.buffer import Buffer, view
+from flatbed.flat.parameter import FlatParameter
+
+if TYPE_CHECKING:
+    from flatbed.flat.params import FlatParams
+
+
+@dataclass
+class Whole:
+    """What `FlatParams.step` asks for beside the step, and the norm it found."""
+
+    owner: FlatParams
+    max_norm: float | None
+    norm_type: float
+    total_norm: torch.Tensor | None = None
+
+
+@dataclass
+class Step:
+    """One step under way: the buffers it updates, and the frozen values to put back afterwards.
+
+    `whole` is set when `FlatParams.step` runs clipping, step and zero_grad as one.
+    """
+
+    whole: Whole | None = None
+    alone: bool = True  # nobody else's hook runs between ours
+    flats: list[FlatParameter] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    frozen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+# A stack, since a subclass's step may call its parent's, and torch then runs the hooks twice.
+_under_way: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Step]] = weakref.WeakKeyDictionary()
+
+
+_asked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Whole] = weakref.WeakKeyDictionary()
+
+
+def whole_step(optimizer: torch.optim.Optimizer, whole: Whole) -> None:
+    """Step with one look at the originals, since no code of the user's runs in between."""
+    _asked[optimizer] = whole
+    try:
+        optimizer.step()
+    finally:
+        _asked.pop(optimizer, None)
+
+
+@functools.cache
+def install() -> None:
+    """Register with torch.optim, once in a process."""
+    # Torch marks its own optimizer bookkeeping the same way: a compiled step must not trace through it.
+    register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))
+    register_optimizer_step_post_hook(torch._disable_dynamo(_after_step))
+
+
+def flat_parameters(optimizer: torch.optim.Optimizer) -> list[FlatParameter]:
+    """The flat parameters among an optimizer's."""
+    return [p for group in optimizer.param_groups for p in group["params"] if type(p) is FlatParameter]
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    flats = flat_parameters(optimizer)
+    if not flats:
+        return None
+    probe.refuse_shape_readers(optimizer)
+    for owner in {id(p._owner): p._owner for p in flats}.values():
+        owner._heal()
+        _refuse_unfrozen(owner, optimizer)
+    _refuse_old_state(optimizer, flats)
+    others = bool(optimizer._optimizer_step_pre_hooks) or len(_global_optimizer_pre_hooks) > 1
+    step = Step(whole=_asked.pop(optimizer, None), alone=not others)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        _collect(step, flats)
+        _under_way.setdefault(optimizer, []).append(step)
+        return None
+    _under_way.setdefault(optimizer, []).append(step)
+    wrapped = _collecting(closure, step, flats)
+    if len(args) > 1:
+        return (args[0], wrapped, *args[2:]), kwargs
+    return args, {**kwargs, "closure": wrapped}
+
+
+def _collecting(closure: Callable[[], Any], step: Step, flats: list[FlatParameter]) -> Callable[[], Any]:
+    """The closure computes the gradients, so they are collected after it, as often as it is called."""
+
+    @functools.wraps(closure)
+    def wrapped() -> Any:
+        for p in flats:
+            p._owner._buffers[p._index].trusted = False
+        loss = closure()
+        _collect(step, flats)
+        return loss
+
+    return wrapped
+
+
+def _collect(step: Step, flats: list[FlatParameter]) -> None:
+    """Gather every gradient, refuse missing ones, keep a copy of what is frozen."""
+    active: list[Buffer] = []
+    frozen: list[torch.Tensor] = []
+    for p in flats:
+        if p.grad is not None:
+            owner, buffer = p._owner, p._owner._buffers[p._index]
+            absent, still = buffer.census()
+            _refuse_missing(owner, buffer, absent)
+            active.append(buffer)
+            frozen += [view(buffer.data, buffer.segments[i]) for i in still]
+    if not step.buffers:  # a closure may be called again, when the values have moved already
+        with torch.no_grad():
+            step.frozen = [(home, home.clone()) for home in frozen]
+    if step.whole is not None and step.whole.max_norm is not None:
+        owner = step.whole.owner
+        mine = [buffer for buffer in owner._buffers if buffer in active]
+        step.whole.total_norm = owner._clip(mine, step.whole.max_norm, step.whole.norm_type)
+    for buffer in active:
+        buffer.trusted = step.alone
+    for p in flats:
+        p.show_grad(p.grad)
+    step.flats, step.buffers = flats, active
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    steps = _under_way.get(optimizer)
+    if not steps:
+        return
+    step = steps.pop()
+    for p in step.flats:
+        p.show_grad(None)
+    for buffer in step.buffers:
+        if buffer.flat_strayed():
+            health.take_flat_back(buffer)
+    if step.frozen:
+        torch._foreach_copy_([home for home, _ in step.frozen], [kept for _, kept in step.frozen])
+    for buffer in step.buffers:
+        buffer.trusted = buffer.touched = False
+        buffer.bump_versions(frozen_too=not step.frozen)
+    if step.whole is not None:
+        for buffer in step.whole.owner._buffers:
+            buffer.drop_grads(in_place=step.alone and not optimizer._optimizer_step_post_hooks)
+
+
+def _refuse_missing(owner: FlatParams, buffer: Buffer, absent: list[int]) -> None:
+    if owner.missing == "zero":
+        return
+    names = [buffer.segments[i].name for i in absent if buffer.originals[i].requires_grad]
+    if names:
+        raise FlatbedError(
+            f"{_listed(names)} got no gradient while others did. Torch would skip "
+            f"{'it' if len(names) == 1 else 'them'} and let the step count fall behind, which one flat "
+            f"state cannot express. Freeze (requires_grad_(False)) what is not trained, leave it out of the "
+            f"FlatParams, or ask for missing='zero' to take such gradients as zero (weight decay and "
+            f"momentum then still act)"
+        )
+
+
+def _refuse_unfrozen(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None:
+    late = [entry for entry in health.unfrozen(owner) if entry.parameter.grad is not None]
+    if late:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = [entry.name for entry in late if id(entry.parameter) not in held]
+        if names:
+            raise FlatbedError(
+                f"{_listed(names)} was frozen when the model was flattened and is trained now, but no "
+                f"buffer holds it. Flatten while it is trainable and freeze it afterwards (it then stays "
+                f"as it is, to the bit), or add it to the optimizer with add_param_group"
+            )
+
+
+def _refuse_old_state(optimizer: torch.optim.Optimizer, flats: list[FlatParameter]) -> None:
+    for p in flats:
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() not in (1, p.numel()):
+                raise FlatbedError(
+                    f"the optimizer's '{key}' has {value.numel()} elements and its flat parameter has "
+                    f"{p.numel()}: the model was cast after training began. Take optimizer_state_dict() "
+                    f"before the cast and load it into a new optimizer after"
+                )
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

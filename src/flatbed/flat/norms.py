@@ -1,0 +1,69 @@
+"""Norms of segments, summed the way torch sums them over separate parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flatbed.flat.buffer import Buffer
+
+
+def param_norms(buffer: Buffer, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of each original's values, in the order of the segments."""
+    return _norms(buffer, buffer.originals, buffer.data, norm_type)
+
+
+def grad_norms(buffer: Buffer, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of each original's gradient, 0 where there is none; gather first."""
+    present = [p.grad is not None for p in buffer.originals]
+    if buffer.grad is None or not any(present):
+        return torch.zeros(len(buffer.segments), device=buffer.data.device)
+    found = _norms(buffer, buffer.views, buffer.grad, norm_type)
+    return found if all(present) else found * torch.tensor(present, device=found.device)
+
+
+def total_norm(
+    buffers: Sequence[Buffer], members: Sequence[tuple[int, ...]], norm_type: float = 2.0
+) -> torch.Tensor:
+    """The norm over all gradients: bit for bit what torch gives for the parameters in their own order.
+
+    `members` are the originals' positions in the source, buffer by buffer; gather first.
+    """
+    if not buffers:
+        return torch.tensor(0.0)
+    parts: list[torch.Tensor] = []
+    positions: list[int] = []
+    for buffer, held in zip(buffers, members, strict=True):
+        assert buffer.grad is not None
+        found = _norms(buffer, buffer.views, buffer.grad, norm_type)
+        if not buffer.complete:  # torch counts only what has a gradient, and zeros would shift its sum
+            present = [i for i, p in enumerate(buffer.originals) if p.grad is not None]
+            found, held = found[torch.tensor(present, device=found.device)], tuple(held[i] for i in present)
+        parts.append(found.to(buffers[0].data.device))
+        positions += held
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) > 1:
+        order = sorted(range(len(positions)), key=positions.__getitem__)
+        joined = joined[torch.tensor(order, device=joined.device)]
+    return torch.linalg.vector_norm(joined, norm_type)
+
+
+@torch.no_grad()
+def _norms(
+    buffer: Buffer, tensors: Sequence[torch.Tensor], flat: torch.Tensor, norm_type: float
+) -> torch.Tensor:
+    if flat.device.type != "cpu":  # one call reduces all tensors in a few kernels
+        return torch.stack(torch._foreach_norm(list(tensors), norm_type))
+    # Rows of a matrix are summed exactly as each would be alone, so equal neighbours cost one call.
+    parts = [
+        torch.linalg.vector_norm(
+            flat.as_strided((run.n_rows, run.length), (run.step, 1), flat.storage_offset() + run.offset),
+            norm_type,
+            dim=1,
+        )
+        if run.length
+        else flat.new_zeros(run.n_rows)
+        for run in buffer.runs
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,85 @@
+"""The parameter an optimizer sees: one per buffer, whose `.grad` gathers the originals' gradients."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from flatbed.flat.params import FlatParams
+
+_own_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_own_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_ZERO_GRAD_CODE = inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__
+
+
+@torch._disable_dynamo
+def _shown_grad(flat: torch.Tensor) -> torch.Tensor | None:
+    grad: torch.Tensor | None = _own_grad(flat)
+    return grad
+
+
+class FlatParameter(nn.Parameter):
+    """All parameters of one buffer as one, for an optimizer; made by `FlatParams`, not by hand."""
+
+    _owner: FlatParams
+    _index: int
+
+    @staticmethod
+    def over(data: torch.Tensor, owner: FlatParams, index: int) -> FlatParameter:
+        """A flat parameter over `data`, the memory of `owner`'s buffer number `index`."""
+        flat: FlatParameter = torch.Tensor._make_subclass(FlatParameter, data, True)  # type: ignore[assignment]
+        flat._owner = owner
+        flat._index = index
+        return flat
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The originals' gradients, gathered; None when none of them has one."""
+        if torch.compiler.is_compiling():
+            return _shown_grad(self)
+        frame = sys._getframe(1)
+        if frame.f_code is _ZERO_GRAD_CODE and frame.f_locals.get("set_to_none"):
+            # zero_grad only asks whether there is anything to drop: nothing is copied in order to be dropped.
+            return self.data
+        grad = self._owner._gather(self._index)
+        own = _own_grad(self)
+        if own is not None and own is not grad:
+            # Something was differentiated with respect to the flat parameter itself.
+            _set_own_grad(self, None)
+            grad = self._owner._add_grad(self._index, own)
+        return grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _set_own_grad(self, None)
+        self._owner._set_grad(self._index, value)
+
+    def show_grad(self, grad: torch.Tensor | None) -> None:
+        """Let C++ see the gradient too, for the time of a step: a compiled `optimizer.step` looks there."""
+        _set_own_grad(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self._owner, memo).parameters()[self._index]
+        twin: FlatParameter = memo[id(self)]
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _flat_parameter, (self._owner, self._index)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"FlatParameter({self.numel()} elements, {self.dtype}, {self.device})"
+
+
+def _flat_parameter(owner: FlatParams, index: int) -> FlatParameter:
+    return owner.parameters()[index]

@@ -1,0 +1,233 @@
+"""Checkpoints in torch's own formats, across flat and per-parameter training."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import flatbed
+from flatbed import FlatbedError, FlatParams
+from tests.cases import OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
+
+BY_CASE = pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> None:
+    for x in batches(stop)[start:]:
+        loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_equal_states(a: Any, b: Any, where: str = "") -> None:
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal_states(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_equal_states(x, y, f"{where}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype), where
+    else:
+        assert a == b, where
+
+
+@pytest.mark.parametrize("model", ["mixed", "conv", "frozen"])
+@pytest.mark.parametrize("form", ["plain", "named", "groups"])
+@BY_CASE
+def test_the_state_is_what_torch_would_return(case: OptimizerCase, form: str, model: str) -> None:
+    def source(m: nn.Module) -> Any:
+        return {"plain": lambda: list(m.parameters()), "named": lambda: list(m.named_parameters()),
+                "groups": lambda: two_groups(m)}[form]()
+
+    reference, flat_model = build(model), build(model)
+    expected = case(source(reference), foreach=False)
+    flat = FlatParams(source(flat_model))
+    optimizer = case(flat.groups(), foreach=False)
+    assert_equal_states(expected.state_dict(), flat.optimizer_state_dict(optimizer), "fresh")
+    train(reference, expected, 0, 4)
+    train(flat_model, optimizer, 0, 4)
+    assert_equal_states(expected.state_dict(), flat.optimizer_state_dict(optimizer), "trained")
+
+
+@pytest.mark.parametrize("model", ["mixed", "conv", "frozen"])
+@BY_CASE
+def test_round_trips_continue_the_same_run(case: OptimizerCase, model: str) -> None:
+    whole = build(model)
+    train(whole, case(two_groups(whole), foreach=False), 0, 8)
+
+    # flat, then per parameter
+    first = build(model)
+    flat = FlatParams(two_groups(first))
+    optimizer = case(flat.groups(), foreach=False)
+    train(first, optimizer, 0, 4)
+    file = io.BytesIO()
+    torch.save({"model": flatbed.state_dict(first), "optimizer": flat.optimizer_state_dict(optimizer)}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second = build(model)
+    second.load_state_dict(saved["model"])
+    plain = case(two_groups(second), foreach=False)
+    plain.load_state_dict(saved["optimizer"])
+    train(second, plain, 4, 8)
+    assert_same(whole, second)
+
+    # per parameter, then flat
+    third = build(model)
+    plain = case(two_groups(third), foreach=False)
+    train(third, plain, 0, 4)
+    state = plain.state_dict()
+    flat = FlatParams(two_groups(third))
+    optimizer = case(flat.groups(), foreach=False)
+    flat.load_optimizer_state_dict(optimizer, state)
+    train(third, optimizer, 4, 8)
+    assert_same(whole, third)
+
+
+def test_scalar_parameters_alone() -> None:
+    """A step count and a moment then look alike, and must be told apart."""
+    def make() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.tensor(float(i))) for i in range(3)]
+
+    def run(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, n: int) -> None:
+        for _ in range(n):
+            sum((p - 0.3) ** 2 for p in params).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    params, reference = make(), make()
+    expected = torch.optim.Adam(reference, lr=0.1, foreach=False)
+    run(reference, expected, 6)
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(params, lr=0.1, foreach=False)
+    run(params, optimizer, 3)
+    state = optimizer.state_dict()
+    flat = FlatParams(params)
+    optimizer = torch.optim.Adam(flat.parameters(), lr=0.1, foreach=False)
+    flat.load_optimizer_state_dict(optimizer, state)
+    run(params, optimizer, 3)
+    assert [p.item() for p in params] == [p.item() for p in reference]
+
+
+def test_extra_parameters_keep_their_place() -> None:
+    model = build("tied")
+    before, after = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    flat = FlatParams(model)
+    optimizer = torch.optim.Adam([before, *flat.parameters(), after], lr=0.01)
+    (model(batches(1)[0]).sum() + before.sum() + after.sum()).backward()
+    optimizer.step()
+    state = flat.optimizer_state_dict(optimizer)
+    shapes = [tuple(state["state"][i]["exp_avg"].shape) for i in range(4)]
+    assert shapes == [(2,), (7, 7), (7,), (3,)]
+    flat.load_optimizer_state_dict(optimizer, state)
+    assert torch.equal(optimizer.state[after]["exp_avg"], state["state"][3]["exp_avg"])
+
+
+def _two_flats() -> Any:
+    return torch.optim.Adam([*FlatParams(build("tied")).parameters(), *FlatParams(build("rnn")).parameters()])
+
+
+def test_bad_states_are_refused_and_change_nothing() -> None:
+    model = build("tied")
+    flat = FlatParams(model)
+    optimizer = torch.optim.Adam(flat.parameters(), lr=0.01)
+    train(model, optimizer, 0, 2)
+    good = flat.optimizer_state_dict(optimizer)
+    kept = optimizer.state[flat.parameters()[0]]["exp_avg"].clone()
+
+    def broken(**change: Any) -> dict[str, Any]:
+        return {"state": {i: dict(s) for i, s in good["state"].items()}, "param_groups": good["param_groups"], **change}
+
+    uneven = broken()
+    uneven["state"][1]["step"] = torch.tensor(7.0)
+    missing = broken()
+    del missing["state"][1]
+    keys = broken()
+    del keys["state"][1]["exp_avg"]
+    shape = broken()
+    shape["state"][0]["exp_avg"] = torch.zeros(3)
+    short = broken(param_groups=[{**good["param_groups"][0], "params": [0]}])
+    for state, error, message in [
+        (uneven, FlatbedError, "'step' is 2.0 for 'encoder.weight' and 7.0 for 'decoder.bias'"),
+        (missing, FlatbedError, "holds nothing for 'decoder.bias'"),
+        (keys, FlatbedError, "differ in their keys"),
+        (shape, FlatbedError, r"'exp_avg' of 'encoder.weight' is neither of its shape \(7, 7\) nor a scalar"),
+        (short, ValueError, r"groups with \[1\] parameters, the optimizer's groups have \[2\]"),
+        ({}, ValueError, "'state' and 'param_groups'"),
+    ]:
+        with pytest.raises(error, match=message):
+            flat.load_optimizer_state_dict(optimizer, state)
+    assert torch.equal(optimizer.state[flat.parameters()[0]]["exp_avg"], kept)
+    with pytest.raises(ValueError, match="holds 0 of 1 flat parameters"):
+        flat.optimizer_state_dict(torch.optim.Adam(build("tied").parameters()))
+    with pytest.raises(ValueError, match="of another FlatParams"):
+        flat.optimizer_state_dict(torch.optim.Adam([*flat.parameters(), *FlatParams(build("rnn")).parameters()]))
+
+
+def test_lbfgs_state_is_refused_by_name() -> None:
+    model = build("tied")
+    flat = FlatParams(model)
+    optimizer = torch.optim.LBFGS(flat.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batches(1)[0])
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(FlatbedError, match="of LBFGS is a list"):
+        flat.optimizer_state_dict(optimizer)
+
+
+# ---- the module's own state
+
+
+@pytest.mark.parametrize("name", ["mixed", "conv", "tied", "frozen", "rnn"])
+def test_files_are_of_the_models_size_and_plain(name: str, tmp_path: Path) -> None:
+    plain, model = build(name), build(name)
+    FlatParams(model)
+    torch.save(plain.state_dict(), tmp_path / "plain.pt")
+    torch.save(flatbed.state_dict(model), tmp_path / "flat.pt")
+    sizes = [(tmp_path / f).stat().st_size for f in ("plain.pt", "flat.pt")]
+    assert sizes[1] <= sizes[0] + 64
+    assert_loads(name, torch.load(tmp_path / "flat.pt", weights_only=True), model)
+
+    safetensors.torch.save_file(flatbed.state_dict(model, tied=False), tmp_path / "flat.safetensors")
+    assert_loads(name, safetensors.torch.load_file(tmp_path / "flat.safetensors"), model)
+
+    safetensors.torch.save_model(flatbed.state_dict(model), str(tmp_path / "model.safetensors"))
+    safetensors.torch.save_model(plain, str(tmp_path / "plain.safetensors"))
+    sizes = [(tmp_path / f"{f}.safetensors").stat().st_size for f in ("plain", "model")]
+    assert sizes[0] == sizes[1]
+    fresh = build(name)
+    safetensors.torch.load_model(fresh, str(tmp_path / "model.safetensors"))
+    assert_same(fresh, model)
+
+
+def assert_loads(name: str, state: Any, model: nn.Module) -> None:
+    fresh = build(name)
+    for p in fresh.parameters():
+        nn.init.zeros_(p)
+    fresh.load_state_dict(state)
+    assert_same(fresh, model)
+
+
+def test_loading_into_a_flat_model_keeps_it_flat() -> None:
+    model, other = build("conv"), build("conv")
+    flat = FlatParams(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1.0)
+    model.load_state_dict(other.state_dict())
+    assert flat.is_valid()
+    assert_same(model, other)

@@ -1,0 +1,329 @@
+"""What FlatParams accepts, refuses, and shows."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatbed
+from flatbed import FlatParams
+from tests.cases import MODELS, assert_same, batches, build, loss_of, two_groups
+
+
+def in_buffer(flat: FlatParams, p: torch.Tensor, segment: flatbed.Segment) -> bool:
+    buffer = flat.buffers[segment.buffer]
+    return p.data_ptr() == buffer.data_ptr() + segment.offset * buffer.element_size()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_strides_and_alignment(name: str) -> None:
+    before, model = build(name), build(name)
+    flat = FlatParams(model)
+    assert_same(before, model)
+    for old, new in zip(before.parameters(), model.parameters(), strict=True):
+        assert old.stride() == new.stride()
+    assert len(flat.segments) == len([p for p in model.parameters() if p.requires_grad])
+    for p, segment in zip(flat.originals(), flat.segments, strict=True):
+        if p.numel():
+            assert p.data_ptr() % 256 == 0
+            assert in_buffer(flat, p, segment)
+        assert (tuple(p.shape), p.stride()) == (segment.shape, segment.stride)
+    assert {s.name for s in flat.segments} == {n for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        lambda m: m,
+        lambda m: m.parameters(),
+        lambda m: m.named_parameters(),
+        lambda m: list(m.parameters()),
+        lambda m: [{"params": m.parameters(), "lr": 0.5}],
+        lambda m: [{"params": list(m.named_parameters())}],
+        lambda m: [{"params": p} for p in m.parameters()],
+    ],
+)
+def test_sources(source: Any) -> None:
+    model = build("mixed")
+    flat = FlatParams(source(model))
+    assert [id(p) for p in flat.originals()] == [id(p) for p in model.parameters()]
+    optimizer = torch.optim.SGD(flat.groups(), lr=0.1)
+    reference = build("mixed")
+    expected = torch.optim.SGD(source(reference) if not isinstance(source(reference), nn.Module) else
+                               reference.parameters(), lr=0.1)
+    for m, o in ((model, optimizer), (reference, expected)):
+        loss_of(m, batches(1)[0]).backward()
+        o.step()
+    assert_same(model, reference)
+
+
+def test_group_options_are_kept() -> None:
+    model = build("mixed")
+    groups = FlatParams([*two_groups(model)]).groups()
+    assert [{k: v for k, v in g.items() if k != "params"} for g in groups] == [
+        {},
+        {"lr": 0.003, "weight_decay": 0.0},
+    ]
+    assert [len(g["params"]) for g in groups] == [1, 1]
+
+
+def test_tied_weights_share_a_segment() -> None:
+    model = build("tied")
+    flat = FlatParams(model)
+    assert [s.name for s in flat.segments] == ["encoder.weight", "decoder.bias"]
+    assert model.decoder.weight is model.encoder.weight
+
+
+def test_the_same_parameter_twice_in_a_list_is_one() -> None:
+    p = nn.Parameter(torch.ones(3))
+    assert len(FlatParams([p, p]).segments) == 1
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    model = build("frozen")
+    before = model.frozen.weight.data_ptr()
+    flat = FlatParams(model)
+    assert model.frozen.weight.data_ptr() == before
+    assert [s.name for s in flat.segments] == ["head.weight", "head.bias"]
+
+
+def test_one_buffer_per_group_and_dtype() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16)])
+    flat = FlatParams(model)
+    assert [b.dtype for b in flat.buffers] == [torch.float32, torch.bfloat16]
+    assert len(FlatParams([{"params": model[0].weight}, {"params": model[0].bias}]).buffers) == 2
+
+
+def test_a_strided_parameter_with_holes_becomes_dense() -> None:
+    p = nn.Parameter(torch.arange(20.0).view(4, 5)[:, :3])
+    expected = p.detach().clone()
+    FlatParams([p])
+    assert torch.equal(p, expected)
+    assert p.stride() == (3, 1)
+
+
+class _Wrapped(torch.Tensor):
+    """A wrapper subclass, as DTensor is one."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=True)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> _Wrapped:
+        return _Wrapped(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unwrapped = [a.inner if isinstance(a, _Wrapped) else a for a in args]
+        return _Wrapped(func(*unwrapped, **(kwargs or {})))
+
+
+def _overlapping() -> nn.Parameter:
+    return nn.Parameter(torch.randn(1, 4).expand(3, 4))
+
+
+def _alias_pair() -> list[nn.Parameter]:
+    first = nn.Parameter(torch.randn(4))
+    second = nn.Parameter(torch.randn(4))
+    second.data = first.data
+    return [first, second]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (lambda: nn.LazyLinear(3), ValueError, "uninitialized lazy parameter; run one forward"),
+        (lambda: [nn.Parameter(torch.randn(3).to_sparse())], ValueError, "sparse"),
+        (lambda: [nn.Parameter(torch.randn(3, dtype=torch.complex64))], ValueError, "complex"),
+        (lambda: [nn.Parameter(torch.empty(3, device="meta"))], ValueError, "meta device"),
+        (lambda: [_Wrapped(torch.randn(3))], ValueError, "_Wrapped"),
+        (lambda: [_overlapping()], ValueError, "overlaps itself"),
+        (_alias_pair, ValueError, "two objects over the same memory"),
+        (lambda: [nn.Parameter(torch.randn(3)) * 2], ValueError, "not a leaf"),
+        (lambda: [3], TypeError, "item 0 of the source is a int"),
+        (lambda: 3, TypeError, "found int"),
+        (lambda: nn.Parameter(torch.randn(3)), TypeError, "put it in a list"),
+        (lambda: [], ValueError, "no trainable parameter among 0"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), ValueError, "no trainable parameter among 2"),
+        (lambda: [{"lr": 0.1}], TypeError, "'params' key"),
+        (lambda: FlatParams([nn.Parameter(torch.ones(2))]).parameters(), ValueError, "flat parameter already"),
+    ],
+)
+def test_refusals_come_before_any_change(bad: Any, error: type[Exception], message: str) -> None:
+    good = nn.Parameter(torch.randn(5))
+    before = good.data_ptr()
+    source = bad()
+    if isinstance(source, list) and source and isinstance(source[0], torch.Tensor):
+        source = [good, *source]
+    elif isinstance(source, nn.LazyLinear):
+        source = nn.ModuleList([nn.Linear(2, 2), source])
+        before = source[0].weight.data_ptr()
+    with pytest.raises(error, match=message):
+        FlatParams(source)
+    kept = source[0].weight if isinstance(source, nn.ModuleList) else good
+    assert kept.data_ptr() == before
+
+
+def test_dtensor_is_refused_with_a_sentence() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        sharded = DTensor.from_local(torch.randn(4), DeviceMesh("cpu", [0]), [Replicate()])
+        with pytest.raises(ValueError, match=r"DTensor \(FSDP2 shards it\)"):
+            FlatParams([nn.Parameter(sharded)])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_in_two_groups_is_refused() -> None:
+    p = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="in param group 0 and in 1"):
+        FlatParams([{"params": [p]}, {"params": [p]}])
+
+
+@pytest.mark.parametrize("options", [{"grads": "no"}, {"missing": "no"}])
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="found 'no'"):
+        FlatParams([nn.Parameter(torch.ones(2))], **options)
+
+
+def test_flat_parameters_are_the_same_objects_each_time() -> None:
+    flat = FlatParams(build("mixed"))
+    first = flat.parameters()
+    assert all(a is b for a, b in zip(first, flat.parameters(), strict=True))
+    assert first[0].data_ptr() == flat.buffers[0].data_ptr()
+    assert isinstance(first[0], nn.Parameter)
+
+
+def test_memory_is_freed_without_the_cycle_collector() -> None:
+    model = build("mixed")
+    flat = FlatParams(model)
+    optimizer = torch.optim.Adam(flat.parameters())
+    loss_of(model, batches(1)[0]).backward()
+    optimizer.step()
+    gone = weakref.ref(flat)
+    del flat, optimizer, model
+    assert gone() is None
+
+
+# ---- copies
+
+
+def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, n: int = 3) -> None:
+    for x in batches(n):
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)])
+@pytest.mark.parametrize("grads", ["follow", "bound"])
+def test_deepcopy_stays_connected(order: tuple[int, ...], grads: str) -> None:
+    model = build("tied")
+    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
+    things: list[Any] = [model, flat, torch.optim.Adam(flat.parameters(), lr=0.01)]
+    train_on(things[0], things[2])
+    copied = copy.deepcopy(tuple(things[i] for i in order))
+    twin: list[Any] = [copied[order.index(i)] for i in range(3)]
+    assert twin[2].param_groups[0]["params"][0] is twin[1].parameters()[0]
+    assert in_buffer(twin[1], twin[0].encoder.weight, twin[1].segments[0])
+    train_on(things[0], things[2])
+    train_on(twin[0], twin[2])
+    assert_same(things[0], twin[0])
+    before = twin[0].encoder.weight.clone()
+    train_on(things[0], things[2])
+    assert torch.equal(before, twin[0].encoder.weight), "the copy must not share memory"
+
+
+def test_deepcopy_of_the_model_alone_is_ordinary() -> None:
+    model = build("conv")
+    FlatParams(model)
+    twin = copy.deepcopy(model)
+    assert_same(model, twin)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert type(q) is nn.Parameter
+        assert q.untyped_storage().nbytes() == q.numel() * 4
+        assert q.stride() == p.stride()
+    train_on(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
+
+
+def test_pickle_of_the_model_is_ordinary_and_small() -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(20)])
+    plain = len(pickle.dumps(model))
+    model[0].weight.tag = "kept"  # type: ignore[union-attr]
+    flat = FlatParams(model)
+    data = pickle.dumps(model)
+    assert len(data) < 1.1 * plain
+    twin = pickle.loads(data)
+    assert_same(model, twin)
+    assert twin[0].weight.tag == "kept"
+    assert not hasattr(twin[0].weight, "_owner")
+    assert flat.is_valid()
+
+
+def test_pickle_of_all_three_stays_connected() -> None:
+    model = build("tied")
+    flat = FlatParams(model)
+    optimizer = torch.optim.Adam(flat.parameters(), lr=0.01)
+    train_on(model, optimizer)
+    m, f, o = pickle.loads(pickle.dumps((model, flat, optimizer)))
+    assert o.param_groups[0]["params"][0] is f.parameters()[0]
+    train_on(model, optimizer)
+    train_on(m, o)
+    assert_same(model, m)
+
+
+def test_torch_save_is_read_with_weights_only() -> None:
+    model = build("mixed")
+    flat = FlatParams(model)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "flat": list(flat.buffers), "own": dict(model.named_parameters())}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    fresh = build("mixed")
+    fresh.load_state_dict(loaded["model"])
+    assert_same(fresh, model)
+    assert torch.equal(loaded["own"]["scale"], model.scale)
+
+
+# ---- snapshot
+
+
+def test_snapshot_and_restore() -> None:
+    model = build("mixed")
+    flat = FlatParams([*two_groups(model)])
+    before = copy.deepcopy(model)
+    kept = flat.snapshot()
+    train_on(model, torch.optim.SGD(flat.groups(), lr=0.1))
+    assert not torch.equal(before.scale, model.scale)
+    flat.restore(kept)
+    assert_same(before, model)
+    with pytest.raises(ValueError, match="another layout"):
+        FlatParams(build("conv")).restore(kept)
+
+
+def test_restore_is_seen_by_autograd() -> None:
+    model = build("tied")
+    flat = FlatParams(model)
+    kept = flat.snapshot()
+    loss = loss_of(model, batches(1)[0])
+    flat.restore(kept)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,175 @@
+"""Flat training against per-parameter training: every optimizer, every kind of model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatbed
+from tests.cases import MODELS, OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
+
+STEPS = 12
+
+
+def train(
+    case: OptimizerCase,
+    model: nn.Module,
+    *,
+    flat_grads: str | None,
+    grouped: bool,
+    clip: bool,
+    options: dict[str, Any],
+    accumulate: int = 1,
+    schedule: bool = False,
+) -> None:
+    source: Any = two_groups(model) if grouped else model
+    if flat_grads is None:
+        params = source if grouped else list(model.parameters())
+        flat = None
+        optimizer = case(params, **options)
+    else:
+        flat = flatbed.FlatParams(source, grads=flat_grads)  # type: ignore[arg-type]
+        optimizer = case(flat.groups(), **options)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) if schedule else None
+    for i, x in enumerate(batches(STEPS * accumulate)):
+        loss_of(model, x).backward()
+        if (i + 1) % accumulate:
+            continue
+        if clip and flat is None:
+            clipped = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(clipped, 0.1, foreach=False)
+        elif clip and flat is not None:
+            flat.clip_grad_norm_(0.1)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+    if flat is not None:
+        flat.assert_valid()
+        assert all(padding_is_zero(flat, b) for b in flat.buffers)
+
+
+def padding_is_zero(flat: flatbed.FlatParams, buffer: torch.Tensor) -> bool:
+    index = next(i for i, b in enumerate(flat.buffers) if b is buffer)
+    rest = buffer.clone()
+    for segment in flat.segments:
+        if segment.buffer == index:
+            rest[segment.offset : segment.end] = 0
+    return not rest.any()
+
+
+@pytest.mark.parametrize("grads", ["follow", "bound"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
+def test_bitwise_with_the_loop(case: OptimizerCase, model: str, grads: str) -> None:
+    """Grouping and clipping are paired with the models and modes rather than crossed."""
+    grouped = model in ("mixed", "conv", "rnn") and grads == "follow"
+    clip = model != "tied"
+    reference, flat = build(model), build(model)
+    train(case, reference, flat_grads=None, grouped=grouped, clip=clip, options={"foreach": False})
+    train(case, flat, flat_grads=grads, grouped=grouped, clip=clip, options={"foreach": False})
+    assert_same(reference, flat)
+
+
+@pytest.mark.parametrize("grads", ["follow", "bound"])
+@pytest.mark.parametrize("model", ["mixed", "conv"])
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
+def test_foreach_is_close(case: OptimizerCase, model: str, grads: str) -> None:
+    reference, flat = build(model), build(model)
+    train(case, reference, flat_grads=None, grouped=True, clip=True, options={"foreach": True})
+    train(case, flat, flat_grads=grads, grouped=True, clip=True, options={"foreach": True})
+    assert_same(reference, flat, 1e-6)
+
+
+@pytest.mark.parametrize("grads", ["follow", "bound"])
+@pytest.mark.parametrize("model", ["mixed", "rnn"])
+@pytest.mark.parametrize("case", [c for c in OPTIMIZERS if c.fused], ids=lambda c: c.name)
+def test_fused_is_close(case: OptimizerCase, model: str, grads: str) -> None:
+    reference, flat = build(model), build(model)
+    train(case, reference, flat_grads=None, grouped=True, clip=True, options={"fused": True})
+    train(case, flat, flat_grads=grads, grouped=True, clip=True, options={"fused": True})
+    assert_same(reference, flat, 1e-6)
+
+
+@pytest.mark.parametrize("grads", ["follow", "bound"])
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
+def test_accumulation_and_scheduler(case: OptimizerCase, grads: str) -> None:
+    reference, flat = build("mixed"), build("mixed")
+    more: dict[str, Any] = {"accumulate": 3, "schedule": True, "grouped": False, "clip": True}
+    train(case, reference, flat_grads=None, options={"foreach": False}, **more)
+    train(case, flat, flat_grads=grads, options={"foreach": False}, **more)
+    assert_same(reference, flat)
+
+
+@pytest.mark.parametrize("grads", ["follow", "bound"])
+@pytest.mark.parametrize("case", [c for c in OPTIMIZERS if c.name in ("sgd-momentum", "adamw")], ids=lambda c: c.name)
+def test_autocast_and_grad_scaler(case: OptimizerCase, grads: str) -> None:
+    def run(model: nn.Module, flat_mode: str | None) -> None:
+        flat = None if flat_mode is None else flatbed.FlatParams(model, grads=flat_mode)  # type: ignore[arg-type]
+        optimizer = case(model.parameters() if flat is None else flat.parameters(), foreach=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        for i, x in enumerate(batches(STEPS)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, x)
+            scaler.scale(loss).backward()
+            if i == 4:  # an overflow: this step is skipped
+                next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+            scaler.unscale_(optimizer)
+            if flat is None:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            else:
+                flat.clip_grad_norm_(0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    reference, model = build("mixed"), build("mixed")
+    run(reference, None)
+    run(model, grads)
+    assert_same(reference, model)
+
+
+def test_lbfgs() -> None:
+    def run(model: nn.Module, params: Any) -> list[float]:
+        optimizer = torch.optim.LBFGS(params, lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+        losses = []
+        for x in batches(4):
+
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, x)
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+        return losses
+
+    reference, model = build("tied").double(), build("tied").double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = run(reference, list(reference.parameters()))
+        got = run(model, flatbed.FlatParams(model).parameters())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got == pytest.approx(expected, rel=1e-8)
+    assert_same(reference, model, 1e-6)
+
+
+def test_activation_checkpointing() -> None:
+    def run(model: nn.Module, flat: flatbed.FlatParams | None) -> None:
+        optimizer = torch.optim.AdamW(
+            model.parameters() if flat is None else flat.parameters(), lr=0.01, foreach=False
+        )
+        for x in batches(STEPS):
+            hidden = torch.utils.checkpoint.checkpoint(model.encoder, x, use_reentrant=False)
+            model.decoder(hidden).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    reference, model = build("tied"), build("tied")
+    run(reference, None)
+    run(model, flatbed.FlatParams(model))
+    assert_same(reference, model)
