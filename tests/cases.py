@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-
-O = torch.optim
+from torch import nn, optim
 
 
 @dataclass(frozen=True)
@@ -24,23 +22,25 @@ class OptimizerCase:
 
 
 OPTIMIZERS = [
-    OptimizerCase("sgd", O.SGD, {"lr": 0.05}, fused=True),
-    OptimizerCase("sgd-momentum", O.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}, fused=True),
-    OptimizerCase("sgd-dampening", O.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}, fused=True),
-    OptimizerCase("sgd-nesterov", O.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}, fused=True),
-    OptimizerCase("adam", O.Adam, {"lr": 0.01, "weight_decay": 0.1}, fused=True),
-    OptimizerCase("adam-amsgrad", O.Adam, {"lr": 0.01, "amsgrad": True}, fused=True),
-    OptimizerCase("adamw", O.AdamW, {"lr": 0.01}, fused=True),
-    OptimizerCase("adamw-amsgrad-max", O.AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True}, fused=True),
-    OptimizerCase("adamax", O.Adamax, {"lr": 0.01}),
-    OptimizerCase("nadam", O.NAdam, {"lr": 0.01, "weight_decay": 0.01}),
-    OptimizerCase("radam", O.RAdam, {"lr": 0.01}),
-    OptimizerCase("rmsprop", O.RMSprop, {"lr": 0.01}),
-    OptimizerCase("rmsprop-centered", O.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
-    OptimizerCase("adagrad", O.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}, fused=True),
-    OptimizerCase("adadelta", O.Adadelta, {"lr": 1.0}),
-    OptimizerCase("asgd", O.ASGD, {"lr": 0.01, "t0": 3}),
-    OptimizerCase("rprop", O.Rprop, {"lr": 0.01}),
+    OptimizerCase("sgd", optim.SGD, {"lr": 0.05}, fused=True),
+    OptimizerCase("sgd-momentum", optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}, fused=True),
+    OptimizerCase("sgd-dampening", optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}, fused=True),
+    OptimizerCase("sgd-nesterov", optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}, fused=True),
+    OptimizerCase("adam", optim.Adam, {"lr": 0.01, "weight_decay": 0.1}, fused=True),
+    OptimizerCase("adam-amsgrad", optim.Adam, {"lr": 0.01, "amsgrad": True}, fused=True),
+    OptimizerCase("adamw", optim.AdamW, {"lr": 0.01}, fused=True),
+    OptimizerCase(
+        "adamw-amsgrad-max", optim.AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True}, fused=True
+    ),
+    OptimizerCase("adamax", optim.Adamax, {"lr": 0.01}),
+    OptimizerCase("nadam", optim.NAdam, {"lr": 0.01, "weight_decay": 0.01}),
+    OptimizerCase("radam", optim.RAdam, {"lr": 0.01}),
+    OptimizerCase("rmsprop", optim.RMSprop, {"lr": 0.01}),
+    OptimizerCase("rmsprop-centered", optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
+    OptimizerCase("adagrad", optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}, fused=True),
+    OptimizerCase("adadelta", optim.Adadelta, {"lr": 1.0}),
+    OptimizerCase("asgd", optim.ASGD, {"lr": 0.01, "t0": 3}),
+    OptimizerCase("rprop", optim.Rprop, {"lr": 0.01}),
 ]
 
 
@@ -146,4 +146,4 @@ def assert_same(left: nn.Module, right: nn.Module, tolerance: float = 0.0) -> No
         if tolerance == 0.0:
             assert torch.equal(a[name], b[name]), f"{name}: {(a[name] - b[name]).abs().max()}"
         else:
-            torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")  # noqa: B023
+            torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance, msg=name)

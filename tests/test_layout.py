@@ -60,7 +60,11 @@ def test_values_round_trip(items: list[Spec]) -> None:
 
 @given(specs())
 def test_strides_agree_with_torch(item: Spec) -> None:
-    span = 1 + sum((n - 1) * s for n, s in zip(item.shape, item.stride, strict=True)) if 0 not in item.shape else 0
+    span = (
+        1 + sum((n - 1) * s for n, s in zip(item.shape, item.stride, strict=True))
+        if 0 not in item.shape
+        else 0
+    )
     tensor = torch.empty(span).as_strided(item.shape, item.stride)
     dense = torch.empty_like(tensor, memory_format=torch.preserve_format)
     if 0 not in item.shape:

@@ -61,9 +61,7 @@ class Layout:
         return tuple(self.segments[i] for i in self.buffers[buffer].members)
 
 
-def plan(
-    specs: Iterable[Spec], *, alignment: int = ALIGNMENT, max_bytes: int = MAX_BUFFER_BYTES
-) -> Layout:
+def plan(specs: Iterable[Spec], *, alignment: int = ALIGNMENT, max_bytes: int = MAX_BUFFER_BYTES) -> Layout:
     """Lay tensors out in their own order: aligned segments, a new buffer per key and per `max_bytes`.
 
     A tensor of more than `max_bytes` gets a buffer to itself. No buffer is empty, even when all

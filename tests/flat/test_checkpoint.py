@@ -47,8 +47,11 @@ def assert_equal_states(a: Any, b: Any, where: str = "") -> None:
 @BY_CASE
 def test_the_state_is_what_torch_would_return(case: OptimizerCase, form: str, model: str) -> None:
     def source(m: nn.Module) -> Any:
-        return {"plain": lambda: list(m.parameters()), "named": lambda: list(m.named_parameters()),
-                "groups": lambda: two_groups(m)}[form]()
+        return {
+            "plain": lambda: list(m.parameters()),
+            "named": lambda: list(m.named_parameters()),
+            "groups": lambda: two_groups(m),
+        }[form]()
 
     reference, flat_model = build(model), build(model)
     expected = case(source(reference), foreach=False)
@@ -96,6 +99,7 @@ def test_round_trips_continue_the_same_run(case: OptimizerCase, model: str) -> N
 
 def test_scalar_parameters_alone() -> None:
     """A step count and a moment then look alike, and must be told apart."""
+
     def make() -> list[nn.Parameter]:
         return [nn.Parameter(torch.tensor(float(i))) for i in range(3)]
 
@@ -145,7 +149,11 @@ def test_bad_states_are_refused_and_change_nothing() -> None:
     kept = optimizer.state[flat.parameters()[0]]["exp_avg"].clone()
 
     def broken(**change: Any) -> dict[str, Any]:
-        return {"state": {i: dict(s) for i, s in good["state"].items()}, "param_groups": good["param_groups"], **change}
+        return {
+            "state": {i: dict(s) for i, s in good["state"].items()},
+            "param_groups": good["param_groups"],
+            **change,
+        }
 
     uneven = broken()
     uneven["state"][1]["step"] = torch.tensor(7.0)
@@ -170,7 +178,9 @@ def test_bad_states_are_refused_and_change_nothing() -> None:
     with pytest.raises(ValueError, match="holds 0 of 1 flat parameters"):
         flat.optimizer_state_dict(torch.optim.Adam(build("tied").parameters()))
     with pytest.raises(ValueError, match="of another FlatParams"):
-        flat.optimizer_state_dict(torch.optim.Adam([*flat.parameters(), *FlatParams(build("rnn")).parameters()]))
+        flat.optimizer_state_dict(
+            torch.optim.Adam([*flat.parameters(), *FlatParams(build("rnn")).parameters()])
+        )
 
 
 def test_lbfgs_state_is_refused_by_name() -> None:

@@ -26,8 +26,11 @@ def test_equals_torchs_averaged_model() -> None:
     averaged.update_parameters(reference)  # torch's first update copies; ours starts as a copy
     flat = FlatParams(model)
     ema = EMA(flat, decay=0.9)
-    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1, foreach=False),
-          lambda: averaged.update_parameters(reference))
+    train(
+        reference,
+        torch.optim.SGD(reference.parameters(), lr=0.1, foreach=False),
+        lambda: averaged.update_parameters(reference),
+    )
     train(model, torch.optim.SGD(flat.parameters(), lr=0.1, foreach=False), ema.update)
     trained = {n: p.detach().clone() for n, p in model.named_parameters()}
     with ema.weights():
@@ -43,9 +46,14 @@ def test_an_exception_inside_brings_the_weights_back() -> None:
     with torch.no_grad():
         model.encoder.weight.add_(1.0)
     kept = model.encoder.weight.detach().clone()
-    with pytest.raises(KeyError), ema.weights():
-        assert not torch.equal(kept, model.encoder.weight)
-        raise KeyError
+
+    def evaluate() -> None:
+        with ema.weights():
+            assert not torch.equal(kept, model.encoder.weight)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        evaluate()
     assert torch.equal(kept, model.encoder.weight)
 
 
@@ -74,7 +82,9 @@ def test_state_round_trip() -> None:
     other = EMA(FlatParams(build("conv")), 0.1)
     other.load_state_dict(torch.load(file, weights_only=True))
     assert (other.decay, other.n_updates) == (0.9, 3)
-    for a, b in zip(ema.state_dict()["weights"].values(), other.state_dict()["weights"].values(), strict=True):
+    for a, b in zip(
+        ema.state_dict()["weights"].values(), other.state_dict()["weights"].values(), strict=True
+    ):
         assert torch.equal(a, b)
 
 

@@ -146,7 +146,9 @@ def test_a_partly_cast_model_raises_by_name(grads: str) -> None:
     model.encoder.double()
     x = batches(1)[0].double()
     model.encoder(x).sum().backward()
-    with pytest.raises(FlatbedError, match=r"no longer share a device and dtype.*'encoder\.weight' is torch\.float64"):
+    with pytest.raises(
+        FlatbedError, match=r"no longer share a device and dtype.*'encoder\.weight' is torch\.float64"
+    ):
         optimizer.step()
 
 
@@ -166,7 +168,7 @@ def test_tied_weights_that_came_apart_raise() -> None:
     assign_state(model)
     assert model.encoder.weight is not model.decoder.weight
     loss_of(model, batches(1)[0]).backward()
-    with pytest.raises(FlatbedError, match="tied weight 'encoder.weight' has come apart"):
+    with pytest.raises(FlatbedError, match=r"tied weight 'encoder\.weight' has come apart"):
         optimizer.step()
     model.decoder.weight = model.encoder.weight
     model.zero_grad()

@@ -56,8 +56,9 @@ def test_sources(source: Any) -> None:
     assert [id(p) for p in flat.originals()] == [id(p) for p in model.parameters()]
     optimizer = torch.optim.SGD(flat.groups(), lr=0.1)
     reference = build("mixed")
-    expected = torch.optim.SGD(source(reference) if not isinstance(source(reference), nn.Module) else
-                               reference.parameters(), lr=0.1)
+    expected = torch.optim.SGD(
+        source(reference) if not isinstance(source(reference), nn.Module) else reference.parameters(), lr=0.1
+    )
     for m, o in ((model, optimizer), (reference, expected)):
         loss_of(m, batches(1)[0]).backward()
         o.step()
@@ -157,10 +158,14 @@ def _alias_pair() -> list[nn.Parameter]:
         (lambda: [3], TypeError, "item 0 of the source is a int"),
         (lambda: 3, TypeError, "found int"),
         (lambda: nn.Parameter(torch.randn(3)), TypeError, "put it in a list"),
-        (lambda: [], ValueError, "no trainable parameter among 0"),
+        (list, ValueError, "no trainable parameter among 0"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), ValueError, "no trainable parameter among 2"),
         (lambda: [{"lr": 0.1}], TypeError, "'params' key"),
-        (lambda: FlatParams([nn.Parameter(torch.ones(2))]).parameters(), ValueError, "flat parameter already"),
+        (
+            lambda: FlatParams([nn.Parameter(torch.ones(2))]).parameters(),
+            ValueError,
+            "flat parameter already",
+        ),
     ],
 )
 def test_refusals_come_before_any_change(bad: Any, error: type[Exception], message: str) -> None:
@@ -294,7 +299,9 @@ def test_torch_save_is_read_with_weights_only() -> None:
     model = build("mixed")
     flat = FlatParams(model)
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "flat": list(flat.buffers), "own": dict(model.named_parameters())}, file)
+    torch.save(
+        {"model": model.state_dict(), "flat": list(flat.buffers), "own": dict(model.named_parameters())}, file
+    )
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     fresh = build("mixed")

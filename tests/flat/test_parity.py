@@ -105,7 +105,9 @@ def test_accumulation_and_scheduler(case: OptimizerCase, grads: str) -> None:
 
 
 @pytest.mark.parametrize("grads", ["follow", "bound"])
-@pytest.mark.parametrize("case", [c for c in OPTIMIZERS if c.name in ("sgd-momentum", "adamw")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for c in OPTIMIZERS if c.name in ("sgd-momentum", "adamw")], ids=lambda c: c.name
+)
 def test_autocast_and_grad_scaler(case: OptimizerCase, grads: str) -> None:
     def run(model: nn.Module, flat_mode: str | None) -> None:
         flat = None if flat_mode is None else flatbed.FlatParams(model, grads=flat_mode)  # type: ignore[arg-type]

@@ -108,7 +108,9 @@ def test_shape_readers_are_refused(make: Any, name: str) -> None:
     optimizer = make(flat.parameters())
     loss_of(model, batches(1)[0]).backward()
     for _ in range(2):  # and again, should the first error be swallowed
-        with pytest.raises(FlatbedError, match=f"{name} updates a flat parameter differently.*flat.originals"):
+        with pytest.raises(
+            FlatbedError, match=f"{name} updates a flat parameter differently.*flat.originals"
+        ):
             optimizer.step()
     assert torch.equal(before.buffers[0], flat.buffers[0])
 

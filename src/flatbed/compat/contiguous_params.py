@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from flatbed.flat.params import FlatParams
 from flatbed.flat.parameter import FlatParameter
+from flatbed.flat.params import FlatParams
 from flatbed.flat.source import Source
 
 
@@ -38,7 +38,7 @@ class ContiguousParams:
         return [entry.parameter for entry in self.flat._given.entries]
 
     def buffer_is_valid(self) -> bool:
-        """Whether every parameter lies in the buffer; gradients elsewhere (DDP's) are gathered, so they may."""
+        """Whether every parameter lies in the buffer. Gradients elsewhere are gathered, so they may be."""
         return self.flat.is_valid()
 
     def assert_buffer_is_valid(self) -> None:

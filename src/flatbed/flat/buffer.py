@@ -26,7 +26,7 @@ get_grad = attrgetter("grad")
 get_version = attrgetter("_version")
 get_requires_grad = attrgetter("requires_grad")
 get_layout = attrgetter("layout")
-set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 data_ptr = torch.Tensor.data_ptr
 
 
@@ -66,7 +66,7 @@ class Buffer:
         self.views: list[torch.Tensor] = []
         self.trusted = False  # inside a step: gathered, and nobody can have replaced a gradient since
         self.touched = False  # the flat gradient was read or zeroed since the last full look at the originals
-        # Bound: the views' versions when they were last zeroed, and when they were last zeroed or stepped with.
+        # Bound: the views' versions when last zeroed, and when last zeroed or stepped with.
         self.zeroed_at: list[int] = []
         self.seen_at: list[int] = []
         self.runs: list[Run] = []
@@ -74,6 +74,11 @@ class Buffer:
         self.fill(numel, originals[0].dtype, originals[0].device)
         if bound:
             self.bind_grads()
+
+    @property
+    def flat(self) -> FlatParameter | None:
+        """The flat parameter over this buffer, if anybody holds it."""
+        return None if self.flat_ref is None else self.flat_ref()
 
     # ---- values
 
@@ -85,9 +90,8 @@ class Buffer:
         for p, segment in zip(self.originals, self.segments, strict=True):
             self._adopt(p, segment)
             self.data_ptrs.append(p.data_ptr())
-        flat = self.flat_ref and self.flat_ref()
-        if flat is not None:
-            flat.data = self.data
+        if self.flat is not None:
+            self.flat.data = self.data
 
     def _adopt(self, p: torch.Tensor, segment: Segment) -> None:
         home = view(self.data, segment)
@@ -103,7 +107,7 @@ class Buffer:
 
     def flat_strayed(self) -> bool:
         """Whether the flat parameter itself was given other memory."""
-        flat = self.flat_ref and self.flat_ref()
+        flat = self.flat
         return flat is not None and (flat.data_ptr() != self.data.data_ptr() or flat.dtype != self.data.dtype)
 
     def take_back(self, positions: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ class StateDict(OrderedDict[str, Any]):
 
 
 def state_dict(module: nn.Module, *, tied: bool = True) -> StateDict:
-    """`module.state_dict()` with every tensor contiguous, in memory of its own, for `torch.save` and safetensors.
+    """`module.state_dict()` for `torch.save` and safetensors: every tensor contiguous, in its own memory.
 
     Tied weights stay one tensor under several names, as in torch. `safetensors.torch.save_model` takes
     that; `save_file` refuses it, so ``tied=False`` gives each name its own copy.
@@ -87,7 +87,9 @@ def optimizer_state_dict(flat: FlatParams, optimizer: torch.optim.Optimizer) -> 
                     state[position] = packed["state"][numbers[id(place.parameter)]]
             elif fresh.get(place.parameter):  # Adagrad makes state at construction, frozen or not
                 state[position] = dict(fresh[place.parameter])
-        group = {k: v for k, v in packed["param_groups"][number].items() if k not in ("params", "param_names")}
+        group = {
+            k: v for k, v in packed["param_groups"][number].items() if k not in ("params", "param_names")
+        }
         group["params"] = list(range(next_number, next_number + len(places)))
         if flat._given.named:
             group["param_names"] = [place.name for place in places]
@@ -100,7 +102,7 @@ def optimizer_state_dict(flat: FlatParams, optimizer: torch.optim.Optimizer) -> 
 def load_optimizer_state_dict(
     flat: FlatParams, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """See `FlatParams.load_optimizer_state_dict`. The optimizer is changed last, when all has been checked."""
+    """See `FlatParams.load_optimizer_state_dict`. All is checked before the optimizer changes."""
     own = optimizer.state_dict()
     numbers = _numbers(optimizer, own)
     all_places = _places(flat, optimizer)
@@ -226,7 +228,7 @@ def _join(
     if absent:
         raise FlatbedError(
             f"the state holds nothing for '{absent[0]}' while '{present[0][0].name}' has some: torch skipped "
-            f"it in training. One flat state cannot express that; train such parameters outside the FlatParams"
+            f"it in training. One flat state cannot express that; leave such parameters out of the FlatParams"
         )
     keys = present[0][1].keys()
     for place, found in present:

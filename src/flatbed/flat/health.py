@@ -82,7 +82,10 @@ def _stray_problems(buffer: Buffer) -> Iterator[Problem]:
     for i in buffer.strayed():
         p, segment = buffer.originals[i], buffer.segments[i]
         if tuple(p.shape) != segment.shape:
-            what, cause = f"its shape is {tuple(p.shape)} and was {segment.shape}", "p.data = … of another size"
+            what, cause = (
+                f"its shape is {tuple(p.shape)} and was {segment.shape}",
+                "p.data = … of another size",
+            )
             remedy = "build a new FlatParams and a new optimizer"
         elif (p.device, p.dtype) != (buffer.data.device, buffer.data.dtype):
             what = f"its values are {p.dtype} on {p.device}, its buffer is {buffer.data.dtype} on "
@@ -139,7 +142,7 @@ def rebind(flat: FlatParams, *, by_hand: bool) -> None:
 
 def take_flat_back(buffer: Buffer) -> None:
     """Copy the values of a flat parameter that was given other memory into the buffer."""
-    flat = buffer.flat_ref and buffer.flat_ref()
+    flat = buffer.flat
     assert flat is not None
     if flat.numel() != buffer.data.numel():
         raise FlatbedError(
@@ -157,7 +160,7 @@ def _replacements(flat: FlatParams) -> list[tuple[Entry, list[torch.Tensor]]]:
         return []
     found = []
     for entry in flat._entries:
-        held = [owner._parameters.get(name) for owner, name in entry.slots]
+        held: list[torch.Tensor | None] = [owner._parameters.get(name) for owner, name in entry.slots]
         if any(p is not entry.parameter and p is not None for p in held):
             found.append((entry, [p for p in held if p is not None]))
     return found
@@ -203,8 +206,8 @@ def _heal(buffer: Buffer, strayed: list[int], *, by_hand: bool) -> None:
         # which Module.to() moves along, may have been left out when the flat one was clipped or zeroed.
         raise FlatbedError(
             f"'{buffer.segments[strayed[0]].name}' was moved while other parameters of its buffer were not, "
-            f"and gradients were read or zeroed in the meantime: call zero_grad() and rebind(), and compute them "
-            f"again. Call rebind() right after moving a part of a model"
+            f"and gradients were read or zeroed in the meantime: call zero_grad() and rebind(), and compute "
+            f"them again. Call rebind() right after moving a part of a model"
         )
     if where == {here}:
         buffer.take_back(strayed)

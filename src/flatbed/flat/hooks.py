@@ -73,8 +73,8 @@ def whole_step(optimizer: torch.optim.Optimizer, whole: Whole) -> None:
 def install() -> None:
     """Register with torch.optim, once in a process."""
     # Torch marks its own optimizer bookkeeping the same way: a compiled step must not trace through it.
-    register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))
-    register_optimizer_step_post_hook(torch._disable_dynamo(_after_step))
+    register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))  # type: ignore[attr-defined]
+    register_optimizer_step_post_hook(torch._disable_dynamo(_after_step))  # type: ignore[attr-defined]
 
 
 def flat_parameters(optimizer: torch.optim.Optimizer) -> list[FlatParameter]:

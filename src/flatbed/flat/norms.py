@@ -26,12 +26,19 @@ def grad_norms(buffer: Buffer, norm_type: float = 2.0) -> torch.Tensor:
 def total_norm(
     buffers: Sequence[Buffer], members: Sequence[tuple[int, ...]], norm_type: float = 2.0
 ) -> torch.Tensor:
-    """The norm over all gradients: bit for bit what torch gives for the parameters in their own order.
+    """The norm over all gradients; gather first.
 
-    `members` are the originals' positions in the source, buffer by buffer; gather first.
+    On the CPU bit for bit what torch gives for the parameters in their own order: `members` are the
+    originals' positions in the source, buffer by buffer. Elsewhere one reduction per buffer.
     """
     if not buffers:
         return torch.tensor(0.0)
+    if any(buffer.data.device.type != "cpu" for buffer in buffers) and norm_type > 0:
+        device = buffers[0].data.device
+        whole: list[torch.Tensor] = [
+            torch.linalg.vector_norm(b.grad, norm_type).to(device) for b in buffers if b.grad is not None
+        ]
+        return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), norm_type)
     parts: list[torch.Tensor] = []
     positions: list[int] = []
     for buffer, held in zip(buffers, members, strict=True):
@@ -46,7 +53,8 @@ def total_norm(
     if len(parts) > 1:
         order = sorted(range(len(positions)), key=positions.__getitem__)
         joined = joined[torch.tensor(order, device=joined.device)]
-    return torch.linalg.vector_norm(joined, norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(joined, norm_type)
+    return total
 
 
 @torch.no_grad()
@@ -54,7 +62,8 @@ def _norms(
     buffer: Buffer, tensors: Sequence[torch.Tensor], flat: torch.Tensor, norm_type: float
 ) -> torch.Tensor:
     if flat.device.type != "cpu":  # one call reduces all tensors in a few kernels
-        return torch.stack(torch._foreach_norm(list(tensors), norm_type))
+        found: torch.Tensor = torch.stack(torch._foreach_norm(list(tensors), norm_type))
+        return found
     # Rows of a matrix are summed exactly as each would be alone, so equal neighbours cost one call.
     parts = [
         torch.linalg.vector_norm(

@@ -13,12 +13,13 @@ from torch import nn
 if TYPE_CHECKING:
     from flatbed.flat.params import FlatParams
 
-_own_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_own_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_GRAD: Any = torch.Tensor.grad  # C++'s own slot, which autograd writes and a subclass's property hides
+_own_grad = _GRAD.__get__
+_set_own_grad = _GRAD.__set__
 _ZERO_GRAD_CODE = inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__
 
 
-@torch._disable_dynamo
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _shown_grad(flat: torch.Tensor) -> torch.Tensor | None:
     grad: torch.Tensor | None = _own_grad(flat)
     return grad
@@ -33,13 +34,13 @@ class FlatParameter(nn.Parameter):
     @staticmethod
     def over(data: torch.Tensor, owner: FlatParams, index: int) -> FlatParameter:
         """A flat parameter over `data`, the memory of `owner`'s buffer number `index`."""
-        flat: FlatParameter = torch.Tensor._make_subclass(FlatParameter, data, True)  # type: ignore[assignment]
+        flat = torch.Tensor._make_subclass(FlatParameter, data, True)
         flat._owner = owner
         flat._index = index
         return flat
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """The originals' gradients, gathered; None when none of them has one."""
         if torch.compiler.is_compiling():
             return _shown_grad(self)
@@ -60,13 +61,13 @@ class FlatParameter(nn.Parameter):
         _set_own_grad(self, None)
         self._owner._set_grad(self._index, value)
 
-    def show_grad(self, grad: torch.Tensor | None) -> None:
-        """Let C++ see the gradient too, for the time of a step: a compiled `optimizer.step` looks there."""
-        _set_own_grad(self, grad)
-
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def show_grad(self, grad: torch.Tensor | None) -> None:
+        """Let C++ see the gradient too, for the time of a step: a compiled `optimizer.step` looks there."""
+        _set_own_grad(self, grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         if id(self) not in memo:

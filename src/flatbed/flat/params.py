@@ -121,7 +121,10 @@ class FlatParams:
         """The source's param groups with flat parameters in them; one group if the source had none."""
         flats = self.parameters()
         return [
-            {**options, "params": [f for f, g in zip(flats, self._group_of_buffer, strict=True) if g == number]}
+            {
+                **options,
+                "params": [f for f, g in zip(flats, self._group_of_buffer, strict=True) if g == number],
+            }
             for number, options in enumerate(self._given.options)
         ]
 
@@ -258,7 +261,7 @@ class FlatParams:
     # ---- health
 
     def check(self) -> list[Problem]:
-        """Everything that has left its place: what, the likely cause, and the remedy. Empty if all is well."""
+        """Everything that has left its place, with likely cause and remedy. Empty if all is well."""
         return health.check(self)
 
     def is_valid(self) -> bool:
@@ -300,7 +303,7 @@ class FlatParams:
     def _flat(self, index: int) -> FlatParameter:
         # Held weakly: a flat parameter holds its owner, and a cycle would keep a dropped model's memory.
         buffer = self._buffers[index]
-        flat = buffer.flat_ref and buffer.flat_ref()
+        flat = buffer.flat
         if flat is None:
             flat = FlatParameter.over(buffer.data, self, index)
             buffer.flat_ref = weakref.ref(flat)
@@ -390,7 +393,7 @@ def _pickle_alone(p: torch.Tensor) -> None:
     """Let a view be pickled as a parameter of its own; pickle would write the whole buffer for each."""
     if isinstance(p, nn.Parameter):
         reduce: Callable[[Any], Any] = functools.partial(_reduce_alone, weakref.ref(p))
-        p.__reduce_ex__ = reduce  # type: ignore[method-assign,assignment]
+        p.__reduce_ex__ = reduce  # type: ignore[method-assign]
 
 
 def _reduce_alone(ref: weakref.ref[nn.Parameter], protocol: Any) -> Any:
@@ -398,4 +401,4 @@ def _reduce_alone(ref: weakref.ref[nn.Parameter], protocol: Any) -> Any:
     assert p is not None
     alone = nn.Parameter(p.data.clone(memory_format=torch.preserve_format), p.requires_grad)
     alone.__dict__.update({k: v for k, v in p.__dict__.items() if k != "__reduce_ex__"})
-    return alone.__reduce_ex__(protocol)
+    return alone.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

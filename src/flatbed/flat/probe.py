@@ -37,7 +37,10 @@ def twin(
 ) -> torch.optim.Optimizer:
     """A fresh optimizer of the same class, with one group of these options over `params`."""
     kind = type(optimizer)
-    group = {"params": params, **{k: _own(v) for k, v in options.items() if k not in ("params", "param_names")}}
+    group = {
+        "params": params,
+        **{k: _own(v) for k, v in options.items() if k not in ("params", "param_names")},
+    }
     accepted = inspect.signature(kind.__init__).parameters
     open_ended = any(a.kind is a.VAR_KEYWORD for a in accepted.values())
     arguments = {k: _own(v) for k, v in optimizer.defaults.items() if open_ended or k in accepted}
@@ -92,7 +95,9 @@ def _try(optimizer: torch.optim.Optimizer, number: int) -> None:
 def _start(device: torch.device) -> torch.Tensor:
     """Small values first, large ones after: norms of the two parameters then differ from the joint one."""
     n_small = _SHAPES[0][0] * _SHAPES[0][1]
-    return torch.cat([torch.linspace(-0.3, 0.2, n_small), torch.linspace(-2.0, 3.0, _SHAPES[1][0])]).to(device)
+    return torch.cat([torch.linspace(-0.3, 0.2, n_small), torch.linspace(-2.0, 3.0, _SHAPES[1][0])]).to(
+        device
+    )
 
 
 def _solve(
@@ -110,7 +115,7 @@ def _solve(
         sizes = [torch.Size(shape).numel() for shape in _SHAPES]
         params = [
             nn.Parameter(part.clone().view(shape))
-            for part, shape in zip(start.split(sizes), _SHAPES, strict=True)
+            for part, shape in zip(torch.split(start, sizes), _SHAPES, strict=True)
         ]
     goal = start.flip(0) * 0.7 + 0.1
     weight = torch.linspace(0.5, 2.0, start.numel(), device=device)
@@ -118,7 +123,7 @@ def _solve(
     def closure() -> torch.Tensor:
         with torch.no_grad():
             difference = torch.cat([p.reshape(-1) for p in params]) - goal
-            parts = (weight * difference).split([p.numel() for p in params])
+            parts = torch.split(weight * difference, [p.numel() for p in params])
             for p, g in zip(params, parts, strict=True):
                 p.grad = g.view_as(p).clone()
             return (0.5 * weight * difference**2).sum()

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatbed.layout import overlaps_itself
@@ -124,7 +125,7 @@ def _slots(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 
 def _is_lazy(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, nn.parameter.UninitializedTensorMixin)
+    return bool(is_lazy(parameter))
 
 
 def _refuse_unfit(entries: list[Entry]) -> None:
@@ -156,14 +157,16 @@ def unfit(p: torch.Tensor) -> str | None:
             "is a DTensor (FSDP2 shards it); FSDP2 already lays its shards out for the optimizer: "
             "use torch.optim over the sharded parameters"
         )
-    if is_traceable_wrapper_subclass(p) or is_traceable_wrapper_subclass(p.data):
+    if any(map(is_traceable_wrapper_subclass, (p, p.data))):
         return f"is a {kind}, which stores its values in its own way; keep it out of the source"
     if kind == "FlatParameter":
         return "is a flat parameter already; pass the model's own parameters"
     if p.layout != torch.strided:
         return f"is sparse ({p.layout}); keep it out of the source and give it to its own optimizer"
     if p.is_complex():
-        return "is complex; store it as two real parameters (torch.view_as_real), or keep it out of the source"
+        return (
+            "is complex; store it as two real parameters (torch.view_as_real), or keep it out of the source"
+        )
     if p.device.type == "meta":
         return "is on the meta device and has no values yet; materialize the model first"
     if not p.is_leaf:

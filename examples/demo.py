@@ -1,0 +1,134 @@
+"""Train one network in torch's way and in the flat way: the same numbers, in less time. Run: make demo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+import flatbed
+
+DEPTH, WIDTH, STEPS = 100, 32, 100
+PARTS = ("forward", "backward", "clip", "optimizer", "zero_grad")
+
+
+class Block(nn.Module):
+    """One of many small layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def make_network() -> nn.Module:
+    """Deep and narrow, the same weights on every call."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, WIDTH), *(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, 1))
+
+
+def make_batch(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.rand(64, 8, generator=torch.Generator().manual_seed(step))
+    return x, torch.sin(x.sum(dim=1, keepdim=True))
+
+
+@dataclass
+class Run:
+    """A network under training, and how long each part of its steps took."""
+
+    name: str
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+    clip: Callable[[float], Tensor]
+    losses: list[float] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        with self.timed("forward"):
+            loss = nn.functional.mse_loss(self.network(x), y)
+        with self.timed("backward"):
+            torch.autograd.backward(loss)
+        with self.timed("clip"):
+            self.clip(1.0)
+        with self.timed("optimizer"):
+            self.optimizer.step()
+        with self.timed("zero_grad"):
+            self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[part].append(time.perf_counter() - begin)
+
+    def milliseconds(self, part: str) -> float:
+        return 1e3 * median(self.seconds[part])
+
+
+def torch_way(name: str, *, foreach: bool | None = None, fused: bool | None = None) -> Run:
+    network = make_network()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, foreach=foreach, fused=fused)
+    return Run(name, network, optimizer, partial(nn.utils.clip_grad_norm_, list(network.parameters())))
+
+
+def flat_way(name: str, *, foreach: bool | None = None, fused: bool | None = None) -> Run:
+    network = make_network()
+    flat = flatbed.FlatParams(network)  # the one new line; the optimizer gets flat.parameters()
+    optimizer = torch.optim.AdamW(flat.parameters(), lr=1e-3, foreach=foreach, fused=fused)
+    return Run(name, network, optimizer, flat.clip_grad_norm_)
+
+
+def largest_difference(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max((p - q).abs().max().item() for p, q in pairs)
+
+
+def table_of(runs: list[Run]) -> Table:
+    table = Table(title=f"Milliseconds per step, median of {STEPS}", title_style="bold")
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    for part in PARTS:
+        table.add_row(part, *(f"{run.milliseconds(part):.2f}" for run in runs))
+    table.add_section()
+    totals = [sum(map(run.milliseconds, PARTS)) for run in runs]
+    table.add_row("whole step", *(f"{total:.2f}" for total in totals), style="bold")
+    table.add_row("speed", *(f"{totals[0] / total:.1f}×" for total in totals), style="bold green")
+    return table
+
+
+def main() -> None:
+    console = Console()
+    torch.set_num_threads(1)  # layers this small take longer when shared among cores
+    torch_loop, flat_loop = torch_way("torch loop", foreach=False), flat_way("flat loop", foreach=False)
+    torch_fused, flat_fused = torch_way("torch fused", fused=True), flat_way("flat fused", fused=True)
+    runs = [torch_loop, flat_loop, torch_fused, flat_fused]
+    for step in track(range(STEPS), "training four networks in turns", console=console, transient=True):
+        for run in runs:
+            run.step(*make_batch(step))
+
+    n_params = len(list(torch_loop.network.parameters()))
+    difference = largest_difference(torch_loop.network, flat_loop.network)
+    console.print(f"A network of {n_params} small parameters, {STEPS} steps of AdamW, the same batches:")
+    for run in (torch_loop, flat_loop):
+        console.print(f"  {run.name:10}  loss {run.losses[0]!r} → {run.losses[-1]!r}")
+    console.print(f"  largest difference between any two weights: {difference!r}")
+    console.print(table_of(runs))
+    if difference != 0.0 or torch_loop.losses != flat_loop.losses:
+        raise SystemExit("The two ways differ: please report this.")
+
+
+if __name__ == "__main__":
+    main()

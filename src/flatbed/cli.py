@@ -1,0 +1,251 @@
+"""The `flatbed` command. What needs torch is imported by the commands that use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from flatbed._version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from flatbed.bench.rows import Row
+    from flatbed.doctor import Finding
+
+app = typer.Typer(
+    help="Training memory where it should be: measure it, and see what this machine offers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+bench = typer.Typer(help="Measure flat training against torch's own optimizers.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+class ModelName(str, Enum):
+    """The models of flatbed.bench.models."""
+
+    LINEAR100 = "linear100"
+    RESNET_LIKE = "resnet-like"
+    GPT_LIKE = "gpt-like"
+    MANY_SMALL = "many-small"
+
+
+class OptimizerName(str, Enum):
+    """The optimizers of flatbed.bench.ways."""
+
+    ADAMW = "adamw"
+    ADAM = "adam"
+    SGD = "sgd"
+
+
+class DeviceName(str, Enum):
+    """Where to train."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"flatbed {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Training memory where it should be: measure it, and see what this machine offers."""
+
+
+def _in_existing_folder(path: Path | None) -> Path | None:
+    """Refuse at once what would otherwise fail after minutes of measuring."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"the folder {path.parent} does not exist")
+    return path
+
+
+def _drawable(path: Path | None) -> Path | None:
+    if path is not None:
+        from flatbed.bench.plot import MISSING, have_matplotlib
+
+        if not have_matplotlib():
+            raise typer.BadParameter(MISSING)
+    return _in_existing_folder(path)
+
+
+JsonPath = Annotated[
+    Path | None,
+    typer.Option("--json", help="Store the rows here.", dir_okay=False, callback=_in_existing_folder),
+]
+PngPath = Annotated[
+    Path | None,
+    typer.Option("--png", help="Draw a bar chart here.", dir_okay=False, callback=_drawable),
+]
+TracePath = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        help="Write Chrome traces: X.json gives X.torch-loop.json, X.torch-fused.json, X.flat.json.",
+        dir_okay=False,
+        callback=_in_existing_folder,
+    ),
+]
+
+
+@bench.command()
+def step(
+    model: Annotated[ModelName, typer.Option(help="What to train.")] = ModelName.LINEAR100,
+    optimizer: Annotated[OptimizerName, typer.Option(help="Which update rule.")] = OptimizerName.ADAMW,
+    device: Annotated[
+        DeviceName | None, typer.Option(help="Where; cuda if there is a GPU, unless given.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Timed steps per way; the default suits the model.")
+    ] = None,
+    json_path: JsonPath = None,
+    png: PngPath = None,
+    trace: TracePath = None,
+) -> None:
+    """Time clip + optimizer + zero_grad, and the whole training step, in torch's ways and in flatbed's."""
+    where = _find_device(device)
+    from flatbed.bench import step as bench_step
+    from flatbed.bench.models import find_case
+    from flatbed.bench.trace import TRACED, write_traces
+
+    case = find_case(model.value, where)
+    setting = bench_step.Setting(case, optimizer.value, where, steps or case.steps)
+    n_stages = setting.n_stages + (len(TRACED) if trace else 0)
+    with _progress(f"{case.name}, {optimizer.value} on {where.type}", n_stages) as progress, _out_of_memory():
+        rows = bench_step.run(setting, progress=progress)
+        traces = write_traces(setting, trace, progress=progress) if trace else []
+    _report(rows, json_path=json_path, png=png)
+    for path in traces:
+        typer.echo(f"wrote {path}")
+    if failed := [row.way for row in rows if not row.ok and row.part == "step"]:
+        typer.echo(f"FAILED: other weights than the reference's, in {', '.join(failed)}", err=True)
+        raise typer.Exit(1)
+
+
+@bench.command()
+def show(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Files that --json wrote.", exists=True, dir_okay=False, metavar="ROWS"),
+    ],
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print markdown tables.")] = False,
+    png: PngPath = None,
+) -> None:
+    """Show stored rows as tables, as markdown or as a chart."""
+    from flatbed.bench.rows import group, read_rows, to_markdown
+
+    try:
+        rows = [row for path in files for row in read_rows(path)]
+        if not group(rows):
+            raise ValueError("there are no rows in it")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="ROWS") from error
+    if markdown:
+        typer.echo(to_markdown(rows), nl=False)
+    _report(rows, json_path=None, png=png, with_tables=not markdown)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Look at python, torch, GPU, memory and copy speeds, and say what anything missing means."""
+    from flatbed.doctor import examine, torch_is_usable
+
+    findings = examine()
+    if as_json:
+        typer.echo(json.dumps([finding.to_dict() for finding in findings], indent=1, ensure_ascii=False))
+    else:
+        _console().print(_findings_table(findings))
+    if not torch_is_usable():
+        raise typer.Exit(1)
+
+
+def _find_device(device: DeviceName | None) -> torch.device:
+    import torch
+
+    available = torch.cuda.is_available()
+    if device is DeviceName.CUDA and not available:
+        raise typer.BadParameter("torch sees no CUDA GPU; `flatbed doctor` says more", param_hint="--device")
+    return torch.device(device.value if device else "cuda" if available else "cpu")
+
+
+def _report(
+    rows: Sequence[Row], *, json_path: Path | None, png: Path | None, with_tables: bool = True
+) -> None:
+    from flatbed.bench.plot import write_plot
+    from flatbed.bench.rows import write_rows
+    from flatbed.bench.table import tables
+
+    if with_tables:
+        for table in tables(rows):
+            _console().print(table)
+    if json_path:
+        write_rows(rows, json_path)
+        typer.echo(f"wrote {json_path}")
+    if png:
+        write_plot(rows, png)
+        typer.echo(f"wrote {png}")
+
+
+def _findings_table(findings: Sequence[Finding]) -> Table:
+    marks = {True: Text("✓", "green"), False: Text("✗", "red"), None: Text("–", "dim")}
+    table = Table(title="flatbed doctor", title_style="bold", show_lines=False)
+    for column in ("", "what", "found", "meaning"):
+        table.add_column(column)
+    for finding in findings:
+        style = "dim" if finding.ok is None else ""
+        cells = (Text(finding.name), Text(finding.value), Text(finding.meaning))
+        table.add_row(marks[finding.ok], *cells, style=style)
+    return table
+
+
+def _console() -> Console:
+    """The terminal; where there is none, wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr; the block calls what it is given at the beginning of each stage."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    stage = TextColumn("[dim]{task.description}")
+    console = Console(stderr=True)
+    with Progress(*columns, stage, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total, completed=-1)
+
+        def begin(description: str) -> None:
+            bar.update(task, advance=1, description=description)
+
+        yield begin
+
+
+@contextmanager
+def _out_of_memory() -> Iterator[None]:
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        typer.echo(f"Not enough GPU memory for this model; try another --model. {error}", err=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,158 @@
+"""The original's README, its Debugging section and its DDP section, each as a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatbed
+from flatbed.compat.contiguous_params import ContiguousParams
+from tests.cases import assert_same
+
+
+def model_and_data() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(3)
+    data = torch.randn(60, 1, 8)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), data
+
+
+def per_parameter(make: Any, n: int = 60) -> nn.Module:
+    model, data = model_and_data()
+    optimizer = make(model.parameters())
+    for x in data[:n]:
+        model(x).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        torch.optim.Adam,
+        lambda p: torch.optim.Adam(p, fused=True),
+    ],
+)
+def test_the_readme_loop_over_many_steps(make: Any) -> None:
+    model, data = model_and_data()
+
+    # Create the contiguous parameters.
+    parameters = ContiguousParams(model.parameters())
+    optimizer = make(parameters.contiguous())
+
+    # Run the training loop as usual.
+    for x in data:
+        loss = model(x).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters.contiguous(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        parameters.assert_buffer_is_valid()
+
+    assert_same(per_parameter(make), model, 1e-6)
+    after_one_step = per_parameter(make, n=1)
+    assert (model[0].weight - after_one_step[0].weight).abs().max() > 1e-4, "the original stopped there"
+
+
+def test_names_and_buffers() -> None:
+    assert flatbed.ContiguousParams is ContiguousParams
+    model, data = model_and_data()
+    model[0].bias.requires_grad_(False)
+    parameters = ContiguousParams(model.parameters())
+    assert [id(p) for p in parameters.original()] == [id(p) for p in model.parameters()]
+    (flat,) = parameters.contiguous()
+    assert flat.data_ptr() == parameters.param_buffer.data_ptr()
+    assert not parameters.gradient_buffer.any()
+    model(data[0]).sum().backward()
+    assert parameters.gradient_buffer.any(), "gradients are connected"
+    parameters.gradient_buffer.zero_()
+    assert not model[0].weight.grad.any()
+    model.zero_grad()
+    model(data[0]).sum().backward()
+    assert parameters._grad_buffer.any(), "and connected again after nn.Module.zero_grad"
+
+
+def test_groups_and_several_dtypes() -> None:
+    model, _ = model_and_data()
+    model[1].double()
+    parameters = ContiguousParams(
+        [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
+    )
+    groups = parameters.contiguous()
+    assert groups[0]["lr"] == 0.5
+    torch.optim.SGD(groups, lr=0.1)
+    with pytest.raises(ValueError, match=r"there are 2 buffers .*use \.flat\.grad_buffers"):
+        _ = parameters.gradient_buffer
+    with pytest.raises(ValueError, match=r"use \.flat\.buffers"):
+        _ = parameters.param_buffer
+
+
+# ---- "Debugging"
+
+
+def test_created_before_the_model_moves() -> None:
+    """Moved here to another dtype, as a CPU can; the GPU tests move it to another device."""
+
+    def run(model: nn.Module, data: torch.Tensor, optimizer: Any, check: Any) -> None:
+        for x in data.double()[:20]:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            check()
+
+    model, data = model_and_data()
+    parameters = ContiguousParams(model.parameters())
+    optimizer = torch.optim.Adam(parameters.contiguous())
+    model.double()
+    assert not parameters.buffer_is_valid()
+    with pytest.raises(
+        ValueError, match=r"moved or cast \(\.to\(\), \.cuda\(\), \.half\(\)\) after flattening"
+    ):
+        parameters.assert_buffer_is_valid()
+    run(model, data, optimizer, parameters.assert_buffer_is_valid)
+    reference, _ = model_and_data()
+    reference.double()
+    run(reference, data, torch.optim.Adam(reference.parameters()), lambda: None)
+    assert_same(reference, model)
+
+
+def test_an_update_that_is_not_in_place() -> None:
+    model, data = model_and_data()
+    parameters = ContiguousParams(model.parameters())
+    optimizer = torch.optim.SGD(parameters.contiguous(), lr=0.01)
+    model(data[0]).sum().backward()
+    model[0].weight.data = model[0].weight.data * 0.5
+    assert not parameters.buffer_is_valid()
+    with pytest.raises(ValueError, match="not in place"):
+        parameters.assert_buffer_is_valid()
+    value = model[0].weight.detach().clone()
+    parameters.make_params_contiguous()
+    parameters.assert_buffer_is_valid()
+    assert torch.equal(value, model[0].weight)
+    model[1].weight.data = model[1].weight.data * 0.5
+    expected = model[1].weight.data - 0.01 * model[1].weight.grad
+    optimizer.step()  # heals by itself
+    torch.testing.assert_close(model[1].weight.data, expected)
+    parameters.assert_buffer_is_valid()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_nn_module_zero_grad(set_to_none: bool) -> None:
+    model, data = model_and_data()
+    parameters = ContiguousParams(model.parameters())
+    optimizer = torch.optim.Adam(parameters.contiguous(), foreach=False)
+    reference, _ = model_and_data()
+    expected = torch.optim.Adam(reference.parameters(), foreach=False)
+    for x in data:
+        for m, o in ((model, optimizer), (reference, expected)):
+            m(x).sum().backward()
+            o.step()
+            m.zero_grad(set_to_none)
+        parameters.assert_buffer_is_valid()
+    assert_same(reference, model)

@@ -1,0 +1,300 @@
+"""What can differ on a GPU: run with `make gpu-test`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatbed
+from flatbed import FlatParams
+from flatbed.bench.models import CASES
+from tests.cases import OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
+
+pytestmark = pytest.mark.gpu
+BOTH = pytest.mark.parametrize("grads", ["follow", "bound"])
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Any:
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.deterministic = False
+
+
+def train(case: OptimizerCase, model: nn.Module, grads: str | None, **options: Any) -> None:
+    source = two_groups(model)
+    flat = None if grads is None else FlatParams(source, grads=grads)  # type: ignore[arg-type]
+    optimizer = case(source if flat is None else flat.groups(), **options)
+    params = [p for group in source for p in group["params"]]
+    for x in batches(8, "cuda"):
+        loss_of(model, x).backward()
+        nn.utils.clip_grad_norm_(params, 0.1) if flat is None else flat.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    if flat is not None:
+        flat.assert_valid()
+
+
+@BOTH
+@pytest.mark.parametrize("model", ["mixed", "conv"])
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
+def test_parity(case: OptimizerCase, options: dict[str, Any], model: str, grads: str) -> None:
+    if options.get("fused") and not case.fused:
+        options = {}
+    reference, flat = build(model, "cuda"), build(model, "cuda")
+    train(case, reference, None, **options)
+    train(case, flat, grads, **options)
+    assert_same(reference, flat, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+@BOTH
+def test_rnn_and_flatten_parameters(grads: str) -> None:
+    case = next(c for c in OPTIMIZERS if c.name == "adamw")
+    reference, model = build("rnn", "cuda"), build("rnn", "cuda")
+    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
+    optimizer, expected = case(flat.parameters(), fused=True), case(reference.parameters(), fused=True)
+    for i, x in enumerate(batches(6, "cuda")):
+        for m, o in ((reference, expected), (model, optimizer)):
+            if m is model and i == 3:
+                model.rnn.flatten_parameters()
+                assert not flat.is_valid()
+            loss_of(m, x).backward()
+            o.step()
+            o.zero_grad()
+    flat.assert_valid()
+    assert_same(reference, model, 1e-6)
+
+
+@BOTH
+def test_channels_last_resnet_with_autocast_and_grad_scaler(grads: str) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        start = CASES["resnet-like"]("cuda").build().to(memory_format=torch.channels_last)
+
+    def run(model: nn.Module, flat_grads: str | None) -> list[float]:
+        flat = None if flat_grads is None else FlatParams(model, grads=flat_grads)  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(
+            model.parameters() if flat is None else flat.parameters(), lr=1e-3, fused=True
+        )
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12, growth_interval=2)
+        losses = []
+        generator = torch.Generator().manual_seed(0)
+        for i in range(6):
+            images = torch.randn(8, 3, 32, 32, generator=generator).cuda()
+            images = images.to(memory_format=torch.channels_last)
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(images).float().pow(2).mean()
+            scaler.scale(loss).backward()
+            if i == 3:
+                next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0) if flat is None else flat.clip_grad_norm_(1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert flat is None or flat.is_valid()
+        return losses
+
+    reference, model = copy.deepcopy(start), copy.deepcopy(start)
+    expected, got = run(reference, None), run(model, grads)
+    assert got == pytest.approx(expected, rel=1e-3)
+    moved = torch.cat(
+        [(p - q).flatten() for p, q in zip(reference.parameters(), start.parameters(), strict=True)]
+    )
+    apart = torch.cat(
+        [(p - q).flatten() for p, q in zip(reference.parameters(), model.parameters(), strict=True)]
+    )
+    assert apart.norm() < 1e-3 * moved.norm()
+    conv = next(m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3))
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:This instance was constructed with capturable"
+)  # torch, of the eager steps
+@pytest.mark.parametrize("whole", [False, True])
+def test_cuda_graph(whole: bool) -> None:
+    """Capture the optimizer step alone, or the whole training step, over bound gradients."""
+
+    def make() -> tuple[nn.Module, FlatParams, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).cuda()
+        flat = FlatParams(model, grads="bound")
+        return model, flat, torch.optim.AdamW(flat.parameters(), lr=1e-2, capturable=True, fused=True)
+
+    def step(model: nn.Module, flat: FlatParams, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        model(x).pow(2).mean().backward()
+        flat.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    data = torch.randn(12, 8, 16, device="cuda")
+    model, flat, optimizer = make()
+    reference, reference_flat, expected = make()
+    for x in data:
+        step(reference, reference_flat, expected, x)
+
+    static = data[0].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for x in data[:3]:
+            static.copy_(x)
+            step(model, flat, optimizer, static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    if whole:
+        with torch.cuda.graph(graph):
+            step(model, flat, optimizer, static)
+        for x in data[3:]:
+            static.copy_(x)
+            graph.replay()
+    else:
+        model(static).pow(2).mean().backward()
+        with torch.cuda.graph(graph):
+            flat.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.zero_grad()
+        for x in data[3:]:
+            model(x).pow(2).mean().backward()
+            graph.replay()
+    torch.cuda.synchronize()
+    assert_same(reference, model, 1e-6)
+
+
+def test_a_graphed_backward_with_an_eager_step() -> None:
+    """A replay moves no version counter: the step must take the gradients all the same."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).cuda()
+    flat = FlatParams(model, grads="bound")
+    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
+    x = torch.randn(3, 8, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            model(x).sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad()
+    with torch.cuda.graph(graph):
+        model(x).sum().backward()
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        graph.replay()
+        optimizer.step()
+    torch.testing.assert_close(model.weight.data, before - 0.2 * x.sum(0).expand(4, 8))
+
+
+@BOTH
+def test_created_before_the_model_moves_to_the_gpu(grads: str) -> None:
+    reference, model = build("mixed"), build("mixed")
+    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(flat.parameters(), lr=0.01, fused=True)
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.01, fused=True)
+    for m, o in ((reference, expected), (model, optimizer)):
+        m.cuda()
+        for x in batches(5, "cuda"):
+            loss_of(m, x).backward()
+            flat.clip_grad_norm_(0.1) if m is model else nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            o.step()
+            o.zero_grad()
+    assert flat.buffers[0].is_cuda
+    flat.assert_valid()
+    assert_same(reference, model, 1e-6)
+
+
+def test_peak_memory_of_flattening_is_one_buffer() -> None:
+    gib = 1 << 30
+    model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False, device="cuda") for _ in range(56)])  # 3.5 GiB
+    big = nn.Parameter(torch.zeros(3 * gib // 8, device="cuda"))  # 1.5 GiB: a buffer of its own
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    flat = FlatParams([*model.parameters(), big])
+    peak, after = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    print(
+        f"\nflattening {before / gib:.2f} GiB: peak {peak / gib:.3f} GiB beyond, {after / 1024:.0f} KiB kept"
+    )
+    assert [round(b.numel() * 4 / gib, 2) for b in flat.buffers] == [1.0, 1.0, 1.0, 0.5, 1.5]
+    assert peak <= 1.5 * gib + (1 << 21)
+    assert after <= 1 << 21
+
+
+def test_two_devices_in_one_model() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).cuda()])
+
+    def run(model: Any, flat: FlatParams | None) -> float:
+        optimizer = torch.optim.SGD(model.parameters() if flat is None else flat.parameters(), lr=0.1)
+        for _ in range(3):
+            model[1](model[0](torch.ones(1, 4)).cuda()).sum().backward()
+            total = (
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                if flat is None
+                else flat.clip_grad_norm_(0.1)
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        return total.item()
+
+    reference, model = make(), make()
+    flat = FlatParams(model)
+    assert {b.device.type for b in flat.buffers} == {"cpu", "cuda"}
+    assert run(model, flat) == pytest.approx(run(reference, None), rel=1e-6)
+    assert_same(reference, model, 1e-6)
+
+
+def test_norms_and_nonfinite() -> None:
+    model = build("mixed", "cuda")
+    flat = FlatParams(model)
+    loss_of(model, batches(1, "cuda")[0]).backward()
+    expected = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.testing.assert_close(flat.grad_norm(), expected)
+    names = {n: p.grad.norm().item() for n, p in model.named_parameters()}
+    assert flat.grad_norms() == pytest.approx(names, rel=1e-5)
+    model.scale.grad.fill_(float("nan"))
+    model.inner[2].bias.grad[3] = float("-inf")
+    model.transposed.grad.fill_(1e30)
+    assert sorted(flat.nonfinite()) == ["inner.2.bias", "scale"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@BOTH
+def test_torch_compile_with_inductor(grads: str) -> None:
+    reference, model = build("tied", "cuda"), build("tied", "cuda")
+    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
+    compiled = torch.compile(model)
+    optimizer = torch.optim.AdamW(flat.parameters(), lr=0.01, fused=True)
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.01, fused=True)
+    step = torch.compile(optimizer.step)
+    for i, x in enumerate(batches(6, "cuda")):
+        loss_of(reference, x).backward()
+        expected.step()
+        expected.zero_grad()
+        loss_of(compiled, x).backward()
+        step() if i % 2 else optimizer.step()
+        optimizer.zero_grad()
+    assert_same(reference, model, 1e-4)
+
+
+def test_ema_and_snapshot() -> None:
+    model = build("mixed", "cuda")
+    flat = FlatParams(model)
+    kept, ema = flat.snapshot(), flatbed.EMA(flat, 0.5)
+    for buffer in flat.buffers:
+        buffer.add_(1.0)
+    ema.update()
+    with ema.weights():
+        torch.testing.assert_close(flat.buffers[0], kept.buffers[0] + 0.5)
+    flat.restore(kept)
+    assert torch.equal(flat.buffers[0], kept.buffers[0])

@@ -1,0 +1,1 @@
+"""Programs that the tests start in processes of their own."""
