@@ -44,8 +44,8 @@ def train(case: OptimizerCase, model: nn.Module, grads: str | None, **options: A
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
 def test_parity(case: OptimizerCase, options: dict[str, Any], model: str, grads: str) -> None:
-    if options.get("fused") and not case.fused:
-        options = {}
+    if options.get("fused") and (not case.fused or case.kind is torch.optim.Adagrad):
+        options = {}  # torch's own choice: it has no fused kernel for these on a GPU
     reference, flat = build(model, "cuda"), build(model, "cuda")
     train(case, reference, None, **options)
     train(case, flat, grads, **options)
@@ -79,8 +79,9 @@ def test_channels_last_resnet_with_autocast_and_grad_scaler(grads: str) -> None:
 
     def run(model: nn.Module, flat_grads: str | None) -> list[float]:
         flat = None if flat_grads is None else FlatParams(model, grads=flat_grads)  # type: ignore[arg-type]
-        optimizer = torch.optim.AdamW(
-            model.parameters() if flat is None else flat.parameters(), lr=1e-3, fused=True
+        # Not Adam: it would blow the rounding noise of half precision up to whole steps.
+        optimizer = torch.optim.SGD(
+            model.parameters() if flat is None else flat.parameters(), lr=1e-2, momentum=0.9, fused=True
         )
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12, growth_interval=2)
         losses = []

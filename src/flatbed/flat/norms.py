@@ -62,8 +62,9 @@ def _norms(
     buffer: Buffer, tensors: Sequence[torch.Tensor], flat: torch.Tensor, norm_type: float
 ) -> torch.Tensor:
     if flat.device.type != "cpu":  # one call reduces all tensors in a few kernels
-        found: torch.Tensor = torch.stack(torch._foreach_norm(list(tensors), norm_type))
-        return found
+        filled = [t for t in tensors if t.numel()]  # of an empty tensor there is no largest element
+        found = iter(torch._foreach_norm(filled, norm_type) if filled else ())
+        return torch.stack([next(found) if t.numel() else flat.new_zeros(()) for t in tensors])
     # Rows of a matrix are summed exactly as each would be alone, so equal neighbours cost one call.
     parts = [
         torch.linalg.vector_norm(
