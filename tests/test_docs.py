@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,14 @@ def test_pages(page: Path) -> None:
 def test_examples_have_docstrings() -> None:
     for name in ("FlatParams", "EMA", "ContiguousParams"):
         assert ">>>" in getattr(flatbed, name).__doc__
+
+
+def test_tables_are_those_of_the_stored_rows() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "fill_tables.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

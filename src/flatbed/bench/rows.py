@@ -104,11 +104,12 @@ def git_commit(package: Path = PACKAGE) -> str | None:
     """
     top = _git(package, "rev-parse", "--show-toplevel")
     # An environment inside somebody else's checkout must not report that checkout's commit.
-    if top is None or (Path(top) / "src" / "flatbed").resolve() != package:
+    own = top is not None and (Path(top) / "src" / "flatbed").resolve() == package
+    commit = _git(package, "rev-parse", "--verify", "--quiet", "HEAD") if own else None
+    if not commit:
         return os.environ.get("FLATBED_COMMIT")
-    commit = _git(package, "rev-parse", "--verify", "--quiet", "HEAD")
     changes = _git(package, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}-dirty" if commit and changes else commit
+    return f"{commit}-dirty" if changes else commit
 
 
 def write_rows(rows: Iterable[Row], path: Path) -> None:

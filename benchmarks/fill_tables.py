@@ -1,0 +1,41 @@
+"""Fill the tables of README and docs from stored rows: python benchmarks/fill_tables.py [--check].
+
+A table stands between `<!-- rows FILE -->` and `<!-- end rows -->`, FILE under benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from flatbed.bench.rows import read_rows, to_markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TABLE = re.compile(r"(<!-- rows (?P<file>\S+) -->\n).*?(<!-- end rows -->)", re.S)
+
+
+def filled(text: str) -> str:
+    """The page with every table made anew from its rows."""
+
+    def table(match: re.Match[str]) -> str:
+        rows = read_rows(ROOT / "benchmarks" / "results" / match["file"])
+        return f"{match[1]}{to_markdown(rows).strip()}\n{match[3]}"
+
+    return TABLE.sub(table, text)
+
+
+def main() -> int:
+    """Rewrite the pages, or with --check only say which are out of date."""
+    stale = [page for page in PAGES if filled(page.read_text()) != page.read_text()]
+    for page in stale:
+        if "--check" in sys.argv:
+            print(f"{page.relative_to(ROOT)}: its tables are not those of the stored rows")
+        else:
+            page.write_text(filled(page.read_text()))
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
