@@ -9,6 +9,7 @@ IMPLEMENTATIONS = {
     "torch foreach": {"foreach": True},
     "torch fused": {"fused": True},
     "flat following": {"fused": True},
+    "flat following, one call": {"fused": True},
     "flat bound": {"fused": True},
     "flat bound, one call": {"fused": True},
 }

@@ -547,3 +547,31 @@ def test_gradients_replaced_by_the_optimizers_own_hooks(grads: str, one_call: bo
             optimizer.step()
             optimizer.zero_grad()
     assert_same(reference, model)
+
+
+def test_gathering_vectors_on_the_cpu() -> None:
+    """By one `torch.cat` with the padding in between, which strided and absent gradients must not break."""
+    params = [nn.Parameter(torch.randn(n)) for n in (3, 64, 1, 0, 130, 64)]
+    flat = FlatParams(params)
+    for turn in range(3):
+        for i, p in enumerate(params):
+            p.grad = torch.randn(p.numel() * 2)[::2] if turn == 1 else torch.randn_like(p)
+            if turn == 2 and i == 1:
+                p.grad = None
+        expected = flat_of(flat, [torch.zeros_like(p) if p.grad is None else p.grad for p in params])
+        (f,) = flat.parameters()
+        assert torch.equal(f.grad, expected)
+        assert all(p.grad is v or p.grad is None for p, v in zip(params, flat._buffers[0].views, strict=True))
+        f.grad = None
+
+
+def test_a_gradient_of_another_dtype_is_refused_by_name() -> None:
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has one dtype for a parameter and its gradient")
+    params = [nn.Parameter(torch.randn(3)) for _ in range(2)]
+    flat = FlatParams([("a", params[0]), ("b", params[1])])
+    params[0].grad = torch.ones(3)
+    params[1].grad_dtype = torch.float64
+    params[1].grad = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(FlatbedError, match=r"'b' cannot be gathered: it is torch\.float64"):
+        _ = flat.parameters()[0].grad

@@ -103,6 +103,7 @@ WAYS: tuple[Way, ...] = (
     Way("torch foreach", partial(_torch_way, implementation="foreach")),
     Way(FUSED, partial(_torch_way, implementation="fused")),
     Way("flat following", partial(_flat_way, grads="follow")),
+    Way("flat following, one call", partial(_flat_way, grads="follow", one_call=True)),
     Way("flat bound", partial(_flat_way, grads="bound")),
     Way("flat bound, one call", partial(_flat_way, grads="bound", one_call=True)),
 )

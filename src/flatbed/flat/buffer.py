@@ -64,6 +64,7 @@ class Buffer:
         self.grad: torch.Tensor | None = None
         self.complete = False  # the last gather found a gradient for every original
         self.views: list[torch.Tensor] = []
+        self.gaps: list[torch.Tensor | None] | None = None
         self.trusted = False  # inside a step: gathered, and nobody can have replaced a gradient since
         self.touched = False  # the flat gradient was read or zeroed since the last full look at the originals
         # Bound: the views' versions when last zeroed, and when last zeroed or stepped with.
@@ -127,8 +128,20 @@ class Buffer:
         if self.grad is None:
             self.grad = aligned_zeros(self.data.numel(), dtype=self.data.dtype, device=self.data.device)
         self.views = [view(self.grad, segment) for segment in self.segments]
+        self.gaps = self._find_gaps()
         self.zeroed_at = [-1] * len(self.views)
         self.seen_at = [-1] * len(self.views)
+
+    def _find_gaps(self) -> list[torch.Tensor | None] | None:
+        """The padding after each segment, as zeros or None, if all are vectors on the CPU (biases, norms).
+
+        One `torch.cat` then copies them in half the time that separate copies take.
+        """
+        if self.data.device.type != "cpu" or any(s.stride != (1,) for s in self.segments):
+            return None
+        ends = [*(s.offset for s in self.segments[1:]), self.data.numel()]
+        sizes = [end - s.end for s, end in zip(self.segments, ends, strict=True)]
+        return [self.data.new_zeros(size) if size else None for size in sizes]
 
     def bind_grads(self) -> None:
         """Bound mode: existing gradients move in; absent ones become zeros in place."""
@@ -208,9 +221,14 @@ class Buffer:
         """Copy gradients into their views and make the views the originals' gradients."""
         if set(map(get_layout, grads)) != {torch.strided} or grads[0].dtype != self.data.dtype:
             self._refuse_unfit_grads()
-        with torch.no_grad():
-            torch._foreach_copy_(homes, grads)
         try:
+            with torch.no_grad():
+                if self.gaps is not None and len(grads) == len(self.segments):
+                    pairs = zip(grads, self.gaps, strict=True)
+                    pieces = [t for g, gap in pairs for t in ((g,) if gap is None else (g, gap))]
+                    torch.cat(pieces, out=self.grad)
+                else:
+                    torch._foreach_copy_(homes, grads)
             deque(map(set_grad, originals, homes), maxlen=0)
         except RuntimeError:  # a gradient of another dtype: torch lets nobody mix them
             self._refuse_unfit_grads()
