@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import flatbed
 from flatbed import FlatbedError, FlatParams
+from flatbed.layout import plan
 from tests.cases import assert_same, batches, build, loss_of
 
 BOTH = pytest.mark.parametrize("grads", ["follow", "bound"])
@@ -575,3 +577,46 @@ def test_a_gradient_of_another_dtype_is_refused_by_name() -> None:
     params[1].grad = torch.ones(3, dtype=torch.float64)
     with pytest.raises(FlatbedError, match=r"'b' cannot be gathered: it is torch\.float64"):
         _ = flat.parameters()[0].grad
+
+
+@BOTH
+def test_a_closures_gradients_are_checked_after_it_ran(grads: str) -> None:
+    model = TwoHeads()
+    flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
+    optimizer = torch.optim.Adam(flat.parameters(), lr=0.1, weight_decay=0.5)
+    (x,) = batches(1)
+
+    def closure(which: str = "both") -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x, which)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    before = flat.snapshot()
+    with pytest.raises(FlatbedError, match=r"'right\.weight', 'right\.bias' got no gradient"):
+        optimizer.step(lambda: closure("left"))
+    assert torch.equal(before.buffers[0], flat.buffers[0])
+    model.right.requires_grad_(False)
+    kept = model.right.weight.detach().clone()
+    optimizer.step(closure=lambda: closure("left"))
+    assert torch.equal(kept, model.right.weight)
+    assert not torch.equal(before.buffers[0], flat.buffers[0])
+
+
+def test_several_buffers_are_summed_in_the_sources_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter too large for a shared buffer stands between small ones in torch's sum."""
+    monkeypatch.setattr("flatbed.flat.params.plan", functools.partial(plan, max_bytes=2048))
+    different = 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        params = [nn.Parameter(torch.zeros(n)) for n in (3, 999, 70, 8, 1001, 5, 90)]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        grads = [p.grad.clone() for p in params]
+        flat = FlatParams(params)
+        assert len(flat.buffers) == 3
+        assert torch.equal(flat.grad_norm(), nn.utils.get_total_norm(grads, foreach=False))
+        shuffled = [grads[i] for i in (0, 2, 3, 5, 6, 1, 4)]
+        different += not torch.equal(flat.grad_norm(), nn.utils.get_total_norm(shuffled, foreach=False))
+    assert different, "the order must matter for this test to mean anything"
