@@ -130,12 +130,13 @@ def test_a_cast_after_training_began_raises_with_the_way_out() -> None:
     step(model, optimizer)
     saved = flat.optimizer_state_dict(optimizer)
     model.double()
+    fresh = torch.optim.AdamW(flat.parameters(), lr=0.01)
+    flat.load_optimizer_state_dict(fresh, saved)
     loss_of(model, batches(1)[0].double()).backward()
     with pytest.raises(FlatbedError, match="cast after training began"):
         optimizer.step()
-    fresh = torch.optim.AdamW(flat.parameters(), lr=0.01)
-    flat.load_optimizer_state_dict(fresh, saved)
     fresh.step()
+    assert fresh.state[flat.parameters()[0]]["step"] == 2
 
 
 @BOTH
@@ -304,3 +305,35 @@ def test_torch_compile_of_the_step(grads: str) -> None:
         optimizer.zero_grad()
     assert_same(reference, model, 1e-6)
     assert flat.is_valid()
+
+
+# ---- what a step without any gradient means
+
+
+@pytest.mark.parametrize("source", ["module", "parameters"])
+@BOTH
+def test_a_model_that_became_another_is_not_trained_in_silence(grads: str, source: str) -> None:
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 1))
+    flat = FlatParams(model if source == "module" else model.parameters(), grads=grads)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
+    step(model, optimizer)
+    if source == "module":
+        model[0], model[1] = nn.Linear(7, 7), nn.Linear(7, 1)
+    else:
+        assign_state(model)
+    loss_of(model, batches(1)[0]).backward()
+    if source == "module":
+        with pytest.raises(FlatbedError, match="no longer part of the module"):
+            optimizer.step()
+    else:
+        with pytest.warns(UserWarning, match="no parameter of this FlatParams has a gradient"):
+            optimizer.step()
+
+
+def test_a_replaced_layer_is_named_as_such() -> None:
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 1))
+    optimizer = torch.optim.SGD(FlatParams(model).parameters(), lr=0.1)
+    model[1] = nn.Linear(7, 1)
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(FlatbedError, match=r"1\.weight: is no longer part of the module"):
+        optimizer.step()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import flatbed
-from flatbed import FlatParams
+from flatbed import FlatbedError, FlatParams
 from tests.cases import MODELS, assert_same, batches, build, loss_of, two_groups
 
 
@@ -334,3 +334,41 @@ def test_restore_is_seen_by_autograd() -> None:
     flat.restore(kept)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+# ---- handing over to an optimizer
+
+
+def test_an_optimizer_takes_the_flat_params_itself() -> None:
+    model = build("mixed")
+    assert torch.optim.SGD(FlatParams(model), lr=0.1).param_groups[0]["params"][0].numel() >= 256
+    groups = torch.optim.SGD(FlatParams(two_groups(model)), lr=0.1).param_groups
+    assert [g["lr"] for g in groups] == [0.1, 0.003]
+
+
+def test_lost_group_options_are_said() -> None:
+    model = build("tied")
+    flat = FlatParams([{"params": model.parameters(), "weight_decay": 0.5}])
+    optimizer = torch.optim.AdamW(flat.parameters(), lr=0.1)
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.warns(
+        UserWarning, match=r"weight_decay=0\.5, the optimizer has 0\.01 there.*flat\.groups\(\)"
+    ):
+        optimizer.step()
+    optimizer = torch.optim.AdamW(flat.groups(), lr=0.1)
+    torch.optim.lr_scheduler.LinearLR(optimizer)  # a warm-up's learning rate is no lost option
+    optimizer.step()
+
+
+def test_held_twice_is_refused() -> None:
+    model = build("tied")
+    flat = FlatParams(model)
+    optimizer = torch.optim.SGD([*flat.parameters(), *model.parameters()], lr=0.1)
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(FlatbedError, match=r"'encoder\.weight', 'decoder\.bias' is in this optimizer"):
+        optimizer.step()
+
+
+def test_ema_of_a_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="found Tied"):
+        flatbed.EMA(build("tied"))  # type: ignore[arg-type]

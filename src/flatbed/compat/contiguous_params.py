@@ -14,6 +14,9 @@ from flatbed.flat.source import Source
 class ContiguousParams:
     """Parameters and gradients stored contiguously, by the names of the original package.
 
+    One thing is stricter: a parameter that gets no gradient while others do raises at the step, where the
+    original went on with zeros; ``missing="zero"`` asks for that.
+
     >>> import torch
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -31,7 +34,7 @@ class ContiguousParams:
 
     def contiguous(self) -> list[FlatParameter] | list[dict[str, Any]]:
         """What the optimizer takes: flat parameters, or param groups if groups were given."""
-        return self.flat.groups() if self.flat._given.grouped else self.flat.parameters()
+        return list(self.flat)
 
     def original(self) -> list[torch.Tensor]:
         """The parameters as they were given, frozen ones included."""

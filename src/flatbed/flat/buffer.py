@@ -66,6 +66,7 @@ class Buffer:
         self.views: list[torch.Tensor] = []
         self.gaps: list[torch.Tensor | None] | None = None
         self.trusted = False  # inside a step: gathered, and nobody can have replaced a gradient since
+        self.unmoved = False  # bound: the last census found that autograd brought nothing at all
         self.touched = False  # the flat gradient was read or zeroed since the last full look at the originals
         # Bound: the views' versions when last zeroed, and when last zeroed or stepped with.
         self.zeroed_at: list[int] = []
@@ -284,6 +285,7 @@ class Buffer:
         none has, they were written past autograd (a replayed CUDA graph) and all are there. Whatever moved
         since the last step was trained, so only the rest has to be asked whether it is frozen.
         """
+        self.unmoved = False
         if self.bound:
             before, self.seen_at = self.seen_at, list(map(get_version, self.views))
             if self.complete and all(map(gt, self.seen_at, before)):
@@ -294,7 +296,8 @@ class Buffer:
         absent = [] if self.complete else [i for i, p in enumerate(self.originals) if p.grad is None]
         if self.bound:
             still = {i for i, v in enumerate(self.seen_at) if v == self.zeroed_at[i]}
-            if absent or len(still) != len(self.seen_at):
+            self.unmoved = not absent and len(still) == len(self.seen_at)
+            if not self.unmoved:
                 absent = sorted(still.union(absent))
         return absent, frozen
 

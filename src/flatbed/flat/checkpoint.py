@@ -103,6 +103,7 @@ def load_optimizer_state_dict(
     flat: FlatParams, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
     """See `FlatParams.load_optimizer_state_dict`. All is checked before the optimizer changes."""
+    flat._heal()  # a model cast meanwhile has another layout
     own = optimizer.state_dict()
     numbers = _numbers(optimizer, own)
     all_places = _places(flat, optimizer)

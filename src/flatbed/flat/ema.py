@@ -30,6 +30,8 @@ class EMA:
     def __init__(self, flat: FlatParams, decay: float = 0.999) -> None:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay must be in [0, 1); found {decay}")
+        if not isinstance(flat, FlatParams):
+            raise TypeError(f"EMA averages a FlatParams; found {type(flat).__name__}: EMA(FlatParams(model))")
         self.flat = flat
         self.decay = decay
         self.n_updates = 0

@@ -8,6 +8,7 @@ gathered, none is missing. After it: frozen parameters are as they were, and aut
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class Step:
 _under_way: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Step]] = weakref.WeakKeyDictionary()
 
 
+_met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _asked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Whole] = weakref.WeakKeyDictionary()
 
 
@@ -89,7 +91,12 @@ def _before_step(
     if not flats:
         return None
     probe.refuse_shape_readers(optimizer)
-    for owner in {id(p._owner): p._owner for p in flats}.values():
+    owners = list({id(p._owner): p._owner for p in flats}.values())
+    if optimizer not in _met:
+        for owner in owners:
+            _look_at_groups(owner, optimizer)
+        _met.add(optimizer)
+    for owner in owners:
         owner._heal()
         _refuse_unfrozen(owner, optimizer)
     _refuse_old_state(optimizer, flats)
@@ -132,6 +139,9 @@ def _collect(step: Step, flats: list[FlatParameter]) -> None:
             _refuse_missing(owner, buffer, absent)
             active.append(buffer)
             frozen += [view(buffer.data, buffer.segments[i]) for i in still]
+    if all(buffer.unmoved for buffer in active):
+        for owner in {id(p._owner): p._owner for p in flats}.values():
+            _explain_absence(owner)
     if not step.buffers:  # a closure may be called again, when the values have moved already
         with torch.no_grad():
             step.frozen = [(home, home.clone()) for home in frozen]
@@ -166,11 +176,56 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
             buffer.drop_grads(in_place=step.alone and not optimizer._optimizer_step_post_hooks)
 
 
+def _look_at_groups(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None:
+    """At an optimizer's first step: nothing held twice, and no group's options lost on the way."""
+    originals = {id(entry.parameter): entry.name for entry in owner._entries}
+    twice = [originals[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in originals]
+    if twice:
+        raise FlatbedError(
+            f"{_listed(twice)} is in this optimizer as a parameter of its own and inside a flat parameter, "
+            f"and would be updated twice; give the optimizer flat.parameters() alone"
+        )
+    for p, source in zip(owner.parameters(), owner._group_of_buffer, strict=True):
+        for key, value in owner._given.options[source].items():
+            group = next((g for g in optimizer.param_groups if any(p is q for q in g["params"])), None)
+            found = None if group is None else group.get(f"initial_{key}", group.get(key))
+            if group is not None and found != value:
+                warnings.warn(
+                    f"the FlatParams was given a param group with {key}={value!r}, the optimizer has "
+                    f"{found!r} there: flat.parameters() leaves the options behind, flat.groups() keeps them",
+                    stacklevel=6,
+                )
+                return
+
+
+def _explain_absence(owner: FlatParams) -> None:
+    """No gradient anywhere: torch would do nothing and say nothing. Often the model is another one by now."""
+    if owner._absence_explained or probe.capturing():
+        return
+    owner._absence_explained = True  # once: it waits for the GPU
+    if any(b.unmoved and b.grad is not None and bool(b.grad.any()) for b in owner._buffers):
+        return  # written past autograd, by a replayed CUDA graph
+    gone = [problem for problem in owner.check() if "no longer part" in problem.what]
+    if gone:
+        raise FlatbedError(
+            "no parameter of this FlatParams has a gradient:\n" + "\n".join(map(str, gone[:8]))
+        )
+    warnings.warn(
+        "no parameter of this FlatParams has a gradient, so the step trains nothing. If the model's "
+        "parameters were replaced (load_state_dict(assign=True), new layers), build FlatParams from the module itself, "
+        "which finds their successors, or anew",
+        stacklevel=6,
+    )
+
+
 def _refuse_missing(owner: FlatParams, buffer: Buffer, absent: list[int]) -> None:
     if owner.missing == "zero":
         return
     names = [buffer.segments[i].name for i in absent if buffer.originals[i].requires_grad]
     if names:
+        gone = [str(p) for p in owner.check() if p.name in names and "no longer part" in p.what]
+        if gone:
+            raise FlatbedError("\n".join(gone))
         raise FlatbedError(
             f"{_listed(names)} got no gradient while others did. Torch would skip "
             f"{'it' if len(names) == 1 else 'them'} and let the step count fall behind, which one flat "
@@ -200,7 +255,7 @@ def _refuse_old_state(optimizer: torch.optim.Optimizer, flats: list[FlatParamete
                 raise FlatbedError(
                     f"the optimizer's '{key}' has {value.numel()} elements and its flat parameter has "
                     f"{p.numel()}: the model was cast after training began. Take optimizer_state_dict() "
-                    f"before the cast and load it into a new optimizer after"
+                    f"before the cast, and load it into a new optimizer over flat.parameters() after it"
                 )
 
 

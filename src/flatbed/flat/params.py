@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, Literal
@@ -99,6 +99,7 @@ class FlatParams:
         self._entries = trainable
         self._places = Places.of(trainable)
         self._frozen = [entry for entry in self._given.entries if not entry.parameter.requires_grad]
+        self._absence_explained = False
         self._group_of_buffer = [trainable[held.members[0]].group for held in layout.buffers]
         self._members = [held.members for held in layout.buffers]
         self._buffers: list[Buffer] = []
@@ -127,6 +128,10 @@ class FlatParams:
             }
             for number, options in enumerate(self._given.options)
         ]
+
+    def __iter__(self) -> Iterator[Any]:
+        """So that `torch.optim.AdamW(flat)` does what is meant: groups if groups were given."""
+        return iter(self.groups() if self._given.grouped else self.parameters())
 
     def originals(self) -> list[torch.Tensor]:
         """The model's own parameters, now views, in the order of `segments`."""
@@ -198,7 +203,10 @@ class FlatParams:
             _check_max_norm(max_norm)
         held = {id(p) for p in hooks.flat_parameters(optimizer)}
         if not all(id(p) in held for p in self.parameters()):
-            raise ValueError("this optimizer does not hold all flat parameters of this FlatParams")
+            raise ValueError(
+                "this optimizer does not hold all flat parameters of this FlatParams: build it over "
+                "flat.parameters() or flat.groups(), not over model.parameters()"
+            )
         whole = hooks.Whole(self, max_norm, norm_type)
         hooks.whole_step(optimizer, whole)
         if len(held) != len(self._buffers) or any(

@@ -24,7 +24,7 @@ _STEPS = 3
 
 def refuse_shape_readers(optimizer: torch.optim.Optimizer) -> None:
     """Raise if this optimizer, given one flat parameter, would do something else than with many."""
-    if _tried.get(optimizer) == len(optimizer.param_groups) or _capturing():
+    if _tried.get(optimizer) == len(optimizer.param_groups) or capturing():
         return
     for number, group in enumerate(optimizer.param_groups):
         if any(type(p).__name__ == "FlatParameter" for p in group["params"]):
@@ -60,7 +60,8 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may wait for the GPU."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
