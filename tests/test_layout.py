@@ -95,3 +95,10 @@ def test_a_large_parameter_gets_its_own_buffer() -> None:
     layout = plan([small[0], Spec("big", (1000,), (1,), 4), *small[1:]], max_bytes=1024)
     assert [s.buffer for s in layout.segments] == [0, 1, 0, 0]
     assert layout.buffers[1].members == (1,)
+
+
+def test_a_buffer_holds_at_most_one_gib() -> None:
+    quarter = (1 << 30) // 16  # elements of a quarter of a GiB, in fp32
+    layout = plan(Spec(str(i), (quarter,), (1,), 4) for i in range(10))
+    assert [len(b.members) for b in layout.buffers] == [4, 4, 2]
+    assert max(b.numel * 4 for b in layout.buffers) == 1 << 30

@@ -81,3 +81,20 @@ def test_accelerates_loop(grads: str, when: str) -> None:
         return model
 
     assert_same(run(None), run(grads))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_call_through_accelerates_wrapper() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    flat = flatbed.FlatParams(model)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(flat.parameters(), lr=1.0))
+    before = model.weight.detach().clone()
+    accelerator.backward(100 * model(torch.ones(2, 4)).sum())
+    norm = flat.step(optimizer, max_norm=0.01)
+    assert norm is not None
+    assert norm > 1
+    assert (model.weight - before).norm() < 0.011
+    assert model.weight.grad is None

@@ -241,3 +241,21 @@ def test_loading_into_a_flat_model_keeps_it_flat() -> None:
     model.load_state_dict(other.state_dict())
     assert flat.is_valid()
     assert_same(model, other)
+
+
+def test_versions_of_modules_are_kept() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    FlatParams(model)
+    expected = model.state_dict()._metadata  # type: ignore[attr-defined]
+    file = io.BytesIO()
+    torch.save(flatbed.state_dict(model), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)._metadata == expected
+    assert flatbed.state_dict(model)._metadata == expected
+
+
+def test_a_group_without_params_is_refused() -> None:
+    flat = FlatParams(build("tied"))
+    optimizer = torch.optim.Adam(flat.parameters())
+    with pytest.raises(ValueError, match=r"groups with \[0\] parameters"):
+        flat.load_optimizer_state_dict(optimizer, {"state": {}, "param_groups": [{}]})

@@ -105,3 +105,41 @@ def test_follows_a_cast_and_keeps_low_precision_averages_in_fp32() -> None:
     with ema.weights():
         assert model.decoder.bias.dtype is torch.bfloat16
         assert torch.equal(model.decoder.bias, average.to(torch.bfloat16))
+
+
+def test_a_cast_inside_keeps_the_trained_weights() -> None:
+    model = build("tied")
+    flat = FlatParams(model)
+    ema = EMA(flat, 0.5)
+    with torch.no_grad():
+        model.encoder.weight.add_(1.0)
+    kept = model.encoder.weight.detach().clone()
+    with ema.weights():
+        model.to(torch.bfloat16)
+    assert torch.equal(model.encoder.weight, kept.to(torch.bfloat16))
+    flat.assert_valid()
+
+
+def test_a_step_inside_is_refused() -> None:
+    model = build("tied")
+    flat = FlatParams(model)
+    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
+    loss_of(model, batches(1)[0]).backward()
+    with EMA(flat).weights(), pytest.raises(FlatbedError, match="step outside of it"):
+        optimizer.step()
+
+
+def test_averages_follow_a_cast_that_keeps_the_layout() -> None:
+    flat = FlatParams(nn.Linear(16, 8, bias=False))
+    ema = EMA(flat)
+    flat.originals()[0].data = flat.originals()[0].data.double()
+    ema.update()
+    assert ema.state_dict()["weights"]["weight"].dtype is torch.float64
+
+
+def test_the_averages_are_seen_by_autograd() -> None:
+    model = build("tied")
+    ema = EMA(FlatParams(model))
+    loss = loss_of(model, batches(1)[0])
+    with ema.weights(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

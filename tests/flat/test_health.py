@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -337,3 +338,22 @@ def test_a_replaced_layer_is_named_as_such() -> None:
     loss_of(model, batches(1)[0]).backward()
     with pytest.raises(FlatbedError, match=r"1\.weight: is no longer part of the module"):
         optimizer.step()
+
+
+def test_values_turned_around_in_place_are_noticed() -> None:
+    p, vector = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(4))
+    flat = FlatParams([("p", p), ("vector", vector)])
+    p.data = p.data.t()
+    expected = p.detach().clone()
+    assert [problem.name for problem in flat.check()] == ["p"]
+    optimizer = torch.optim.SGD(flat.parameters(), lr=1.0)
+    p.grad, vector.grad = torch.ones(3, 3), torch.ones(4)
+    optimizer.step()
+    assert torch.equal(p, expected - 1)
+    vector.data = vector.data[:2]
+    assert "shape is (2,) and was (4,)" in flat.check()[0].what
+
+
+def test_a_shallow_copy_is_refused() -> None:
+    with pytest.raises(FlatbedError, match=r"copy\.deepcopy"):
+        copy.copy(FlatParams(build("tied")))

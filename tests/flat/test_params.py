@@ -372,3 +372,24 @@ def test_held_twice_is_refused() -> None:
 def test_ema_of_a_model_is_refused() -> None:
     with pytest.raises(TypeError, match="found Tied"):
         flatbed.EMA(build("tied"))  # type: ignore[arg-type]
+
+
+def _overlapping_pair(*, trained: bool) -> list[nn.Parameter]:
+    memory = torch.randn(10)
+    return [nn.Parameter(memory[:6]), nn.Parameter(memory[4:], requires_grad=trained)]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            lambda: [*nn.Linear(2, 2).named_parameters(), *nn.Linear(2, 2).named_parameters()],
+            "'weight' is given twice",
+        ),
+        (lambda: _overlapping_pair(trained=True), "two objects over the same memory"),
+        (lambda: _overlapping_pair(trained=False), "two objects over the same memory"),
+    ],
+)
+def test_more_refusals(source: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FlatParams(source())

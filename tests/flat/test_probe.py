@@ -155,3 +155,59 @@ def test_a_tensor_learning_rate_is_not_touched() -> None:
     optimizer.step()
     assert lr == torch.tensor(0.01)
     assert optimizer.param_groups[0]["lr"] is lr
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper that would take the real optimizer along into a trial."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        if not isinstance(base, torch.optim.Optimizer):
+            raise TypeError("give me an optimizer")
+        super().__init__(base.param_groups, base.defaults)
+        self.base = base
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.calls += 1
+        return self.base.step(closure)
+
+
+def test_a_wrappers_real_optimizer_is_not_stepped_by_the_trial() -> None:
+    model = build("tied")
+    flat = FlatParams(model)
+    base = torch.optim.SGD(flat.parameters(), lr=0.1)
+    steps: list[int] = []
+    base.register_step_post_hook(lambda *_: steps.append(1))
+    wrapper = Lookahead(base)
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.warns(UserWarning, match="could not find out whether Lookahead"):
+        wrapper.step()
+    assert (len(steps), wrapper.calls) == (1, 1)
+
+
+class Nested(torch.optim.SGD):
+    """Its step calls its parent's and then goes on."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.mul_(0.9)
+
+
+def test_a_step_within_a_step() -> None:
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # so that torch hooks the parent's step as well
+    model, reference = build("tied"), build("tied")
+    flat = FlatParams(model)
+    optimizer, expected = Nested(flat.parameters(), lr=0.1), Nested(reference.parameters(), lr=0.1)
+    model.decoder.bias.requires_grad_(False)
+    reference.decoder.bias.requires_grad_(False)
+    for i in range(3):
+        for m, o in ((model, optimizer), (reference, expected)):
+            loss_of(m, batches(3)[i]).backward()
+            o.step()
+            o.zero_grad()
+    assert torch.equal(model.decoder.bias, reference.decoder.bias)
+    assert torch.equal(model.encoder.weight, reference.encoder.weight)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
-from operator import attrgetter, gt, is_
+from operator import attrgetter, is_, sub
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +28,10 @@ get_requires_grad = attrgetter("requires_grad")
 get_layout = attrgetter("layout")
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 data_ptr = torch.Tensor.data_ptr
+
+# What a zeroed bound gradient holds. Adding to it gives exactly what was added, even a zero, and scaling
+# leaves it as it is, so a segment full of it has met no gradient, whatever was clipped or unscaled meanwhile.
+UNTOUCHED = -0.0
 
 
 def aligned_zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -65,12 +69,10 @@ class Buffer:
         self.complete = False  # the last gather found a gradient for every original
         self.views: list[torch.Tensor] = []
         self.gaps: list[torch.Tensor | None] | None = None
-        self.trusted = False  # inside a step: gathered, and nobody can have replaced a gradient since
+        self.trusted_by = 0  # id of the optimizer inside whose step nobody can have replaced a gradient
         self.unmoved = False  # bound: the last census found that autograd brought nothing at all
         self.touched = False  # the flat gradient was read or zeroed since the last full look at the originals
-        # Bound: the views' versions when last zeroed, and when last zeroed or stepped with.
-        self.zeroed_at: list[int] = []
-        self.seen_at: list[int] = []
+        self.zeroed_at: list[int] = []  # bound: the views' versions when last zeroed
         self.runs: list[Run] = []
         self.data_ptrs: list[int] = []
         self.fill(numel, originals[0].dtype, originals[0].device)
@@ -92,20 +94,33 @@ class Buffer:
         for p, segment in zip(self.originals, self.segments, strict=True):
             self._adopt(p, segment)
             self.data_ptrs.append(p.data_ptr())
+        filled = [i for i, s in enumerate(self.segments) if s.numel] or [0]
+        self.outermost = (filled[0], filled[-1])
+        self.firsts = torch.tensor([self.segments[i].offset for i in filled], device=device)
+        self.wide = [i for i, s in enumerate(self.segments) if len(s.shape) > 1 and s.numel > 1]
         if self.flat is not None:
             self.flat.data = self.data
 
     def _adopt(self, p: torch.Tensor, segment: Segment) -> None:
         home = view(self.data, segment)
-        home.copy_(p.data)
+        home.copy_(p.data.clone() if p.data_ptr() == home.data_ptr() else p.data)
         p.data = home  # frees the old memory at once, so that flattening never holds two copies of all
 
-    def strayed(self) -> list[int]:
-        """Positions of the originals whose values lie elsewhere."""
+    def strayed(self, *, closely: bool = False) -> list[int]:
+        """Positions of the originals whose values lie elsewhere, or there in another shape.
+
+        Vectors can hardly be turned around in place, so their shape is looked at only `closely`.
+        """
         ptrs = list(map(data_ptr, self.originals))
-        if ptrs == self.data_ptrs:
-            return []
-        return [i for i, (ptr, home) in enumerate(zip(ptrs, self.data_ptrs, strict=True)) if ptr != home]
+        away = set()
+        if ptrs != self.data_ptrs:
+            pairs = zip(ptrs, self.data_ptrs, strict=True)
+            away = {i for i, (ptr, home) in enumerate(pairs) if ptr != home}
+        for i in range(len(self.segments)) if closely else self.wide:
+            p, segment = self.originals[i], self.segments[i]
+            if p.stride() != segment.stride or p.shape != segment.shape:
+                away.add(i)
+        return sorted(away)
 
     def flat_strayed(self) -> bool:
         """Whether the flat parameter itself was given other memory."""
@@ -130,8 +145,6 @@ class Buffer:
             self.grad = aligned_zeros(self.data.numel(), dtype=self.data.dtype, device=self.data.device)
         self.views = [view(self.grad, segment) for segment in self.segments]
         self.gaps = self._find_gaps()
-        self.zeroed_at = [-1] * len(self.views)
-        self.seen_at = [-1] * len(self.views)
 
     def _find_gaps(self) -> list[torch.Tensor | None] | None:
         """The padding after each segment, as zeros or None, if all are vectors on the CPU (biases, norms).
@@ -140,34 +153,41 @@ class Buffer:
         """
         if self.data.device.type != "cpu" or any(s.stride != (1,) for s in self.segments):
             return None
-        ends = [*(s.offset for s in self.segments[1:]), self.data.numel()]
-        sizes = [end - s.end for s, end in zip(self.segments, ends, strict=True)]
-        return [self.data.new_zeros(size) if size else None for size in sizes]
+        return [
+            self.data.new_zeros(stop - start) if stop > start else None for start, stop in self._padding()
+        ]
+
+    def _padding(self) -> Iterator[tuple[int, int]]:
+        """Where the padding after each segment begins and ends."""
+        starts = [*(s.offset for s in self.segments[1:]), self.data.numel()]
+        return ((s.end, after) for s, after in zip(self.segments, starts, strict=True))
+
+    def zero_padding_(self, memory: torch.Tensor) -> None:
+        """Zero what lies between the segments of the values or of the gradient."""
+        for start, stop in self._padding():
+            memory[start:stop].zero_()
 
     def bind_grads(self) -> None:
         """Bound mode: existing gradients move in; absent ones become zeros in place."""
         self._make_views()
-        for i, (p, home) in enumerate(zip(self.originals, self.views, strict=True)):
-            if p.grad is not None:
-                home.copy_(p.grad)
-            else:
-                self.zeroed_at[i] = self.seen_at[i] = home._version
+        for p, home in zip(self.originals, self.views, strict=True):
+            home.fill_(UNTOUCHED) if p.grad is None else home.copy_(p.grad)
             if p.requires_grad:
                 p.grad = home
+        self.zeroed_at = list(map(get_version, self.views))
 
     def remake_grads(self) -> None:
         """After a move: the flat gradient is made anew where the originals are now.
 
         They keep their own gradients, which `Module.to` moved along; the next gather collects those.
         """
-        arrived = [home._version != v for home, v in zip(self.views, self.zeroed_at, strict=True)]
+        moves = list(map(sub, map(get_version, self.views), self.zeroed_at)) if self.bound else []
         self.grad = None
         self.views = []
+        self.trusted_by = 0
         if self.bound:
             self.bind_grads()
-            for i, came in enumerate(arrived):
-                if not came:
-                    self.zeroed_at[i] = self.seen_at[i] = self.views[i]._version
+            self.zeroed_at = list(map(sub, self.zeroed_at, moves))
 
     def owns_grad(self, i: int) -> bool:
         """Whether the i-th gradient view is still in the flat gradient; `Module.to` moves it in secret."""
@@ -177,9 +197,8 @@ class Buffer:
         return self.views[i].data_ptr() == home
 
     def spot_check(self) -> bool:
-        """Whether the first and last originals are at home: enough to notice a model moved as a whole."""
-        first, last = self.originals[0], self.originals[-1]
-        return first.data_ptr() == self.data_ptrs[0] and last.data_ptr() == self.data_ptrs[-1]
+        """Whether the outermost originals are at home: enough to notice a model moved as a whole."""
+        return all(self.originals[i].data_ptr() == self.data_ptrs[i] for i in self.outermost)
 
     def in_place(self) -> bool:
         """Whether every original's gradient already is its view."""
@@ -204,7 +223,6 @@ class Buffer:
             self._make_views()
         if self.complete and not any(map(is_, grads, self.views)):  # the usual case when following
             self._copy_in(self.originals, grads, self.views)
-            self.zeroed_at = self.seen_at = [-1] * len(grads)
             return self.grad
         arrived = [i for i, g in enumerate(grads) if g is not None and g is not self.views[i]]
         if not self.complete:
@@ -212,8 +230,6 @@ class Buffer:
                 torch._foreach_zero_([home for g, home in zip(grads, self.views, strict=True) if g is None])
         if arrived:
             self._copy_in(*([column[i] for i in arrived] for column in (self.originals, grads, self.views)))
-        for i in arrived:
-            self.zeroed_at[i] = self.seen_at[i] = -1
         return self.grad
 
     def _copy_in(
@@ -246,60 +262,73 @@ class Buffer:
 
         `in_place` says that every gradient is known to be its view.
         """
-        self.trusted = False
+        self.trusted_by = 0
         if not self.bound or self.grad is None:
             deque(map(set_grad, self.originals, repeat(None)), maxlen=0)
             return
         self.touched = True
-        self.grad.zero_()
+        self.grad.fill_(UNTOUCHED)
         if not (in_place and self.complete) and not self.in_place():
             for p, home in zip(self.originals, self.views, strict=True):
                 if p.grad is not home:
                     p.grad = home if p.requires_grad else None
-        # Nothing happened since the step if the outermost views did not move: spare the scan.
-        same = self.views[0]._version == self.seen_at[0] and self.views[-1]._version == self.seen_at[-1]
-        self.zeroed_at = self.seen_at if same else list(map(get_version, self.views))
-        self.seen_at = self.zeroed_at.copy()
+        self.zeroed_at = list(map(get_version, self.views))
 
     def set_grad(self, value: torch.Tensor) -> None:
         """Assigning a tensor to the flat `.grad`: it becomes every original's gradient."""
-        if value.shape != self.data.shape or value.is_sparse:
+        if value.shape != self.data.shape or value.is_sparse or value.dtype != self.data.dtype:
             raise ValueError(
-                f"the gradient of a flat parameter of shape {tuple(self.data.shape)} was assigned a "
-                f"{'sparse ' if value.is_sparse else ''}tensor of shape {tuple(value.shape)}"
+                f"the gradient of a flat parameter of {self.data.dtype} and shape {tuple(self.data.shape)} "
+                f"was assigned a {'sparse ' if value.is_sparse else ''}tensor of {value.dtype} and shape "
+                f"{tuple(value.shape)}"
             )
         if not self.views:
             self._make_views()
         assert self.grad is not None
         self.grad.copy_(value.detach())
+        self.zero_padding_(self.grad)
         for p, home in zip(self.originals, self.views, strict=True):
             if p.grad is not home:
                 p.grad = home
-        self.zeroed_at = [-1] * len(self.views)
-        self.seen_at = [-1] * len(self.views)
 
     def census(self) -> tuple[list[int], list[int]]:
-        """Positions of originals that lack a gradient, and of frozen ones; ask after a gather.
-
-        Bound gradients are never None: there, a gradient that arrived has moved its view's version. When
-        none has, they were written past autograd (a replayed CUDA graph) and all are there. Whatever moved
-        since the last step was trained, so only the rest has to be asked whether it is frozen.
-        """
+        """Positions of originals that lack a gradient, and of frozen ones; ask after a gather."""
         self.unmoved = False
-        if self.bound:
-            before, self.seen_at = self.seen_at, list(map(get_version, self.views))
-            if self.complete and all(map(gt, self.seen_at, before)):
-                return [], []
-        elif self.complete and all(map(get_requires_grad, self.originals)):
-            return [], []
-        frozen = [i for i, p in enumerate(self.originals) if not p.requires_grad]
         absent = [] if self.complete else [i for i, p in enumerate(self.originals) if p.grad is None]
         if self.bound:
-            still = {i for i, v in enumerate(self.seen_at) if v == self.zeroed_at[i]}
-            self.unmoved = not absent and len(still) == len(self.seen_at)
-            if not self.unmoved:
-                absent = sorted(still.union(absent))
-        return absent, frozen
+            absent = sorted({*absent, *self._untouched()})
+        if all(map(get_requires_grad, self.originals)):
+            return absent, []
+        return absent, [i for i, p in enumerate(self.originals) if not p.requires_grad]
+
+    def _untouched(self) -> list[int]:
+        """Positions whose bound gradient, never None, has met nothing since it was zeroed.
+
+        On the CPU a look at the first elements settles most steps. Otherwise the views' versions tell: if
+        all moved alike, all got a gradient; if none moved, they were written past autograd (by a replayed
+        CUDA graph).
+        Only where some lag behind are the gradients read, which on a GPU waits for it.
+        """
+        assert self.grad is not None
+        if self.grad.device.type == "cpu" and not _is_untouched(self.grad[self.firsts]).any():
+            return []
+        moves = list(map(sub, map(get_version, self.views), self.zeroed_at))
+        most = max(moves)
+        self.unmoved = most == 0
+        late = [i for i, n in enumerate(moves) if n < most and self.segments[i].numel]
+        if not late or capturing():
+            return []
+        found = torch.stack([_is_untouched(self.views[i]).all() for i in late]).tolist()
+        return [i for i, untouched in zip(late, found, strict=True) if untouched]
+
+
+def _is_untouched(grad: torch.Tensor) -> torch.Tensor:
+    return (grad == 0) & torch.signbit(grad)
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may wait for the GPU."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def unfit_grad(p: torch.Tensor, grad: torch.Tensor) -> str | None:

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 class StateDict(OrderedDict[str, Any]):
     """A module's state as plain tensors. It stands in for the module in `safetensors.torch.save_model`."""
 
+    _metadata: Any
+
     def state_dict(self) -> OrderedDict[str, Any]:
         """What `save_model` asks of a module."""
         return OrderedDict(self)
 
     def __reduce__(self) -> Any:  # pickled as what it is, so that weights_only loading accepts it
-        return OrderedDict, (), None, None, iter(self.items())
+        return OrderedDict, (), {"_metadata": self._metadata}, None, iter(self.items())
 
 
 def state_dict(module: nn.Module, *, tied: bool = True) -> StateDict:
@@ -41,7 +43,9 @@ def state_dict(module: nn.Module, *, tied: bool = True) -> StateDict:
     """
     plain = StateDict()
     copies: dict[Any, torch.Tensor] = {}
-    for name, value in module.state_dict().items():
+    own = module.state_dict()
+    plain._metadata = getattr(own, "_metadata", None)  # what versions its modules had
+    for name, value in own.items():
         if not isinstance(value, torch.Tensor):
             plain[name] = value
             continue
@@ -209,7 +213,7 @@ def _part(
 def _check_sizes(places: list[list[Place]], state: dict[str, Any]) -> None:
     if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
         raise ValueError("expected a dict with 'state' and 'param_groups', as optimizer.state_dict() returns")
-    found = [len(group["params"]) for group in state["param_groups"]]
+    found = [len(group.get("params", ())) for group in state["param_groups"]]
     expected = [len(group) for group in places]
     if found != expected:
         raise ValueError(

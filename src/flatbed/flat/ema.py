@@ -56,12 +56,12 @@ class EMA:
         self._follow()
         trained = self.flat.snapshot()
         self._copy_in()
-        self._swapped = True
+        self._swapped = self.flat._on_loan = True
         try:
             yield
         finally:
-            self._swapped = False
-            self.flat.restore(trained)
+            self._swapped = self.flat._on_loan = False
+            self.flat._put_back(trained)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors by parameter name, with decay and number of updates; for `torch.save`."""
@@ -104,7 +104,9 @@ class EMA:
     def _follow(self) -> None:
         """Move the averages after a model that was moved or cast."""
         self.flat._heal()
-        same = [a.device for a in self._averages] == [b.device for b in self.flat.buffers]
+        same = [(a.device, a.dtype) for a in self._averages] == [
+            (b.device, _average_dtype(b)) for b in self.flat.buffers
+        ]
         if self.flat.segments == self._segments and same:
             return
         moved = [_average_of(b) for b in self.flat.buffers]
@@ -117,4 +119,8 @@ class EMA:
 
 
 def _average_of(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.detach().to(torch.float32 if buffer.dtype.itemsize < 4 else buffer.dtype, copy=True)
+    return buffer.detach().to(_average_dtype(buffer), copy=True)
+
+
+def _average_dtype(buffer: torch.Tensor) -> torch.dtype:
+    return torch.float32 if buffer.dtype.itemsize < 4 else buffer.dtype

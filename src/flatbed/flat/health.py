@@ -79,7 +79,7 @@ def _replaced_problems(flat: FlatParams) -> Iterator[Problem]:
 
 
 def _stray_problems(buffer: Buffer) -> Iterator[Problem]:
-    for i in buffer.strayed():
+    for i in buffer.strayed(closely=True):
         p, segment = buffer.originals[i], buffer.segments[i]
         if tuple(p.shape) != segment.shape:
             what, cause = (
@@ -132,7 +132,7 @@ def rebind(flat: FlatParams, *, by_hand: bool) -> None:
     for entry, new in _replacements(flat):
         _adopt(flat, entry, new)
     for buffer in flat._buffers:
-        strayed = buffer.strayed()
+        strayed = buffer.strayed(closely=by_hand)
         if strayed:
             _heal(buffer, strayed, by_hand=by_hand)
         elif buffer.flat_strayed():

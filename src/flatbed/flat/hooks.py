@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from flatbed.errors import FlatbedError
 from flatbed.flat import health, probe
-from flatbed.flat.buffer import Buffer, view
+from flatbed.flat.buffer import Buffer, capturing, view
 from flatbed.flat.parameter import FlatParameter
 
 if TYPE_CHECKING:
@@ -44,14 +44,22 @@ class Whole:
 class Step:
     """One step under way: the buffers it updates, and the frozen values to put back afterwards.
 
-    `whole` is set when `FlatParams.step` runs clipping, step and zero_grad as one.
+    `alone` says that nobody else's hook runs between ours; `whole` is set when `FlatParams.step` runs
+    clipping, step and zero_grad as one.
     """
 
+    optimizer: int  # its id
+    flats: list[FlatParameter]
+    alone: bool
     whole: Whole | None = None
-    alone: bool = True  # nobody else's hook runs between ours
-    flats: list[FlatParameter] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     frozen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    @torch.no_grad()
+    def restore_frozen(self) -> None:
+        """Put the frozen values back where they were."""
+        if self.frozen:
+            torch._foreach_copy_([home for home, _ in self.frozen], [kept for _, kept in self.frozen])
 
 
 # A stack, since a subclass's step may call its parent's, and torch then runs the hooks twice.
@@ -59,16 +67,18 @@ _under_way: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Step]] = weakr
 
 
 _met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_asked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Whole] = weakref.WeakKeyDictionary()
 
 
 def whole_step(optimizer: torch.optim.Optimizer, whole: Whole) -> None:
-    """Step with one look at the originals, since no code of the user's runs in between."""
-    _asked[optimizer] = whole
+    """Step with one look at the originals, since no code of the user's runs in between.
+
+    The owner carries the wish: `optimizer` may be a wrapper (Accelerate's) around the one that steps.
+    """
+    whole.owner._asked = whole
     try:
         optimizer.step()
     finally:
-        _asked.pop(optimizer, None)
+        whole.owner._asked = None
 
 
 @functools.cache
@@ -96,64 +106,77 @@ def _before_step(
         for owner in owners:
             _look_at_groups(owner, optimizer)
         _met.add(optimizer)
+    for p in flats:
+        p._owner._buffers[p._index].trusted_by = 0  # should an earlier step have ended in an exception
     for owner in owners:
+        if owner._on_loan:
+            raise FlatbedError("the model holds averaged weights (`with ema.weights()`): step outside of it")
         owner._heal()
         _refuse_unfrozen(owner, optimizer)
     _refuse_old_state(optimizer, flats)
     others = bool(optimizer._optimizer_step_pre_hooks) or len(_global_optimizer_pre_hooks) > 1
-    step = Step(whole=_asked.pop(optimizer, None), alone=not others)
+    step = Step(id(optimizer), flats, alone=not others)
+    for owner in owners:
+        step.whole, owner._asked = step.whole or owner._asked, None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
-        _collect(step, flats)
+        _collect(step)
         _under_way.setdefault(optimizer, []).append(step)
         return None
+    for p in flats:  # a closure is called when values may have moved already
+        _keep_frozen(step, p._owner._buffers[p._index])
     _under_way.setdefault(optimizer, []).append(step)
-    wrapped = _collecting(closure, step, flats)
+    wrapped = _collecting(closure, step)
     if len(args) > 1:
         return (args[0], wrapped, *args[2:]), kwargs
     return args, {**kwargs, "closure": wrapped}
 
 
-def _collecting(closure: Callable[[], Any], step: Step, flats: list[FlatParameter]) -> Callable[[], Any]:
+def _collecting(closure: Callable[[], Any], step: Step) -> Callable[[], Any]:
     """The closure computes the gradients, so they are collected after it, as often as it is called."""
 
     @functools.wraps(closure)
     def wrapped() -> Any:
-        for p in flats:
-            p._owner._buffers[p._index].trusted = False
+        step.restore_frozen()
         loss = closure()
-        _collect(step, flats)
+        _collect(step)
         return loss
 
     return wrapped
 
 
-def _collect(step: Step, flats: list[FlatParameter]) -> None:
+def _collect(step: Step) -> None:
     """Gather every gradient, refuse missing ones, keep a copy of what is frozen."""
     active: list[Buffer] = []
-    frozen: list[torch.Tensor] = []
-    for p in flats:
+    kept = bool(step.frozen)
+    for p in step.flats:
+        buffer = p._owner._buffers[p._index]
         if p.grad is not None:
-            owner, buffer = p._owner, p._owner._buffers[p._index]
-            absent, still = buffer.census()
-            _refuse_missing(owner, buffer, absent)
+            absent, frozen = buffer.census()
+            _refuse_missing(p._owner, buffer, absent)
             active.append(buffer)
-            frozen += [view(buffer.data, buffer.segments[i]) for i in still]
+            if frozen and not kept:
+                _keep_frozen(step, buffer)
     if all(buffer.unmoved for buffer in active):
-        for owner in {id(p._owner): p._owner for p in flats}.values():
+        for owner in {id(p._owner): p._owner for p in step.flats}.values():
             _explain_absence(owner)
-    if not step.buffers:  # a closure may be called again, when the values have moved already
-        with torch.no_grad():
-            step.frozen = [(home, home.clone()) for home in frozen]
     if step.whole is not None and step.whole.max_norm is not None:
         owner = step.whole.owner
         mine = [buffer for buffer in owner._buffers if buffer in active]
         step.whole.total_norm = owner._clip(mine, step.whole.max_norm, step.whole.norm_type)
-    for buffer in active:
-        buffer.trusted = step.alone
-    for p in flats:
-        p.show_grad(p.grad)
-    step.flats, step.buffers = flats, active
+    for p in step.flats:
+        buffer = p._owner._buffers[p._index]
+        buffer.trusted_by = step.optimizer if step.alone and buffer in active else 0
+        p.show_grad(buffer.grad if buffer in active else None)
+    step.buffers = active
+
+
+def _keep_frozen(step: Step, buffer: Buffer) -> None:
+    with torch.no_grad():
+        for p, segment in zip(buffer.originals, buffer.segments, strict=True):
+            if not p.requires_grad:
+                home = view(buffer.data, segment)
+                step.frozen.append((home, home.clone()))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -166,10 +189,11 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     for buffer in step.buffers:
         if buffer.flat_strayed():
             health.take_flat_back(buffer)
-    if step.frozen:
-        torch._foreach_copy_([home for home, _ in step.frozen], [kept for _, kept in step.frozen])
+        if any(group.get("eps") == 0 for group in optimizer.param_groups):
+            buffer.zero_padding_(buffer.data)  # where 0 / 0 has left NaN
+    step.restore_frozen()
     for buffer in step.buffers:
-        buffer.trusted = buffer.touched = False
+        buffer.trusted_by, buffer.touched = 0, False
         buffer.bump_versions(frozen_too=not step.frozen)
     if step.whole is not None:
         for buffer in step.whole.owner._buffers:
@@ -200,7 +224,7 @@ def _look_at_groups(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None
 
 def _explain_absence(owner: FlatParams) -> None:
     """No gradient anywhere: torch would do nothing and say nothing. Often the model is another one by now."""
-    if owner._absence_explained or probe.capturing():
+    if owner._absence_explained or capturing():
         return
     owner._absence_explained = True  # once: it waits for the GPU
     if any(b.unmoved and b.grad is not None and bool(b.grad.any()) for b in owner._buffers):
@@ -212,8 +236,8 @@ def _explain_absence(owner: FlatParams) -> None:
         )
     warnings.warn(
         "no parameter of this FlatParams has a gradient, so the step trains nothing. If the model's "
-        "parameters were replaced (load_state_dict(assign=True), new layers), build FlatParams from the module itself, "
-        "which finds their successors, or anew",
+        "parameters were replaced (load_state_dict(assign=True), new layers), build FlatParams from the "
+        "module itself, which finds their successors, or build it anew",
         stacklevel=6,
     )
 

@@ -20,9 +20,8 @@ _ZERO_GRAD_CODE = inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _shown_grad(flat: torch.Tensor) -> torch.Tensor | None:
-    grad: torch.Tensor | None = _own_grad(flat)
-    return grad
+def _gathered(flat: FlatParameter) -> torch.Tensor | None:
+    return flat._owner._gather(flat._index)
 
 
 class FlatParameter(nn.Parameter):
@@ -43,14 +42,17 @@ class FlatParameter(nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """The originals' gradients, gathered; None when none of them has one."""
         if torch.compiler.is_compiling():
-            return _shown_grad(self)
+            return _gathered(self)
         frame = sys._getframe(1)
         if frame.f_code is _ZERO_GRAD_CODE and frame.f_locals.get("set_to_none"):
             # zero_grad only asks whether there is anything to drop: nothing is copied in order to be dropped.
             return self.data
+        buffer = self._owner._buffers[self._index]
+        if buffer.trusted_by and id(frame.f_locals.get("self")) == buffer.trusted_by:
+            return buffer.grad  # the optimizer's own code, inside the step whose gradients were just gathered
         grad = self._owner._gather(self._index)
         own = _own_grad(self)
-        if own is not None and own is not grad:
+        if own is not None and own is not buffer.grad:
             # Something was differentiated with respect to the flat parameter itself.
             _set_own_grad(self, None)
             grad = self._owner._add_grad(self._index, own)

@@ -15,7 +15,7 @@ from torch import nn
 
 from flatbed.errors import FlatbedError
 from flatbed.flat import checkpoint, health, hooks, norms
-from flatbed.flat.buffer import Buffer
+from flatbed.flat.buffer import Buffer, view
 from flatbed.flat.health import Problem
 from flatbed.flat.parameter import FlatParameter
 from flatbed.flat.source import Entry, Source, read
@@ -100,6 +100,8 @@ class FlatParams:
         self._places = Places.of(trainable)
         self._frozen = [entry for entry in self._given.entries if not entry.parameter.requires_grad]
         self._absence_explained = False
+        self._on_loan = False  # an EMA's averages are in the buffers
+        self._asked: hooks.Whole | None = None
         self._group_of_buffer = [trainable[held.members[0]].group for held in layout.buffers]
         self._members = [held.members for held in layout.buffers]
         self._buffers: list[Buffer] = []
@@ -254,6 +256,18 @@ class FlatParams:
         return Snapshot(tuple(buffer.data.clone() for buffer in self._buffers), self.segments)
 
     @torch.no_grad()
+    def _put_back(self, snapshot: Snapshot) -> None:
+        """Restore, also into a model that was moved or cast since."""
+        self._heal()
+        if snapshot.segments == self.segments:
+            self.restore(snapshot)
+            return
+        for old, new in zip(snapshot.segments, self.segments, strict=True):
+            view(self.buffers[new.buffer], new).copy_(view(snapshot.buffers[old.buffer], old))
+        for buffer in self._buffers:
+            buffer.bump_versions()
+
+    @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         """Put a snapshot's values back, one copy per buffer."""
         self._heal()
@@ -319,11 +333,6 @@ class FlatParams:
 
     def _gather(self, index: int) -> torch.Tensor | None:
         buffer = self._buffers[index]
-        if buffer.trusted:
-            p = buffer.originals[0]
-            if p.grad is buffer.views[0] or (p.grad is None and not p.requires_grad):
-                return buffer.grad
-            buffer.trusted = False
         self._glance(buffer)
         grad = buffer.gather(look_first=self._heal)
         buffer.touched = buffer.touched or grad is not None
@@ -369,6 +378,11 @@ class FlatParams:
         self.missing = state["missing"]
         self._given = state["given"]
         self._build()
+
+    def __copy__(self) -> FlatParams:
+        raise FlatbedError(
+            "parameters live in one FlatParams only; use copy.deepcopy for a copy with its own"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParams:
         twin = object.__new__(FlatParams)

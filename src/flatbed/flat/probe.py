@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from flatbed.errors import FlatbedError
+from flatbed.flat.buffer import capturing
 
 _tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _SHAPES = ((4, 3), (5,))
 _STEPS = 3
+_OWN = ("defaults", "state", "param_groups")  # what every torch optimizer has
 
 
 def refuse_shape_readers(optimizer: torch.optim.Optimizer) -> None:
@@ -47,6 +49,9 @@ def twin(
     try:
         return kind([group], **arguments)
     except TypeError:  # its constructor takes what `defaults` does not tell
+        more = {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k not in _OWN}
+        if not all(isinstance(v, (int, float, str, type(None))) for v in more.values()):
+            raise  # it may wrap another optimizer, whose real parameters a trial must not touch
         made = object.__new__(kind)
         made.__dict__.update(optimizer.__dict__)
         made.state = defaultdict(dict)
@@ -58,11 +63,6 @@ def twin(
 
 def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured, in which nothing may wait for the GPU."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _try(optimizer: torch.optim.Optimizer, number: int) -> None:

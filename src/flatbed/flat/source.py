@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flatbed.layout import overlaps_itself
+from flatbed.layout import is_dense, overlaps_itself
 
 Source: TypeAlias = (
     "nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]"
@@ -130,19 +131,47 @@ def _is_lazy(parameter: torch.Tensor) -> bool:
 
 def _refuse_unfit(entries: list[Entry]) -> None:
     """Raise for the first parameter that cannot live in a buffer, before anything has changed."""
-    spans: dict[tuple[torch.device, int], Entry] = {}
+    names: set[str] = set()
     for entry in entries:
         reason = unfit(entry.parameter)
         if reason is not None:
             raise ValueError(f"parameter '{entry.name}' cannot be flattened: it {reason}")
-        p = entry.parameter
-        if p.numel() and p.requires_grad:
-            other = spans.setdefault((p.device, p.data_ptr()), entry)
-            if other is not entry:
-                raise ValueError(
-                    f"parameters '{other.name}' and '{entry.name}' are two objects over the same memory; "
-                    f"tie them by assigning one Parameter to both places, or give each its own memory"
-                )
+        if entry.name in names:
+            raise ValueError(
+                f"the name '{entry.name}' is given twice; names tell parameters apart in norms, errors and "
+                f"averages: prefix them, or pass one module that holds both"
+            )
+        names.add(entry.name)
+    _refuse_shared_memory(entries)
+
+
+def _refuse_shared_memory(entries: list[Entry]) -> None:
+    """Two objects over one memory would be torn apart; the spans of strided ones may interleave."""
+    spans = sorted(
+        (
+            (
+                str(p.device),
+                p.data_ptr(),
+                p.data_ptr() + p.numel() * p.element_size(),
+                e.name,
+                p.requires_grad,
+            )
+            for e in entries
+            for p in (e.parameter,)
+            if p.layout == torch.strided
+            and p.device.type != "meta"
+            and not any(map(is_traceable_wrapper_subclass, (p,)))
+            and p.numel()
+            and is_dense(tuple(p.shape), p.stride())
+        ),
+        key=lambda span: span[:3],
+    )
+    for (device, _, stop, name, trained), after in pairwise(spans):
+        if device == after[0] and after[1] < stop and (trained or after[4]):
+            raise ValueError(
+                f"parameters '{name}' and '{after[3]}' are two objects over the same memory; tie them by "
+                f"assigning one Parameter to both places, or give each its own memory"
+            )
 
 
 def unfit(p: torch.Tensor) -> str | None:
