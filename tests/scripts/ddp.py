@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -70,7 +71,10 @@ def worker(rank: int, store: str) -> None:
                     assert torch.equal(*both), "the replicas must agree"
                 if rank == 0:
                     print("same", mode, bucket_view, accumulate)
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads, winding down, may abort an interpreter that ends by itself
 
 
 if __name__ == "__main__":
