@@ -47,7 +47,7 @@ def train(case: OptimizerCase, model: nn.Module, grads: str | None, **options: A
 @pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
 def test_parity(case: OptimizerCase, options: dict[str, Any], model: str, grads: str) -> None:
     if options.get("fused") and (not case.fused or case.kind is torch.optim.Adagrad):
-        options = {}  # torch's own choice: it has no fused kernel for these on a GPU
+        options = {"foreach": True}  # torch has no fused kernel for these on a GPU
     reference, flat = build(model, "cuda"), build(model, "cuda")
     train(case, reference, None, **options)
     train(case, flat, grads, **options)
