@@ -438,6 +438,20 @@ def test_norm_of_large_and_odd_tensors_is_torchs() -> None:
     assert torch.equal(FlatParams(params).grad_norm(), expected)
 
 
+def test_norms_of_many_alike_are_torchs() -> None:
+    """Taken as rows of a matrix, which must not change a bit."""
+    params = [nn.Parameter(torch.randn(n)) for n in [65] * 30 + [7] * 30 + [4097] * 3]
+    flat = FlatParams(params)
+    assert len(flat._buffers[0].runs) == 3
+    for norm_type in (2.0, 1.0, float("inf")):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        expected = nn.utils.get_total_norm([p.grad for p in params], norm_type, foreach=False)
+        assert torch.equal(flat.grad_norm(norm_type), expected)
+    names = [p.grad.norm().item() for p in params]
+    assert list(flat.grad_norms().values()) == names
+
+
 def test_norm_skips_what_has_no_gradient() -> None:
     model = TwoHeads()
     flat = FlatParams(model)

@@ -61,11 +61,15 @@ def total_norm(
 def _norms(
     buffer: Buffer, tensors: Sequence[torch.Tensor], flat: torch.Tensor, norm_type: float
 ) -> torch.Tensor:
-    if flat.device.type != "cpu":  # one call reduces all tensors in a few kernels
-        filled = [t for t in tensors if t.numel()]  # of an empty tensor there is no largest element
-        found = iter(torch._foreach_norm(filled, norm_type) if filled else ())
-        return torch.stack([next(found) if t.numel() else flat.new_zeros(()) for t in tensors])
-    # Rows of a matrix are summed exactly as each would be alone, so equal neighbours cost one call.
+    if flat.device.type == "cpu" and 4 * len(buffer.runs) <= len(tensors):
+        return _row_norms(buffer, flat, norm_type)
+    filled = [t for t in tensors if t.numel()]  # of an empty tensor there is no largest element
+    found = iter(torch._foreach_norm(filled, norm_type) if filled else ())
+    return torch.stack([next(found) if t.numel() else flat.new_zeros(()) for t in tensors])
+
+
+def _row_norms(buffer: Buffer, flat: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """One reduction per run of equal neighbours: a matrix's rows are summed as each would be alone."""
     parts = [
         torch.linalg.vector_norm(
             flat.as_strided((run.n_rows, run.length), (run.step, 1), flat.storage_offset() + run.offset),
