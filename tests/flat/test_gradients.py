@@ -769,3 +769,23 @@ def test_padding_stays_zero() -> None:
         assert p[71:].eq(0).all()
         assert p.grad[71:].eq(0).all()
         assert p[:49].ne(0).all()
+
+
+def test_a_gradient_that_lags_behind_but_is_there_counts() -> None:
+    """Its first element looks untouched and others were scaled since: the rest of it tells."""
+    late, scaled = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    flat = FlatParams([late, scaled], grads="bound")
+    optimizer = torch.optim.SGD(flat.parameters(), lr=1.0)
+    (-(late * torch.tensor([0.0, 1.0, 1.0])) + scaled).sum().backward()
+    assert torch.signbit(late.grad[0])
+    scaled.grad.mul_(0.5)
+    optimizer.step()
+    assert late.tolist() == [1.0, 2.0, 2.0]
+    assert scaled.tolist() == [0.5, 0.5, 0.5]
+
+
+def test_a_finished_step_leaves_nothing_under_way() -> None:
+    model, _, optimizer = make()
+    backward(model)
+    optimizer.step()
+    assert flatbed.flat.hooks._under_way[optimizer] == []
