@@ -1,6 +1,20 @@
+import os
+import warnings
+
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    # Triton's functions, its own and ours, become compiled or interpreted ones when they are imported.
+    # Tests that want kernels interpreted set the variable again, for flatbed looks at it, too.
+    os.environ["TRITON_INTERPRET"] = "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import triton.language  # noqa: F401
+
+        import flatbed.kernels._triton.stepper  # noqa: F401
+    del os.environ["TRITON_INTERPRET"]
 
 # A shared machine may stall any single example; the suite as a whole has its own limit.
 settings.register_profile("flatbed", deadline=None)

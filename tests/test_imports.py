@@ -10,7 +10,10 @@ from pathlib import Path
 import flatbed
 
 SOURCE = Path(flatbed.__file__).parent
-ORDER = ["_version", "errors", "layout", "flat", "compat", "bench", "doctor", "cli"]
+ORDER = [
+    *("_version", "errors", "layout", "rule", "kernels", "engine", "rules", "optim"),
+    *("flat", "compat", "bench", "doctor", "cli"),
+]
 RANK = {name: rank for rank, name in enumerate(ORDER)}
 
 

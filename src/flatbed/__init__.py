@@ -1,5 +1,6 @@
 """flatbed puts training memory where it should be: flat parameters for optimizers that run one kernel."""
 
+from flatbed import optim
 from flatbed._version import __version__
 from flatbed.compat.contiguous_params import ContiguousParams
 from flatbed.errors import FlatbedError
@@ -20,5 +21,6 @@ __all__ = [
     "Segment",
     "Snapshot",
     "__version__",
+    "optim",
     "state_dict",
 ]

@@ -20,7 +20,7 @@ from flatbed._version import __version__
 if TYPE_CHECKING:
     import torch
 
-    from flatbed.bench.rows import Row
+    from flatbed.bench.rows import Record
     from flatbed.doctor import Finding
 
 app = typer.Typer(
@@ -29,7 +29,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-bench = typer.Typer(help="Measure flat training against torch's own optimizers.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure training against torch's own optimizers, and steps against memory.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench")
 
 
@@ -39,6 +41,7 @@ class ModelName(str, Enum):
     LINEAR100 = "linear100"
     RESNET_LIKE = "resnet-like"
     GPT_LIKE = "gpt-like"
+    VIT_B16 = "vit-b16"
     MANY_SMALL = "many-small"
 
 
@@ -48,6 +51,13 @@ class OptimizerName(str, Enum):
     ADAMW = "adamw"
     ADAM = "adam"
     SGD = "sgd"
+
+
+class PrecisionName(str, Enum):
+    """The precisions of flatbed.bench.floor."""
+
+    FP32 = "fp32"
+    BF16_MASTER = "bf16-master"
 
 
 class DeviceName(str, Enum):
@@ -100,10 +110,14 @@ TracePath = Annotated[
     Path | None,
     typer.Option(
         "--trace",
-        help="Write Chrome traces: X.json gives X.torch-loop.json, X.torch-fused.json, X.flat.json.",
+        help="Write Chrome traces: X.json gives X.torch-loop.json, X.torch-fused.json, X.flat.json and "
+        "X.optim.json.",
         dir_okay=False,
         callback=_in_existing_folder,
     ),
+]
+DeviceOption = Annotated[
+    DeviceName | None, typer.Option("--device", help="Where; cuda if there is a GPU, unless given.")
 ]
 
 
@@ -111,11 +125,13 @@ TracePath = Annotated[
 def step(
     model: Annotated[ModelName, typer.Option(help="What to train.")] = ModelName.LINEAR100,
     optimizer: Annotated[OptimizerName, typer.Option(help="Which update rule.")] = OptimizerName.ADAMW,
-    device: Annotated[
-        DeviceName | None, typer.Option(help="Where; cuda if there is a GPU, unless given.")
-    ] = None,
+    device: DeviceOption = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Timed steps per way; the default suits the model.")
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help="A way to measure, by name; repeatable. All unless given; torch loop always."),
     ] = None,
     json_path: JsonPath = None,
     png: PngPath = None,
@@ -126,19 +142,46 @@ def step(
     from flatbed.bench import step as bench_step
     from flatbed.bench.models import find_case
     from flatbed.bench.trace import TRACED, write_traces
+    from flatbed.bench.ways import find_ways
 
+    try:
+        ways = find_ways(where, way or ())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--way") from error
     case = find_case(model.value, where)
-    setting = bench_step.Setting(case, optimizer.value, where, steps or case.steps)
-    n_stages = setting.n_stages + (len(TRACED) if trace else 0)
+    setting = bench_step.Setting(case, optimizer.value, where, steps or case.steps, ways)
+    n_stages = setting.n_stages + (sum(way.name in TRACED for way in ways) if trace else 0)
     with _progress(f"{case.name}, {optimizer.value} on {where.type}", n_stages) as progress, _out_of_memory():
         rows = bench_step.run(setting, progress=progress)
         traces = write_traces(setting, trace, progress=progress) if trace else []
     _report(rows, json_path=json_path, png=png)
     for path in traces:
         typer.echo(f"wrote {path}")
-    if failed := [row.way for row in rows if not row.ok and row.part == "step"]:
-        typer.echo(f"FAILED: other weights than the reference's, in {', '.join(failed)}", err=True)
-        raise typer.Exit(1)
+    _fail_on([row.way for row in rows if not row.ok and row.part == "step"])
+
+
+@bench.command()
+def floor(
+    model: Annotated[ModelName, typer.Option(help="Whose parameters to step.")] = ModelName.GPT_LIKE,
+    precision: Annotated[
+        PrecisionName, typer.Option(help="All fp32, or bf16 with fp32 master weights and state.")
+    ] = PrecisionName.FP32,
+    device: DeviceOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per way and clock.")] = 20,
+    json_path: JsonPath = None,
+) -> None:
+    """Compare a step of Adam that clips with the least time its memory traffic can take."""
+    where = _find_device(device)
+    from flatbed.bench import floor as bench_floor
+    from flatbed.bench.models import find_case
+
+    case = find_case(model.value, where)
+    setting = bench_floor.Setting(case, bench_floor.PRECISIONS[precision.value], where, steps)
+    title = f"{case.name}, {precision.value} on {where.type}"
+    with _progress(title, setting.n_stages) as progress, _out_of_memory():
+        rows = bench_floor.run(setting, progress=progress)
+    _report(rows, json_path=json_path, png=None)
+    _fail_on([row.way for row in rows if not row.ok])
 
 
 @bench.command()
@@ -150,17 +193,19 @@ def show(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print markdown tables.")] = False,
     png: PngPath = None,
 ) -> None:
-    """Show stored rows as tables, as markdown or as a chart."""
-    from flatbed.bench.rows import group, read_rows, to_markdown
+    """Show stored rows as tables, as markdown or as a chart of steps."""
+    from flatbed.bench import report
 
     try:
-        rows = [row for path in files for row in read_rows(path)]
-        if not group(rows):
+        rows = [row for path in files for row in report.read(path)]
+        if not report.tables(rows):
             raise ValueError("there are no rows in it")
+        if png and not report.step_rows(rows):
+            raise ValueError("a chart needs rows of `flatbed bench step`, and there are none in it")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="ROWS") from error
     if markdown:
-        typer.echo(to_markdown(rows), nl=False)
+        typer.echo(report.to_markdown(rows), nl=False)
     _report(rows, json_path=None, png=png, with_tables=not markdown)
 
 
@@ -190,21 +235,27 @@ def _find_device(device: DeviceName | None) -> torch.device:
 
 
 def _report(
-    rows: Sequence[Row], *, json_path: Path | None, png: Path | None, with_tables: bool = True
+    rows: Sequence[Record], *, json_path: Path | None, png: Path | None, with_tables: bool = True
 ) -> None:
+    from flatbed.bench import report
     from flatbed.bench.plot import write_plot
     from flatbed.bench.rows import write_rows
-    from flatbed.bench.table import tables
 
     if with_tables:
-        for table in tables(rows):
+        for table in report.tables(rows):
             _console().print(table)
     if json_path:
         write_rows(rows, json_path)
         typer.echo(f"wrote {json_path}")
     if png:
-        write_plot(rows, png)
+        write_plot(report.step_rows(rows), png)
         typer.echo(f"wrote {png}")
+
+
+def _fail_on(ways: Sequence[str]) -> None:
+    if ways:
+        typer.echo(f"FAILED: other weights than the reference's, in {', '.join(ways)}", err=True)
+        raise typer.Exit(1)
 
 
 def _findings_table(findings: Sequence[Finding]) -> Table:

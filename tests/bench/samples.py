@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from flatbed.bench.floor import FloorRow
 from flatbed.bench.models import Case
 from flatbed.bench.rows import FUSED, Machine, Row
 
@@ -50,6 +51,38 @@ ROW = Row(
     max_abs_error=1e-8,
     ok=True,
     peak_memory_bytes=123,
+    machine=MACHINE,
+)
+
+
+FLOOR_ROW = FloorRow(
+    benchmark="floor",
+    model="gpt-like",
+    optimizer="adam",
+    precision="fp32",
+    way="flatbed.optim",
+    n_params=580,
+    n_elements=1_250_000_000,
+    n_samples=20,
+    bytes_per_element=32,
+    copy_gb_per_s=4000.0,
+    floor_ms=10.0,
+    gpu_p20_ms=11.9,
+    gpu_p50_ms=12.0,
+    gpu_p80_ms=12.1,
+    wall_p20_ms=12.4,
+    wall_p50_ms=12.5,
+    wall_p80_ms=12.6,
+    host_p20_ms=0.09,
+    host_p50_ms=0.1,
+    host_p80_ms=0.2,
+    ratio_to_floor=1.2,
+    ratio_to_fused=0.8,
+    step_memory_bytes=0,
+    overhead_bytes=1_500_000,
+    max_rel_error=2e-6,
+    max_abs_error=1e-9,
+    ok=True,
     machine=MACHINE,
 )
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from flatbed.bench.check import TOLERANCE, Deviation, compare, take_given_steps, weights_of
-from flatbed.bench.ways import OPTIMIZERS, WAYS, MakeOptimizer, Trainer, Way
+from flatbed.bench.check import TOLERANCE, Deviation, compare, take_given_steps, weights_of, worst
+from flatbed.bench.ways import OPTIMIZERS, WAYS, Recipe, Trainer, Way
 
 
 def make_model() -> nn.Module:
@@ -14,11 +14,11 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 48), nn.LayerNorm(48), nn.Linear(48, 4))
 
 
-def deviation_of(setup: Callable[[nn.Module, MakeOptimizer], Trainer], optimizer: str = "adamw") -> Deviation:
-    make_optimizer = OPTIMIZERS[optimizer]
+def deviation_of(setup: Callable[[nn.Module, Recipe], Trainer], optimizer: str = "adamw") -> Deviation:
+    recipe = OPTIMIZERS[optimizer]
     start = weights_of(make_model())
-    reference = take_given_steps(WAYS[0].setup(make_model(), make_optimizer), seed=1)
-    return compare(take_given_steps(setup(make_model(), make_optimizer), seed=1), reference, start)
+    reference = take_given_steps(WAYS[0].setup(make_model(), recipe), seed=1)
+    return compare(take_given_steps(setup(make_model(), recipe), seed=1), reference, start)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -31,32 +31,32 @@ def test_every_way_computes_what_the_plain_loop_computes(way: Way, optimizer: st
         assert deviation == Deviation(0.0, 0.0)
 
 
-def without_clipping(model: nn.Module, make_optimizer: MakeOptimizer) -> Trainer:
-    return Trainer(model, make_optimizer(model.parameters()), lambda limit: None)
+def without_clipping(model: nn.Module, recipe: Recipe) -> Trainer:
+    return Trainer(model, recipe.make_torch(list(model.parameters())), lambda limit: None)
 
 
-def with_another_learning_rate(model: nn.Module, make_optimizer: MakeOptimizer) -> Trainer:
-    trainer = WAYS[0].setup(model, make_optimizer)
+def with_another_learning_rate(model: nn.Module, recipe: Recipe) -> Trainer:
+    trainer = WAYS[0].setup(model, recipe)
     trainer.optimizer.param_groups[0]["lr"] *= 1.01
     return trainer
 
 
-def without_the_last_bias(model: nn.Module, make_optimizer: MakeOptimizer) -> Trainer:
+def without_the_last_bias(model: nn.Module, recipe: Recipe) -> Trainer:
     params = list(model.parameters())
     clip = lambda limit: nn.utils.clip_grad_norm_(params, limit)  # noqa: E731
-    return Trainer(model, make_optimizer(params[:-1]), clip)
+    return Trainer(model, recipe.make_torch(params[:-1]), clip)
 
 
-def stopping_after_one_step(model: nn.Module, make_optimizer: MakeOptimizer) -> Trainer:
-    trainer = WAYS[0].setup(model, make_optimizer)
+def stopping_after_one_step(model: nn.Module, recipe: Recipe) -> Trainer:
+    trainer = WAYS[0].setup(model, recipe)
     step = trainer.optimizer.step
     remaining = iter([step])
     trainer.optimizer.step = lambda: next(remaining, lambda: None)()  # type: ignore[method-assign,assignment]
     return trainer
 
 
-def training_on_nothing(model: nn.Module, make_optimizer: MakeOptimizer) -> Trainer:
-    trainer = WAYS[0].setup(model, make_optimizer)
+def training_on_nothing(model: nn.Module, recipe: Recipe) -> Trainer:
+    trainer = WAYS[0].setup(model, recipe)
     with torch.no_grad():
         next(model.parameters())[0, 0] = math.nan
     return trainer
@@ -73,9 +73,7 @@ def training_on_nothing(model: nn.Module, make_optimizer: MakeOptimizer) -> Trai
         training_on_nothing,
     ],
 )
-def test_a_wrong_way_is_found_out(
-    wrong: Callable[[nn.Module, MakeOptimizer], Trainer], optimizer: str
-) -> None:
+def test_a_wrong_way_is_found_out(wrong: Callable[[nn.Module, Recipe], Trainer], optimizer: str) -> None:
     assert not deviation_of(wrong, optimizer).ok
 
 
@@ -86,3 +84,11 @@ def test_the_worst_parameter_counts() -> None:
     assert compare(weights, reference, start) == Deviation(0.5 / math.sqrt(2), 0.5)
     assert compare(start, start, start) == Deviation(0.0, 0.0)
     assert compare(reference, start, start).max_rel_error == math.inf
+    with pytest.raises(ValueError):
+        compare(weights, reference, start[:1])
+
+
+def test_the_worst_of_several_comparisons_counts() -> None:
+    assert worst([Deviation(0.1, 3.0), Deviation(0.2, 1.0)]) == Deviation(0.2, 3.0)
+    assert not worst([Deviation(math.nan, 0.0), Deviation(0.0, 0.0)]).ok
+    assert worst([]) == Deviation(0.0, 0.0)

@@ -1,13 +1,22 @@
 import pytest
 import torch
 
-from flatbed.bench.models import CASES, count_parameters, find_case, gpt_like, many_small, resnet_like
+from flatbed.bench.models import (
+    CASES,
+    count_parameters,
+    find_case,
+    gpt_like,
+    many_small,
+    resnet_like,
+    vit_b16,
+)
 
 CPU = torch.device("cpu")
 SIZES = {
     "linear100": (200, 100 * (128 * 128 + 128)),
     "resnet-like": (161, 23_520_842),
     "gpt-like": (52, 4_224_512),
+    "vit-b16": (56, 1_822_282),
     "many-small": (2000, 2000 * 64),
 }
 
@@ -39,6 +48,35 @@ def test_the_gpt_for_gpus_has_one_and_a_half_billion_parameters() -> None:
     with torch.device("meta"):
         assert count_parameters(case.build()) == (580, 1_557_611_200)
     assert case.one_at_a_time
+
+
+def test_the_vision_cases_for_gpus_have_their_usual_size() -> None:
+    sizes = {"resnet-like": (161, 23_520_842), "vit-b16": (152, 86_567_656)}
+    shapes = {"resnet-like": (32, 3, 32, 32), "vit-b16": (32, 3, 224, 224)}
+    for name, size in sizes.items():
+        case = find_case(name, torch.device("cuda"))
+        with torch.device("meta"):
+            assert count_parameters(case.build()) == size
+        images, labels = case.make_batch(torch.Generator())
+        assert images.shape == shapes[name]
+        assert labels.shape == (32,)
+
+
+def test_the_vision_transformer_for_gpus_computes_in_bf16_and_trains_in_fp32() -> None:
+    case = find_case("vit-b16", torch.device("cuda"))
+    model = vit_b16(image=32, patch=16, layers=1, width=16, heads=2, classes=3)
+    seen: list[torch.dtype] = []
+    model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    case.loss(model, (torch.randn(2, 3, 32, 32), torch.tensor([0, 2]))).backward()
+    assert seen == [torch.bfloat16]
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_every_patch_takes_part_in_the_class() -> None:
+    model = vit_b16(image=32, patch=8, layers=1, width=16, heads=2, classes=3)
+    images = torch.randn(1, 3, 32, 32, requires_grad=True)
+    model(images).sum().backward()
+    assert (images.grad != 0).all()
 
 
 def test_many_small_gives_every_parameter_a_gradient_of_its_own() -> None:

@@ -6,15 +6,16 @@ from torch import nn
 
 from flatbed.bench import step as bench_step
 from flatbed.bench.models import Case
-from flatbed.bench.step import Setting, make_batches, percentiles, run
-from flatbed.bench.ways import WAYS, MakeOptimizer, Trainer, Way
+from flatbed.bench.rows import FUSED, LOOP
+from flatbed.bench.step import Setting, make_batches, run
+from flatbed.bench.ways import CAPTURED, OPTIM, WAYS, Recipe, Trainer, Way, find_ways
 from tests.bench.samples import CPU, TINY
 
 ALONE = Case("alone", TINY.build, TINY.make_batch, TINY.loss, steps=3, one_at_a_time=True)
 
 
-def off_by_one_percent(model: nn.Module, make_optimizer: MakeOptimizer) -> Trainer:
-    trainer = WAYS[0].setup(model, make_optimizer)
+def off_by_one_percent(model: nn.Module, recipe: Recipe) -> Trainer:
+    trainer = WAYS[0].setup(model, recipe)
     trainer.optimizer.param_groups[0]["lr"] *= 1.01
     return trainer
 
@@ -81,15 +82,18 @@ def test_building_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_percentiles() -> None:
-    assert percentiles([3.0]) == (3.0, 3.0, 3.0)
-    assert percentiles([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]) == (1.0, 2.5, 4.0)
+def test_without_torch_fused_there_is_nothing_to_compare_with() -> None:
+    rows = run(Setting(TINY, "sgd", CPU, steps=1, ways=find_ways(CPU, [OPTIM])))
+    assert [row.way for row in rows] == [LOOP, LOOP, OPTIM, OPTIM]
+    assert all(row.ok and row.ratio_to_fused is None for row in rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [TINY, ALONE], ids=lambda case: case.name)
 def test_on_a_gpu_rows_tell_the_memory_a_way_needs(case: Case) -> None:
-    rows = run(Setting(case, "adamw", torch.device("cuda"), steps=12))
+    device = torch.device("cuda")
+    rows = run(Setting(case, "adamw", device, steps=12, ways=find_ways(device)))
     assert all(row.ok for row in rows)
+    assert {FUSED, OPTIM, CAPTURED} <= {row.way for row in rows}
     assert all(row.peak_memory_bytes >= 3 * 4 * row.n_elements for row in rows)
     assert all(row.machine.device != "cpu" for row in rows)

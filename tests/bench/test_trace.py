@@ -11,7 +11,8 @@ from tests.bench.samples import CPU, TINY
 
 def check(setting: Setting, folder: Path) -> None:
     paths = write_traces(setting, folder / "out.json")
-    assert [path.name for path in paths] == ["out.torch-loop.json", "out.torch-fused.json", "out.flat.json"]
+    names = ["torch-loop", "torch-fused", "flat", "optim"]
+    assert [path.name for path in paths] == [f"out.{name}.json" for name in names]
     for path in paths:
         names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
         for part in ("forward and backward", "clip", "optimizer", "zero_grad"):

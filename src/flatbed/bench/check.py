@@ -9,6 +9,7 @@ reach the parameters through autograd, so that what a way does on accumulation t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -57,14 +58,23 @@ def weights_of(model: nn.Module) -> list[Tensor]:
 
 def compare(weights: list[Tensor], reference: list[Tensor], start: list[Tensor]) -> Deviation:
     """The worst parameter's deviation: a fault in one small bias must not drown in a billion others."""
+    return worst(_deviation(*each) for each in zip(weights, reference, start, strict=True))
+
+
+def _deviation(ours: Tensor, theirs: Tensor, first: Tensor) -> Deviation:
+    difference = ours - theirs
+    gone = float(torch.linalg.vector_norm(theirs - first, dtype=torch.float64))
+    error = float(torch.linalg.vector_norm(difference, dtype=torch.float64))
+    relative = error / gone if gone > 0 else math.inf if error > 0 else 0.0
+    return Deviation(relative, float(difference.abs().max()))
+
+
+def worst(deviations: Iterable[Deviation]) -> Deviation:
+    """The largest errors of several comparisons."""
     worst_rel = worst_abs = 0.0
-    for ours, theirs, first in zip(weights, reference, start, strict=True):
-        difference = ours - theirs
-        gone = float(torch.linalg.vector_norm(theirs - first, dtype=torch.float64))
-        error = float(torch.linalg.vector_norm(difference, dtype=torch.float64))
-        relative = error / gone if gone > 0 else math.inf if error > 0 else 0.0
-        worst_rel = _larger(worst_rel, relative)
-        worst_abs = _larger(worst_abs, float(difference.abs().max()))
+    for deviation in deviations:
+        worst_rel = _larger(worst_rel, deviation.max_rel_error)
+        worst_abs = _larger(worst_abs, deviation.max_abs_error)
     return Deviation(worst_rel, worst_abs)
 
 

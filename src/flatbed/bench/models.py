@@ -1,4 +1,4 @@
-"""What is trained: four models, from a hundred equal layers to a GPT of 1.5 billion parameters."""
+"""What is trained: five models, from a hundred equal layers to a GPT of 1.5 billion parameters."""
 
 from __future__ import annotations
 
@@ -93,12 +93,13 @@ def _conv_norm(channels: int, out: int, kernel: int, *, stride: int = 1) -> tupl
     return conv, nn.BatchNorm2d(out)
 
 
-class DecoderBlock(nn.Module):
-    """Causal attention and a two-layer perceptron, each behind a LayerNorm: (n, tokens, width) → same."""
+class AttentionBlock(nn.Module):
+    """Attention and a two-layer perceptron, each behind a LayerNorm: (n, tokens, width) → same."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
         self.heads = heads
+        self.causal = causal
         self.norm_1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
@@ -110,7 +111,7 @@ class DecoderBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, tokens, width = x.shape
         q, k, v = self.qkv(self.norm_1(x)).view(n, tokens, 3 * self.heads, -1).transpose(1, 2).chunk(3, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.projection(mixed.transpose(1, 2).reshape(n, tokens, width))
         out: Tensor = x + self.mlp(self.norm_2(x))
         return out
@@ -123,7 +124,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(DecoderBlock(width, width // head_width) for _ in range(layers)))
+        blocks = [AttentionBlock(width, width // head_width, causal=True) for _ in range(layers)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width)
         for parameter in self.parameters():
             if parameter.dim() == 2:
@@ -137,6 +139,40 @@ class Decoder(nn.Module):
 def gpt_like(*, layers: int, width: int, vocab: int, context: int) -> nn.Module:
     """A GPT-2-shaped decoder; 48 layers, width 1600, 50,257 tokens, context 1,024 make 1.56 billion."""
     return Decoder(layers=layers, width=width, vocab=vocab, context=context)
+
+
+class VisionTransformer(nn.Module):
+    """Patches as tokens, a class token before them: (n, 3, image, image) → (n, classes)."""
+
+    def __init__(self, *, image: int, patch: int, layers: int, width: int, heads: int, classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, stride=patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + (image // patch) ** 2, width))
+        self.blocks = nn.Sequential(*(AttentionBlock(width, heads, causal=False) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.patches(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_token.expand(len(images), -1, -1), patches], dim=1)
+        out: Tensor = self.head(self.norm(self.blocks(tokens + self.positions))[:, 0])
+        return out
+
+
+def vit_b16(
+    *,
+    image: int = 224,
+    patch: int = 16,
+    layers: int = 12,
+    width: int = 768,
+    heads: int = 12,
+    classes: int = 1000,
+) -> nn.Module:
+    """ViT-B/16, unless told otherwise: 152 parameters of 86.6 million elements."""
+    return VisionTransformer(
+        image=image, patch=patch, layers=layers, width=width, heads=heads, classes=classes
+    )
 
 
 class ManySmall(nn.Module):
@@ -163,8 +199,8 @@ def _linear_batch(generator: torch.Generator, *, size: int, width: int) -> Batch
     return x[0], x[1]
 
 
-def _image_batch(generator: torch.Generator, *, size: int, classes: int = 10) -> Batch:
-    images = torch.randn(size, 3, 32, 32, generator=generator, device=generator.device)
+def _image_batch(generator: torch.Generator, *, size: int, image: int = 32, classes: int = 10) -> Batch:
+    images = torch.randn(size, 3, image, image, generator=generator, device=generator.device)
     return images, torch.randint(classes, (size,), generator=generator, device=generator.device)
 
 
@@ -187,6 +223,11 @@ def _cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     x, target = batch
     logits = model(x)
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def _autocast_cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.autocast(batch[0].device.type, torch.bfloat16):
+        return _cross_entropy(model, batch)
 
 
 def _reproduce_inputs(model: nn.Module, batch: Batch) -> Tensor:
@@ -222,6 +263,14 @@ def _gpt_case(device: str) -> Case:
     )
 
 
+def _vit_case(device: str) -> Case:
+    if device == "cpu":
+        small = partial(vit_b16, image=32, patch=8, layers=4, width=192, heads=3, classes=10)
+        return Case("vit-b16", small, partial(_image_batch, size=4), _cross_entropy, steps=20)
+    make_batch = partial(_image_batch, size=32, image=224, classes=1000)
+    return Case("vit-b16", vit_b16, make_batch, _autocast_cross_entropy, steps=50)
+
+
 def _many_small_case(device: str) -> Case:
     steps = 30 if device == "cpu" else 10
     return Case("many-small", many_small, _vector_batch, _reproduce_inputs, steps=steps)
@@ -231,6 +280,7 @@ CASES: dict[str, Callable[[str], Case]] = {
     "linear100": _linear100_case,
     "resnet-like": _resnet_case,
     "gpt-like": _gpt_case,
+    "vit-b16": _vit_case,
     "many-small": _many_small_case,
 }
 

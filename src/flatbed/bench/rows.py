@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 from flatbed._version import __version__
 
@@ -37,10 +37,23 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One part of the step, trained in one way; times are wall time per step, over `n_samples` readings."""
+class Record:
+    """What the rows of all benchmarks have in common."""
 
     benchmark: str
+    machine: Machine
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as one flat JSON object, the machine's fields beside the row's."""
+        record = asdict(self)
+        machine = record.pop("machine")
+        return {**record, **machine}
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Record):
+    """One part of the step, trained in one way; times are wall time per step, over `n_samples` readings."""
+
     model: str
     optimizer: str
     way: str
@@ -59,24 +72,9 @@ class Row:
     ok: bool
     """Whether `max_rel_error` is within the tolerance: where it is not, the times mean nothing."""
     peak_memory_bytes: int | None
-    machine: Machine
 
-    def to_dict(self) -> dict[str, Any]:
-        """The row as one flat JSON object, the machine's fields beside the row's."""
-        record = asdict(self)
-        machine = record.pop("machine")
-        return {**record, **machine}
 
-    @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Row:
-        """The inverse of `to_dict`; ValueError where fields are missing or unknown."""
-        machine_names = {field.name for field in fields(Machine)}
-        own_names = {field.name for field in fields(cls)} - {"machine"}
-        if set(record) != machine_names | own_names:
-            differing = sorted(set(record) ^ (machine_names | own_names))
-            raise ValueError(f"not a row of this benchmark: missing or unknown fields {differing}")
-        machine = Machine(**{name: record[name] for name in machine_names})
-        return cls(**{name: record[name] for name in own_names}, machine=machine)
+RecordT = TypeVar("RecordT", bound=Record)
 
 
 def this_machine(device: str) -> Machine:
@@ -112,7 +110,7 @@ def git_commit(package: Path = PACKAGE) -> str | None:
     return f"{commit}-dirty" if changes else commit
 
 
-def write_rows(rows: Iterable[Row], path: Path) -> None:
+def write_rows(rows: Iterable[Record], path: Path) -> None:
     """Write rows as a JSON list. A reader sees the old file or the new one, never half of one."""
     text = json.dumps([row.to_dict() for row in rows], indent=1) + "\n"
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
@@ -126,8 +124,16 @@ def write_rows(rows: Iterable[Row], path: Path) -> None:
         raise
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Read rows that `write_rows` wrote; ValueError where the file holds something else."""
+@overload
+def read_rows(path: Path) -> list[Row]: ...
+
+
+@overload
+def read_rows(path: Path, *kinds: type[RecordT]) -> list[RecordT]: ...
+
+
+def read_rows(path: Path, *kinds: type[Any]) -> list[Any]:
+    """Read rows that `write_rows` wrote, of these kinds; ValueError where the file holds something else."""
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -135,9 +141,22 @@ def read_rows(path: Path) -> list[Row]:
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise ValueError(f"{path} is not a list of rows")
     try:
-        return [Row.from_dict(record) for record in records]
+        return [_from_dict(record, kinds or (Row,)) for record in records]
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _from_dict(record: dict[str, Any], kinds: Sequence[type[RecordT]]) -> RecordT:
+    """The inverse of `to_dict`: a row of the kind that has these fields."""
+    machine_names = {field.name for field in fields(Machine)}
+    differing: set[str] = set()
+    for kind in reversed(kinds):  # so that the complaint is about the first
+        own_names = {field.name for field in fields(kind)} - {"machine"}
+        differing = set(record) ^ (machine_names | own_names)
+        if not differing:
+            machine = Machine(**{name: record[name] for name in machine_names})
+            return kind(**{name: record[name] for name in own_names}, machine=machine)
+    raise ValueError(f"not a row of this benchmark: missing or unknown fields {sorted(differing)}")
 
 
 @dataclass(frozen=True, slots=True)

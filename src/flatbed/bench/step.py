@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.bench.check import Deviation, compare, take_given_steps, weights_of
+from flatbed.bench.measure import Progress, allocated_bytes, free_memory, percentiles, synchronize
 from flatbed.bench.models import Batch, Case, count_parameters
 from flatbed.bench.rows import FUSED, Machine, Part, Row, this_machine
 from flatbed.bench.ways import OPTIMIZERS, WAYS, Trainer, Way
@@ -22,8 +22,6 @@ WARM_UP_STEPS = 3
 # To read the clock is to wait for the GPU; a whole step is read over several, so that they may overlap.
 STEPS_PER_READING = {"cuda": 5, "cpu": 1}
 PARTS: tuple[Part, ...] = ("optimizer", "step")
-
-Progress = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +75,9 @@ def run(setting: Setting, *, progress: Progress = lambda stage: None) -> list[Ro
     crews = [[way] for way in setting.ways] if setting.case.one_at_a_time else [setting.ways]
     results: list[Result] = []
     for crew in crews:
-        _free_memory(setting.device)
+        free_memory(setting.device)
         results += _run_crew(crew, setting, start, progress=progress)
-    _free_memory(setting.device)
+    free_memory(setting.device)
     return _rows(results, setting, start, machine=machine)
 
 
@@ -95,14 +93,6 @@ def make_batches(setting: Setting, *, seed: int, count: int) -> list[Batch]:
     """Fresh batches: the same seed gives every way the same ones."""
     generator = torch.Generator(setting.device).manual_seed(seed)
     return [setting.case.make_batch(generator) for _ in range(count)]
-
-
-def percentiles(readings: Sequence[float]) -> tuple[float, float, float]:
-    """p20, p50 and p80."""
-    if len(readings) == 1:
-        return readings[0], readings[0], readings[0]
-    p20, _, _, p80 = statistics.quantiles(readings, n=5, method="inclusive")
-    return p20, statistics.median(readings), p80
 
 
 def _build_model(setting: Setting) -> nn.Module:
@@ -129,7 +119,7 @@ def _run_crew(ways: Sequence[Way], setting: Setting, start: Start, *, progress: 
     results: list[Result] = []
     for way in ways:
         progress(f"{way.name}: check")
-        before = _allocated_bytes(setting.device)
+        before = allocated_bytes(setting.device)
         trainer = build_trainer(way, setting, start.state)
         deviation = compare(take_given_steps(trainer, seed=SEED), start.reference, start.weights)
         peak = _warm_up(trainer, setting)
@@ -149,7 +139,7 @@ def _run_crew(ways: Sequence[Way], setting: Setting, start: Start, *, progress: 
 
 
 def _warm_up(trainer: Trainer, setting: Setting) -> int | None:
-    """A few steps, untimed; returns the most memory allocated meanwhile."""
+    """A few steps, untimed, in which all that is compiled or captured is so; returns the peak of memory."""
     if setting.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(setting.device)
     for batch in make_batches(setting, seed=SEED, count=WARM_UP_STEPS):
@@ -163,10 +153,10 @@ def _read_optimizer(trainer: Trainer, setting: Setting, batches: Sequence[Batch]
     readings = []
     for batch in batches:
         trainer.backward(setting.case, batch)
-        _synchronize(setting.device)
+        synchronize(setting.device)
         begin = time.perf_counter()
         trainer.update()
-        _synchronize(setting.device)
+        synchronize(setting.device)
         readings.append(1e3 * (time.perf_counter() - begin))
     return readings
 
@@ -176,12 +166,12 @@ def _read_step(trainer: Trainer, setting: Setting, batches: Sequence[Batch]) -> 
     per_reading = min(STEPS_PER_READING[setting.device.type], len(batches))
     readings = []
     for at in range(0, len(batches) - per_reading + 1, per_reading):
-        _synchronize(setting.device)
+        synchronize(setting.device)
         begin = time.perf_counter()
         for batch in batches[at : at + per_reading]:
             trainer.backward(setting.case, batch)
             trainer.update()
-        _synchronize(setting.device)
+        synchronize(setting.device)
         readings.append(1e3 * (time.perf_counter() - begin) / per_reading)
     return readings
 
@@ -225,18 +215,3 @@ def _rows(results: Sequence[Result], setting: Setting, start: Start, *, machine:
                 )
             )
     return rows
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _allocated_bytes(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _free_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from flatbed.bench.measure import Progress
 from flatbed.bench.rows import FUSED, LOOP
-from flatbed.bench.step import SEED, WARM_UP_STEPS, Progress, Setting, build_trainer, make_batches
-from flatbed.bench.ways import MAX_NORM, Trainer, Way
+from flatbed.bench.step import SEED, WARM_UP_STEPS, Setting, build_trainer, make_batches
+from flatbed.bench.ways import MAX_NORM, OPTIM, Trainer, Way
 
 # Ways that are traced, and what their files are called.
-TRACED = {LOOP: "torch-loop", FUSED: "torch-fused", "flat following": "flat"}
+TRACED = {LOOP: "torch-loop", FUSED: "torch-fused", "flat following": "flat", OPTIM: "optim"}
 STEPS = 3
 
 
@@ -23,7 +24,7 @@ def trace_path(path: Path, way: str) -> Path:
 
 
 def write_traces(setting: Setting, path: Path, *, progress: Progress = lambda stage: None) -> list[Path]:
-    """Trace `STEPS` steps of the plain loop, the fused and the flat way; returns the files."""
+    """Trace `STEPS` steps of those ways of the setting that are traced; returns the files."""
     paths = []
     for way in setting.ways:
         if way.name in TRACED:

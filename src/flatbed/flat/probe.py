@@ -10,6 +10,7 @@ import inspect
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,9 +46,13 @@ def twin(
     }
     accepted = inspect.signature(kind.__init__).parameters
     open_ended = any(a.kind is a.VAR_KEYWORD for a in accepted.values())
-    arguments = {k: _own(v) for k, v in optimizer.defaults.items() if open_ended or k in accepted}
+    arguments = {k: _own(v) for k, v in optimizer.defaults.items()}
+    named = {k: v for k, v in arguments.items() if k in accepted}
+    if open_ended:
+        with suppress(TypeError):  # there may be defaults that its constructor sets by itself
+            return kind([group], **arguments)
     try:
-        return kind([group], **arguments)
+        return kind([group], **named)
     except TypeError:  # its constructor takes what `defaults` does not tell
         more = {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k not in _OWN}
         if not all(isinstance(v, (int, float, str, type(None))) for v in more.values()):

@@ -1,0 +1,38 @@
+"""Stored rows of any benchmark: read, as tables for the terminal, as markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from flatbed.bench import floor_table, rows, table
+from flatbed.bench.floor import FloorRow
+from flatbed.bench.rows import Record, Row, read_rows
+
+
+def read(path: Path) -> list[Record]:
+    """The rows in a file; ValueError where it holds something else."""
+    return list(read_rows(path, Row, FloorRow))
+
+
+def step_rows(records: Sequence[Record]) -> list[Row]:
+    """Those of `flatbed bench step`."""
+    return [record for record in records if isinstance(record, Row)]
+
+
+def floor_rows(records: Sequence[Record]) -> list[FloorRow]:
+    """Those of `flatbed bench floor`."""
+    return [record for record in records if isinstance(record, FloorRow)]
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """A table per case."""
+    return table.tables(step_rows(records)) + floor_table.tables(floor_rows(records))
+
+
+def to_markdown(records: Sequence[Record]) -> str:
+    """A markdown table per case, with the machine under it."""
+    texts = (rows.to_markdown(step_rows(records)), floor_table.to_markdown(floor_rows(records)))
+    return "\n".join(text for text in texts if text.strip())

@@ -1,0 +1,70 @@
+"""State dicts in torch's own format, in both directions."""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from flatbed.engine import checks
+from flatbed.engine.state import Flag, States
+
+if TYPE_CHECKING:
+    from flatbed.engine.optimizer import Optimizer
+
+
+def plain(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same with ordinary dicts, which `torch.load(weights_only=True)` accepts."""
+    state = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Take over groups and state; if anything does not fit, all stays as it was.
+
+    Tensors are copied into the optimizer's own memory in the dtype they come in (or in `state_dtype`):
+    torch's own loading would cast fp32 moments down to a bf16 parameter's dtype.
+    """
+    state_dict = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = hook(optimizer, state_dict)
+        if replaced is not None:
+            state_dict = replaced
+    groups = optimizer.param_groups
+    saved = [{**optimizer.defaults, **copy.deepcopy(group)} for group in state_dict["param_groups"]]
+    _check_sizes(groups, saved)
+    for group in saved:
+        checks.check_group(group)
+    params = dict(zip(_members(saved), _members(groups), strict=True))
+    states = States(Flag())
+    for key, value in state_dict["state"].items():
+        states[params.get(key, key)] = dict(value) if isinstance(value, dict) else value
+    for group, new in zip(groups, saved, strict=True):
+        new["params"] = group["params"]
+        if "param_names" in group:
+            new.setdefault("param_names", group["param_names"])
+    before = optimizer.state, optimizer.param_groups
+    optimizer.state, optimizer.param_groups = states, saved
+    try:
+        optimizer._rebuild(anew=True)
+    except Exception:
+        optimizer.state, optimizer.param_groups = before
+        optimizer._watch = None
+        raise
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def _members(groups: list[dict[str, Any]]) -> chain[Any]:
+    return chain.from_iterable(group["params"] for group in groups)
+
+
+def _check_sizes(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    ours, theirs = ([len(group["params"]) for group in side] for side in (groups, saved))
+    if ours != theirs:
+        raise ValueError(
+            f"the state dict is of another model: its param groups hold {theirs} parameters, "
+            f"the optimizer's {ours}"
+        )

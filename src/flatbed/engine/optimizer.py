@@ -1,0 +1,347 @@
+"""The optimizer: torch's interface around a rule, arenas of state and the steppers of each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, repeat
+from operator import is_
+from typing import Any, ClassVar, TypedDict, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from flatbed.engine import checkpoint, checks
+from flatbed.engine.build import build_rows, keep_state, steppers_for
+from flatbed.engine.state import Flag, Members, States
+from flatbed.engine.watch import Verdict, Watch
+from flatbed.errors import FlatbedError
+from flatbed.kernels.row import NORM, SKIPPED, Grads, Row, Scaling, Settings, Stepper
+from flatbed.rule import Rule
+
+ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]] | nn.Module
+
+
+class Extras(TypedDict, total=False):
+    """What every optimizer of flatbed takes beside torch's arguments."""
+
+    max_norm: float | None
+    """Clip the gradients to this norm, as `torch.nn.utils.clip_grad_norm_` would; `p.grad` stays as it is."""
+    skip_nonfinite: bool
+    """Leave out steps whose gradients' norm is not finite, and count them in `skipped_steps`."""
+    master_weights: bool
+    """Keep an fp32 copy of bf16 and fp16 parameters, and update that; state is then fp32 too."""
+    stochastic_rounding: bool
+    """Round bf16 parameters up or down by chance, so that small updates are not lost."""
+    state_dtype: torch.dtype | None
+    """Dtype of the state; by default the parameter's, as in torch, or fp32 with `master_weights`."""
+    ema_decay: float | None
+    """Keep an exponential moving average of the parameters, for `ema_weights()`."""
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What the optimizers have in common. Derived classes bring a `rule` and a constructor."""
+
+    rule: ClassVar[Rule]
+    _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf
+
+    def __init__(
+        self,
+        params: ParamsT,
+        options: dict[str, Any],
+        *,
+        max_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        state_dtype: torch.dtype | None = None,
+        ema_decay: float | None = None,
+    ) -> None:
+        not_options = ("self", "params", "extras", "__class__")
+        defaults = {name: value for name, value in options.items() if name not in not_options}
+        checks.check_group(defaults)
+        checks.check_settings(
+            max_norm=max_norm,
+            ema_decay=ema_decay,
+            state_dtype=state_dtype,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+        )
+        self.settings = Settings(max_norm, skip_nonfinite, stochastic_rounding, ema_decay)
+        self.master_weights = master_weights
+        self.state_dtype = state_dtype
+        self._forget()
+        super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
+        self.state = States(Flag(), self.state)
+        if self.rule.eager:
+            self._rebuild(everything=True)
+
+    def _forget(self) -> None:
+        """Start without knowledge of where anything lies; it is found out at the next step."""
+        self._rows: list[Row] = []
+        self._idle: list[Tensor] = []  # parameters that have had no gradient yet
+        self._steppers: list[tuple[Stepper, list[int]]] = []
+        self._watch: Watch | None = None
+        self._known_state: Any = None
+        self._flag = Flag()
+        self._kinds: list[int] = []
+        self._known_groups: list[Any] = []
+        self._aliases: list[Tensor] = []
+        self._retired: list[Stepper] = []  # captured graphs still read their tables
+        self._shared: dict[torch.device, Tensor] = {}
+        self._versions: list[int] = []
+        self._on_loan = False
+
+    # ---- torch's interface
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own."""
+        merged = {**self.defaults, **{k: v for k, v in param_group.items() if k != "params"}}
+        checks.check_group(merged)
+        n_before = len(self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            for name, param in self._names(self.param_groups[n_before:], n_before):
+                checks.check_param(param, name)
+        except Exception:
+            del self.param_groups[n_before:]
+            raise
+        self._watch = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient."""
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch.autograd.profiler._is_profiler_enabled
+        ):
+            return _hooked_step(self, closure) if closure is not None else _hooked_step(self)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it, hooks or not
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._on_loan:
+            raise FlatbedError("the model holds averaged weights (`with ema_weights()`): step outside of it")
+        with torch.no_grad():
+            grads, addresses = self._look()
+            if self._rows:
+                self._run(grads, addresses)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or set them to zero."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by torch's keys and in torch's format: `torch.optim` can load it."""
+        return checkpoint.plain(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of torch's; nothing changes if it does not fit."""
+        checkpoint.load(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("settings", "master_weights", "state_dtype")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget()
+        super().__setstate__(state)
+
+    # ---- what torch's optimizers do not have
+
+    @property
+    def max_norm(self) -> float | None:
+        """The norm that gradients are clipped to."""
+        return self.settings.max_norm
+
+    @max_norm.setter
+    def max_norm(self, value: float | None) -> None:
+        checks.check_max_norm(value)
+        self.settings.max_norm = value
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients at the last step, before clipping: a tensor on their device."""
+        for shared in self._shared.values():
+            if self.settings.normed:
+                return shared[NORM].float()
+        return None
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps were skipped for gradients that are not finite, as a tensor on their device."""
+        for shared in self._shared.values():
+            return shared[SKIPPED].long()
+        return torch.zeros((), dtype=torch.long)
+
+    def nonfinite(self) -> list[str]:
+        """Names of the parameters whose gradients are not finite at present. Waits for the GPU."""
+        named = [(name, p.grad) for name, p in self._names(self.param_groups) if p.grad is not None]
+        good = [bool(torch.isfinite(g).all()) for _, g in named]
+        return [name for (name, _), fine in zip(named, good, strict=True) if not fine]
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """The averaged weights are in the model inside this context; the trained ones return after it."""
+        if self.settings.ema_decay is None:
+            raise FlatbedError("there is no average: build the optimizer with ema_decay=0.999, for example")
+        if self._on_loan:
+            raise FlatbedError("ema_weights() inside ema_weights(): the model holds the averages already")
+        averaged = [(row.param, row.ema) for row in self._rows if row.ema is not None]
+        trained = [param.detach().clone() for param, _ in averaged]
+        with torch.no_grad():
+            for param, average in averaged:
+                param.copy_(average)
+        self._on_loan = True
+        try:
+            yield
+        finally:
+            self._on_loan = False
+            with torch.no_grad():
+                for (param, _), value in zip(averaged, trained, strict=True):
+                    param.copy_(value)
+            self._note_versions()
+
+    # ---- a step
+
+    def _all_params(self) -> Iterator[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def _names(self, groups: list[dict[str, Any]], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+        for number, group in enumerate(groups, first):
+            given = group.get("param_names")
+            for i, param in enumerate(group["params"]):
+                yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param
+
+    def _look(self) -> tuple[Grads, list[int] | None]:
+        """The gradients; and their addresses, if those are not the last step's. All has its place then."""
+        watch = self._watch
+        if watch is None:
+            return self._rebuild()
+        grads = [p.grad for p in watch.params]
+        if not self._unchanged(watch, grads):
+            return self._rebuild()
+        verdict = watch.look(grads)
+        if verdict is Verdict.NEW:
+            for row, grad in zip(self._rows, grads, strict=True):
+                if grad is not None:
+                    checks.check_grad(row.param, grad, row.name)
+                    if grad.dtype != row.grad_dtype:
+                        return self._rebuild()
+            watch.learn(grads)
+        return grads, None if verdict is Verdict.SAME else watch.addresses
+
+    def _unchanged(self, watch: Watch, grads: Grads) -> bool:
+        """Whether rows and tables still describe the parameters and their state."""
+        return (
+            self.state is self._known_state
+            and not self._flag.raised
+            and len(self.param_groups) == len(self._known_groups)
+            and all(
+                group["params"] is known
+                for group, known in zip(self.param_groups, self._known_groups, strict=True)
+            )
+            and self._kinds == [self.rule.has(group) for group in self.param_groups]
+            and watch.params_unchanged(grads)
+            and all(p.grad is None for p in self._idle)
+        )
+
+    @torch.no_grad()
+    def _rebuild(self, *, everything: bool = False, anew: bool = False) -> tuple[Grads, list[int]]:
+        """Give every parameter that has a gradient or state its row, and every device its tables."""
+        states = self.state if isinstance(self.state, States) else States(Flag(), self.state)
+        self.state, self._flag = states, states.flag
+        for group in self.param_groups:
+            if not isinstance(group["params"], Members) or group["params"].flag is not self._flag:
+                group["params"] = Members(self._flag, group["params"])
+        self._watch = None
+        self._retired += [stepper for stepper, _ in self._steppers if stepper.captured]
+        self._rows = build_rows(self, everything=everything, anew=anew)
+        held = {id(row.param) for row in self._rows}
+        self._idle = [p for p in self._all_params() if id(p) not in held]
+        self._steppers = steppers_for(self)
+        for row in self._rows:
+            keep_state(self.state, row)
+        self._kinds = [self.rule.has(group) for group in self.param_groups]
+        self._known_groups = [group["params"] for group in self.param_groups]
+        self._known_state = self.state
+        self._flag.raised = False
+        self._note_versions()
+        # A detached tensor shares its parameter's version, and torch converts it faster than a parameter.
+        self._aliases = [row.param.detach() for row in self._rows]
+        grads = [row.param.grad for row in self._rows]
+        if not self._rows:
+            return [], []
+        self._watch = Watch([row.param for row in self._rows])
+        self._watch.learn(grads)
+        return grads, self._watch.addresses
+
+    def _note_versions(self) -> None:
+        self._versions = [row.param._version for row in self._rows if row.master is not None]
+
+    def _run(self, grads: Grads, addresses: list[int] | None) -> None:
+        found_inf = getattr(self, "found_inf", None)
+        scaling = None if found_inf is None else Scaling(getattr(self, "grad_scale", None), found_inf)
+        if self._versions:
+            self._refresh_masters()
+        unordered = cast(Watch, self._watch).unordered
+        if len(self._steppers) == 1:
+            stepper = self._steppers[0][0]
+            stepper.place(grads, unordered, addresses)
+            if self.settings.normed:
+                stepper.squares(self.settings, scaling)
+            stepper.update(self.settings, scaling, None)
+        else:
+            self._run_apart(grads, unordered, addresses, scaling)
+        aliases = self._aliases
+        if any(map(is_, grads, repeat(None))):
+            aliases = [alias for alias, grad in zip(aliases, grads, strict=True) if grad is not None]
+        torch.autograd.graph.increment_version(aliases)
+        if self._versions:
+            self._note_versions()
+
+    def _run_apart(
+        self, grads: Grads, unordered: frozenset[int], addresses: list[int] | None, scaling: Scaling | None
+    ) -> None:
+        """Parameters on several devices: each measures its gradients, and all clip by the norm of all."""
+        squares: list[Tensor] = []
+        for stepper, held in self._steppers:
+            here = frozenset(n for n, i in enumerate(held) if i in unordered)
+            places = None if addresses is None else [addresses[i] for i in held]
+            stepper.place([grads[i] for i in held], here, places)
+            if self.settings.normed:
+                here_scaling = None if scaling is None else scaling.to(stepper.device)
+                squares.append(stepper.squares(self.settings, here_scaling))
+        for stepper, _ in self._steppers:
+            device = stepper.device
+            together = torch.cat([s.to(device) for s in squares]) if squares else None
+            stepper.update(self.settings, None if scaling is None else scaling.to(device), together)
+
+    def _refresh_masters(self) -> None:
+        """A parameter that was written to since the last step has the last word."""
+        masters = [row for row in self._rows if row.master is not None]
+        for row, version in zip(masters, self._versions, strict=True):
+            if row.param._version != version:
+                cast(Tensor, row.master).copy_(row.param)
+
+
+def _unhooked(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    return self._step(closure)
+
+
+_hooked_step = torch.optim.Optimizer.profile_hook_step(_unhooked)

@@ -1,0 +1,98 @@
+"""What an optimizer is, as a value: hyperparameters, names of its state, how one element is updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+Group = Mapping[str, Any]
+"""A param group: hyperparameters by torch's names."""
+
+Scalars = tuple[float, ...]
+"""State that is one number per parameter, such as the step count."""
+
+MAX_STATES = 4  # tensors of state per parameter
+MAX_SCALARS = 2
+MAX_NUMBERS = 8  # what `prepare` reads of a group; and what it hands to `update`
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Parameters of one group with their gradients and state, as equally long lists."""
+
+    params: list[Tensor]
+    grads: list[Tensor] | tuple[Tensor, ...]
+    state: Mapping[str, list[Tensor]]
+
+    def __getitem__(self, name: str) -> list[Tensor]:
+        return self.state[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One optimizer's arithmetic, twice: as torch operations on lists of tensors, and for one element.
+
+    `reference` runs on any device. `prepare` and `update` are plain functions that Triton compiles on
+    first use, with `tl` in their globals. What all optimizers share (maximize, clipping, loss scaling,
+    master weights, rounding, averages) is not the rule's matter: `g` is the gradient as it should be used.
+    """
+
+    numbers: tuple[str, ...]
+    """The hyperparameters that `prepare` reads, in its order; beta1 and beta2 are found in `betas`."""
+
+    state: Mapping[str, str | None]
+    """The tensors of state by torch's keys, in the order of `update`; with the hyperparameter that must
+    be set (true or not zero) for it to exist, if it is optional."""
+
+    reference: Callable[[Group, Tensors, Scalars], Scalars]
+    """Updates lists of tensors whose scalars are equal; returns the scalars after the step."""
+
+    prepare: Callable[..., Any]
+    """Triton, once per parameter and step, in fp64: (numbers, scalars) → (scalars, coefficients)."""
+
+    n_coefficients: int
+    """How many coefficients `prepare` returns."""
+
+    update: Callable[..., Any]
+    """Triton, per element: (p, g, state, coefficients, HAS) → (p, state). Bit i of the constant HAS says
+    whether the i-th tensor of state exists; one that does not is passed as some value and not stored."""
+
+    scalars: tuple[str, ...] = ("step",)
+    """The numbers of state by torch's keys. One that begins with _ is not shown to the user."""
+
+    initial: Mapping[str, float | str] = field(default_factory=dict)
+    """First values of state that does not start at 0: a number, or the name of a hyperparameter."""
+
+    fused: Callable[[Group, Tensors, Scalars], Scalars] | None = None
+    """The same by torch's fused CPU kernel, where it has one. It looks after `maximize` by itself."""
+
+    eager: bool = False
+    """Whether torch makes the state at construction instead of at the first gradient."""
+
+    def has(self, group: Group) -> int:
+        """Which tensors of state a group's parameters have, as bits."""
+        return sum(
+            1 << bit
+            for bit, option in enumerate(self.state.values())
+            if option is None or number(group, option) > 0
+        )
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """The tensors of state that a group's parameters have."""
+        has = self.has(group)
+        return tuple(name for bit, name in enumerate(self.state) if has >> bit & 1)
+
+    def first_value(self, group: Group, name: str) -> float:
+        """What a tensor or number of state holds before the first step."""
+        value = self.initial.get(name, 0.0)
+        return number(group, value) if isinstance(value, str) else value
+
+
+def number(group: Group, name: str) -> Any:
+    """A group's hyperparameter: a number, or a tensor of one."""
+    if name in ("beta1", "beta2"):
+        return group["betas"][name == "beta2"]
+    return group[name]

@@ -1,0 +1,15 @@
+"""Operations on lists of tensors that round as torch's on one tensor do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TensorList = list[Tensor] | tuple[Tensor, ...]
+
+
+def multiply_(tensors: TensorList, factor: float | Tensor) -> None:
+    """`Tensor.mul_` on each of these tensors, which are all of one dtype."""
+    if tensors[0].dtype in (torch.bfloat16, torch.float16) and not isinstance(factor, Tensor):
+        factor = torch.tensor(factor, dtype=torch.float32)  # a number would be rounded to 8 bits first
+    torch._foreach_mul_(tensors, factor)

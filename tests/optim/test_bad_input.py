@@ -1,0 +1,126 @@
+"""Wrong input: an error that says what was found and what to do, before anything has changed."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatbed
+from tests.cases import build
+from tests.optim.test_dropin import give_grads
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be ≥ 0; found -1.0"),
+        ({"lr": math.nan}, "lr must be ≥ 0; found nan"),
+        ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one element; found shape (2,)"),
+        ({"betas": (1.0, 0.999)}, "betas must be in [0, 1); found 1.0"),
+        ({"betas": (0.9, -0.1)}, "betas must be in [0, 1); found -0.1"),
+        ({"betas": (0.9,)}, "betas must be two numbers; found (0.9,)"),
+        ({"eps": -1e-8}, "eps must be ≥ 0; found -1e-08"),
+        ({"weight_decay": -0.1}, "weight_decay must be ≥ 0"),
+        ({"differentiable": True}, "use torch.optim for that"),
+        ({"max_norm": -1.0}, "max_norm must be a number ≥ 0, or None for no clipping; found -1.0"),
+        ({"max_norm": math.nan}, "max_norm must be"),
+        ({"max_norm": "1"}, "max_norm must be a number ≥ 0, or None for no clipping; found '1'"),
+        ({"ema_decay": 1.0}, "ema_decay must be in [0, 1), or None; found 1.0"),
+        ({"state_dtype": torch.int8}, "state_dtype must be one of"),
+        ({"master_weights": True, "stochastic_rounding": True}, "choose one"),
+    ],
+)
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flatbed.optim.Adam([nn.Parameter(torch.zeros(3))], **options)
+
+
+@pytest.mark.parametrize("lr", ["0.1", None])
+def test_options_of_wrong_type(lr: Any) -> None:
+    with pytest.raises(TypeError, match="lr must be a number; found"):
+        flatbed.optim.Adam([nn.Parameter(torch.zeros(3))], lr=lr)
+
+
+def test_nesterov_needs_momentum() -> None:
+    with pytest.raises(ValueError, match="nesterov needs a momentum"):
+        flatbed.optim.SGD([nn.Parameter(torch.zeros(3))], nesterov=True)
+
+
+def test_unknown_options_are_pythons_to_refuse() -> None:
+    with pytest.raises(TypeError, match="max_nrom"):
+        flatbed.optim.Adam([nn.Parameter(torch.zeros(3))], max_nrom=1.0)  # type: ignore[call-arg]
+
+
+def test_a_bad_group_is_not_added() -> None:
+    first, second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = flatbed.optim.Adam([first])
+    for group in (
+        {"params": [second], "lr": -1.0},
+        {"params": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]},
+        {"params": [first]},
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1
+
+
+def test_parameters_that_cannot_be_trained() -> None:
+    with pytest.raises(TypeError, match=r"parameter 0 of group 0 is complex .*view_as_real"):
+        flatbed.optim.Adam([nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="lazy"):
+        flatbed.optim.Adam(nn.LazyLinear(3).parameters())
+    with pytest.raises(ValueError, match="empty parameter list"):
+        flatbed.optim.Adam([])
+    with pytest.raises(TypeError, match="iterable"):
+        flatbed.optim.Adam(torch.zeros(3))  # type: ignore[arg-type]
+
+
+def sparse(p: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(p).to_sparse()
+
+
+@pytest.mark.parametrize("at_first", [True, False])
+def test_a_sparse_gradient_stops_the_step_before_anything_moves(where: str, at_first: bool) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.named_parameters(), lr=0.1)
+    give_grads(model)
+    if not at_first:
+        optimizer.step()
+    before = [p.clone() for p in model.parameters()]
+    last = model.one
+    last.grad = sparse(last)
+    with pytest.raises(flatbed.FlatbedError, match=r"gradient of parameter 'one' is sparse .*SparseAdam"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    give_grads(model)
+    optimizer.step()
+    assert float(optimizer.state[last]["step"]) == (1 if at_first else 2)
+
+
+def test_expanded_parameters(where: str) -> None:
+    p = torch.zeros(1, 3, device=where).expand(4, 3).requires_grad_()
+    optimizer = flatbed.optim.Adam([p])
+    p.grad = torch.ones(4, 3, device=where)
+    with pytest.raises(flatbed.FlatbedError, match="expanded"):
+        optimizer.step()
+
+
+def test_dtensor_parameters_are_refused() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        p = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+        with pytest.raises(TypeError, match=r"DTensor.*use torch\.optim"):
+            flatbed.optim.Adam([p])
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,158 @@
+"""Clipping, loss scaling and skipping inside the step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import flatbed
+from tests.cases import build
+from tests.optim.test_dropin import give_grads, pair
+from tests.optim.where import assert_models_equal, is_exact
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.1, 5.0, 1e6, math.inf])
+def test_max_norm_is_clip_grad_norm(where: str, max_norm: float) -> None:
+    ours, theirs = pair(where)
+    a = flatbed.optim.Adam(ours.parameters(), lr=0.01, max_norm=max_norm)
+    b = optim.Adam(theirs.parameters(), lr=0.01, fused=True)
+    for step in range(3):
+        give_grads(ours, theirs, seed=step)
+        before = [p.grad.clone() for p in ours.parameters()]
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+        a.step()
+        b.step()
+        assert a.grad_norm is not None
+        assert a.grad_norm.shape == ()
+        torch.testing.assert_close(a.grad_norm, norm, rtol=0 if is_exact(where) else 1e-6, atol=0)
+        assert all(map(torch.equal, before, (p.grad for p in ours.parameters())))  # they stay as they are
+    assert_models_equal(ours, theirs, where)
+
+
+def test_a_noted_norm_does_not_change_later(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters(), max_norm=1.0)
+    norms = []
+    for step in range(3):
+        give_grads(model, seed=step)
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    assert len({float(norm) for norm in norms}) == 3
+
+
+def test_the_norm_is_only_there_when_asked_for(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters())
+    give_grads(model)
+    optimizer.step()
+    assert optimizer.grad_norm is None
+    optimizer.max_norm = 0.5
+    optimizer.step()
+    assert float(optimizer.grad_norm) > 0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nonfinite_gradients_do_what_they_do_in_torch(where: str, bad: float) -> None:
+    ours, theirs = pair(where)
+    a = flatbed.optim.SGD(ours.parameters(), lr=0.1, max_norm=1.0)
+    b = optim.SGD(theirs.parameters(), lr=0.1, fused=True)
+    give_grads(ours, theirs)
+    for model in (ours, theirs):
+        next(model.parameters()).grad.view(-1)[0] = bad
+    nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    a.step()
+    b.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, equal_nan=True)
+
+
+def test_skip_nonfinite(where: str) -> None:
+    model, twin = pair(where)
+    options = {"lr": 0.01, "amsgrad": True}
+    optimizer = flatbed.optim.Adam(model.named_parameters(), skip_nonfinite=True, max_norm=1.0, **options)
+    plain = flatbed.optim.Adam(twin.parameters(), max_norm=1.0, **options)
+    for step in range(6):
+        give_grads(model, twin, seed=step)
+        poisoned = step in (0, 3)
+        if poisoned:
+            bias = dict(model.named_parameters())["inner.0.bias"]
+            bias.grad[2] = math.inf if step else math.nan
+            assert optimizer.nonfinite() == ["'inner.0.bias'"]
+            before = [p.clone() for p in model.parameters()]
+        optimizer.step()
+        if poisoned:
+            assert all(map(torch.equal, before, model.parameters()))
+        else:
+            plain.step()
+    assert int(optimizer.skipped_steps) == 2
+    assert optimizer.nonfinite() == []
+    assert_models_equal(model, twin, where)
+    p = next(model.parameters())
+    assert float(optimizer.state[p]["step"]) == 4
+
+
+def test_unnamed_parameters_are_named_by_place() -> None:
+    model = build("mixed")
+    optimizer = flatbed.optim.Adam([{"params": [p]} for p in model.parameters()])
+    give_grads(model)
+    list(model.parameters())[4].grad.fill_(math.nan)
+    assert optimizer.nonfinite() == ["0 of group 4"]
+
+
+def scaled_pair(where: str, **extras: Any) -> tuple[Any, ...]:
+    ours, theirs = pair(where)
+    device = "cuda" if where == "cuda" else "cpu"
+    scalers = [torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2) for _ in range(2)]
+    a = flatbed.optim.Adam(ours.parameters(), lr=0.01, **extras)
+    b = optim.Adam(theirs.parameters(), lr=0.01)
+    return ours, theirs, scalers, a, b
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_grad_scaler(where: str, max_norm: float | None, unscale_first: bool) -> None:
+    """Unscaling, clipping by the unscaled norm, and skipping when there was an inf."""
+    ours, theirs, (scaler, reference), a, b = scaled_pair(where, max_norm=max_norm)
+    for step in range(6):
+        give_grads(ours, theirs, seed=step)
+        for model, s in ((ours, scaler), (theirs, reference)):
+            s.scale(torch.ones((), device=where))  # makes the scale
+            for p in model.parameters():
+                p.grad.mul_(s.get_scale())
+            if step in (1, 4):
+                next(model.parameters()).grad.view(-1)[0] = math.inf
+        if unscale_first:
+            scaler.unscale_(a)
+        reference.unscale_(b)
+        if max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+        scaler.step(a)
+        reference.step(b)
+        if max_norm is not None and step not in (1, 4):
+            torch.testing.assert_close(a.grad_norm, norm)
+        scaler.update()
+        reference.update()
+        assert scaler.get_scale() == reference.get_scale()
+        a.zero_grad()
+        b.zero_grad()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-7)
+    assert float(a.state[next(ours.parameters())]["step"]) == 4
+    assert int(a.skipped_steps) == 2
+
+
+def test_norms_are_the_same_bits_every_time(where: str) -> None:
+    model = nn.Linear(300, 70, device=where)
+    give_grads(model)
+    norms = []
+    for _ in range(3):
+        optimizer = flatbed.optim.Adam(model.parameters(), lr=0.0, max_norm=1.0)
+        optimizer.step()
+        norms.append(float(optimizer.grad_norm))
+    assert len(set(norms)) == 1

@@ -1,0 +1,467 @@
+"""What people do with an optimizer beside calling step: all of it works, and trains as torch does."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import flatbed
+from tests.cases import batches, build, loss_of, two_groups
+from tests.optim.where import assert_equal, assert_models_equal
+
+
+def pair(where: str, model: str = "mixed") -> tuple[nn.Module, nn.Module]:
+    return build(model, where), build(model, where)
+
+
+def give_grads(*models: nn.Module, seed: int = 0, skip: tuple[int, ...] = ()) -> None:
+    """The same gradients for all models."""
+    for model in models:
+        generator = torch.Generator().manual_seed(seed)
+        for i, p in enumerate(model.parameters()):
+            # In the order of the parameter's elements: torch's fused CPU kernel takes memory as it comes.
+            grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
+            p.grad = None if i in skip else grad
+
+
+def adam_pair(ours: nn.Module, theirs: nn.Module, **options: Any) -> tuple[Any, Any]:
+    options.setdefault("lr", 0.01)
+    return (
+        flatbed.optim.Adam(ours.parameters(), **options),
+        optim.Adam(theirs.parameters(), fused=True, **options),
+    )
+
+
+def test_it_is_a_torch_optimizer() -> None:
+    model = build("mixed")
+    optimizer = flatbed.optim.Adam(model.parameters(), foreach=True, fused=True, capturable=True)
+    assert isinstance(optimizer, optim.Optimizer)
+    assert "Adam" in repr(optimizer)
+
+
+def test_closure(where: str) -> None:
+    ours, theirs = pair(where)
+    optimizers = adam_pair(ours, theirs)
+    (x,) = batches(1, where)
+    losses = []
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, x)
+            loss.backward()
+            return loss
+
+        with torch.no_grad():  # the closure runs with gradients all the same
+            losses.append(optimizer.step(closure))
+    assert torch.equal(losses[0], losses[1])
+    assert_models_equal(ours, theirs, where)
+
+
+def test_hooks_run_in_torchs_order() -> None:
+    model = build("mixed")
+    optimizer = flatbed.optim.Adam(model.parameters())
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append("before"))
+    optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append("after"))
+    handle = register_optimizer_step_post_hook(lambda o, args, kwargs: seen.append("global"))
+    give_grads(model)
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert seen == ["before", "after", "global"]
+
+
+def test_profiler_names_the_step() -> None:
+    model = build("mixed")
+    optimizer = flatbed.optim.Adam(model.parameters())
+    give_grads(model)
+    with torch.profiler.profile(acc_events=True) as profiler:
+        optimizer.step()
+    assert any("Optimizer.step#Adam.step" in event.key for event in profiler.key_averages())
+
+
+SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
+    "step": lambda o: optim.lr_scheduler.StepLR(o, 2),
+    "multistep": lambda o: optim.lr_scheduler.MultiStepLR(o, [2, 3]),
+    "constant": lambda o: optim.lr_scheduler.ConstantLR(o),
+    "linear": lambda o: optim.lr_scheduler.LinearLR(o),
+    "exponential": lambda o: optim.lr_scheduler.ExponentialLR(o, 0.8),
+    "polynomial": lambda o: optim.lr_scheduler.PolynomialLR(o, 10),
+    "cosine": lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "cosine-restarts": lambda o: optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "lambda": lambda o: optim.lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
+    "multiplicative": lambda o: optim.lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
+    "cyclic": lambda o: optim.lr_scheduler.CyclicLR(o, 1e-3, 1e-2, cycle_momentum=True),
+    "one-cycle": lambda o: optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=10),
+    "sequential": lambda o: optim.lr_scheduler.SequentialLR(
+        o, [optim.lr_scheduler.ConstantLR(o), optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "chained": lambda o: optim.lr_scheduler.ChainedScheduler(
+        [optim.lr_scheduler.ConstantLR(o), optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "plateau": lambda o: optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "swa": lambda o: optim.swa_utils.SWALR(o, swa_lr=0.05),
+}
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name: str, tensor_lr: bool) -> None:
+    ours, theirs = pair("cpu")
+    a, b = (
+        kind(m.parameters(), lr=torch.tensor(0.01) if tensor_lr else 0.01, **more)
+        for kind, m, more in ((flatbed.optim.Adam, ours, {}), (optim.Adam, theirs, {"fused": True}))
+    )
+    schedules = SCHEDULERS[name](a), SCHEDULERS[name](b)
+    for step in range(5):
+        give_grads(ours, theirs, seed=step)
+        for optimizer, schedule in zip((a, b), schedules, strict=True):
+            optimizer.step()
+            schedule.step(1.0) if name == "plateau" else schedule.step()
+    assert_models_equal(ours, theirs, "cpu")
+
+
+def test_learning_rate_changes_reach_the_kernel(where: str) -> None:
+    ours, theirs = pair(where)
+    a, b = adam_pair(ours, theirs)
+    for step, lr in enumerate((0.01, 0.003, 0.1)):
+        a.param_groups[0]["lr"] = b.param_groups[0]["lr"] = lr
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+    assert_models_equal(ours, theirs, where)
+
+
+def test_tensor_learning_rate_on_the_device(where: str) -> None:
+    ours, theirs = pair(where)
+    rates = [torch.tensor(0.01, device=where) for _ in range(2)]
+    a = flatbed.optim.Adam(ours.parameters(), lr=rates[0])
+    b = optim.Adam(theirs.parameters(), lr=rates[1], fused=True)
+    for step, lr in enumerate((0.01, 0.003)):
+        for rate in rates:
+            rate.fill_(lr)
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+    assert_models_equal(ours, theirs, where)
+
+
+@pytest.mark.parametrize("model", ["mixed", "conv", "frozen", "tied"])
+def test_parameters_come_and_go(where: str, model: str) -> None:
+    """Without gradient: skipped, and the step count stays behind; frozen and unfrozen later."""
+    ours, theirs = pair(where, model)
+    a, b = adam_pair(ours, theirs, weight_decay=0.1)
+    for step, skip in enumerate([(0, 1), (1,), (), (0, 2), (1,), ()]):
+        give_grads(ours, theirs, seed=step, skip=skip)
+        a.step()
+        b.step()
+        a.zero_grad()
+    assert_models_equal(ours, theirs, where)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert float(a.state[p]["step"]) == float(b.state[q]["step"])
+
+
+def test_no_gradients_at_all_is_a_step_that_does_nothing(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters())
+    optimizer.step()
+    give_grads(model)
+    optimizer.step()
+    before = [p.clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert (
+        not optimizer.state_dict()["state"] or float(optimizer.state[next(model.parameters())]["step"]) == 1
+    )
+
+
+def test_groups_have_their_own_options(where: str) -> None:
+    ours, theirs = pair(where, "mixed")
+    a = flatbed.optim.AdamW(two_groups(ours), lr=0.01)
+    b = optim.AdamW(two_groups(theirs), lr=0.01, fused=True)
+    for step in range(3):
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+    assert_models_equal(ours, theirs, where)
+
+
+def test_groups_that_differ_in_state_and_sign(where: str) -> None:
+    ours, theirs = pair(where, "mixed")
+    first = {"amsgrad": True, "maximize": True}
+    (a, b) = (
+        kind([{"params": ps[:3], **first}, {"params": ps[3:]}], lr=0.01, **more)
+        for kind, ps, more in (
+            (flatbed.optim.Adam, list(ours.parameters()), {}),
+            (optim.Adam, list(theirs.parameters()), {"fused": True}),
+        )
+    )
+    for step in range(3):
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+    assert_models_equal(ours, theirs, where)
+
+
+def test_add_param_group_in_mid_training(where: str) -> None:
+    ours, theirs = pair(where)
+    a, b = (
+        kind(list(m.parameters())[:2], lr=0.01, **more)
+        for kind, m, more in ((flatbed.optim.Adam, ours, {}), (optim.Adam, theirs, {"fused": True}))
+    )
+    for step in range(4):
+        if step == 2:
+            a.add_param_group({"params": list(ours.parameters())[2:], "lr": 0.1})
+            b.add_param_group({"params": list(theirs.parameters())[2:], "lr": 0.1})
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+    assert_models_equal(ours, theirs, where)
+
+
+def test_momentum_that_is_switched_on_later(where: str) -> None:
+    ours, theirs = pair(where)
+    a, b = flatbed.optim.SGD(ours.parameters(), lr=0.1), optim.SGD(theirs.parameters(), lr=0.1, fused=True)
+    for step in range(4):
+        a.param_groups[0]["momentum"] = b.param_groups[0]["momentum"] = 0.0 if step < 2 else 0.9
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+    assert_models_equal(ours, theirs, where)
+
+
+def test_a_module_and_named_parameters_give_names() -> None:
+    model = build("mixed")
+    for source in (model, model.named_parameters()):
+        optimizer = flatbed.optim.Adam(source)
+        assert optimizer.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
+
+
+def test_values_that_move_in_place(where: str) -> None:
+    """`p.data = …`, as averaging and weight surgery do it."""
+    ours, theirs = pair(where)
+    a, b = adam_pair(ours, theirs)
+    for step in range(4):
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+        for model in (ours, theirs):
+            for p in model.parameters():
+                p.data = p.data.clone() * 0.5
+    assert_models_equal(ours, theirs, where)
+
+
+def test_values_transposed_in_place(where: str) -> None:
+    values = torch.randn(5, 5).to(where)
+    ours, theirs = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    grad = torch.randn(5, 5).to(where)
+    a, b = flatbed.optim.Adam([ours], lr=0.1), optim.Adam([theirs], lr=0.1)
+    for optimizer, p in ((a, ours), (b, theirs)):
+        p.grad = grad.clone()
+        optimizer.step()
+        p.data = p.data.t()  # the same memory; the gradient stays as it is
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_that_is_cast_in_mid_training_keeps_its_state(where: str, dtype: torch.dtype) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.01)
+    give_grads(model)
+    optimizer.step()
+    p = next(model.parameters())
+    moment = optimizer.state[p]["exp_avg"].clone()
+    model.to(dtype)
+    give_grads(model, seed=1)
+    grad = p.grad.float()
+    optimizer.step()
+    assert p.dtype == dtype
+    assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], torch.lerp(moment, grad, 0.1))
+
+
+def test_surgery_on_parameters_and_state(where: str) -> None:
+    """Parameters replaced in the group, with their state cut to size: how Gaussian splatting prunes."""
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(6, 3, device=where)) for _ in range(2))
+    a, b = flatbed.optim.Adam([ours], lr=0.1), optim.Adam([theirs], lr=0.1, fused=True)
+    grad = torch.randn(6, 3, device=where)
+    results = []
+    for optimizer, p in ((a, ours), (b, theirs)):
+        p.grad = grad.clone()
+        optimizer.step()
+        stored = optimizer.state.pop(p)
+        stored["exp_avg"] = stored["exp_avg"][2:].clone()
+        stored["exp_avg_sq"] = stored["exp_avg_sq"][2:].clone()
+        kept = nn.Parameter(p.detach()[2:].clone())
+        optimizer.param_groups[0]["params"][0] = kept
+        optimizer.state[kept] = stored
+        kept.grad = grad[2:].clone()
+        optimizer.step()
+        results.append(kept.detach())
+    assert_equal(results[0], results[1], where)
+
+
+def test_state_set_by_hand_is_used(where: str) -> None:
+    ours, theirs = pair(where)
+    a, b = adam_pair(ours, theirs)
+    for step in range(3):
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+        for optimizer, model in ((a, ours), (b, theirs)):
+            p = next(model.parameters())
+            optimizer.state[p]["exp_avg"] = torch.full_like(p, 0.3)
+            optimizer.state[p]["exp_avg_sq"].mul_(2)
+    assert_models_equal(ours, theirs, where)
+
+
+def test_clearing_the_state_starts_anew(where: str) -> None:
+    ours, theirs = pair(where)
+    a, b = adam_pair(ours, theirs)
+    for step in range(3):
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+        a.state.clear()
+        b.state.clear()
+    assert_models_equal(ours, theirs, where)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "expanded", "sliced", "shared", "misaligned"])
+def test_gradients_that_lie_otherwise(where: str, kind: str) -> None:
+    """A gradient's strides and address are its own affair."""
+    torch.manual_seed(0)
+    shape = (4, 6, 3, 5)
+    values = torch.randn(shape).to(where).to(memory_format=torch.channels_last)
+    ours, theirs = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    big = torch.randn(4, 6, 3, 11, device=where)
+    memory = torch.randn(ours.numel() + 1, device=where)
+    grad = {
+        "contiguous": torch.randn(shape, device=where),
+        "expanded": torch.randn(4, 1, 3, 1, device=where).expand(shape),
+        "sliced": big[..., 1::2],
+        "shared": big[..., :5],
+        "misaligned": memory[1:].as_strided(shape, ours.stride()),
+    }[kind]
+    assert_same_steps(ours, theirs, [grad] * 3, where)
+
+
+def test_parameters_with_holes(where: str) -> None:
+    base = torch.randn(6, 10).to(where)
+    ours, theirs = (nn.Parameter(base.clone()[:, ::2]) for _ in range(2))
+    assert_same_steps(ours, theirs, [torch.randn(6, 5, device=where) for _ in range(3)], where, tolerant=True)
+
+
+def assert_same_steps(
+    ours: Tensor, theirs: Tensor, grads: list[Tensor], where: str, *, tolerant: bool = False
+) -> None:
+    # The reference gets its gradient in order: torch's fused CPU kernel reads memory as it comes.
+    a, b = flatbed.optim.Adam([ours], lr=0.1), optim.Adam([theirs], lr=0.1, fused=not tolerant)
+    for grad in grads:
+        ours.grad, theirs.grad = grad, torch.empty_like(theirs).copy_(grad)
+        a.step()
+        b.step()
+    assert_equal(ours.detach(), theirs.detach(), "tolerant" if tolerant else where)
+
+
+@pytest.mark.parametrize("grads", ["follow", "bound"])
+def test_flat_params(where: str, grads: Any) -> None:
+    ours, theirs = pair(where, "conv")
+    flat = flatbed.FlatParams(ours, grads=grads)
+    a = flatbed.optim.AdamW(flat, lr=0.01)
+    b = optim.AdamW(theirs.parameters(), lr=0.01, fused=True)
+    for x in batches(4, where):
+        for model, optimizer in ((ours, a), (theirs, b)):
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert flat.is_valid()
+    assert_models_equal(ours, theirs, where if where == "cpu" else "tolerant")
+
+
+def test_an_update_between_forward_and_backward_is_noticed(where: str) -> None:
+    layer = nn.Linear(3, 3, device=where)
+    optimizer = flatbed.optim.Adam(layer.parameters())
+    x = torch.ones(2, 3, device=where, requires_grad=True)
+    layer(x).sum().backward()
+    late = layer(x).pow(2).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+
+
+def test_zero_grad(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters())
+    give_grads(model)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_train_on_by_themselves(where: str, copied: Callable[[Any], Any]) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5, max_norm=1.0)
+    give_grads(model)
+    optimizer.step()
+    twin, twin_optimizer = copied((model, optimizer))
+    for step in range(2):
+        give_grads(model, twin, seed=step)
+        optimizer.step()
+        twin_optimizer.step()
+    assert_models_equal(twin, model, where)
+    assert float(twin_optimizer.grad_norm) > 1
+    assert optimizer.state[next(model.parameters())] is not twin_optimizer.state[next(twin.parameters())]
+
+
+def test_nothing_keeps_a_dropped_optimizer_alive(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters())
+    give_grads(model)
+    optimizer.step()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_gradient_accumulation(where: str) -> None:
+    ours, theirs = pair(where)
+    a, b = adam_pair(ours, theirs)
+    for i, x in enumerate(batches(6, where)):
+        for model, optimizer in ((ours, a), (theirs, b)):
+            loss_of(model, x).backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_models_equal(ours, theirs, where)
+
+
+def test_several_devices_are_clipped_together(where: str) -> None:
+    """Here one device; `test_gpu` has a model on two."""
+    ours, theirs = pair(where)
+    a = flatbed.optim.Adam(ours.parameters(), max_norm=0.5)
+    b = optim.Adam(theirs.parameters(), fused=True)
+    give_grads(ours, theirs)
+    norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+    a.step()
+    b.step()
+    assert a.grad_norm is not None
+    torch.testing.assert_close(a.grad_norm, norm)
+    assert_models_equal(ours, theirs, where)

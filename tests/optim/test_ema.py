@@ -1,0 +1,72 @@
+"""The average that is kept in the same pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import flatbed
+from tests.cases import build
+from tests.optim.test_dropin import give_grads
+from tests.optim.where import assert_models_equal
+
+
+def test_the_average_is_torchs(where: str) -> None:
+    """Of parameters without gradient in some steps, too."""
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.05, ema_decay=0.8)
+    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    reference.n_averaged += 1  # torch's first update would only copy
+    give_grads(model, seed=0)
+    for step, skip in enumerate([(), (1,), (0, 3), ()]):
+        give_grads(model, seed=step, skip=skip)
+        optimizer.step()
+        reference.update_parameters(model)
+    trained = [p.clone() for p in model.parameters()]
+    with optimizer.ema_weights():
+        assert_models_equal(model, reference.module, where)
+    assert all(map(torch.equal, trained, model.parameters()))
+
+
+def test_averages_of_low_precision_are_kept_in_fp32(where: str) -> None:
+    model = build("mixed", where).bfloat16()
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.05, ema_decay=0.9, master_weights=True)
+    expected = [p.detach().float() for p in model.parameters()]
+    for step in range(3):
+        give_grads(model, seed=step)
+        optimizer.step()
+        masters = [optimizer.state[p]["master_weight"] for p in model.parameters()]
+        expected = [torch.lerp(e, m, 0.1) for e, m in zip(expected, masters, strict=True)]
+    for p, e in zip(model.parameters(), expected, strict=True):
+        assert optimizer.state[p]["ema"].dtype == torch.float32
+        torch.testing.assert_close(optimizer.state[p]["ema"], e)
+    before = [p.clone() for p in model.parameters()]
+    masters = [m.clone() for m in masters]
+    with optimizer.ema_weights():
+        pass
+    give_grads(model, seed=9)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(map(torch.equal, masters, (optimizer.state[p]["master_weight"] for p in model.parameters())))
+
+
+def test_misuse_is_refused(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters(), ema_decay=0.9)
+    give_grads(model)
+    optimizer.step()
+    with optimizer.ema_weights():
+        with pytest.raises(flatbed.FlatbedError, match="step outside"):
+            optimizer.step()
+        with pytest.raises(flatbed.FlatbedError, match="already"), optimizer.ema_weights():
+            pass
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="evaluation failed"), optimizer.ema_weights():
+        raise RuntimeError("evaluation failed")
+    assert all(map(torch.equal, before, model.parameters()))
+    plain = flatbed.optim.Adam(model.parameters())
+    with pytest.raises(flatbed.FlatbedError, match="ema_decay"), plain.ema_weights():
+        pass

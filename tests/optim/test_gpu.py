@@ -1,0 +1,440 @@
+"""What only a GPU can show: launches, waits, graphs, streams, memory, very large tensors."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import flatbed
+from tests.cases import batches, build, loss_of, two_groups
+from tests.optim.optimizers import CASES, Case
+from tests.optim.test_dropin import give_grads
+
+pytestmark = pytest.mark.gpu
+CUDA = "cuda"
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Every wait for the GPU is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def kernels_of(call: Any) -> list[str]:
+    """Names of the kernels that a call launches."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        call()
+        torch.cuda.synchronize()
+    device = torch.autograd.DeviceType.CUDA
+    return [
+        event.name
+        for event in profiler.events()
+        if event.device_type == device and "Optimizer" not in event.name
+    ]
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 300), nn.ReLU(), nn.Linear(300, 40), nn.ReLU(), nn.Linear(40, 3)).to(
+        CUDA
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "expected"), [(None, ["prepare", "update"]), (1.0, ["squares", "prepare", "update"])]
+)
+def test_one_launch_whatever_the_number_of_parameters_and_groups(max_norm: Any, expected: list[str]) -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(50)]).to(CUDA)
+    groups = [
+        {"params": [p], "lr": 0.01 * (i + 1), "weight_decay": 0.1 * (i % 2)}
+        for i, p in enumerate(model.parameters())
+    ]
+    optimizer = flatbed.optim.AdamW(groups, max_norm=max_norm)
+    give_grads(model)
+    optimizer.step()
+    optimizer.step()
+    assert kernels_of(optimizer.step) == expected
+
+
+def test_a_step_never_waits_for_the_gpu() -> None:
+    model = small_model()
+    scheduler_lr = torch.tensor(0.01, device=CUDA)
+    optimizer = flatbed.optim.AdamW(
+        two_groups(model), lr=scheduler_lr, max_norm=1.0, skip_nonfinite=True, ema_decay=0.9
+    )
+    give_grads(model)
+    optimizer.step()
+    with no_waiting():
+        for step in range(3):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.1 * (step + 1))  # gradients that move
+            optimizer.param_groups[1]["lr"] = 0.01 / (step + 1)  # and a float that changes
+            scheduler_lr.mul_(0.9)
+            optimizer.step()
+            assert optimizer.grad_norm is not None
+            assert optimizer.skipped_steps.device.type == CUDA
+            optimizer.zero_grad()
+
+
+def test_extra_memory_is_below_one_percent() -> None:
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(24)]).to(CUDA)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer = flatbed.optim.Adam(model.parameters(), max_norm=1.0)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        optimizer.step()
+    torch.cuda.synchronize()
+    state = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+    assert torch.cuda.max_memory_allocated() - before - state < 0.01 * nbytes
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_checkpoints_of_torch_on_the_gpu(case: Case) -> None:
+    """Both ways, with torch's step counts on the CPU or on the GPU."""
+    if case.torch_kind.__module__ != case.torch_kind.__module__.replace("tests", ""):
+        pytest.skip("torch does not have it")
+    with_tensor = isinstance(case.options.get("lr"), Tensor)  # which torch's foreach does not take
+    for options in ({"foreach": False}, {"foreach": not with_tensor}):
+        models = [build("mixed", CUDA) for _ in range(3)]
+        reference, before, other = (
+            case.theirs(models[0].parameters(), **options),
+            case.theirs(models[1].parameters(), **options),
+            case.ours(models[2].parameters()),
+        )
+        for step in range(2):
+            give_grads(*models, seed=step)
+            for optimizer in (reference, before, other):
+                optimizer.step()
+        crossed = case.ours(models[1].parameters()), case.theirs(models[2].parameters(), **options)
+        crossed[0].load_state_dict(copy.deepcopy(before.state_dict()))
+        crossed[1].load_state_dict(copy.deepcopy(other.state_dict()))
+        for step in range(2, 4):
+            give_grads(*models, seed=step)
+            for optimizer in (reference, *crossed):
+                optimizer.step()
+        for model in models[1:]:
+            for p, q in zip(model.parameters(), models[0].parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_captured_step(max_norm: float | None) -> None:
+    """Learning rate and step count live on the device and go on at every replay."""
+    ours, theirs = small_model(), small_model()
+    rate, their_rate = (torch.tensor(0.01, device=CUDA) for _ in range(2))
+    a = flatbed.optim.AdamW(ours.parameters(), lr=rate, max_norm=max_norm)
+    b = optim.AdamW(theirs.parameters(), lr=their_rate, capturable=True, foreach=True)
+    give_grads(ours, theirs)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        a.step()
+    torch.cuda.current_stream().wait_stream(side)
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+    b.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        a.step()
+    for step in range(1, 6):
+        for model in (ours, theirs):
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad.copy_(torch.randn(p.shape, generator=generator))
+        rate.fill_(0.01 / step)
+        their_rate.fill_(0.01 / step)
+        graph.replay()
+        if max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+            torch.testing.assert_close(a.grad_norm, norm)
+        b.step()
+        if step == 3:  # an eager step in between, with other gradients elsewhere, leaves the graph intact
+            kept = [p.grad for p in ours.parameters()]
+            give_grads(ours, theirs, seed=100)
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+            a.step()
+            b.step()
+            for p, grad in zip(ours.parameters(), kept, strict=True):
+                p.grad = grad
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert float(a.state[p]["step"]) == 7
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_a_captured_training_step() -> None:
+    """Forward, backward, clipping, step and zero_grad in one graph."""
+    ours, theirs = small_model(), small_model()
+    a = flatbed.optim.Adam(ours.parameters(), lr=0.01, max_norm=0.5)
+    b = optim.Adam(theirs.parameters(), lr=0.01, fused=True)
+    x = torch.randn(4, 7, device=CUDA)
+    data = batches(8, CUDA)
+
+    def train() -> None:
+        a.zero_grad()
+        loss_of(ours, x).backward()
+        a.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(3):
+            x.copy_(data[i])
+            train()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    a.zero_grad()
+    with torch.cuda.graph(graph):
+        train()
+    for i in range(3, 8):
+        x.copy_(data[i])
+        graph.replay()
+    for i in range(8):
+        b.zero_grad()
+        loss_of(theirs, data[i]).backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        b.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_state_is_not_made_inside_a_graph() -> None:
+    model = small_model()
+    optimizer = flatbed.optim.Adam(model.parameters())
+    give_grads(model)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(flatbed.FlatbedError, match="one step before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+    optimizer.step()
+    assert float(optimizer.state[model[0].bias]["step"]) == 1
+
+
+def test_graphs_survive_what_happens_to_the_optimizer() -> None:
+    """New parameters, a loaded checkpoint: the graph goes on with what it captured."""
+    model, late = small_model(), nn.Linear(3, 3, device=CUDA)
+    optimizer = flatbed.optim.SGD(model.parameters(), lr=0.5)
+    give_grads(model)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    optimizer.add_param_group({"params": late.parameters()})
+    kept = [p.grad for p in model.parameters()]
+    give_grads(model, late, seed=5)
+    optimizer.step()
+    torch.cuda.empty_cache()
+    junk = [torch.full((4096,), math.nan, device=CUDA) for _ in range(64)]
+    before = [p.clone() for p in model.parameters()]
+    graph.replay()
+    torch.cuda.synchronize()
+    del junk
+    for p, q, grad in zip(model.parameters(), before, kept, strict=True):
+        torch.testing.assert_close(p, q - 0.5 * grad)
+
+
+def test_autocast_with_a_scaler_and_infs() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    ours = layers.to(CUDA, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    theirs = copy.deepcopy(ours)
+    scalers = [torch.amp.GradScaler(CUDA, init_scale=2.0**14) for _ in range(2)]
+    a = flatbed.optim.SGD(ours.parameters(), lr=0.01, momentum=0.9, max_norm=1.0)
+    b = optim.SGD(theirs.parameters(), lr=0.01, momentum=0.9)
+    for step in range(6):
+        x = torch.randn(4, 3, 12, 12, device=CUDA, generator=torch.Generator(CUDA).manual_seed(step))
+        if step in (1, 3):
+            x[0, 0, 0, 0] = math.inf
+        for model, optimizer, scaler in ((ours, a, scalers[0]), (theirs, b, scalers[1])):
+            with torch.autocast(CUDA, dtype=torch.float16):
+                loss = model(x.contiguous(memory_format=torch.channels_last)).float().pow(2).mean()
+            scaler.scale(loss).backward()
+            if optimizer is b:
+                scaler.unscale_(b)
+                nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**12
+    assert int(a.skipped_steps) == 2
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert p.isfinite().all()
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own
+def test_a_compiled_model() -> None:
+    ours, theirs = small_model(), small_model()
+    a, b = (
+        flatbed.optim.Adam(ours.parameters(), lr=0.01, max_norm=1.0),
+        optim.Adam(theirs.parameters(), lr=0.01),
+    )
+    compiled = torch.compile(ours)
+    for x in batches(4, CUDA):
+        loss_of(compiled, x).backward()
+        a.step()
+        a.zero_grad()
+        loss_of(theirs, x).backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        b.step()
+        b.zero_grad()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_steps_on_two_streams() -> None:
+    """Each step on the stream that is current; tables are rebuilt while the other stream may still read."""
+    ours, theirs = small_model(), small_model()
+    a, b = (
+        flatbed.optim.Adam(ours.parameters(), lr=0.01, max_norm=1.0),
+        optim.Adam(theirs.parameters(), lr=0.01),
+    )
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    previous = torch.cuda.current_stream()
+    for step in range(12):
+        stream = streams[step % 2]
+        stream.wait_stream(previous)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1_000_000)
+            generator = torch.Generator(CUDA).manual_seed(step)
+            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+                p.grad = torch.randn(p.shape, device=CUDA, generator=generator)
+                q.grad = p.grad.clone()
+            if step % 3 == 0:
+                a._watch = None  # everything anew
+            a.step()
+            junk = [torch.full((256,), -1, dtype=torch.int64, device=CUDA) for _ in range(32)]
+            nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            b.step()
+            del junk
+        previous = stream
+    torch.cuda.synchronize()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    n = 2**31 + 4096 + 5
+    p = nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device=CUDA))
+    p.grad = torch.zeros_like(p)
+    ends = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**31 + 1, n - 1], device=CUDA)
+    p.grad[ends] = torch.arange(1, 7, device=CUDA, dtype=torch.bfloat16)
+    optimizer = flatbed.optim.SGD([p], lr=1.0, momentum=0.9, max_norm=1e9)
+    optimizer.step()
+    assert torch.equal(p.detach()[ends], -p.grad[ends])
+    assert float(optimizer.grad_norm) == pytest.approx(91**0.5)
+    assert int(torch.count_nonzero(p.detach())) == 6
+    several = [nn.Parameter(torch.zeros(2**30 + 7, dtype=torch.bfloat16, device=CUDA)) for _ in range(3)]
+    del p, optimizer
+    for q in several:
+        q.grad = torch.zeros_like(q)
+        q.grad[-1] = 2.0
+    optimizer = flatbed.optim.SGD(several, lr=0.5)
+    optimizer.step()
+    assert all(float(q.detach()[-1]) == -1 and int(torch.count_nonzero(q.detach())) == 1 for q in several)
+
+
+def test_norms_and_updates_are_the_same_bits_in_two_runs() -> None:
+    outcomes = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(500, 500) for _ in range(8)]).to(CUDA)
+        optimizer = flatbed.optim.AdamW(model.parameters(), max_norm=0.1)
+        norms = []
+        for step in range(5):
+            give_grads(model, seed=step)
+            optimizer.step()
+            norms.append(float(optimizer.grad_norm))
+        outcomes.append((norms, [p.detach().clone() for p in model.parameters()]))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(map(torch.equal, outcomes[0][1], outcomes[1][1]))
+
+
+def test_a_model_on_two_devices_is_clipped_by_one_norm() -> None:
+    ours, theirs = (
+        [nn.Parameter(torch.ones(50)), nn.Parameter(torch.ones(70, device=CUDA))] for _ in range(2)
+    )
+    a, b = flatbed.optim.Adam(ours, lr=0.1, max_norm=1.0), optim.Adam(theirs, lr=0.1)
+    for step in range(3):
+        for params in (ours, theirs):
+            generator = torch.Generator().manual_seed(step)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).to(p.device)
+        norm = nn.utils.clip_grad_norm_(theirs, 1.0, foreach=False)
+        a.step()
+        b.step()
+        torch.testing.assert_close(a.grad_norm.cpu(), norm.cpu())
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_a_model_that_moves_to_the_gpu_takes_its_state_along() -> None:
+    ours, theirs = build("mixed"), build("mixed", CUDA)
+    a, b = flatbed.optim.Adam(ours.parameters(), lr=0.01), optim.Adam(theirs.parameters(), lr=0.01)
+    give_grads(ours, theirs)
+    a.step()
+    b.step()
+    ours.to(CUDA)
+    for step in range(1, 3):
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_as_views_of_one_buffer() -> None:
+    """As DDP keeps them with gradient_as_bucket_view: odd offsets, so that no address is a multiple of 16."""
+    torch.manual_seed(0)
+    shapes = [(5,), (1023,), (3, 1111), (4096,), (1,)]
+    ours, theirs = ([nn.Parameter(torch.ones(s, device=CUDA)) for s in shapes] for _ in range(2))
+    bucket = torch.randn(1 + sum(math.prod(s) for s in shapes), device=CUDA)
+    at = 1
+    for p, q in zip(ours, theirs, strict=True):
+        p.grad = bucket[at : at + p.numel()].view(p.shape)
+        q.grad = p.grad.clone()
+        at += p.numel()
+    a, b = flatbed.optim.Adam(ours, lr=0.1, max_norm=1.0), optim.Adam(theirs, lr=0.1, fused=True)
+    nn.utils.clip_grad_norm_(theirs, 1.0)
+    a.step()
+    b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_a_table_of_values(tmp_path: Any) -> None:
+    """The errors of a long run, on the GPU's own arithmetic: no worse than torch's fused kernel."""
+    torch.manual_seed(0)
+    start = torch.randn(5000, device=CUDA)
+    params: list[Tensor] = [nn.Parameter(start.clone()) for _ in range(2)] + [nn.Parameter(start.double())]
+    optimizers = [flatbed.optim.Adam(params[:1]), optim.Adam(params[1:2], fused=True), optim.Adam(params[2:])]
+    for step in range(200):
+        grad = torch.randn(5000, device=CUDA, generator=torch.Generator(CUDA).manual_seed(step))
+        for p, optimizer in zip(params, optimizers, strict=True):
+            p.grad = grad.to(p.dtype)
+            optimizer.step()
+    exact = params[2].detach()
+    ours, theirs = ((p.detach().double() - exact).abs().max() for p in params[:2])
+    assert ours <= 1.5 * theirs

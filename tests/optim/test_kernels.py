@@ -1,0 +1,105 @@
+"""Every optimizer's kernels, on a GPU or interpreted: as close to exact arithmetic as torch's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.optim.optimizers import CASES, Case
+from tests.optim.wrong import WRONG, Wrong, broken
+
+SHAPES = [(5,), (3, 7), (1100,)]  # the last is one full block and a bit
+KINDS = list({case.kind: case for case in CASES}.values())
+
+# The interpreter computes with numpy, which remarks on log(0); exp(-inf) is 0, as it should be.
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
+
+
+def gradients(step: int, dtype: torch.dtype) -> list[Tensor | None]:
+    """Of many sizes, some zero; the second parameter has none now and then."""
+    generator = torch.Generator().manual_seed(step)
+    grads: list[Tensor | None] = []
+    for shape in SHAPES:
+        sizes = 10 ** torch.linspace(-3, 0, shape[-1])
+        grads.append(
+            (torch.randn(shape, generator=generator) * sizes).index_fill(-1, torch.tensor([1]), 0.0).to(dtype)
+        )
+    return [None if i == 1 and step % 5 == 3 else grad for i, grad in enumerate(grads)]
+
+
+def train(
+    make: Callable[..., Any],
+    device: str,
+    *,
+    steps: int,
+    dtype: torch.dtype,
+    given: torch.dtype,
+    **options: Any,
+) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
+    """Parameters and state after steps in `dtype` with parameters and gradients that are exact in `given`."""
+    generator = torch.Generator().manual_seed(100)
+    start = [torch.randn(shape, generator=generator).to(given) for shape in SHAPES]
+    params = [nn.Parameter(p.to(device, dtype)) for p in start]
+    optimizer = make(params, **options)
+    for step in range(steps):
+        for p, grad in zip(params, gradients(step, given), strict=True):
+            p.grad = None if grad is None else grad.to(device, dtype)
+        optimizer.step()
+    results = {
+        "parameters": params,
+        **{k: [optimizer.state[p][k] for p in params] for k in optimizer.state[params[0]]},
+    }
+    tensors = {
+        k: torch.cat([t.detach().flatten() for t in held]).cpu()
+        for k, held in results.items()
+        if held[0].dim()
+    }
+    numbers = {k: [t.cpu() for t in held] for k, held in results.items() if not held[0].dim()}
+    return tensors, numbers
+
+
+def check(case: Case, device: str, *, steps: int, dtype: torch.dtype = torch.float32, floor: int = 1) -> None:
+    """No worse than one and a half times the error of torch's loop, or `floor` ulp of the largest element."""
+    exact_lr = {"lr": float(case.options["lr"])} if "lr" in case.options else {}
+    exact, exact_numbers = train(
+        case.theirs, device, steps=steps, dtype=torch.float64, given=dtype, foreach=False, **exact_lr
+    )
+    loop, _ = train(case.theirs, device, steps=steps, dtype=dtype, given=dtype, foreach=False)
+    ours, numbers = train(case.ours, device, steps=steps, dtype=dtype, given=dtype)
+    assert numbers == exact_numbers
+    assert list(ours) == list(exact)
+    for name, value in exact.items():
+        error, allowed = ((side[name].double() - value).abs().max().item() for side in (ours, loop))
+        ulp = torch.finfo(dtype).eps * value.abs().max().item()
+        assert error <= 1.5 * allowed + floor * ulp, (
+            f"{name}: {error / ulp:.2f} ulp, torch {allowed / ulp:.2f}"
+        )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_as_exact_as_torch(case: Case, kernel_device: str) -> None:
+    check(case, kernel_device, steps=50)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_double_precision(case: Case, kernel_device: str) -> None:
+    """Mistakes that fp32 hides show here, where torch's loop is what the error is measured from."""
+    check(case, kernel_device, steps=8, dtype=torch.float64, floor=32)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=lambda c: c.name)
+def test_half_precision(case: Case, kernel_device: str) -> None:
+    # The interpreter cuts bits off where a GPU rounds: up to an ulp is lost at every step.
+    check(case, kernel_device, steps=8, dtype=torch.bfloat16, floor=8 if kernel_device == "cpu" else 1)
+
+
+@pytest.mark.parametrize("wrong", [w for w in WRONG if w.part == "kernel"], ids=str)
+def test_wrong_rules_are_caught(wrong: Wrong, kernel_device: str, tmp_path: Path) -> None:
+    case = broken(wrong, tmp_path)
+    with pytest.raises(AssertionError, match="ulp"):
+        check(case, kernel_device, steps=12)

@@ -1,0 +1,234 @@
+"""Low precision: masters, stochastic rounding, state of another dtype, gradients of another dtype."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import flatbed
+from tests.cases import build
+from tests.optim.test_dropin import give_grads
+from tests.optim.where import assert_equal
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+def low_pair(where: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """A model in low precision, and the same weights in fp32."""
+    ours = build("mixed", where).to(dtype)
+    return ours, copy.deepcopy(ours).float()
+
+
+def give_low_grads(ours: nn.Module, wide: nn.Module, seed: int) -> None:
+    give_grads(ours, seed=seed)
+    for p, q in zip(ours.parameters(), wide.parameters(), strict=True):
+        q.grad = p.grad.float()
+
+
+def rounds_to_nearest(dtype: torch.dtype) -> bool:
+    """Triton's interpreter cuts fp32 off where a GPU would round it to the nearest bf16."""
+    return dtype != torch.bfloat16 or os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def assert_rounded(low: Tensor, wide: Tensor) -> None:
+    if rounds_to_nearest(low.dtype):
+        assert torch.equal(low, wide.to(low.dtype))
+    else:
+        torch.testing.assert_close(low.float(), wide, rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", ["Adam", "SGD", "RMSprop", "NAdam"])
+def test_with_a_master_it_is_fp32_training_rounded_once(where: str, name: str, dtype: torch.dtype) -> None:
+    ours, wide = low_pair(where, dtype)
+    options: dict[str, Any] = {"lr": 0.01, **({"momentum": 0.9} if name == "SGD" else {})}
+    a = getattr(flatbed.optim, name)(ours.parameters(), master_weights=True, max_norm=1.0, **options)
+    b = getattr(flatbed.optim, name)(wide.parameters(), max_norm=1.0, **options)
+    for step in range(5):
+        give_low_grads(ours, wide, step)
+        a.step()
+        b.step()
+    for p, q in zip(ours.parameters(), wide.parameters(), strict=True):
+        assert a.state[p]["master_weight"].dtype == torch.float32
+        assert torch.equal(a.state[p]["master_weight"], q)
+        assert_rounded(p.detach(), q.detach())
+
+
+def test_fp32_parameters_need_no_master(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters(), master_weights=True)
+    give_grads(model)
+    optimizer.step()
+    assert list(optimizer.state[next(model.parameters())]) == ["step", "exp_avg", "exp_avg_sq"]
+
+
+def test_weights_written_by_hand_reach_the_master(where: str) -> None:
+    model = build("mixed", where).bfloat16()
+    optimizer = flatbed.optim.SGD(model.parameters(), lr=0.0, master_weights=True)
+    give_grads(model)
+    optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    optimizer.step()
+    assert all((p == 0.5).all() for p in model.parameters())
+    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.state_dict().items()})
+    optimizer.step()
+    assert not any(p.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{"master_weights": True}, {"ema_decay": 0.9}, {"state_dtype": torch.bfloat16}]
+)
+def test_extras_are_saved_and_restored(where: str, options: dict[str, Any]) -> None:
+    models = [build("mixed", where).bfloat16() for _ in range(2)]
+    optimizer = flatbed.optim.Adam(models[0].parameters(), lr=0.01, **options)
+    for step in range(2):
+        give_grads(models[0], seed=step)
+        optimizer.step()
+    models[1].load_state_dict(models[0].state_dict())
+    again = flatbed.optim.Adam(models[1].parameters(), lr=0.01, **options)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(2, 4):
+        give_grads(*models, seed=step)
+        optimizer.step()
+        again.step()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, again.state[q][key]), key
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_state_dtype(where: str, state_dtype: torch.dtype) -> None:
+    """Computed in fp32 and rounded when it is written."""
+    ours, theirs = build("mixed", where), build("mixed", where)
+    a = flatbed.optim.Adam(ours.parameters(), lr=0.01, state_dtype=state_dtype)
+    b = optim.Adam(theirs.parameters(), lr=0.01, fused=True)
+    for step in range(4):
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+        for q in theirs.parameters():
+            for key in ("exp_avg", "exp_avg_sq"):
+                b.state[q][key].copy_(b.state[q][key].to(state_dtype))
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert a.state[p]["exp_avg"].dtype == state_dtype
+        cut_off = not rounds_to_nearest(state_dtype)
+        torch.testing.assert_close(p, q, rtol=1e-3 if cut_off else 1e-5, atol=1e-3 if cut_off else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_low_precision_without_a_master_is_close_to_torch(where: str, dtype: torch.dtype) -> None:
+    ours, theirs = (build("mixed", where).to(dtype) for _ in range(2))
+    a = flatbed.optim.AdamW(ours.parameters(), lr=0.01, eps=1e-4)
+    b = optim.AdamW(theirs.parameters(), lr=0.01, eps=1e-4, fused=True)
+    for step in range(3):
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if rounds_to_nearest(dtype):
+            assert_equal(p.detach(), q.detach(), where)
+        else:
+            torch.testing.assert_close(p, q, rtol=4 * 2.0**-7, atol=1e-2)
+        assert a.state[p]["exp_avg"].dtype == dtype
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_gradients_of_another_dtype(where: str) -> None:
+    ours, theirs = (
+        nn.Parameter(torch.randn(70, generator=torch.Generator().manual_seed(1)).to(where)) for _ in range(2)
+    )
+    ours.grad_dtype = torch.bfloat16
+    a, b = flatbed.optim.Adam([ours], lr=0.1), optim.Adam([theirs], lr=0.1, fused=True)
+    for _ in range(3):
+        ours.grad = torch.randn(70, device=where).bfloat16()
+        theirs.grad = ours.grad.float()
+        a.step()
+        b.step()
+    assert_equal(ours.detach(), theirs.detach(), where)
+
+
+def test_mixed_dtypes_in_one_optimizer(where: str) -> None:
+    """Clipped by one norm, which no dtype rounds: as fp64 training, up to each parameter's rounding."""
+    tolerances = {
+        torch.float32: 1e-6,
+        torch.bfloat16: 4 * 2.0**-8,
+        torch.float16: 4 * 2.0**-11,
+        torch.float64: 1e-7,
+    }
+    ours = [nn.Parameter(torch.full((33,), 0.5, dtype=dtype, device=where)) for dtype in tolerances]
+    exact = [nn.Parameter(p.detach().double()) for p in ours]
+    a = flatbed.optim.Adam(ours, lr=0.01, max_norm=1.0, state_dtype=torch.float32)
+    b = optim.Adam(exact, lr=0.01)
+    for step in range(3):
+        grad = torch.randn(33, generator=torch.Generator().manual_seed(step)).to(where)
+        for p, q in zip(ours, exact, strict=True):
+            p.grad = grad.to(p.dtype, copy=True)
+            q.grad = p.grad.to(torch.float64, copy=True)
+        norm = nn.utils.clip_grad_norm_(exact, 1.0)
+        a.step()
+        b.step()
+        torch.testing.assert_close(a.grad_norm.double(), norm, rtol=1e-6, atol=0)
+    for p, q in zip(ours, exact, strict=True):
+        torch.testing.assert_close(p.double(), q, rtol=tolerances[p.dtype], atol=tolerances[p.dtype])
+
+
+def test_stochastic_rounding_is_unbiased(where: str) -> None:
+    """A step far below half a unit in the last place: lost by rounding, kept on average by chance."""
+    n = 4096
+    p = nn.Parameter(torch.ones(n, dtype=torch.bfloat16, device=where))
+    optimizer = flatbed.optim.SGD([p], lr=1.0, stochastic_rounding=True)
+    size = 2.0**-11  # an eighth of the step from 1 down to the next bf16 number, 2⁻⁸
+    p.grad = torch.full_like(p, size)
+    seen = []
+    for _ in range(8):
+        with torch.no_grad():
+            p.fill_(1.0)
+        optimizer.step()
+        assert set(p.detach().float().unique().tolist()) == {1.0, 1.0 - 2.0**-8}
+        seen.append(1.0 - float(p.detach().float().mean()))
+    mean = sum(seen) / len(seen)
+    deviation = (size * (2.0**-8 - size) / (n * len(seen))) ** 0.5
+    assert abs(mean - size) < 5 * deviation
+    assert len(set(seen)) > 4  # other chances at every step
+    with torch.no_grad():
+        p.fill_(1.0)
+    optimizer.step()
+    first = p.clone()
+    with torch.no_grad():
+        p.fill_(1.0)
+    optimizer.step()
+    assert not torch.equal(first, p)
+    if rounds_to_nearest(torch.bfloat16):
+        with torch.no_grad():
+            p.fill_(1.0)
+        flatbed.optim.SGD([p], lr=1.0).step()
+        assert (p == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+def test_stochastic_rounding_keeps_what_bf16_can_hold_and_what_is_not_finite(where: str) -> None:
+    values = torch.tensor([0.0, 1.0, -2.5, 3.0e38, float("inf"), float("-inf"), float("nan")])
+    p = nn.Parameter(values.to(torch.bfloat16).to(where))
+    before = p.detach().clone()
+    optimizer = flatbed.optim.SGD([p], lr=0.1, stochastic_rounding=True)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.equal(p.nan_to_num(nan=7.0), before.nan_to_num(nan=7.0))
+
+
+def test_stochastic_rounding_leaves_fp32_alone(where: str) -> None:
+    ours, theirs = build("mixed", where), build("mixed", where)
+    a = flatbed.optim.Adam(ours.parameters(), stochastic_rounding=True)
+    b = flatbed.optim.Adam(theirs.parameters())
+    give_grads(ours, theirs)
+    a.step()
+    b.step()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))

@@ -1,0 +1,234 @@
+"""State in torch's format: checkpoints travel in both directions, and nothing is rounded on the way."""
+
+from __future__ import annotations
+
+import copy
+import io
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import flatbed
+from tests.cases import build
+from tests.optim.optimizers import CASES, Case
+from tests.optim.test_dropin import give_grads
+from tests.optim.where import assert_equal, assert_models_equal, is_exact
+
+TORCH = [getattr(optim, name, None) for name in flatbed.optim.__all__]
+IN_TORCH = [case for case in CASES if case.torch_kind in TORCH]
+
+
+def theirs(case: Case, params: Any) -> Any:
+    """Torch's optimizer, told to round as ours does."""
+    return case.theirs(params, **case.same_rounding())
+
+
+def ours(case: Case, params: Any) -> Any:
+    """Ours, told the same: it does not care, but the choice travels in checkpoints."""
+    return case.ours(params, **case.same_rounding())
+
+
+def steps(model: nn.Module, optimizer: Any, numbers: range) -> None:
+    for number in numbers:
+        give_grads(model, seed=number)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("case", IN_TORCH, ids=lambda case: case.name)
+@pytest.mark.parametrize("direction", ["from torch", "to torch"])
+def test_a_checkpoint_changes_sides_in_mid_training(case: Case, direction: str) -> None:
+    """Two runs from one checkpoint, on both sides: the same weights as a run that never changed."""
+    straight, changing = build("mixed"), build("mixed")
+    reference = theirs(case, straight.parameters())
+    steps(straight, reference, range(3))
+    makers = [partial(theirs, case), partial(ours, case)]
+    first, second = makers if direction == "from torch" else reversed(makers)
+    before = first(changing.parameters())
+    steps(changing, before, range(3))
+    saved = copy.deepcopy(before.state_dict())
+    after = second(changing.parameters())
+    after.load_state_dict(saved)
+    steps(straight, reference, range(3, 6))
+    steps(changing, after, range(3, 6))
+    assert_models_equal(changing, straight, "cpu")
+
+
+@pytest.mark.parametrize("case", IN_TORCH, ids=lambda case: case.name)
+def test_keys_and_shapes_are_torchs(case: Case) -> None:
+    left, right = build("mixed"), build("mixed")
+    dicts = []
+    for model, make in ((left, partial(ours, case)), (right, partial(theirs, case))):
+        optimizer = make(model.parameters())
+        assert set(optimizer.state_dict()["state"]) == (
+            set(range(len(list(model.parameters())))) if case.torch_kind is optim.Adagrad else set()
+        )
+        steps(model, optimizer, range(2))
+        dicts.append(optimizer.state_dict())
+    ours_dict, theirs_dict = dicts
+    assert ours_dict.keys() == theirs_dict.keys()
+    assert ours_dict["state"].keys() == theirs_dict["state"].keys()
+    for key, state in theirs_dict["state"].items():
+        mine = ours_dict["state"][key]
+        assert list(mine) == list(state)
+        assert {k: (v.shape, v.dtype) for k, v in mine.items()} == {
+            k: (v.shape, v.dtype) for k, v in state.items()
+        }
+    for mine, other in zip(ours_dict["param_groups"], theirs_dict["param_groups"], strict=True):
+        assert set(mine) == set(other)
+
+
+def test_a_saved_file_loads_with_weights_only(where: str, tmp_path: Path) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.AdamW(model.named_parameters(), lr=0.01)
+    steps(model, optimizer, range(2))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    steps(model, optimizer, range(2, 4))
+    resumed = build("mixed", where)
+    again = flatbed.optim.AdamW(resumed.named_parameters(), lr=0.01)
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    resumed.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    steps(resumed, again, range(2, 4))
+    for p, q in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_saving_is_not_larger_than_the_state() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)])
+    optimizer = flatbed.optim.Adam(model.parameters())
+    give_grads(model)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    nbytes = 2 * sum(p.nbytes for p in model.parameters())
+    assert file.tell() < 1.2 * nbytes + 20_000
+
+
+def test_state_shows_views_of_few_buffers(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters())
+    give_grads(model)
+    optimizer.step()
+    for key in ("exp_avg", "exp_avg_sq"):
+        storages = {optimizer.state[p][key].untyped_storage().data_ptr() for p in model.parameters()}
+        assert len(storages) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}])
+def test_loading_does_not_round_moments_to_the_parameters_dtype(where: str, options: Any) -> None:
+    """Torch's own loading would: a bf16 model with fp32 moments loses them at every resumption."""
+    model = build("mixed", where).to(torch.bfloat16)
+    optimizer = flatbed.optim.Adam(model.parameters(), state_dtype=torch.float32, **options)
+    steps(model, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = flatbed.optim.Adam(model.parameters(), **options)
+    again.load_state_dict(saved)
+    for p in model.parameters():
+        for key, value in optimizer.state[p].items():
+            assert again.state[p][key].dtype == torch.float32
+            assert torch.equal(again.state[p][key], value)
+            assert again.state[p][key].data_ptr() != value.data_ptr() or not value.numel()
+
+
+def test_state_dtype_has_the_last_word_on_loading(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters())
+    steps(model, optimizer, range(2))
+    again = flatbed.optim.Adam(model.parameters(), state_dtype=torch.bfloat16)
+    again.load_state_dict(optimizer.state_dict())
+    p = next(model.parameters())
+    assert again.state[p]["exp_avg"].dtype == torch.bfloat16
+    assert again.state[p]["step"].dtype == torch.float32
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.01)
+    steps(model, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    for breakage, error in (
+        (lambda s: s["param_groups"].append(s["param_groups"][0]), ValueError),
+        (lambda s: s["param_groups"][0]["params"].pop(), ValueError),
+        (lambda s: s["param_groups"][0].update(lr=-1.0), ValueError),
+        (lambda s: s["state"][1].update(exp_avg=torch.zeros(3)), flatbed.FlatbedError),
+        (lambda s: s["state"][1].update(exp_avg="nothing"), flatbed.FlatbedError),
+    ):
+        broken = copy.deepcopy(before)
+        breakage(broken)
+        with pytest.raises(error):
+            optimizer.load_state_dict(broken)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        for key, state in before["state"].items():
+            assert all(torch.equal(state[name], after["state"][key][name]) for name in state)
+    steps(model, optimizer, range(2, 3))  # and it goes on
+
+
+def test_hooks_of_state_dicts() -> None:
+    model = build("mixed")
+    optimizer = flatbed.optim.Adam(model.parameters())
+    steps(model, optimizer, range(1))
+    seen: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append("save"))
+    optimizer.register_state_dict_post_hook(lambda o, s: seen.append("saved"))
+    optimizer.register_load_state_dict_pre_hook(lambda o, s: seen.append("load"))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["save", "saved", "load", "loaded"]
+
+
+def test_old_checkpoints_without_newer_options_load() -> None:
+    ours, theirs = build("mixed"), build("mixed")
+    a, b = (
+        flatbed.optim.AdamW(ours.parameters(), lr=0.01),
+        optim.AdamW(theirs.parameters(), lr=0.01, fused=True),
+    )
+    steps(theirs, b, range(2))
+    saved = copy.deepcopy(b.state_dict())
+    saved["param_groups"][0].pop("decoupled_weight_decay", None)
+    for state in saved["state"].values():
+        state["step"] = float(state["step"])
+    ours.load_state_dict(theirs.state_dict())
+    a.load_state_dict(saved)
+    steps(ours, a, range(2, 4))
+    steps(theirs, b, range(2, 4))
+    assert_models_equal(ours, theirs, "cpu")
+
+
+def test_the_first_step_is_known_across_a_checkpoint(where: str) -> None:
+    """SGD's dampening leaves the first step alone: that it is over must be known after loading."""
+    ours, theirs = build("mixed", where), build("mixed", where)
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    a, b = (
+        flatbed.optim.SGD(ours.parameters(), **options),
+        optim.SGD(theirs.parameters(), fused=True, **options),
+    )
+    steps(ours, a, range(1))
+    steps(theirs, b, range(1))
+    again = flatbed.optim.SGD(ours.parameters(), **options)
+    again.load_state_dict(a.state_dict())
+    steps(ours, again, range(1, 3))
+    steps(theirs, b, range(1, 3))
+    assert_models_equal(ours, theirs, where)
+
+
+def test_loading_across_devices_and_strides(where: str) -> None:
+    ours, theirs = build("conv", where), build("conv", "cpu")
+    a, b = (
+        flatbed.optim.Adam(ours.parameters(), lr=0.01),
+        optim.Adam(theirs.parameters(), lr=0.01, fused=True),
+    )
+    steps(theirs, b, range(2))
+    saved = copy.deepcopy(b.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"] = state["exp_avg"].contiguous()
+    ours.load_state_dict(theirs.state_dict())
+    a.load_state_dict(saved)
+    steps(ours, a, range(2, 4))
+    steps(theirs, b, range(2, 4))
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_equal(p.detach().cpu(), q.detach(), where if is_exact(where) else "tolerant")
