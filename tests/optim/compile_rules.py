@@ -56,6 +56,7 @@ def main(names: list[str]) -> None:
             N_COEFFICIENTS=rule.n_coefficients,
             **dict.fromkeys(("CLIP", "NORMED", "SKIPPING", "SCALED"), True),
             LANES=256,
+            PARTIALS=4096,
         )
         counts = [len(re.findall(rf"{op}\.global[.\w:]*\.v4", update)) for op in ("ld", "st")]
         found[name] = {"states": len(rule.state), "loads": counts[0], "stores": counts[1]}

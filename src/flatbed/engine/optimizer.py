@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, repeat
-from operator import is_
+from itertools import chain
 from typing import Any, ClassVar, TypedDict, cast
 
 import torch
@@ -287,7 +286,8 @@ class Optimizer(torch.optim.Optimizer):
         grads = [row.param.grad for row in self._rows]
         if not self._rows:
             return [], []
-        self._watch = Watch([row.param for row in self._rows])
+        addressed = any(stepper.addressed for stepper, _ in self._steppers)
+        self._watch = Watch([row.param for row in self._rows], addressed=addressed)
         self._watch.learn(grads)
         return grads, self._watch.addresses
 
@@ -299,7 +299,8 @@ class Optimizer(torch.optim.Optimizer):
         scaling = None if found_inf is None else Scaling(getattr(self, "grad_scale", None), found_inf)
         if self._versions:
             self._refresh_masters()
-        unordered = cast(Watch, self._watch).unordered
+        watch = cast(Watch, self._watch)
+        unordered = watch.unordered
         if len(self._steppers) == 1:
             stepper = self._steppers[0][0]
             stepper.place(grads, unordered, addresses)
@@ -309,7 +310,7 @@ class Optimizer(torch.optim.Optimizer):
         else:
             self._run_apart(grads, unordered, addresses, scaling)
         aliases = self._aliases
-        if any(map(is_, grads, repeat(None))):
+        if not watch.complete:
             aliases = [alias for alias, grad in zip(aliases, grads, strict=True) if grad is not None]
         torch.autograd.graph.increment_version(aliases)
         if self._versions:

@@ -76,10 +76,11 @@ def addresses_equal() -> Callable[[list[Tensor], list[int], list[int]], bool]:
 
 
 class Watch:
-    """Remembers parameters and gradients: kinds and addresses."""
+    """Remembers parameters and gradients: kinds, and addresses if anyone follows those."""
 
-    def __init__(self, params: list[Tensor]) -> None:
+    def __init__(self, params: list[Tensor], *, addressed: bool) -> None:
         self.params = params
+        self._addressed = addressed
         self.unordered: frozenset[int] = frozenset()
         self._equal = addresses_equal()
         self._positions = list(range(len(params)))
@@ -97,12 +98,14 @@ class Watch:
         Fresh gradients have their parameter's dtype and strides, so that `look` sees if those change. It
         is gradients kept from the last step that would hide a parameter transposed in its own memory.
         """
+        if not self._addressed:
+            return bool(self._params_likeness.check(*self.params))
         # For parameters, a subclass of Tensor, this is faster than `_equal`.
         if list(map(Tensor.data_ptr, self.params)) != self._param_addresses:
             return False
         kept = grads[0] is None or self._first_grad() is grads[0]
         if not kept:
-            self._first_grad = weakref.ref(grads[0])  # type: ignore[arg-type]
+            self._first_grad = weakref.ref(grads[0])
         return not kept or bool(self._params_likeness.check(*self.params))
 
     def look(self, grads: Grads) -> Verdict:
@@ -116,12 +119,20 @@ class Watch:
             if known is None or not known[0].check(*present):
                 return Verdict.NEW
         self.unordered = known[1]
+        if not self._addressed:
+            self._pattern = pattern
+            return Verdict.SAME
         if pattern == self._pattern:
             positions = self._positions if pattern is None else self._positions[: len(present)]
             if self._equal(present, self._grad_addresses, positions):  # type: ignore[arg-type]
                 return Verdict.SAME
         self._note(grads, present, pattern)
         return Verdict.MOVED
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter had a gradient at the last look."""
+        return self._pattern is None
 
     def _note(self, grads: Grads, present: Grads, pattern: tuple[bool, ...] | None) -> None:
         self._pattern = pattern

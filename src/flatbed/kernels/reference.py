@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatbed.kernels.row import NORM, SKIP, SKIPPED, STEPS, Grads, Row, Scaling, Settings, in_order, is_whole
+from flatbed.kernels.row import (
+    NORM,
+    SKIP,
+    SKIPPED,
+    STEPS,
+    Grads,
+    Row,
+    Scaling,
+    Settings,
+    in_order,
+    is_whole,
+    stride_of,
+)
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
-CHUNK_BYTES = 1 << 24  # of gradients, where a step needs copies of them
+CHUNK_BYTES = 1 << 20  # of parameters: what a step makes on the way should not leave the caches
 
 
 @dataclass(slots=True)
@@ -25,10 +36,22 @@ class Bunch:
     fused: bool
     members: list[int]
     scalars: Tensor
+    chunks: dict[tuple[int, ...], list[Chunk]] = field(default_factory=dict)  # of members with gradients
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Some members of a bunch: as much as is updated at once."""
+
+    members: list[int]
+    params: list[Tensor]
+    state: dict[str, list[Tensor]]
 
 
 class TorchStepper:
     """Runs a rule over parameters on one device, with torch's fused CPU kernel where there is one."""
+
+    addressed = False
 
     def __init__(self, rule: Rule, groups: Sequence[Group], rows: list[Row], shared: Tensor) -> None:
         self.rule = rule
@@ -38,7 +61,8 @@ class TorchStepper:
         self.device = rows[0].param.device
         self._grads: Grads = []
         self._norm: Tensor | None = None
-        self._scratch = torch.empty(0, device=self.device)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._copies: dict[tuple[int, ...], list[Tensor]] = {}
         self._bunches = self._build()
 
     def _build(self) -> list[Bunch]:
@@ -125,36 +149,60 @@ class TorchStepper:
         return (None if self.device.type == "cpu" and float(factor) == 1.0 else factor), skip
 
     def _run(self, bunch: Bunch, settings: Settings, scale: Tensor | None, factor: Tensor | None) -> None:
-        present = [column for column, i in enumerate(bunch.members) if self._grads[i] is not None]
+        grads = self._grads
+        present = [column for column, i in enumerate(bunch.members) if grads[i] is not None]
         wide = bunch.wide
         if settings.stochastic_rounding and not wide:
             wide = self.rows[bunch.members[0]].param.dtype == torch.bfloat16
-        copied = wide or scale is not None or factor is not None
+        rule = self.rule.fused if bunch.fused and self.rule.fused else self.rule.reference
+        # Torch's kernels make nothing on the way, so that they may have all at once.
+        at_once = bunch.fused and not (wide or scale is not None or factor is not None)
+        group = _with_number(self.groups[bunch.group])
         for columns, scalars in _alike(bunch.scalars, present):
-            members = [bunch.members[column] for column in columns]
             after = scalars
-            for part in self._chunks(members) if copied else (members,):
-                tensors = self._tensors(bunch, part, wide, scale, factor)
-                rule = self.rule.fused if bunch.fused and self.rule.fused else self.rule.reference
-                after = rule(_with_number(self.groups[bunch.group]), tensors, scalars)
+            for chunk in self._chunks(bunch, columns, at_once):
+                tensors = self._tensors(bunch, chunk, wide, scale, factor)
+                after = rule(group, tensors, scalars)
                 if wide:
-                    self._copy_back(part, tensors, settings)
+                    self._copy_back(chunk, tensors, settings)
             _write(bunch.scalars, columns, after)
 
-    def _tensors(
-        self, bunch: Bunch, members: list[int], wide: bool, scale: Tensor | None, factor: Tensor | None
-    ) -> Tensors:
+    def _chunks(self, bunch: Bunch, columns: list[int], at_once: bool) -> list[Chunk]:
+        key = (at_once, *columns)
+        chunks = bunch.chunks.get(key)
+        if chunks is None:
+            if len(bunch.chunks) >= 16:
+                bunch.chunks.clear()
+            parts: list[list[int]] = [[]]
+            nbytes = 0
+            for column in columns:
+                i = bunch.members[column]
+                if nbytes + self.rows[i].param.nbytes > CHUNK_BYTES and parts[-1] and not at_once:
+                    parts.append([])
+                    nbytes = 0
+                parts[-1].append(i)
+                nbytes += self.rows[i].param.nbytes
+            chunks = bunch.chunks[key] = [self._chunk(part) for part in parts]
+        return chunks
+
+    def _chunk(self, members: list[int]) -> Chunk:
         rows = [self.rows[i] for i in members]
-        params = [row.param for row in rows]
-        grads: list[Tensor] = [self._grads[i] for i in members]  # type: ignore[misc]
         state = {name: [row.state[name] for row in rows] for name in rows[0].state}
+        return Chunk(members, [row.param for row in rows], state)
+
+    def _tensors(
+        self, bunch: Bunch, chunk: Chunk, wide: bool, scale: Tensor | None, factor: Tensor | None
+    ) -> Tensors:
+        params, state = chunk.params, chunk.state
+        grads: list[Tensor] = [self._grads[i] for i in chunk.members]  # type: ignore[misc]
         if wide:
             dtype = torch.promote_types(params[0].dtype, torch.float32)
+            rows = [self.rows[i] for i in chunk.members]
             params = [_wide(row.param, dtype) if row.master is None else row.master for row in rows]
             grads = [grad.to(dtype, copy=True) for grad in grads]
             state = {name: [tensor.to(dtype) for tensor in held] for name, held in state.items()}
-        if not wide and (scale is not None or factor is not None):
-            grads = self._copied(grads)
+        elif scale is not None or factor is not None:
+            grads = self._copied(chunk.members, grads)
         if scale is not None:
             torch._foreach_div_(grads, scale)
         if factor is not None:
@@ -163,19 +211,26 @@ class TorchStepper:
             grads = list(torch._foreach_neg(grads))
         return Tensors(params, grads, state)
 
-    def _copied(self, grads: list[Tensor]) -> list[Tensor]:
+    def _copied(self, members: list[int], grads: list[Tensor]) -> list[Tensor]:
         """Copies in memory that is kept: to get it anew from the system takes longer than the copying."""
-        places = [(math.prod(g.shape), g) for g in grads]
-        n_elements = sum(n for n, _ in places)
-        if self._scratch.dtype != grads[0].dtype or len(self._scratch) < n_elements:
-            self._scratch = torch.empty(n_elements, dtype=grads[0].dtype, device=self.device)
-        pieces = torch.split(self._scratch[:n_elements], [n for n, _ in places])
-        copies = [piece.as_strided(g.shape, g.stride()) for piece, g in zip(pieces, grads, strict=True)]
+        key = tuple(members)
+        copies = self._copies.get(key)
+        if copies is None or copies[0].dtype != grads[0].dtype:
+            nbytes = sum(-(-grad.nbytes // 64) * 64 for grad in grads)
+            if len(self._scratch) < nbytes:
+                self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                self._copies.clear()
+            copies, at = [], 0
+            for i, grad in zip(members, grads, strict=True):
+                place = self._scratch[at : at + grad.nbytes].view(grad.dtype)
+                copies.append(place.as_strided(tuple(grad.shape), stride_of(self.rows[i].param)))
+                at += -(-grad.nbytes // 64) * 64
+            self._copies[key] = copies
         torch._foreach_copy_(copies, grads)
         return copies
 
-    def _copy_back(self, members: list[int], tensors: Tensors, settings: Settings) -> None:
-        for column, i in enumerate(members):
+    def _copy_back(self, chunk: Chunk, tensors: Tensors, settings: Settings) -> None:
+        for column, i in enumerate(chunk.members):
             row, value = self.rows[i], tensors.params[column]
             if settings.stochastic_rounding and row.param.dtype == torch.bfloat16 and row.master is None:
                 value = round_stochastically(value, seed=int(self.shared[STEPS]) * 1_000_003 + i)
@@ -183,19 +238,6 @@ class TorchStepper:
             for name, held in row.state.items():
                 if held is not tensors[name][column]:
                     held.copy_(tensors[name][column])
-
-    def _chunks(self, members: list[int]) -> Iterator[list[int]]:
-        """Copies are made of a few megabytes at a time."""
-        part: list[int] = []
-        nbytes = 0
-        for i in members:
-            part.append(i)
-            nbytes += self.rows[i].param.nbytes
-            if nbytes >= CHUNK_BYTES:
-                yield part
-                part, nbytes = [], 0
-        if part:
-            yield part
 
     def _average(self, decay: float) -> None:
         rows = [row for row in self.rows if row.ema is not None]

@@ -93,6 +93,8 @@ class Stepper(Protocol):
 
     rows: list[Row]
     device: torch.device
+    addressed: bool
+    """Whether it goes by addresses, and not by the tensors themselves."""
 
     @property
     def captured(self) -> bool:

@@ -26,7 +26,8 @@ def reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     sizes = torch._foreach_abs(grads)
     torch._foreach_add_(sizes, group["eps"])
     multiply_(at["exp_inf"], beta2)
-    torch._foreach_maximum_(at["exp_inf"], sizes)
+    for exp_inf, size in zip(at["exp_inf"], sizes, strict=True):
+        torch.maximum(exp_inf, size, out=exp_inf)  # its form for lists makes a copy on the way
     step_size = group["lr"] / (1 - beta1**step)
     torch._foreach_addcdiv_(at.params, at["exp_avg"], at["exp_inf"], value=-step_size)
     return (step,)

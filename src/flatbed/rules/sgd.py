@@ -50,7 +50,8 @@ def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
 
 def fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     """One step by torch's CPU kernel."""
-    if at.params[0].dtype in (torch.bfloat16, torch.float16):  # which it spoils: pytorch/pytorch#191763
+    spoiled = at.params[0].dtype in (torch.bfloat16, torch.float16)  # by it: pytorch/pytorch#191763
+    if spoiled or group["momentum"] == group["weight_decay"] == 0:  # where lists give the same bits, faster
         grads = torch._foreach_neg(at.grads) if group["maximize"] else at.grads
         return reference(group, Tensors(at.params, grads, at.state), scalars)
     options = {name: group[name] for name in (*SGD.rule.numbers, "maximize")}

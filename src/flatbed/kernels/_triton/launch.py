@@ -151,7 +151,7 @@ class Stream:
         """Look where we are. Memory that a foreign stream uses must not be given away before it is done."""
         if self.device.type != "cuda":
             return
-        self.capturing = torch.cuda.is_current_stream_capturing()
+        self.capturing = torch._C._cuda_isCurrentStreamCapturing()
         self.handle = self._current()
         if self.handle != self._home and not self.capturing:
             for tensor in memory():

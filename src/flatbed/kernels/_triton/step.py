@@ -78,7 +78,7 @@ def prepare(
     partials_ptr, scale_ptr, found_inf_ptr, n_partials, max_norm,
     RULE: tl.constexpr, N_SCALARS: tl.constexpr, N_COEFFICIENTS: tl.constexpr,
     CLIP: tl.constexpr, NORMED: tl.constexpr, SKIPPING: tl.constexpr, SCALED: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """What is the same for all elements of a parameter: factor of the gradient, coefficients, step count.
 
@@ -118,9 +118,9 @@ def prepare(
         factor = 1.0 / tl.load(scale_ptr).to(tl.float64)
         skip = tl.load(found_inf_ptr).to(tl.float64)
     if NORMED:
-        many = tl.arange(0, 4 * LANES)
-        total = tl.zeros([4 * LANES], tl.float64)
-        for begin in range(0, n_partials, 4 * LANES):
+        many = tl.arange(0, PARTIALS)  # as many as one launch of `squares` makes at most
+        total = tl.load(partials_ptr + many, mask=many < n_partials, other=0.0)
+        for begin in range(PARTIALS, n_partials, PARTIALS):
             total += tl.load(partials_ptr + begin + many, mask=begin + many < n_partials, other=0.0)
         norm = tl.sqrt(tl.sum(total, 0)) * factor
         if SKIPPING:

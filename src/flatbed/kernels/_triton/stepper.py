@@ -104,6 +104,8 @@ class Launches(NamedTuple):
 class TritonStepper:
     """Runs a rule over parameters on one GPU, or on the CPU under Triton's interpreter."""
 
+    addressed = True
+
     def __init__(self, rule: Rule, groups: Sequence[Group], rows: list[Row], shared: Tensor) -> None:
         self.rule = rule
         self.groups = groups
@@ -317,6 +319,7 @@ class TritonStepper:
             self.rule.n_coefficients,
             *(mode.clip, mode.normed, mode.skipping, mode.scaled),
             LANES,
+            _padded(len(self._partials)),
         )
         fixed = (self._table, tables.grads, tables.numbers, self._coefficients, self.shared, len(self.rows))
         varying = (self._partials, self._one, self._one, len(self._partials), 1.0)
@@ -329,6 +332,11 @@ class TritonStepper:
         constants = (element(self.rule.update), kind.has, *types, kind.master, kind.ema, stochastic, BLOCK)
         memory = (self._table, tables.grads, self._coefficients, self.shared, part.blocks)
         return UPDATE.bind(len(part.blocks), constants, *memory, mode.ema_weight, part.salt)
+
+
+def _padded(n_partials: int) -> int:
+    """How many partial sums are read at once: a power of two."""
+    return min(MAX_PARTIALS, max(16, 1 << (n_partials - 1).bit_length()))
 
 
 def _copy_numbers(numbers: Tensor, on_device: list[tuple[int, Tensor]]) -> None:
