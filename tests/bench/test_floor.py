@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,13 +7,15 @@ import torch
 from torch import Tensor
 
 from flatbed.bench import floor
+from flatbed.bench.check import TOLERANCE
 from flatbed.bench.floor import PRECISIONS, FloorRow, Precision, Setting, copy_speed, floor_ways, run
-from flatbed.bench.rows import FUSED, read_rows, write_rows
+from flatbed.bench.rows import FOREACH, FUSED, LOOP, read_rows, write_rows
 from flatbed.bench.ways import CAPTURED, OPTIM, OPTIMIZERS
 from tests.bench.samples import CPU, TINY
 
 FP32, MIXED = PRECISIONS["fp32"], PRECISIONS["bf16-master"]
 CUDA = torch.device("cuda")
+TORCH = [LOOP, FOREACH, FUSED]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +34,7 @@ def test_every_way_gives_a_row(precision: Precision, tmp_path: Path) -> None:
     setting = Setting(TINY, precision, CPU, steps=3)
     rows = run(setting, progress=stages.append)
     assert len(stages) == setting.n_stages
-    assert [row.way for row in rows] == ([FUSED, OPTIM] if precision is FP32 else [OPTIM])
+    assert [row.way for row in rows] == ([*TORCH, OPTIM] if precision is FP32 else [OPTIM])
     for row in rows:
         assert (row.benchmark, row.model, row.precision) == ("floor", "tiny", precision.name)
         assert (row.n_params, row.n_elements, row.n_samples) == (4, 90, 3)
@@ -50,8 +53,10 @@ def test_every_way_gives_a_row(precision: Precision, tmp_path: Path) -> None:
 
 
 def test_the_ways_are_those_that_can_be_taken() -> None:
-    assert list(floor_ways(Setting(TINY, FP32, CUDA, steps=1))) == [FUSED, OPTIM, CAPTURED]
+    assert list(floor_ways(Setting(TINY, FP32, CUDA, steps=1))) == [*TORCH, OPTIM, CAPTURED]
     assert list(floor_ways(Setting(TINY, MIXED, CUDA, steps=1))) == [OPTIM, CAPTURED]
+    large = replace(TINY, one_at_a_time=True)
+    assert list(floor_ways(Setting(large, FP32, CUDA, steps=1))) == [FUSED, OPTIM, CAPTURED]
 
 
 def never_clipping(
@@ -68,7 +73,7 @@ def test_a_wrong_step_is_marked(precision: Precision, monkeypatch: pytest.Monkey
     assert [row.ok for row in rows if row.way == FUSED] == [True] * (precision is FP32)
     (wrong,) = [row for row in rows if row.way == OPTIM]
     assert not wrong.ok
-    assert wrong.max_rel_error > 5 * precision.tolerance
+    assert wrong.max_rel_error > 5 * TOLERANCE
 
 
 def test_a_copy_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:

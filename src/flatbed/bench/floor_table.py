@@ -8,19 +8,31 @@ from rich.table import Table
 from rich.text import Text
 
 from flatbed.bench.floor import FloorRow
-from flatbed.bench.rows import describe_machine
+from flatbed.bench.rows import FUSED, LOOP, describe_machine
 
-# What a column shows of a row; None where there is nothing to show.
-COLUMNS: dict[str, Callable[[FloorRow], str | None]] = {
-    "GPU time": lambda row: _ms(row.gpu_p50_ms),
-    "wall time": lambda row: _ms(row.wall_p50_ms),
-    "host time": lambda row: _ms(row.host_p50_ms),
-    "× the floor": lambda row: f"{row.ratio_to_floor:.2f}",
-    "vs torch fused": lambda row: None if row.ratio_to_fused is None else f"{1 / row.ratio_to_fused:.2f}×",
-    "memory of a step": lambda row: _size(row.step_memory_bytes),
-    "memory kept": lambda row: _size(row.overhead_bytes),
-    "error": lambda row: f"{row.max_rel_error:.0e}" if row.ok else f"FAILED {row.max_rel_error:.0e}",
+Rows = Sequence[FloorRow]
+# What a column shows of a row among those of its case; None where there is nothing to show.
+COLUMNS: dict[str, Callable[[FloorRow, Rows], str | None]] = {
+    "GPU time": lambda row, case: _ms(row.gpu_p50_ms),
+    "× the floor": lambda row, case: f"{row.ratio_to_floor:.2f}",
+    "speed vs torch fused": lambda row, case: _times(row.ratio_to_fused),
+    "wall time with zero_grad": lambda row, case: _ms(row.wall_p50_ms),
+    "wall vs torch fused": lambda row, case: _wall_against(FUSED, row, case),
+    "wall vs torch loop": lambda row, case: _wall_against(LOOP, row, case),
+    "host time": lambda row, case: _ms(row.host_p50_ms),
+    "memory of a step": lambda row, case: _size(row.step_memory_bytes),
+    "memory kept": lambda row, case: _size(row.overhead_bytes),
+    "error": lambda row, case: f"{row.max_rel_error:.0e}" if row.ok else f"FAILED {row.max_rel_error:.0e}",
 }
+
+
+def _wall_against(way: str, row: FloorRow, case: Rows) -> str | None:
+    other = next((one for one in case if one.way == way), None)
+    return None if other is None else _times(row.wall_p50_ms / other.wall_p50_ms)
+
+
+def _times(ratio: float | None) -> str | None:
+    return None if ratio is None else f"{1 / ratio:.2f}×"
 
 
 def tables(rows: Sequence[FloorRow]) -> list[Table]:
@@ -67,11 +79,11 @@ def _group(rows: Sequence[FloorRow]) -> list[list[FloorRow]]:
 
 
 def _columns(case: Sequence[FloorRow]) -> list[str]:
-    return [name for name, show in COLUMNS.items() if any(show(row) is not None for row in case)]
+    return [name for name, show in COLUMNS.items() if any(show(row, case) is not None for row in case)]
 
 
 def _cells(row: FloorRow, case: Sequence[FloorRow]) -> list[str]:
-    return [COLUMNS[name](row) or "" for name in _columns(case)]
+    return [COLUMNS[name](row, case) or "" for name in _columns(case)]
 
 
 def _describe(row: FloorRow) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, overload
 from flatbed._version import __version__
 
 Part = Literal["optimizer", "step"]
-FUSED, LOOP = "torch fused", "torch loop"
+FUSED, FOREACH, LOOP = "torch fused", "torch foreach", "torch loop"
 PACKAGE = Path(__file__).resolve().parents[1]
 
 

@@ -14,7 +14,7 @@ import flatbed
 import flatbed.optim
 from flatbed.bench.capture import Captured
 from flatbed.bench.models import Batch, Case
-from flatbed.bench.rows import FUSED, LOOP
+from flatbed.bench.rows import FOREACH, FUSED, LOOP
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3
@@ -142,7 +142,7 @@ CAPTURED = f"{OPTIM}, captured"
 # The first is what the others are checked against.
 WAYS: tuple[Way, ...] = (
     Way(LOOP, partial(_torch_way, implementation="loop")),
-    Way("torch foreach", partial(_torch_way, implementation="foreach")),
+    Way(FOREACH, partial(_torch_way, implementation="foreach")),
     Way(FUSED, partial(_torch_way, implementation="fused")),
     Way("flat following", partial(_flat_way, grads="follow")),
     Way("flat following, one call", partial(_flat_way, grads="follow", one_call=True)),
