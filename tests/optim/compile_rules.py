@@ -47,7 +47,8 @@ def main(names: list[str]) -> None:
             HAS=(1 << len(rule.state)) - 1,
             **dict.fromkeys(("PARAM_TYPE", "GRAD_TYPE", "STATE_TYPE", "COMPUTE"), tl.float32),
             **dict.fromkeys(("HAS_MASTER", "HAS_EMA", "STOCHASTIC"), False),
-            BLOCK=1024,
+            VECTOR=4,
+            BLOCK=512,
         )
         ptx(
             step.prepare,

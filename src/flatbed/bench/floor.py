@@ -23,6 +23,7 @@ from flatbed.bench.shadow import Shadow
 from flatbed.bench.ways import CAPTURED, OPTIM, OPTIMIZERS
 
 SEED = 20
+ROUNDS = 5
 WARM_UP_STEPS = 5
 N_COPIES = 20
 COPY_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
@@ -183,17 +184,28 @@ class Result:
 
 
 def run(setting: Setting, *, progress: Progress = lambda stage: None) -> list[FloorRow]:
-    """Measure every way, one after another: a row each."""
+    """Measure every way: a row each."""
     machine = this_machine(setting.device.type)
     with torch.device("meta"):
         shapes = [param.shape for param in setting.case.build().parameters()]
     progress("copy speed")
     speed = copy_speed(setting.device)
-    results = []
-    for name, setup in floor_ways(setting).items():
-        progress(name)
+    # Large models one after another, the rest in turns, so that a busy machine is so for all alike.
+    ways = list(floor_ways(setting).items())
+    crews = [[way] for way in ways] if setting.case.one_at_a_time else [ways]
+    results: list[Result] = []
+    for crew in crews:
         free_memory(setting.device)
-        results.append(_measure(name, setup, setting, shapes))
+        trials = []
+        for name, setup in crew:
+            progress(name)
+            trials.append(Trial(name, setup, setting, shapes))
+        for turn in range(ROUNDS):
+            share = setting.steps * (turn + 1) // ROUNDS - setting.steps * turn // ROUNDS
+            for trial in trials:
+                trial.read(share)
+        results += [trial.finish() for trial in trials]
+        del trials
     free_memory(setting.device)
     return _rows(results, setting, shapes, speed=speed, machine=machine)
 
@@ -209,35 +221,57 @@ def copy_speed(device: torch.device) -> float:
     return 2 * a.nbytes / (1e-3 * statistics.median(readings[WARM_UP_STEPS:]))
 
 
-def _measure(name: str, setup: Setup, setting: Setting, shapes: Sequence[torch.Size]) -> Result:
-    """Times, memory and correctness of one way, on parameters and gradients of its own."""
-    device = setting.device
-    params = _make_params(setting, shapes)
-    max_norm = sum(param.numel() for param in params) ** 0.5  # of gradients whose root mean square is 1
-    shadow = Shadow(params, OPTIMIZERS[OPTIMIZER], max_norm=max_norm)
-    _fill_gradients(params, scale=SCALES[0], seed=SEED)
-    shadow.see_gradients()
-    before = allocated_bytes(device)
-    optimizer, step = setup(params, setting.precision, max_norm)
-    for _ in range(WARM_UP_STEPS):
-        step()
-    synchronize(device)
-    overhead = allocated_bytes(device) - before - _state_bytes(optimizer)
-    step_memory = _step_memory(step, device)
-    caches = _Caches(device)
-    zero = (lambda: None) if isinstance(step, Captured) else optimizer.zero_grad
-    wall, host = _read_wall(step, zero, params, caches, setting)
-    gpu = _read_gpu(step, caches, setting, busy_ms=3 * max(host)) if device.type == "cuda" else []
-    shadow.step(WARM_UP_STEPS + 1 + len(wall) + len(gpu))
-    timed = shadow.compare(optimizer)
-    # Adam is blind to the gradients' scale but not to a change of it: some are to be clipped, some are not.
-    for number, scale in enumerate(SCALES, 1):
-        _fill_gradients(params, scale=scale, seed=SEED + number)
-        shadow.see_gradients()
-        step()
-        shadow.step()
-    deviation = worst([timed, shadow.compare(optimizer)])
-    return Result(name, gpu, wall, host, step_memory, overhead, deviation)
+class Trial:
+    """One way, on parameters and gradients of its own: times, memory and correctness."""
+
+    def __init__(self, name: str, setup: Setup, setting: Setting, shapes: Sequence[torch.Size]) -> None:
+        self._name, self._setting = name, setting
+        self._params = _make_params(setting, shapes)
+        max_norm = sum(param.numel() for param in self._params) ** 0.5  # of gradients of root mean square 1
+        self._shadow = Shadow(self._params, OPTIMIZERS[OPTIMIZER], max_norm=max_norm)
+        _fill_gradients(self._params, scale=SCALES[0], seed=SEED)
+        self._shadow.see_gradients()
+        device = setting.device
+        before = allocated_bytes(device)
+        self._optimizer, self._step = setup(self._params, setting.precision, max_norm)
+        for _ in range(WARM_UP_STEPS):
+            self._step()
+        synchronize(device)
+        self._overhead = allocated_bytes(device) - before - _state_bytes(self._optimizer)
+        self._step_memory = _step_memory(self._step, device)
+        self._caches = _Caches(device)
+        self._wall: list[float] = []
+        self._host: list[float] = []
+        self._gpu: list[float] = []
+        self._n_steps = WARM_UP_STEPS + 1
+
+    def read(self, steps: int) -> None:
+        """Take that many readings of each clock, after a step that is not read."""
+        zero = (lambda: None) if isinstance(self._step, Captured) else self._optimizer.zero_grad
+        self._step()
+        wall, host = _read_wall(self._step, zero, self._params, self._caches, self._setting.device, steps)
+        self._wall += wall
+        self._host += host
+        self._n_steps += 1 + steps
+        if self._setting.device.type == "cuda":
+            busy_ms = 3 * max(self._host)
+            self._gpu += _read_gpu(self._step, self._caches, self._setting.device, steps, busy_ms=busy_ms)
+            self._n_steps += steps
+
+    def finish(self) -> Result:
+        """Compare with fp64."""
+        self._shadow.step(self._n_steps)
+        timed = self._shadow.compare(self._optimizer)
+        # Adam is blind to the scale of gradients but not to a change of it: some are clipped, some are not.
+        for number, scale in enumerate(SCALES, 1):
+            _fill_gradients(self._params, scale=scale, seed=SEED + number)
+            self._shadow.see_gradients()
+            self._step()
+            self._shadow.step()
+        deviation = worst([timed, self._shadow.compare(self._optimizer)])
+        return Result(
+            self._name, self._gpu, self._wall, self._host, self._step_memory, self._overhead, deviation
+        )
 
 
 def _make_params(setting: Setting, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -288,21 +322,21 @@ class _Caches:
 
 
 def _read_wall(
-    step: Step, zero: Step, params: Sequence[Tensor], caches: _Caches, setting: Setting
+    step: Step, zero: Step, params: Sequence[Tensor], caches: _Caches, device: torch.device, steps: int
 ) -> tuple[list[float], list[float]]:
     """Wall times of step and zero_grad, and those until the step returned. Gradients are given, and kept."""
     wall, host = [], []
     grads = [param.grad for param in params]
-    for _ in range(setting.steps):
+    for _ in range(steps):
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         caches.empty()
-        synchronize(setting.device)
+        synchronize(device)
         begin = time.perf_counter()
         step()
         issued = time.perf_counter()
         zero()
-        synchronize(setting.device)
+        synchronize(device)
         wall.append(1e3 * (time.perf_counter() - begin))
         host.append(1e3 * (issued - begin))
     for param, grad in zip(params, grads, strict=True):
@@ -310,13 +344,15 @@ def _read_wall(
     return wall, host
 
 
-def _read_gpu(step: Step, caches: _Caches, setting: Setting, *, busy_ms: float) -> list[float]:
+def _read_gpu(
+    step: Step, caches: _Caches, device: torch.device, steps: int, *, busy_ms: float
+) -> list[float]:
     """GPU times; the device is kept busy for `busy_ms`, so that it never waits for a kernel to be issued."""
     readings = []
-    for _ in range(setting.steps):
+    for _ in range(steps):
         caches.empty()
         torch.cuda._sleep(int(1e-3 * busy_ms * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
-        readings.append(_read_one(step, setting.device))
+        readings.append(_read_one(step, device))
     return readings
 
 

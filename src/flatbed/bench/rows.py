@@ -100,12 +100,14 @@ def git_commit(package: Path = PACKAGE) -> str | None:
 
     A copy of the sources without their history is told its commit by `FLATBED_COMMIT`.
     """
+    if told := os.environ.get("FLATBED_COMMIT"):
+        return told
     top = _git(package, "rev-parse", "--show-toplevel")
     # An environment inside somebody else's checkout must not report that checkout's commit.
     own = top is not None and (Path(top) / "src" / "flatbed").resolve() == package
     commit = _git(package, "rev-parse", "--verify", "--quiet", "HEAD") if own else None
     if not commit:
-        return os.environ.get("FLATBED_COMMIT")
+        return None
     changes = _git(package, "status", "--porcelain", "--untracked-files=no")
     return f"{commit}-dirty" if changes else commit
 

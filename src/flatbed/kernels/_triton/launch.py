@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Kernel:
     never differ in either, so that a compiled form can be launched as it is, with addresses for tensors.
     """
 
-    def __init__(self, function: Any, *, num_warps: int = 4) -> None:
+    def __init__(self, function: Any, *, num_warps: int) -> None:
         self.function = function
         self.num_warps = num_warps
         self.compiled: dict[Any, Any] = {}
@@ -132,6 +133,37 @@ def _c_value(arg: Any) -> Any:
 def address(tensor: Tensor) -> Any:
     """What a launch takes for a tensor."""
     return tensor.data_ptr() if tensor.device.type == "cuda" else tensor
+
+
+@contextmanager
+def outside_of_capture(device: torch.device) -> Iterator[bool]:
+    """What is issued here is done when it ends, though the current stream is capturing.
+
+    Yields whether that can be had: a stream aside, and a thread that may wait for it.
+    """
+    exchange = _exchange_capture_mode()
+    if exchange is None:
+        yield False
+        return
+    mode = ctypes.c_int(2)  # relaxed; it is the thread's own, and put back
+    exchange(ctypes.byref(mode))
+    try:
+        aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(aside):
+            yield True
+        aside.synchronize()
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _exchange_capture_mode() -> Any:
+    if torch.version.cuda is None:
+        return None
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
 
 
 class Stream:

@@ -33,10 +33,12 @@ NUMBERS = tl.constexpr(
 
 
 @triton.jit
-def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address as a pointer; without the hint, loads are not vectorized."""
-    if ALIGNED:
-        result = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+def pointer(address, dtype: tl.constexpr, VECTOR: tl.constexpr):
+    """An address as a pointer. Without a hint of its alignment, loads are not vectorized; with one, each
+    thread gets `VECTOR` elements at a time, which has to be the same for all that are computed together.
+    """
+    if VECTOR > 1:
+        result = tl.multiple_of(address.to(tl.pointer_type(dtype)), VECTOR * (dtype.primitive_bitwidth // 8))
     else:
         result = address.to(tl.pointer_type(dtype))
     return result
@@ -45,7 +47,7 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit(do_not_specialize=["partials_ptr", "n_blocks", "per_program"])
 def squares(
     table_ptr, grads_ptr, blocks_ptr, partials_ptr, n_blocks, per_program,
-    GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of the gradients in `per_program` consecutive blocks.
 
@@ -63,11 +65,11 @@ def squares(
         numel = tl.load(row_ptr + NUMEL)
         if address != 0:
             if (address % 16 == 0) & (start + BLOCK <= numel):
-                g = tl.load(pointer(address, GRAD, True) + (start + lanes)).to(tl.float64)
+                g = tl.load(pointer(address, GRAD, VECTOR) + (start + lanes)).to(tl.float64)
                 total += g * g
             else:
                 at = start + lanes
-                g = tl.load(pointer(address, GRAD, False) + at, mask=at < numel, other=0.0).to(tl.float64)
+                g = tl.load(pointer(address, GRAD, 1) + at, mask=at < numel, other=0.0).to(tl.float64)
                 total += g * g
     tl.store(partials_ptr + program, tl.sum(total, 0))
 
@@ -100,8 +102,8 @@ def prepare(
         tl.load(number_ptr + 7, mask=valid, other=0.5),
         tl.load(number_ptr + 8, mask=valid, other=0.5),
     )
-    first_ptr = pointer(tl.load(row_ptr + SCALARS, mask=valid, other=0), tl.float32, False)
-    second_ptr = pointer(tl.load(row_ptr + (SCALARS + 1), mask=valid, other=0), tl.float32, False)
+    first_ptr = pointer(tl.load(row_ptr + SCALARS, mask=valid, other=0), tl.float32, 1)
+    second_ptr = pointer(tl.load(row_ptr + (SCALARS + 1), mask=valid, other=0), tl.float32, 1)
     first = tl.zeros([LANES], tl.float64)
     second = tl.zeros([LANES], tl.float64)
     if N_SCALARS > 0:
@@ -163,19 +165,19 @@ def update_block(
     RULE: tl.constexpr, HAS: tl.constexpr,
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr,
-    FULL: tl.constexpr, BLOCK: tl.constexpr,
+    FULL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update one block; `FULL`: all of its elements exist and addresses are multiples of 16 bytes."""
     at = start + tl.arange(0, BLOCK)
     mask = None if FULL else at < numel
-    p_ptr = pointer(tl.load(row_ptr + PARAM), PARAM_TYPE, FULL) + at
-    g_ptr = pointer(grad, GRAD_TYPE, FULL) + at
-    master_ptr = pointer(tl.load(row_ptr + MASTER), COMPUTE, True) + at
-    ema_ptr = pointer(tl.load(row_ptr + EMA), COMPUTE, True) + at
-    s0_ptr = pointer(tl.load(row_ptr + STATES), STATE_TYPE, True) + at
-    s1_ptr = pointer(tl.load(row_ptr + (STATES + 1)), STATE_TYPE, True) + at
-    s2_ptr = pointer(tl.load(row_ptr + (STATES + 2)), STATE_TYPE, True) + at
-    s3_ptr = pointer(tl.load(row_ptr + (STATES + 3)), STATE_TYPE, True) + at
+    p_ptr = pointer(tl.load(row_ptr + PARAM), PARAM_TYPE, VECTOR if FULL else 1) + at
+    g_ptr = pointer(grad, GRAD_TYPE, VECTOR if FULL else 1) + at
+    master_ptr = pointer(tl.load(row_ptr + MASTER), COMPUTE, VECTOR) + at
+    ema_ptr = pointer(tl.load(row_ptr + EMA), COMPUTE, VECTOR) + at
+    s0_ptr = pointer(tl.load(row_ptr + STATES), STATE_TYPE, VECTOR) + at
+    s1_ptr = pointer(tl.load(row_ptr + (STATES + 1)), STATE_TYPE, VECTOR) + at
+    s2_ptr = pointer(tl.load(row_ptr + (STATES + 2)), STATE_TYPE, VECTOR) + at
+    s3_ptr = pointer(tl.load(row_ptr + (STATES + 3)), STATE_TYPE, VECTOR) + at
 
     g = tl.load(g_ptr, mask=mask).to(COMPUTE)
     if HAS_MASTER:
@@ -238,11 +240,11 @@ def average_block(
     """The average of a parameter without gradient goes on towards it."""
     at = start + tl.arange(0, BLOCK)
     mask = at < numel
-    ema_ptr = pointer(tl.load(row_ptr + EMA), COMPUTE, False) + at
+    ema_ptr = pointer(tl.load(row_ptr + EMA), COMPUTE, 1) + at
     if HAS_MASTER:
-        now = tl.load(pointer(tl.load(row_ptr + MASTER), COMPUTE, False) + at, mask=mask)
+        now = tl.load(pointer(tl.load(row_ptr + MASTER), COMPUTE, 1) + at, mask=mask)
     else:
-        now = tl.load(pointer(tl.load(row_ptr + PARAM), PARAM_TYPE, False) + at, mask=mask).to(COMPUTE)
+        now = tl.load(pointer(tl.load(row_ptr + PARAM), PARAM_TYPE, 1) + at, mask=mask).to(COMPUTE)
     average = tl.load(ema_ptr, mask=mask)
     tl.store(ema_ptr, average + ema_weight * (now - average), mask=mask)
 
@@ -252,7 +254,8 @@ def update(
     table_ptr, grads_ptr, coefficients_ptr, shared_ptr, blocks_ptr, ema_weight, salt,
     RULE: tl.constexpr, HAS: tl.constexpr,
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr, COMPUTE: tl.constexpr,
-    HAS_MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read gradient, parameter and state once; write parameter and state once."""
     block = tl.program_id(0)
@@ -269,13 +272,13 @@ def update(
                 update_block(
                     row_ptr, grad, coefficient_ptr, shared_ptr, start, numel, ema_weight, salt,
                     RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
-                    HAS_MASTER, HAS_EMA, STOCHASTIC, True, BLOCK,
+                    HAS_MASTER, HAS_EMA, STOCHASTIC, True, VECTOR, BLOCK,
                 )  # fmt: skip
             else:
                 update_block(
                     row_ptr, grad, coefficient_ptr, shared_ptr, start, numel, ema_weight, salt,
                     RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
-                    HAS_MASTER, HAS_EMA, STOCHASTIC, False, BLOCK,
+                    HAS_MASTER, HAS_EMA, STOCHASTIC, False, VECTOR, BLOCK,
                 )  # fmt: skip
         elif HAS_EMA:
             average_block(row_ptr, start, numel, ema_weight, PARAM_TYPE, COMPUTE, HAS_MASTER, BLOCK)
