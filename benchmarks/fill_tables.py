@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from flatbed.bench.rows import read_rows, to_markdown
+from flatbed.bench.report import read, to_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -20,7 +20,7 @@ def filled(text: str) -> str:
     """The page with every table made anew from its rows."""
 
     def table(match: re.Match[str]) -> str:
-        rows = read_rows(ROOT / "benchmarks" / "results" / match["file"])
+        rows = read(ROOT / "benchmarks" / "results" / match["file"])
         return f"{match[1]}{to_markdown(rows).strip()}\n{match[3]}"
 
     return TABLE.sub(table, text)

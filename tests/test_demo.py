@@ -28,8 +28,10 @@ def test_the_demo_ends_with_the_same_numbers(demo: ModuleType, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert "largest difference between any two weights: 0.0\n" in out
     losses = [line.split("loss ")[1] for line in out.splitlines() if " loss " in line]
-    assert len(losses) == 2
+    assert out.count("largest difference between any two weights: 0.0\n") == 2
+    assert len(losses) == 4
     assert losses[0] == losses[1]
+    assert losses[2] == losses[3]
     for part in ("forward", "backward", "clip", "optimizer", "zero_grad", "whole step"):
         assert part in out
 

@@ -169,6 +169,7 @@ def floor(
     device: DeviceOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per way and clock.")] = 20,
     json_path: JsonPath = None,
+    png: PngPath = None,
 ) -> None:
     """Compare a step of Adam that clips with the least time its memory traffic can take."""
     where = _find_device(device)
@@ -180,7 +181,7 @@ def floor(
     title = f"{case.name}, {precision.value} on {where.type}"
     with _progress(title, setting.n_stages) as progress, _out_of_memory():
         rows = bench_floor.run(setting, progress=progress)
-    _report(rows, json_path=json_path, png=None)
+    _report(rows, json_path=json_path, png=png)
     _fail_on([row.way for row in rows if not row.ok])
 
 
@@ -193,15 +194,13 @@ def show(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print markdown tables.")] = False,
     png: PngPath = None,
 ) -> None:
-    """Show stored rows as tables, as markdown or as a chart of steps."""
+    """Show stored rows as tables, as markdown or as a chart."""
     from flatbed.bench import report
 
     try:
         rows = [row for path in files for row in report.read(path)]
         if not report.tables(rows):
             raise ValueError("there are no rows in it")
-        if png and not report.step_rows(rows):
-            raise ValueError("a chart needs rows of `flatbed bench step`, and there are none in it")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="ROWS") from error
     if markdown:
@@ -248,7 +247,7 @@ def _report(
         write_rows(rows, json_path)
         typer.echo(f"wrote {json_path}")
     if png:
-        write_plot(report.step_rows(rows), png)
+        write_plot(rows, png)
         typer.echo(f"wrote {png}")
 
 

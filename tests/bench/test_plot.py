@@ -5,7 +5,7 @@ import pytest
 
 from flatbed.bench import plot
 from flatbed.bench.plot import write_plot
-from tests.bench.samples import four_rows
+from tests.bench.samples import FLOOR_ROW, four_rows
 
 
 def test_a_chart_is_drawn_for_every_case(tmp_path: Path) -> None:
@@ -19,6 +19,20 @@ def test_a_chart_is_drawn_for_every_case(tmp_path: Path) -> None:
     assert large.shape[0] > 1.5 * small.shape[0]
     assert large.shape[1] == small.shape[1]
     assert small.std() > 0.05
+
+
+def test_rows_of_the_floor_are_drawn_with_and_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib import image
+
+    unknown = {"gpu_p20_ms": None, "gpu_p50_ms": None, "gpu_p80_ms": None}
+    fused = replace(FLOOR_ROW, way="torch fused", wall_p50_ms=25.0)
+    write_plot([fused, FLOOR_ROW], tmp_path / "gpu.png")
+    write_plot([replace(row, **unknown) for row in (fused, FLOOR_ROW)], tmp_path / "cpu.png")
+    gpu, cpu = (image.imread(tmp_path / name) for name in ("gpu.png", "cpu.png"))
+    assert gpu.shape == cpu.shape
+    assert gpu.std() > 0.05
+    assert abs(gpu - cpu).max() > 0.5  # one panel instead of two
 
 
 def test_without_matplotlib_the_message_says_how_to_get_it(

@@ -46,7 +46,7 @@ def main(names: list[str]) -> None:
             RULE=element(rule.update),
             HAS=(1 << len(rule.state)) - 1,
             **dict.fromkeys(("PARAM_TYPE", "GRAD_TYPE", "STATE_TYPE", "COMPUTE"), tl.float32),
-            **dict.fromkeys(("HAS_MASTER", "HAS_EMA", "STOCHASTIC"), False),
+            **dict.fromkeys(("HAS_MASTER", "HAS_EMA", "STOCHASTIC", "STOCHASTIC_STATE"), False),
             VECTOR=4,
             BLOCK=512,
         )

@@ -32,6 +32,7 @@ from tests.optim.test_dropin import give_grads
         ({"max_norm": "1"}, "max_norm must be a number ≥ 0, or None for no clipping; found '1'"),
         ({"ema_decay": 1.0}, "ema_decay must be in [0, 1), or None; found 1.0"),
         ({"state_dtype": torch.int8}, "state_dtype must be one of"),
+        ({"state_dtype": torch.float16}, "fp16 is too narrow"),
         ({"master_weights": True, "stochastic_rounding": True}, "choose one"),
     ],
 )
@@ -100,6 +101,13 @@ def test_a_sparse_gradient_stops_the_step_before_anything_moves(where: str, at_f
     give_grads(model)
     optimizer.step()
     assert float(optimizer.state[last]["step"]) == (1 if at_first else 2)
+
+
+def test_stochastic_rounding_of_fp16(where: str) -> None:
+    p = nn.Parameter(torch.zeros(3, dtype=torch.float16, device=where))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(flatbed.FlatbedError, match="use master_weights=True"):
+        flatbed.optim.Adam([p], stochastic_rounding=True).step()
 
 
 def test_expanded_parameters(where: str) -> None:

@@ -82,7 +82,7 @@ def test_skip_nonfinite(where: str) -> None:
         if poisoned:
             bias = dict(model.named_parameters())["inner.0.bias"]
             bias.grad[2] = math.inf if step else math.nan
-            assert optimizer.nonfinite() == ["'inner.0.bias'"]
+            assert optimizer.nonfinite() == ["inner.0.bias"]
             before = [p.clone() for p in model.parameters()]
         optimizer.step()
         if poisoned:

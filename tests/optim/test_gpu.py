@@ -181,6 +181,52 @@ def test_a_captured_step(max_norm: float | None) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+def test_an_eager_step_with_the_gradients_of_a_graph() -> None:
+    p = nn.Parameter(torch.zeros(600, device=CUDA))
+    optimizer = flatbed.optim.SGD([p], lr=1.0)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    p.grad = torch.full_like(p, 2.0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    optimizer.step()
+    assert (p == -3).all()
+    graph.replay()
+    assert (p == -5).all()
+
+
+def test_writes_before_a_capture_reach_the_masters() -> None:
+    p = nn.Parameter(torch.zeros(600, dtype=torch.bfloat16, device=CUDA))
+    optimizer = flatbed.optim.SGD([p], lr=2.0**-12, master_weights=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with torch.no_grad():
+        p.fill_(1.0)
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an empty graph
+        with (
+            pytest.raises(flatbed.FlatbedError, match="refresh_masters"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            optimizer.step()
+    optimizer.refresh_masters()
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for _ in range(15):
+        graph.replay()
+    assert (p == 1 - 2.0**-8).all()  # sixteen steps, each of them lost in bf16 alone
+    with torch.no_grad():
+        p.fill_(2.0)
+    optimizer.refresh_masters()
+    graph.replay()
+    assert (optimizer.state[p]["master_weight"] == 2 - 2.0**-12).all()
+
+
 def test_a_captured_training_step() -> None:
     """Forward, backward, clipping, step and zero_grad in one graph."""
     ours, theirs = small_model(), small_model()
@@ -224,7 +270,7 @@ def test_state_is_not_made_inside_a_graph() -> None:
     give_grads(model)
     torch.cuda.synchronize()
     with (
-        pytest.raises(flatbed.FlatbedError, match="one step before the capture"),
+        pytest.raises(flatbed.FlatbedError, match="one eager step before the capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         optimizer.step()
@@ -392,15 +438,19 @@ def test_a_model_on_two_devices_is_clipped_by_one_norm() -> None:
 
 def test_a_model_that_moves_to_the_gpu_takes_its_state_along() -> None:
     ours, theirs = build("mixed"), build("mixed", CUDA)
-    a, b = flatbed.optim.Adam(ours.parameters(), lr=0.01), optim.Adam(theirs.parameters(), lr=0.01)
-    give_grads(ours, theirs)
-    a.step()
-    b.step()
-    ours.to(CUDA)
-    for step in range(1, 3):
+    a, b = (
+        flatbed.optim.Adam(ours.parameters(), lr=0.01, max_norm=1.0),
+        optim.Adam(theirs.parameters(), lr=0.01),
+    )
+    for step in range(3):
+        if step == 1:
+            ours.to(CUDA)
         give_grads(ours, theirs, seed=step)
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         a.step()
         b.step()
+        torch.testing.assert_close(a.grad_norm.cpu(), norm.cpu())
+        assert a.grad_norm.device == next(ours.parameters()).device
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 

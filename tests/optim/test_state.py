@@ -16,6 +16,7 @@ import flatbed
 from tests.cases import build
 from tests.optim.optimizers import CASES, Case
 from tests.optim.test_dropin import give_grads
+from tests.optim.test_precision import low
 from tests.optim.where import assert_equal, assert_models_equal, is_exact
 
 TORCH = [getattr(optim, name, None) for name in flatbed.optim.__all__]
@@ -121,7 +122,7 @@ def test_state_shows_views_of_few_buffers(where: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}])
 def test_loading_does_not_round_moments_to_the_parameters_dtype(where: str, options: Any) -> None:
     """Torch's own loading would: a bf16 model with fp32 moments loses them at every resumption."""
-    model = build("mixed", where).to(torch.bfloat16)
+    model = build("mixed", where).to(low(where))
     optimizer = flatbed.optim.Adam(model.parameters(), state_dtype=torch.float32, **options)
     steps(model, optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())

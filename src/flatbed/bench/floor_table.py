@@ -38,7 +38,7 @@ def _times(ratio: float | None) -> str | None:
 def tables(rows: Sequence[FloorRow]) -> list[Table]:
     """One table per case and precision."""
     made = []
-    for case in _group(rows):
+    for case in group_floor(rows):
         titles = (_describe(case[0]), describe_machine(case[0].machine))
         table = Table(title=titles[0], caption=titles[1], title_style="bold")
         table.add_column("way", no_wrap=True)
@@ -54,7 +54,7 @@ def tables(rows: Sequence[FloorRow]) -> list[Table]:
 def to_markdown(rows: Sequence[FloorRow]) -> str:
     """A markdown table per case and precision, with the machine under it."""
     made = []
-    for case in _group(rows):
+    for case in group_floor(rows):
         names = _columns(case)
         lines = [
             f"**{_describe(case[0])}**",
@@ -69,7 +69,7 @@ def to_markdown(rows: Sequence[FloorRow]) -> str:
     return "\n\n".join(made) + "\n"
 
 
-def _group(rows: Sequence[FloorRow]) -> list[list[FloorRow]]:
+def group_floor(rows: Sequence[FloorRow]) -> list[list[FloorRow]]:
     """Rows by case, in order of appearance; a later row replaces an earlier one of the same way."""
     cases: dict[tuple[str, ...], dict[str, FloorRow]] = {}
     for row in rows:

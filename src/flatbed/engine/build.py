@@ -15,7 +15,7 @@ from flatbed.engine import checks
 from flatbed.engine.state import State, arenas
 from flatbed.errors import FlatbedError
 from flatbed.kernels.reference import TorchStepper
-from flatbed.kernels.row import Row, Stepper, stride_of
+from flatbed.kernels.row import STEPS, Row, Stepper, stride_of
 from flatbed.layout import overlaps_itself
 from flatbed.rule import Group
 
@@ -57,17 +57,31 @@ class Builder:
             raise FlatbedError(
                 f"parameter {name} is expanded: several of its elements are one place in memory"
             )
+        if self.optimizer.settings.stochastic_rounding and param.dtype == torch.float16:
+            raise FlatbedError(
+                f"stochastic_rounding is for bf16; parameter {name} is fp16: use master_weights=True for it"
+            )
         self._add_tensors(row, group, held)
         self._add_scalars(row, group, held)
-        if self.optimizer.master_weights and param.dtype in LOW:
+        # What is missing in a checkpoint starts at the weights of the first step, which may be loaded later.
+        if self.optimizer.master_weights and param.dtype in LOW and (MASTER in held or not self.anew):
             self._want(row, MASTER, held.get(MASTER), torch.float32, param, _setter(row, "master"))
-        if self.optimizer.settings.ema_decay is not None:
+        if self.optimizer.settings.ema_decay is not None and (EMA in held or not self.anew):
             dtype = torch.promote_types(param.dtype, torch.float32)
             self._want(row, EMA, held.get(EMA), dtype, param, _setter(row, "ema"))
         self.rows.append(row)
 
     def _add_tensors(self, row: Row, group: Group, held: dict[str, Any]) -> None:
-        names = self.optimizer.rule.state_names(group)
+        rule = self.optimizer.rule
+        names = rule.state_names(group)
+        if any(held.get(key) is not None for key in (*rule.state, *rule.scalars)):
+            for name in names:
+                if rule.state[name] is None and held.get(name) is None:
+                    found = ", ".join(map(repr, held))
+                    raise FlatbedError(
+                        f"the state of parameter {row.name} lacks '{name}' and has {found}: it is another "
+                        f"optimizer's. Clear it (`del optimizer.state[p]`) to begin anew"
+                    )
         dtype = self._state_dtype(row, [held[name] for name in names if isinstance(held.get(name), Tensor)])
         for name in names:
             first = self.optimizer.rule.first_value(self.optimizer.defaults, name)
@@ -80,7 +94,7 @@ class Builder:
             return self.optimizer.state_dtype
         if self.optimizer.master_weights and row.param.dtype in LOW:
             return torch.float32
-        dtype = held[0].dtype if held else row.param.dtype
+        dtype = row.param.dtype
         for other in held:
             dtype = torch.promote_types(dtype, other.dtype)
         return dtype
@@ -92,7 +106,8 @@ class Builder:
             if name.startswith("_"):
                 value = held.hidden.get(name) if known else None  # type: ignore[attr-defined]
                 if value is None:  # state from elsewhere has been through a step
-                    value = float(any(isinstance(held.get(key), Tensor) for key in row.state))
+                    known_state = (held.get(key) for key in self.optimizer.rule.state)
+                    value = float(any(isinstance(old, Tensor) for old in known_state))
             if value is None:
                 value = self.optimizer.rule.first_value(self.optimizer.defaults, name)
             row.scalars[name] = row.param  # keeps the order of names
@@ -117,6 +132,10 @@ class Builder:
             raise FlatbedError(
                 f"state '{key}' of parameter {row.name} should be a tensor; found {type(old).__name__}"
             )
+        if old is not None and not old.is_floating_point():
+            raise FlatbedError(
+                f"state '{key}' of parameter {row.name} is {old.dtype}, and no number with a point"
+            )
         if old is not None and tuple(old.shape) != shape:
             raise FlatbedError(
                 f"state '{key}' of parameter {row.name} has shape {tuple(old.shape)}, the parameter {shape}"
@@ -134,14 +153,6 @@ class Builder:
         """Make all that is missing."""
         if not self.wants:
             return
-        if (
-            any(want.device.type == "cuda" for want in self.wants)
-            and torch.cuda.is_current_stream_capturing()
-        ):
-            raise FlatbedError(
-                "the optimizer's state would be made inside a CUDA graph, and anew at every replay: take one "
-                "step before the capture, with gradients for all parameters that are to be trained"
-            )
         made = arenas([((want.key, want.dtype, want.device), want.shape, want.stride) for want in self.wants])
         for want, tensor in zip(self.wants, made, strict=True):
             if isinstance(want.value, Tensor):
@@ -178,7 +189,9 @@ def keep_state(states: Any, row: Row) -> None:
         if value is not None:
             shown[key] = value
     held = states.get(row.param, {})
-    shown.update({key: value for key, value in held.items() if key not in shown})
+    # A master or an average that is not kept up would overwrite newer weights one day.
+    rest = {key: value for key, value in held.items() if key not in shown and key not in (MASTER, EMA)}
+    shown.update(rest)
     if not shown:
         return
     if not isinstance(held, State) or held.flag is not states.flag:
@@ -194,8 +207,12 @@ def steppers_for(optimizer: Optimizer) -> list[tuple[Stepper, list[int]]]:
     for i, row in enumerate(optimizer._rows):
         devices.setdefault(row.param.device, []).append(i)
     made: list[tuple[Stepper, list[int]]] = []
+    start = torch.zeros(4, dtype=torch.float64, device="cpu")
+    start[STEPS] = optimizer._rounds
+    before = next(iter(optimizer._shared.values()), start)
+    optimizer._shared = {d: optimizer._shared.get(d, before.to(d, copy=True)) for d in devices}
     for device, held in devices.items():
-        shared = optimizer._shared.setdefault(device, torch.zeros(4, dtype=torch.float64, device=device))
+        shared = optimizer._shared[device]
         kind = _stepper_kind(device)
         made.append(
             (kind(optimizer.rule, optimizer.param_groups, [optimizer._rows[i] for i in held], shared), held)

@@ -8,17 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from flatbed.engine import checks
 from flatbed.engine.state import Flag, States
+from flatbed.kernels.row import STEPS
 
 if TYPE_CHECKING:
     from flatbed.engine.optimizer import Optimizer
 
 
-def plain(state_dict: dict[str, Any]) -> dict[str, Any]:
+ROUNDS = "rounding_steps"  # a key beside torch's: how often has been rounded by chance
+
+
+def plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The same with ordinary dicts, which `torch.load(weights_only=True)` accepts."""
     state = {
         key: dict(value) if isinstance(value, dict) else value for key, value in state_dict["state"].items()
     }
-    return {**state_dict, "state": state}
+    made = {**state_dict, "state": state}
+    if optimizer.settings.stochastic_rounding or optimizer.settings.stochastic_state:
+        made[ROUNDS] = max((int(shared[STEPS]) for shared in optimizer._shared.values()), default=0)
+    return made
 
 
 def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -33,7 +40,10 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if replaced is not None:
             state_dict = replaced
     groups = optimizer.param_groups
-    saved = [{**optimizer.defaults, **copy.deepcopy(group)} for group in state_dict["param_groups"]]
+    saved = [
+        {**optimizer.defaults, **copy.deepcopy(group), **optimizer.fixed}
+        for group in state_dict["param_groups"]
+    ]
     _check_sizes(groups, saved)
     for group in saved:
         checks.check_group(group)
@@ -53,6 +63,10 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         optimizer.state, optimizer.param_groups = before
         optimizer._watch = None
         raise
+    optimizer._watch = None  # what the checkpoint lacks is made at the next step
+    optimizer._rounds = float(state_dict.get(ROUNDS, 0))
+    for shared in optimizer._shared.values():
+        shared[STEPS] = optimizer._rounds
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from flatbed.errors import FlatbedError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def _not_negative(value: float) -> bool:
@@ -73,9 +75,9 @@ def _check_number(name: str, value: Any, good: Callable[[float], bool], range_: 
                 raise ValueError(f"only lr may be a tensor on a GPU; found {name} on {value.device}")
             return  # reading it would wait for the GPU
         value = value.item()
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, numbers.Real):  # numpy's too
         raise TypeError(f"{name} must be a number; found {value!r}")
-    if math.isnan(value) or not good(value):
+    if math.isnan(value) or not good(float(value)):
         raise ValueError(f"{name} must be {range_}; found {value}")
 
 
@@ -122,7 +124,7 @@ def check_grad(param: Tensor, grad: Tensor, name: str) -> None:
 
 def check_max_norm(max_norm: Any) -> None:
     """Zero is allowed, as in torch; infinity only measures."""
-    if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm >= 0):
+    if max_norm is not None and not (isinstance(max_norm, numbers.Real) and float(max_norm) >= 0):
         raise ValueError(f"max_norm must be a number ≥ 0, or None for no clipping; found {max_norm!r}")
 
 
@@ -138,8 +140,9 @@ def check_settings(
     check_max_norm(max_norm)
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ValueError(f"ema_decay must be in [0, 1), or None; found {ema_decay!r}")
-    if state_dtype is not None and state_dtype not in DTYPES:
-        raise ValueError(f"state_dtype must be one of {', '.join(map(str, DTYPES))}; found {state_dtype!r}")
+    if state_dtype is not None and state_dtype not in STATE_DTYPES:
+        allowed = ", ".join(map(str, STATE_DTYPES))
+        raise ValueError(f"state_dtype must be one of {allowed} (fp16 is too narrow); found {state_dtype!r}")
     if master_weights and stochastic_rounding:
         raise ValueError(
             "master_weights=True keeps what stochastic_rounding=True would leave to chance: choose one"

@@ -43,6 +43,8 @@ class Optimizer(torch.optim.Optimizer):
     """What the optimizers have in common. Derived classes bring a `rule` and a constructor."""
 
     rule: ClassVar[Rule]
+    fixed: ClassVar[dict[str, Any]] = {}
+    """Options that no checkpoint may change."""
     _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf
 
     def __init__(
@@ -67,7 +69,8 @@ class Optimizer(torch.optim.Optimizer):
             master_weights=master_weights,
             stochastic_rounding=stochastic_rounding,
         )
-        self.settings = Settings(max_norm, skip_nonfinite, stochastic_rounding, ema_decay)
+        rounded_state = state_dtype == torch.bfloat16
+        self.settings = Settings(max_norm, skip_nonfinite, stochastic_rounding, rounded_state, ema_decay)
         self.master_weights = master_weights
         self.state_dtype = state_dtype
         self._forget()
@@ -86,11 +89,13 @@ class Optimizer(torch.optim.Optimizer):
         self._flag = Flag()
         self._kinds: list[int] = []
         self._known_groups: list[Any] = []
-        self._aliases: list[Tensor] = []
+        self._known_list: Any = None
+        self._sentinels: list[tuple[Tensor, int]] = []
         self._retired: list[Stepper] = []  # captured graphs still read their tables
         self._shared: dict[torch.device, Tensor] = {}
         self._versions: list[int] = []
         self._on_loan = False
+        self._rounds = 0.0  # how often had been rounded by chance before a checkpoint was loaded
 
     # ---- torch's interface
 
@@ -133,7 +138,11 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             grads, addresses = self._look()
             if self._rows:
-                self._run(grads, addresses)
+                try:
+                    self._run(grads, addresses)
+                except BaseException:
+                    self._watch = None  # whatever was on its way may not have arrived
+                    raise
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -147,7 +156,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State by torch's keys and in torch's format: `torch.optim` can load it."""
-        return checkpoint.plain(super().state_dict())
+        return checkpoint.plain(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's; nothing changes if it does not fit."""
@@ -160,6 +169,8 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.update(self.fixed)
 
     # ---- what torch's optimizers do not have
 
@@ -190,9 +201,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def nonfinite(self) -> list[str]:
         """Names of the parameters whose gradients are not finite at present. Waits for the GPU."""
-        named = [(name, p.grad) for name, p in self._names(self.param_groups) if p.grad is not None]
-        good = [bool(torch.isfinite(g).all()) for _, g in named]
-        return [name for (name, _), fine in zip(named, good, strict=True) if not fine]
+        bad: list[str] = []
+        for name, param in self._names(self.param_groups):
+            if param.grad is None or bool(torch.isfinite(param.grad).all()):
+                continue
+            owner = getattr(param, "_owner", None)  # a flat parameter's, which knows the names inside
+            bad += [name.strip("'")] if owner is None else owner.nonfinite()
+        return list(dict.fromkeys(bad))
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
@@ -201,6 +216,10 @@ class Optimizer(torch.optim.Optimizer):
             raise FlatbedError("there is no average: build the optimizer with ema_decay=0.999, for example")
         if self._on_loan:
             raise FlatbedError("ema_weights() inside ema_weights(): the model holds the averages already")
+        with torch.no_grad():
+            if self._watch is None:
+                self._rebuild()
+            self._follow_writes()
         averaged = [(row.param, row.ema) for row in self._rows if row.ema is not None]
         trained = [param.detach().clone() for param, _ in averaged]
         with torch.no_grad():
@@ -233,7 +252,7 @@ class Optimizer(torch.optim.Optimizer):
         if watch is None:
             return self._rebuild()
         grads = [p.grad for p in watch.params]
-        if not self._unchanged(watch, grads):
+        if not self._unchanged(watch):
             return self._rebuild()
         verdict = watch.look(grads)
         if verdict is Verdict.NEW:
@@ -245,24 +264,31 @@ class Optimizer(torch.optim.Optimizer):
             watch.learn(grads)
         return grads, None if verdict is Verdict.SAME else watch.addresses
 
-    def _unchanged(self, watch: Watch, grads: Grads) -> bool:
+    def _unchanged(self, watch: Watch) -> bool:
         """Whether rows and tables still describe the parameters and their state."""
         return (
             self.state is self._known_state
             and not self._flag.raised
+            and self.param_groups is self._known_list
             and len(self.param_groups) == len(self._known_groups)
             and all(
                 group["params"] is known
                 for group, known in zip(self.param_groups, self._known_groups, strict=True)
             )
             and self._kinds == [self.rule.has(group) for group in self.param_groups]
-            and watch.params_unchanged(grads)
+            and watch.params_unchanged()
+            and all(tensor.data_ptr() == address for tensor, address in self._sentinels)
             and all(p.grad is None for p in self._idle)
         )
 
     @torch.no_grad()
     def _rebuild(self, *, everything: bool = False, anew: bool = False) -> tuple[Grads, list[int]]:
         """Give every parameter that has a gradient or state its row, and every device its tables."""
+        if any(p.is_cuda for p in self._all_params()) and torch.cuda.is_current_stream_capturing():
+            raise FlatbedError(
+                "take one eager step before the capture, with gradients for all parameters that are to be "
+                "trained: state and tables would be made inside the graph, and anew at every replay"
+            )
         states = self.state if isinstance(self.state, States) else States(Flag(), self.state)
         self.state, self._flag = states, states.flag
         for group in self.param_groups:
@@ -277,12 +303,16 @@ class Optimizer(torch.optim.Optimizer):
         for row in self._rows:
             keep_state(self.state, row)
         self._kinds = [self.rule.has(group) for group in self.param_groups]
+        self._known_list = self.param_groups
+        # State that is moved by `.data = …`, to the host and back for example, is moved as a whole.
+        ends = [self._rows[0], self._rows[-1]] if self._rows else []
+        self._sentinels = [(t, t.data_ptr()) for row in ends for t in row.state.values()]
         self._known_groups = [group["params"] for group in self.param_groups]
         self._known_state = self.state
         self._flag.raised = False
+        if not anew:  # the weights may be loaded after the optimizer
+            self._take_over([row for row in self._rows if row.master is not None])
         self._note_versions()
-        # A detached tensor shares its parameter's version, and torch converts it faster than a parameter.
-        self._aliases = [row.param.detach() for row in self._rows]
         grads = [row.param.grad for row in self._rows]
         if not self._rows:
             return [], []
@@ -295,24 +325,25 @@ class Optimizer(torch.optim.Optimizer):
         self._versions = [row.param._version for row in self._rows if row.master is not None]
 
     def _run(self, grads: Grads, addresses: list[int] | None) -> None:
-        found_inf = getattr(self, "found_inf", None)
-        scaling = None if found_inf is None else Scaling(getattr(self, "grad_scale", None), found_inf)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scaling = None if scale is None and found_inf is None else Scaling(scale, found_inf)
         if self._versions:
-            self._refresh_masters()
+            self._follow_writes()
         watch = cast(Watch, self._watch)
         unordered = watch.unordered
         if len(self._steppers) == 1:
             stepper = self._steppers[0][0]
+            scaling = None if scaling is None else scaling.to(stepper.device)
             stepper.place(grads, unordered, addresses)
             if self.settings.normed:
                 stepper.squares(self.settings, scaling)
             stepper.update(self.settings, scaling, None)
         else:
             self._run_apart(grads, unordered, addresses, scaling)
-        aliases = self._aliases
+        moved = watch.params
         if not watch.complete:
-            aliases = [alias for alias, grad in zip(aliases, grads, strict=True) if grad is not None]
-        torch.autograd.graph.increment_version(aliases)
+            moved = [param for param, grad in zip(moved, grads, strict=True) if grad is not None]
+        torch.autograd.graph.increment_version(moved)
         if self._versions:
             self._note_versions()
 
@@ -333,12 +364,42 @@ class Optimizer(torch.optim.Optimizer):
             together = torch.cat([s.to(device) for s in squares]) if squares else None
             stepper.update(self.settings, None if scaling is None else scaling.to(device), together)
 
-    def _refresh_masters(self) -> None:
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Let the masters follow parameters that were written to.
+
+        Steps do so by themselves. Only writes that autograd does not see (`p.data.copy_(…)`) and writes
+        before the capture or between the replays of a CUDA graph need it.
+        """
+        if self._watch is None:
+            self._rebuild()
+        self._take_over([row for row in self._rows if row.master is not None])
+        self._note_versions()
+
+    def _follow_writes(self) -> None:
         """A parameter that was written to since the last step has the last word."""
         masters = [row for row in self._rows if row.master is not None]
-        for row, version in zip(masters, self._versions, strict=True):
-            if row.param._version != version:
-                cast(Tensor, row.master).copy_(row.param)
+        written = [
+            row
+            for row, version in zip(masters, self._versions, strict=True)
+            # A flat parameter's version tells nothing of writes to its views.
+            if row.param._version != version or type(row.param) not in (Tensor, nn.Parameter)
+        ]
+        if not written:
+            return
+        if any(row.param.is_cuda for row in written) and torch.cuda.is_current_stream_capturing():
+            raise FlatbedError(
+                "parameters were written to since the last step, and their fp32 masters would follow at "
+                "every replay: call optimizer.refresh_masters() before the capture"
+            )
+        self._take_over(written)
+
+    @staticmethod
+    def _take_over(rows: list[Row]) -> None:
+        """Where a parameter is not its master, rounded, the parameter counts."""
+        for row in rows:
+            master = cast(Tensor, row.master)
+            master.copy_(torch.where(master.to(row.param.dtype) == row.param, master, row.param.float()))
 
 
 def _unhooked(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -52,7 +51,7 @@ def _guards(tensors: Sequence[Tensor]) -> Any:
 @functools.cache
 def _guards_work() -> bool:
     """It is torch's private affair, and may become another one: it has to prove that it sees differences."""
-    known = torch.zeros(2, 2)
+    known = torch.zeros(2, 2, device="cpu")
     others = [
         known.t(),
         known.half(),
@@ -64,7 +63,9 @@ def _guards_work() -> bool:
     ]
     try:
         guards = _guards([known])
-        return guards.check(torch.ones(2, 2)) and not any(guards.check(other) for other in others)
+        return guards.check(torch.ones(2, 2, device="cpu")) and not any(
+            guards.check(other) for other in others
+        )
     except Exception:
         return False
 
@@ -90,23 +91,13 @@ class Watch:
         self._pattern: tuple[bool, ...] | None = None
         self._grad_addresses: list[int] = []
         self.addresses: list[int] = []
-        self._first_grad: Callable[[], Tensor | None] = lambda: None
 
-    def params_unchanged(self, grads: Grads) -> bool:
-        """Whether every parameter lies where it lay, with the same dtype and strides.
-
-        Fresh gradients have their parameter's dtype and strides, so that `look` sees if those change. It
-        is gradients kept from the last step that would hide a parameter transposed in its own memory.
-        """
-        if not self._addressed:
-            return bool(self._params_likeness.check(*self.params))
+    def params_unchanged(self) -> bool:
+        """Whether every parameter lies where it lay, with the same dtype, shape and strides."""
         # For parameters, a subclass of Tensor, this is faster than `_equal`.
-        if list(map(Tensor.data_ptr, self.params)) != self._param_addresses:
+        if self._addressed and list(map(Tensor.data_ptr, self.params)) != self._param_addresses:
             return False
-        kept = grads[0] is None or self._first_grad() is grads[0]
-        if not kept:
-            self._first_grad = weakref.ref(grads[0])
-        return not kept or bool(self._params_likeness.check(*self.params))
+        return bool(self._params_likeness.check(*self.params))
 
     def look(self, grads: Grads) -> Verdict:
         """Compare with the last look. `addresses` are set then, as a step takes them."""
@@ -154,5 +145,3 @@ class Watch:
             self._patterns.clear()
         self._patterns[pattern] = likeness(present), self.unordered
         self._note(grads, present, pattern)
-        if grads[0] is not None:
-            self._first_grad = weakref.ref(grads[0])

@@ -105,13 +105,13 @@ class TorchStepper:
         for g in self._grads:
             if g is not None:
                 grads.setdefault(g.dtype, []).append(g)
-        norms: list[Tensor] = []
+        norms = [torch.zeros((), device=self.device)] if not grads else []
         for dtype, held in grads.items():
-            if scaling is not None and scaling.scale is not None:
-                held = list(torch._foreach_div(held, scaling.scale))
             wide = torch.promote_types(dtype, torch.float32)  # a norm is not rounded to the gradients' dtype
-            norms += [*torch._foreach_norm(held, 2.0, dtype=wide)]
+            norms += torch._foreach_norm(held, 2.0, dtype=wide)
         self._norm = torch.linalg.vector_norm(torch.stack(norms))
+        if scaling is not None and scaling.scale is not None:
+            self._norm = self._norm / scaling.scale.squeeze()
         return self._norm.double().square().reshape(1)
 
     def update(self, settings: Settings, scaling: Scaling | None, squares: Tensor | None) -> None:
@@ -120,6 +120,7 @@ class TorchStepper:
         self.shared[SKIP] = float(skip)
         self.shared[SKIPPED] += float(skip)
         if skip:
+            self._grads = []
             return
         scale = None if scaling is None else scaling.scale
         for bunch in self._bunches:
@@ -132,7 +133,7 @@ class TorchStepper:
         self, settings: Settings, scaling: Scaling | None, squares: Tensor | None
     ) -> tuple[Tensor | None, bool]:
         """What gradients are multiplied with to clip them; and whether the step is skipped."""
-        skip = scaling is not None and bool(scaling.found_inf)
+        skip = scaling is not None and scaling.found_inf is not None and bool(scaling.found_inf)
         if not settings.normed:
             return None, skip
         norm = self._norm
@@ -152,8 +153,10 @@ class TorchStepper:
         grads = self._grads
         present = [column for column, i in enumerate(bunch.members) if grads[i] is not None]
         wide = bunch.wide
-        if settings.stochastic_rounding and not wide:
-            wide = self.rows[bunch.members[0]].param.dtype == torch.bfloat16
+        first = self.rows[bunch.members[0]]
+        if first.param.dtype.itemsize < 4 and not wide:
+            # Scaled gradients are large so that, in their own dtype, unscaled ones would vanish.
+            wide = settings.stochastic_rounding or settings.stochastic_state or scale is not None
         rule = self.rule.fused if bunch.fused and self.rule.fused else self.rule.reference
         # Torch's kernels make nothing on the way, so that they may have all at once.
         at_once = bunch.fused and not (wide or scale is not None or factor is not None)
@@ -233,11 +236,17 @@ class TorchStepper:
         for column, i in enumerate(chunk.members):
             row, value = self.rows[i], tensors.params[column]
             if settings.stochastic_rounding and row.param.dtype == torch.bfloat16 and row.master is None:
-                value = round_stochastically(value, seed=int(self.shared[STEPS]) * 1_000_003 + i)
+                value = round_stochastically(value, seed=self._seed(i))
             row.param.copy_(value)
-            for name, held in row.state.items():
-                if held is not tensors[name][column]:
-                    held.copy_(tensors[name][column])
+            for bit, (name, held) in enumerate(row.state.items()):
+                new = tensors[name][column]
+                if settings.stochastic_state and held.dtype == torch.bfloat16:
+                    new = round_stochastically(new, seed=self._seed(i) + 7919 * (bit + 1))
+                if held is not new:
+                    held.copy_(new)
+
+    def _seed(self, row: int) -> int:
+        return int(self.shared[STEPS]) * 1_000_003 + row
 
     def _average(self, decay: float) -> None:
         rows = [row for row in self.rows if row.ema is not None]

@@ -67,6 +67,8 @@ class Settings:
     max_norm: float | None = None
     skip_nonfinite: bool = False
     stochastic_rounding: bool = False
+    stochastic_state: bool = False
+    """Round bf16 state by chance: a second moment that moves by a thousandth would else not move at all."""
     ema_decay: float | None = None
 
     @property
@@ -80,12 +82,14 @@ class Scaling:
     """What a GradScaler hands over."""
 
     scale: Tensor | None
-    found_inf: Tensor
+    found_inf: Tensor | None
 
     def to(self, device: torch.device) -> Scaling:
         """The same, on the device of a step."""
-        scale = None if self.scale is None else self.scale.to(device, non_blocking=True)
-        return Scaling(scale, self.found_inf.to(device, non_blocking=True))
+        scale, found_inf = (
+            None if t is None else t.to(device, non_blocking=True) for t in (self.scale, self.found_inf)
+        )
+        return Scaling(scale, found_inf)
 
 
 class Stepper(Protocol):

@@ -43,7 +43,7 @@ def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
 
 def fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     """One step by torch's CPU kernel."""
-    steps = [torch.tensor(scalars[0] + 1)] * len(at.params)
+    steps = [torch.tensor(scalars[0] + 1, device="cpu")] * len(at.params)
     options = {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
     torch._fused_adagrad_(at.params, at.grads, at["sum"], steps, **options)
     return (scalars[0] + 1,)
@@ -87,3 +87,8 @@ class Adagrad(Optimizer):
         **extras: Unpack[Extras],
     ) -> None:
         super().__init__(params, locals(), **extras)
+
+    def share_memory(self) -> None:
+        """Let other processes see the state, as torch's Adagrad does."""
+        for state in self.state.values():
+            state["sum"].share_memory_()

@@ -24,6 +24,7 @@ class AdamW(Optimizer):
     """
 
     rule = Adam.rule
+    fixed = {"decoupled_weight_decay": True}  # noqa: RUF012
 
     def __init__(
         self,
@@ -41,4 +42,4 @@ class AdamW(Optimizer):
         fused: bool | None = None,
         **extras: Unpack[Extras],
     ) -> None:
-        super().__init__(params, {**locals(), "decoupled_weight_decay": True}, **extras)
+        super().__init__(params, {**locals(), **self.fixed}, **extras)

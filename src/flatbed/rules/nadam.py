@@ -23,7 +23,8 @@ def reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     lr, (beta1, beta2), step = group["lr"], group["betas"], scalars[0] + 1
     grads = update_moments_(group, at)
     mu, mu_next = (beta1 * (1.0 - 0.5 * (0.96 ** (t * group["momentum_decay"]))) for t in (step, step + 1))
-    mu_product = (torch.tensor(scalars[1], dtype=torch.float32) * mu).item()  # rounded as torch rounds it
+    so_far = torch.tensor(scalars[1], dtype=torch.float32, device="cpu")
+    mu_product = (so_far * mu).item()  # rounded as torch rounds it
     denominator = torch._foreach_div(at["exp_avg_sq"], 1 - beta2**step)
     torch._foreach_sqrt_(denominator)
     torch._foreach_add_(denominator, group["eps"])

@@ -11,5 +11,6 @@ TensorList = list[Tensor] | tuple[Tensor, ...]
 def multiply_(tensors: TensorList, factor: float | Tensor) -> None:
     """`Tensor.mul_` on each of these tensors, which are all of one dtype."""
     if tensors[0].dtype in (torch.bfloat16, torch.float16) and not isinstance(factor, Tensor):
-        factor = torch.tensor(factor, dtype=torch.float32)  # a number would be rounded to 8 bits first
+        # A number would be rounded to 8 bits first.
+        factor = torch.tensor(factor, dtype=torch.float32, device="cpu")
     torch._foreach_mul_(tensors, factor)

@@ -136,8 +136,8 @@ def address(tensor: Tensor) -> Any:
 
 
 @contextmanager
-def outside_of_capture(device: torch.device) -> Iterator[bool]:
-    """What is issued here is done when it ends, though the current stream is capturing.
+def outside_of_capture(device: torch.device, after: torch.cuda.Event | None) -> Iterator[bool]:
+    """What is issued here, after an event, is done when it ends, though the current stream is capturing.
 
     Yields whether that can be had: a stream aside, and a thread that may wait for it.
     """
@@ -150,6 +150,8 @@ def outside_of_capture(device: torch.device) -> Iterator[bool]:
     try:
         aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(aside):
+            if after is not None:
+                aside.wait_event(after)
             yield True
         aside.synchronize()
     finally:

@@ -150,11 +150,10 @@ def prepare(
 
 
 @triton.jit
-def round_stochastically(x, seed, at):
-    """fp32 → bf16, up or down with probabilities that make the expectation exact."""
+def round_stochastically(x, noise):
+    """fp32 → bf16, up or down with probabilities that make the expectation exact; 16 bits of noise."""
     bits = x.to(tl.uint32, bitcast=True)
-    noise = tl.randint(seed, at).to(tl.uint32, bitcast=True) & 0xFFFF
-    rounded = ((bits + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    rounded = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     # Nothing may be carried into the bits of inf and nan.
     return tl.where((bits & 0x7F800000) == 0x7F800000, x, rounded).to(tl.bfloat16)
 
@@ -164,7 +163,7 @@ def update_block(
     row_ptr, grad, coefficient_ptr, shared_ptr, start, numel, ema_weight, salt,
     RULE: tl.constexpr, HAS: tl.constexpr,
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr, COMPUTE: tl.constexpr,
-    HAS_MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr,
+    HAS_MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_STATE: tl.constexpr,
     FULL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update one block; `FULL`: all of its elements exist and addresses are multiples of 16 bytes."""
@@ -209,18 +208,33 @@ def update_block(
     g *= tl.load(coefficient_ptr).to(COMPUTE)
     p, state = RULE(p, g, (s0, s1, s2, s3), c, HAS)
 
-    if HAS & 1:
-        tl.store(s0_ptr, state[0].to(STATE_TYPE), mask=mask)
-    if HAS & 2:
-        tl.store(s1_ptr, state[1].to(STATE_TYPE), mask=mask)
-    if HAS & 4:
-        tl.store(s2_ptr, state[2].to(STATE_TYPE), mask=mask)
-    if HAS & 8:
-        tl.store(s3_ptr, state[3].to(STATE_TYPE), mask=mask)
+    if STOCHASTIC or STOCHASTIC_STATE:
+        place = tl.load(row_ptr + FIRST_BLOCK) * BLOCK + at
+        seed = (tl.load(shared_ptr + STEPS).to(tl.int64) * 64 + salt) * 4
+    if STOCHASTIC_STATE:
+        noise = tl.randint(seed + 1, place).to(tl.uint32, bitcast=True)  # enough for two
+        more = noise
+        if HAS & 12:
+            more = tl.randint(seed + 2, place).to(tl.uint32, bitcast=True)
+        if HAS & 1:
+            tl.store(s0_ptr, round_stochastically(state[0], noise), mask=mask)
+        if HAS & 2:
+            tl.store(s1_ptr, round_stochastically(state[1], noise >> 16), mask=mask)
+        if HAS & 4:
+            tl.store(s2_ptr, round_stochastically(state[2], more), mask=mask)
+        if HAS & 8:
+            tl.store(s3_ptr, round_stochastically(state[3], more >> 16), mask=mask)
+    else:
+        if HAS & 1:
+            tl.store(s0_ptr, state[0].to(STATE_TYPE), mask=mask)
+        if HAS & 2:
+            tl.store(s1_ptr, state[1].to(STATE_TYPE), mask=mask)
+        if HAS & 4:
+            tl.store(s2_ptr, state[2].to(STATE_TYPE), mask=mask)
+        if HAS & 8:
+            tl.store(s3_ptr, state[3].to(STATE_TYPE), mask=mask)
     if STOCHASTIC:
-        first = tl.load(row_ptr + FIRST_BLOCK) * BLOCK
-        seed = tl.load(shared_ptr + STEPS).to(tl.int64) + salt
-        rounded = round_stochastically(p, seed, first + at)
+        rounded = round_stochastically(p, tl.randint(seed, place).to(tl.uint32, bitcast=True))
     else:
         rounded = p.to(PARAM_TYPE)
     tl.store(p_ptr, rounded, mask=mask)
@@ -254,7 +268,7 @@ def update(
     table_ptr, grads_ptr, coefficients_ptr, shared_ptr, blocks_ptr, ema_weight, salt,
     RULE: tl.constexpr, HAS: tl.constexpr,
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr, COMPUTE: tl.constexpr,
-    HAS_MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr,
+    HAS_MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_STATE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read gradient, parameter and state once; write parameter and state once."""
@@ -272,13 +286,13 @@ def update(
                 update_block(
                     row_ptr, grad, coefficient_ptr, shared_ptr, start, numel, ema_weight, salt,
                     RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
-                    HAS_MASTER, HAS_EMA, STOCHASTIC, True, VECTOR, BLOCK,
+                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, True, VECTOR, BLOCK,
                 )  # fmt: skip
             else:
                 update_block(
                     row_ptr, grad, coefficient_ptr, shared_ptr, start, numel, ema_weight, salt,
                     RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
-                    HAS_MASTER, HAS_EMA, STOCHASTIC, False, VECTOR, BLOCK,
+                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, False, VECTOR, BLOCK,
                 )  # fmt: skip
         elif HAS_EMA:
             average_block(row_ptr, start, numel, ema_weight, PARAM_TYPE, COMPUTE, HAS_MASTER, BLOCK)

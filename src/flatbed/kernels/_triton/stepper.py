@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,15 +81,15 @@ class Mode(NamedTuple):
     skipping: bool
     scaled: bool
     stochastic: bool
+    stochastic_state: bool
     ema_weight: float
 
     @staticmethod
     def of(settings: Settings, scaling: Scaling | None) -> Mode:
         weight = 1.0 - (settings.ema_decay or 0.0)
         clip, skipping = settings.max_norm is not None, settings.skip_nonfinite
-        return Mode(
-            clip, settings.normed, skipping, scaling is not None, settings.stochastic_rounding, weight
-        )
+        by_chance = settings.stochastic_rounding, settings.stochastic_state
+        return Mode(clip, settings.normed, skipping, scaling is not None, *by_chance, weight)
 
 
 class Tables:
@@ -111,6 +112,19 @@ class Launches(NamedTuple):
     update: list[Callable[..., None]]
 
 
+def _on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Launches go to the current device; with several of them, that may be another one."""
+
+    @functools.wraps(method)
+    def there(self: TritonStepper, *args: Any) -> Any:
+        if self.device.type != "cuda" or torch._C._cuda_getDevice() == self.device.index:
+            return method(self, *args)
+        with torch.cuda.device(self.device):
+            return method(self, *args)
+
+    return there
+
+
 class TritonStepper:
     """Runs a rule over parameters on one GPU, or on the CPU under Triton's interpreter."""
 
@@ -129,7 +143,7 @@ class TritonStepper:
         self._table, self._parts = self._build()
         self._tables = self._make_tables()
         self._coefficients = self._zeros(len(rows), 1 + MAX_NUMBERS)
-        self._one = torch.ones(1, device=self.device)
+        self._one, self._zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
         self._constant = (
             address(self._partials),
             address(self._one),
@@ -139,8 +153,10 @@ class TritonStepper:
         self._uploaded: list[tuple[float, ...]] = []
         self._launches: dict[Mode, Launches] = {}
         self._spare: list[tuple[Tables, Tables]] = []
+        self._replenished: torch.cuda.Event | None = None
         self._captured: list[tuple[Tables, Tables]] = []
         self._now: Grads = ()
+        self._stale = True
 
     # ---- tables
 
@@ -194,6 +210,7 @@ class TritonStepper:
     def captured(self) -> bool:
         return bool(self._captured)
 
+    @_on_its_device
     def place(self, grads: Grads, unordered: frozenset[int], addresses: list[int] | None) -> None:
         self._stream.enter(self._memory)
         if unordered:
@@ -202,15 +219,17 @@ class TritonStepper:
                 if (grad := grads[i]) is not None:
                     grads[i] = in_order(self.rows[i].param, grad)
         self._now = grads  # copies must live until they have been read
-        if unordered or (self._stream.capturing and addresses is None):
+        if unordered or (addresses is None and (self._stream.capturing or self._stale)):
             addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
         if addresses is not None:
             for i in self._empty:
                 addresses[i] = 0 if grads[i] is None else EMPTY
+            self._stale = True  # until they are there: a captured step has a table of its own
             if self._stream.capturing:
                 self._stage(addresses)
             else:
                 self._upload(self._tables.grads, addresses)
+                self._stale = False
 
     def _memory(self) -> list[Tensor]:
         """All that the launches read and write beside parameters, gradients and state."""
@@ -227,7 +246,8 @@ class TritonStepper:
 
     def _upload(self, to: Tensor, values: Any) -> None:
         # Pinned memory goes back to its pool only when the copy has been made.
-        source = torch.empty(to.shape, dtype=to.dtype, pin_memory=to.device.type == "cuda")
+        pinned = to.device.type == "cuda"
+        source = torch.empty(to.shape, dtype=to.dtype, device="cpu", pin_memory=pinned)
         source.numpy()[...] = values
         to.copy_(source, non_blocking=True)
 
@@ -235,14 +255,14 @@ class TritonStepper:
         """Tables for the graph being captured, filled from memory that stays as it is at every replay."""
         if not self._spare:
             raise FlatbedError(
-                f"{CAPTURES} steps have been captured in CUDA graphs since the last one outside of a graph: "
-                f"take an eager step in between"
+                f"take an eager step before this capture: one is needed after every change of parameters or "
+                f"state, and after {CAPTURES} captures"
             )
         own, staging = self._spare.pop()
         values, on_device = self._read_numbers()
         staging.grads.numpy()[...] = addresses
         staging.numbers.numpy()[...] = values
-        with outside_of_capture(self.device) as outside:
+        with outside_of_capture(self.device, self._replenished) as outside:
             if outside:  # now, once and for all
                 own.memory.copy_(staging.memory, non_blocking=True)
         if not outside:  # at every replay
@@ -272,11 +292,13 @@ class TritonStepper:
 
     # ---- launches
 
+    @_on_its_device
     def squares(self, settings: Settings, scaling: Scaling | None) -> Tensor:
         for launch in self._ready(settings, scaling).squares:
             launch(self._stream.handle)
         return self._partials
 
+    @_on_its_device
     def update(self, settings: Settings, scaling: Scaling | None, squares: Tensor | None) -> None:
         launches, stream = self._ready(settings, scaling), self._stream.handle
         if not self._stream.capturing:
@@ -295,13 +317,15 @@ class TritonStepper:
     def _varying(self, scaling: Scaling | None, squares: Tensor | None) -> tuple[Any, ...]:
         partials = self._partials if squares is None else squares
         scale = self._one if scaling is None or scaling.scale is None else scaling.scale
-        found_inf = self._one if scaling is None else scaling.found_inf
+        found_inf = self._zero if scaling is None or scaling.found_inf is None else scaling.found_inf
         return address(partials), address(scale), address(found_inf), len(partials)
 
     def _replenish(self) -> None:
         """What a capture needs, and cannot get while it lasts, is kept ready."""
-        while len(self._spare) < CAPTURES and self.device.type == "cuda":
-            self._spare.append((self._make_tables(), self._make_staging()))
+        if len(self._spare) < CAPTURES and self.device.type == "cuda":
+            while len(self._spare) < CAPTURES:
+                self._spare.append((self._make_tables(), self._make_staging()))
+            self._replenished = torch.cuda.current_stream(self.device).record_event()
 
     def _ready(self, settings: Settings, scaling: Scaling | None) -> Launches:
         mode = Mode.of(settings, scaling)
@@ -343,7 +367,8 @@ class TritonStepper:
         kind = part.kind
         stochastic = mode.stochastic and kind.param == torch.bfloat16 and not kind.master
         types = (TYPES[dtype] for dtype in (kind.param, kind.grad, kind.state, kind.compute))
-        options = (kind.master, kind.ema, stochastic)
+        stochastic_state = mode.stochastic_state and kind.state == torch.bfloat16
+        options = (kind.master, kind.ema, stochastic, stochastic_state)
         constants = (element(self.rule.update), kind.has, *types, *options, kind.vector, BLOCK)
         memory = (self._table, tables.grads, self._coefficients, self.shared, part.blocks)
         return UPDATE.bind(len(part.blocks), constants, *memory, mode.ema_weight, part.salt)
