@@ -64,7 +64,11 @@ def train(
 
 
 def check(case: Case, device: str, *, steps: int, dtype: torch.dtype = torch.float32, floor: int = 1) -> None:
-    """No worse than one and a half times the error of torch's loop, or `floor` ulp of the largest element."""
+    """No worse than one and a half times the error of torch's loop.
+
+    State, and parameters in other dtypes than fp32, may be off by `floor` ulp of the largest element more:
+    torch's own error is zero in places.
+    """
     exact_lr = {"lr": float(case.options["lr"])} if "lr" in case.options else {}
     exact, exact_numbers = train(
         case.theirs, device, steps=steps, dtype=torch.float64, given=dtype, foreach=False, **exact_lr
@@ -76,7 +80,8 @@ def check(case: Case, device: str, *, steps: int, dtype: torch.dtype = torch.flo
     for name, value in exact.items():
         error, allowed = ((side[name].double() - value).abs().max().item() for side in (ours, loop))
         ulp = torch.finfo(dtype).eps * value.abs().max().item()
-        assert error <= 1.5 * allowed + floor * ulp, (
+        slack = 0 if name == "parameters" and dtype == torch.float32 else floor
+        assert error <= 1.5 * allowed + slack * ulp, (
             f"{name}: {error / ulp:.2f} ulp, torch {allowed / ulp:.2f}"
         )
 
