@@ -123,11 +123,12 @@ class Optimizer(torch.optim.Optimizer):
             or torch.autograd.profiler._is_profiler_enabled
         ):
             return _hooked_step(self, closure) if closure is not None else _hooked_step(self)
+        if torch.compiler.is_compiling():
+            return _untraced_step(self, closure)
         return self._step(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it, hooks or not
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
@@ -402,8 +403,10 @@ class Optimizer(torch.optim.Optimizer):
             master.copy_(torch.where(master.to(row.param.dtype) == row.param, master, row.param.float()))
 
 
-def _unhooked(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _untraced_step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """A step inside of what is being compiled: nothing in it is for tracing."""
     return self._step(closure)
 
 
-_hooked_step = torch.optim.Optimizer.profile_hook_step(_unhooked)
+_hooked_step = torch.optim.Optimizer.profile_hook_step(_untraced_step)
