@@ -119,6 +119,17 @@ def test_state_shows_views_of_few_buffers(where: str) -> None:
         assert len(storages) == 1
 
 
+def test_step_counts_lie_side_by_side(kernel_device: str) -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)]).to(kernel_device)
+    optimizer = flatbed.optim.NAdam(model.parameters())
+    give_grads(model)
+    optimizer.step()
+    for key in ("step", "mu_product"):
+        storages = [optimizer.state[p][key].untyped_storage() for p in model.parameters()]
+        assert len({storage.data_ptr() for storage in storages}) == 1
+        assert storages[0].nbytes() == 4 * 40
+
+
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}])
 def test_loading_does_not_round_moments_to_the_parameters_dtype(where: str, options: Any) -> None:
     """Torch's own loading would: a bf16 model with fp32 moments loses them at every resumption."""

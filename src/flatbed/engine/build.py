@@ -153,8 +153,14 @@ class Builder:
         """Make all that is missing."""
         if not self.wants:
             return
-        made = arenas([((want.key, want.dtype, want.device), want.shape, want.stride) for want in self.wants])
-        for want, tensor in zip(self.wants, made, strict=True):
+        numbers = [want for want in self.wants if want.key in self.optimizer.rule.scalars]
+        tensors = [want for want in self.wants if want.key not in self.optimizer.rule.scalars]
+        made = [
+            tensor
+            for wants in (numbers, tensors)
+            for tensor in arenas([((w.key, w.dtype, w.device), w.shape, w.stride) for w in wants])
+        ]
+        for want, tensor in zip(numbers + tensors, made, strict=True):
             if isinstance(want.value, Tensor):
                 tensor.copy_(want.value, non_blocking=True)
             elif want.value != 0:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flatbed.layout import Spec, plan
+from flatbed.layout import ALIGNMENT, Spec, plan
 
 
 class Flag:
@@ -94,9 +94,9 @@ Kind = tuple[str, torch.dtype, torch.device]
 
 
 def arenas(wanted: Sequence[tuple[Kind, tuple[int, ...], tuple[int, ...]]]) -> list[Tensor]:
-    """Zeros of these kinds, shapes and strides, as views of few large buffers."""
+    """Zeros of these kinds, shapes and strides, as views of few large buffers; numbers lie side by side."""
     specs = [Spec(kind[0], shape, stride, kind[1].itemsize, kind) for kind, shape, stride in wanted]
-    layout = plan(specs)
+    layout = plan(specs, alignment=ALIGNMENT if any(shape for _, shape, _ in wanted) else 1)
     buffers = []
     for buffer in layout.buffers:
         kind = cast(Kind, buffer.key)
