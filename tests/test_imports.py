@@ -48,6 +48,25 @@ def test_imports_point_one_way() -> None:
     assert seen > 10
 
 
+def test_triton_is_imported_in_one_folder() -> None:
+    """Elsewhere only for the eyes of type checkers."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for_types = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "triton" for name in names) and id(node) not in for_types:
+                found.add(path.parent.relative_to(SOURCE).as_posix())
+    assert found == {"kernels/_triton"}
+
+
 def test_every_part_has_a_rank() -> None:
     parts = {
         p.stem if p.suffix == ".py" else p.name for p in SOURCE.iterdir() if p.suffix == ".py" or p.is_dir()
