@@ -254,8 +254,10 @@ def test_any_parameters(data: st.DataObject) -> None:
 # ---- the check itself
 
 
-@pytest.mark.parametrize("wrong", [w for w in WRONG if w.part == "reference"], ids=str)
+@pytest.mark.parametrize("wrong", [w for w in WRONG if w.part != "kernel"], ids=str)
 def test_wrong_rules_are_caught(wrong: Wrong, tmp_path: Any) -> None:
-    case = broken(wrong, tmp_path).without_fused()
+    case = broken(wrong, tmp_path)
+    if wrong.part == "reference":
+        case = case.without_fused()
     with pytest.raises(AssertionError):
         check(case, "frozen")
