@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def start(script: str, *args: str) -> str:
 
 def test_ddp_with_two_processes(tmp_path: Path) -> None:
     out = start("ddp.py", str(tmp_path / "store"))
-    assert out.count("same") == 12
+    assert out.count("same") == 16
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -81,6 +82,31 @@ def test_accelerates_loop(grads: str, when: str) -> None:
         return model
 
     assert_same(run(None), run(grads))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_kernel_optimizers_in_accelerates_loop() -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def run(make: Any, **options: Any) -> nn.Module:
+        torch.manual_seed(0)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        data = torch.utils.data.DataLoader(torch.randn(48, 4), batch_size=4)
+        optimizer = make(model.parameters(), lr=0.01, **options)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+        model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+        for x in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).pow(2).mean())
+                if accelerator.sync_gradients and not hasattr(optimizer.optimizer, "max_norm"):
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        return model
+
+    assert_same(run(torch.optim.AdamW, fused=True), run(flatbed.optim.AdamW, max_norm=0.1))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -29,13 +29,17 @@ def train(rank: int, mode: str | None, bucket_view: bool, accumulate: bool) -> l
         parameters = flatbed.ContiguousParams(model.parameters())
         params: Any = parameters.contiguous()
         flat = parameters.flat
-    elif mode is not None:
+    elif mode not in (None, "fused", "optim"):
         flat = flatbed.FlatParams(model, grads=mode)  # type: ignore[arg-type]
         params = flat.parameters()
     else:
         flat, params = None, model.parameters()
     ddp = DDP(model, gradient_as_bucket_view=bucket_view)
-    optimizer = torch.optim.Adam(params, lr=0.01, foreach=False)
+    if mode == "optim":
+        optimizer: torch.optim.Optimizer = flatbed.optim.Adam(params, lr=0.01, max_norm=0.1)
+    else:
+        implementation = {"fused": True} if mode == "fused" else {"foreach": False}
+        optimizer = torch.optim.Adam(params, lr=0.01, **implementation)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(rank)
     for i in range(STEPS):
         x = torch.randn(4, 6, generator=generator)
@@ -44,7 +48,9 @@ def train(rank: int, mode: str | None, bucket_view: bool, accumulate: bool) -> l
                 ddp(x).pow(2).mean().backward()
             continue
         ddp(x).pow(2).mean().backward()
-        if flat is None:
+        if mode == "optim":
+            pass  # it clips by itself
+        elif flat is None:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         else:
             flat.clip_grad_norm_(0.1)
@@ -62,7 +68,9 @@ def worker(rank: int, store: str) -> None:
     for bucket_view in (False, True):
         for accumulate in (False, True):
             expected = train(rank, None, bucket_view, accumulate)
-            for mode in ("follow", "bound", "compat"):
+            for mode in ("follow", "bound", "compat", "optim"):
+                if mode == "optim":
+                    expected = train(rank, "fused", bucket_view, accumulate)
                 got = train(rank, mode, bucket_view, accumulate)
                 for a, b in zip(expected, got, strict=True):
                     assert torch.equal(a, b), (mode, bucket_view, accumulate, (a - b).abs().max())
