@@ -105,7 +105,7 @@ def table_of(runs: list[Run]) -> Table:
     table = Table(title=f"Milliseconds per step, median of {STEPS}", title_style="bold")
     table.add_column("")
     for run in runs:
-        table.add_column(run.name, justify="right")
+        table.add_column(run.name.replace(".", "\n."), justify="right")
     for part in PARTS:
         table.add_row(part, *(f"{run.milliseconds(part):.2f}" for run in runs))
     table.add_section()

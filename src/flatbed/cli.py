@@ -95,6 +95,8 @@ def _drawable(path: Path | None) -> Path | None:
 
         if not have_matplotlib():
             raise typer.BadParameter(MISSING)
+        if path.suffix.lower() not in (".png", ".svg", ".pdf", ".jpg"):
+            raise typer.BadParameter(f"a chart is a .png, .svg, .pdf or .jpg file; found {path.name!r}")
     return _in_existing_folder(path)
 
 

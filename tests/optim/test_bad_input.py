@@ -31,6 +31,7 @@ from tests.optim.test_dropin import give_grads
         ({"max_norm": math.nan}, "max_norm must be"),
         ({"max_norm": "1"}, "max_norm must be a number ≥ 0, or None for no clipping; found '1'"),
         ({"ema_decay": 1.0}, "ema_decay must be in [0, 1), or None; found 1.0"),
+        ({"ema_decay": "x"}, "ema_decay must be in [0, 1), or None; found 'x'"),
         ({"state_dtype": torch.int8}, "state_dtype must be one of"),
         ({"state_dtype": torch.float16}, "fp16 is too narrow"),
         ({"master_weights": True, "stochastic_rounding": True}, "choose one"),
@@ -62,6 +63,7 @@ def test_a_bad_group_is_not_added() -> None:
     optimizer = flatbed.optim.Adam([first])
     for group in (
         {"params": [second], "lr": -1.0},
+        {"params": [second], "max_norm": 1.0},
         {"params": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]},
         {"params": [first]},
     ):

@@ -244,3 +244,40 @@ def test_loading_across_devices_and_strides(where: str) -> None:
     steps(theirs, b, range(2, 4))
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert_equal(p.detach().cpu(), q.detach(), where if is_exact(where) else "tolerant")
+
+
+@pytest.mark.parametrize(
+    ("source", "into"),
+    [
+        (optim.SGD, flatbed.optim.AdamW),
+        (optim.AdamW, flatbed.optim.SGD),
+        (optim.AdamW, flatbed.optim.Lion),
+        (optim.Adam, flatbed.optim.NAdam),
+        (optim.RMSprop, flatbed.optim.AdamW),
+        (optim.Adam, flatbed.optim.RMSprop),
+    ],
+)
+def test_checkpoints_of_other_optimizers_are_refused(source: Any, into: Any) -> None:
+    model = build("mixed")
+    theirs = source(model.parameters(), lr=0.1, **({"momentum": 0.9} if source is optim.SGD else {}))
+    steps(model, theirs, range(1))
+    optimizer = into(model.parameters(), lr=0.01)
+    with pytest.raises(flatbed.FlatbedError, match=f"another optimizer than {into.__name__}"):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert not optimizer.state_dict()["state"]
+
+
+def test_what_is_no_state_dict_of_an_optimizer() -> None:
+    model = build("mixed")
+    optimizer = flatbed.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match="found no state and no param_groups among 'scale'"):
+        optimizer.load_state_dict(model.state_dict())
+
+
+def test_repr_shows_what_was_asked_for() -> None:
+    model = build("mixed")
+    text = repr(flatbed.optim.Adam(model.parameters(), max_norm=1.0, master_weights=True))
+    assert "max_norm: 1.0" in text
+    assert "master_weights: True" in text
+    assert "All groups" not in repr(flatbed.optim.Adam(model.parameters()))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatbed.engine import checks
-from flatbed.engine.state import State, arenas
+from flatbed.engine.state import EMA, MASTER, State, arenas
 from flatbed.errors import FlatbedError
 from flatbed.kernels.reference import TorchStepper
 from flatbed.kernels.row import STEPS, Row, Stepper, stride_of
@@ -22,7 +22,6 @@ from flatbed.rule import Group
 if TYPE_CHECKING:
     from flatbed.engine.optimizer import Optimizer
 
-MASTER, EMA = "master_weight", "ema"  # keys of state that torch does not have
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -61,6 +60,8 @@ class Builder:
             raise FlatbedError(
                 f"stochastic_rounding is for bf16; parameter {name} is fp16: use master_weights=True for it"
             )
+        if self.anew:
+            self._refuse_foreign(row, held)
         self._add_tensors(row, group, held)
         self._add_scalars(row, group, held)
         # What is missing in a checkpoint starts at the weights of the first step, which may be loaded later.
@@ -70,6 +71,19 @@ class Builder:
             dtype = torch.promote_types(param.dtype, torch.float32)
             self._want(row, EMA, held.get(EMA), dtype, param, _setter(row, "ema"))
         self.rows.append(row)
+
+    def _refuse_foreign(self, row: Row, held: dict[str, Any]) -> None:
+        """A checkpoint has the keys of its optimizer: all of them, and no others."""
+        rule = self.optimizer.rule
+        shown = [name for name in rule.scalars if not name.startswith("_")]
+        odd = [key for key in held if key not in (*rule.state, *shown, MASTER, EMA)]
+        lacking = [name for name in shown if held.get(name) is None] if set(held) - {MASTER, EMA} else []
+        if odd or lacking:
+            what = f"has {', '.join(map(repr, odd))}" if odd else f"lacks {', '.join(map(repr, lacking))}"
+            raise FlatbedError(
+                f"the checkpoint's state of parameter {row.name} {what}: it is of another optimizer than "
+                f"{type(self.optimizer).__name__}"
+            )
 
     def _add_tensors(self, row: Row, group: Group, held: dict[str, Any]) -> None:
         rule = self.optimizer.rule

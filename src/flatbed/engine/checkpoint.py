@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from flatbed.engine import checks
-from flatbed.engine.state import Flag, States
+from flatbed.engine.state import EMA, MASTER, Flag, States
 from flatbed.kernels.row import STEPS
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     Tensors are copied into the optimizer's own memory in the dtype they come in (or in `state_dtype`):
     torch's own loading would cast fp32 moments down to a bf16 parameter's dtype.
     """
+    if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
+        raise ValueError(
+            f"an optimizer's state dict has 'state' and 'param_groups'; found no {' and no '.join(missing)} "
+            f"among {', '.join(map(repr, list(state_dict)[:6]))}"
+        )
     state_dict = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = hook(optimizer, state_dict)
@@ -55,6 +61,7 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         new["params"] = group["params"]
         if "param_names" in group:
             new.setdefault("param_names", group["param_names"])
+    _warn_of_losses(optimizer, state_dict)
     before = optimizer.state, optimizer.param_groups
     optimizer.state, optimizer.param_groups = states, saved
     try:
@@ -69,6 +76,19 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         shared[STEPS] = optimizer._rounds
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def _warn_of_losses(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """One forgotten argument on resumption would lose an average of weeks."""
+    found = {key for value in state_dict["state"].values() if isinstance(value, dict) for key in value}
+    kept = {MASTER: optimizer.master_weights, EMA: optimizer.settings.ema_decay is not None}
+    options = {MASTER: "master_weights=True", EMA: "ema_decay=…"}
+    if lost := [key for key in kept if key in found and not kept[key]]:
+        warnings.warn(
+            f"the checkpoint has {' and '.join(map(repr, lost))}, which this optimizer does not keep: build "
+            f"it with {' and '.join(options[key] for key in lost)} to go on with it",
+            stacklevel=4,
+        )
 
 
 def _members(groups: list[dict[str, Any]]) -> chain[Any]:

@@ -131,14 +131,14 @@ def check_max_norm(max_norm: Any) -> None:
 def check_settings(
     *,
     max_norm: float | None,
-    ema_decay: float | None,
+    ema_decay: Any,
     state_dtype: torch.dtype | None,
     master_weights: bool,
     stochastic_rounding: bool,
 ) -> None:
     """The options that torch's optimizers do not have."""
     check_max_norm(max_norm)
-    if ema_decay is not None and not 0 <= ema_decay < 1:
+    if ema_decay is not None and not (isinstance(ema_decay, numbers.Real) and 0 <= float(ema_decay) < 1):
         raise ValueError(f"ema_decay must be in [0, 1), or None; found {ema_decay!r}")
     if state_dtype is not None and state_dtype not in STATE_DTYPES:
         allowed = ", ".join(map(str, STATE_DTYPES))

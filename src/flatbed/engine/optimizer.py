@@ -101,6 +101,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own."""
+        if own := [name for name in param_group if name in Extras.__annotations__]:
+            raise ValueError(
+                f"{', '.join(own)}: an option of the whole optimizer, not of a param group; found in a group"
+            )
         merged = {**self.defaults, **{k: v for k, v in param_group.items() if k != "params"}}
         checks.check_group(merged)
         n_before = len(self.param_groups)
@@ -162,6 +166,13 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's; nothing changes if it does not fit."""
         checkpoint.load(self, state_dict)
+
+    def __repr__(self) -> str:
+        extras = {name: getattr(self.settings, name) for name in self.settings.__slots__}
+        extras |= {"master_weights": self.master_weights, "state_dtype": self.state_dtype}
+        asked = {name: value for name, value in extras.items() if value and name != "stochastic_state"}
+        lines = "".join(f"    {name}: {value}\n" for name, value in asked.items())
+        return f"{super().__repr__()[:-1]}{'All groups' + chr(10) if asked else ''}{lines})"
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("settings", "master_weights", "state_dtype")

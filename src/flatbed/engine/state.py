@@ -12,6 +12,8 @@ from torch import Tensor
 
 from flatbed.layout import ALIGNMENT, Spec, plan
 
+MASTER, EMA = "master_weight", "ema"  # keys of state that torch does not have
+
 
 class Flag:
     """Raised when state or a group's parameters are set or deleted by hand: looking costs nothing then."""
