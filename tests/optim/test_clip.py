@@ -33,6 +33,19 @@ def test_max_norm_is_clip_grad_norm(where: str, max_norm: float) -> None:
     assert_models_equal(ours, theirs, where)
 
 
+def test_tiny_gradients_are_clipped_as_torch_does_it(where: str) -> None:
+    """Which adds a millionth to the norm."""
+    ours, theirs = pair(where)
+    a, b = flatbed.optim.SGD(ours.parameters(), lr=1e6, max_norm=1e-6), optim.SGD(theirs.parameters(), lr=1e6)
+    give_grads(ours, theirs)
+    for model in (ours, theirs):
+        torch._foreach_mul_([p.grad for p in model.parameters()], 1e-7)
+    nn.utils.clip_grad_norm_(theirs.parameters(), 1e-6)
+    a.step()
+    b.step()
+    assert_models_equal(ours, theirs, "tolerant")
+
+
 def test_a_noted_norm_does_not_change_later(where: str) -> None:
     model = build("mixed", where)
     optimizer = flatbed.optim.Adam(model.parameters(), max_norm=1.0)

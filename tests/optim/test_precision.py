@@ -274,9 +274,10 @@ def test_rounding_by_chance_is_resumed(where: str) -> None:
 def test_small_gradients_survive_unscaling(where: str) -> None:
     """In fp16, gradients that needed a scale would be zero without it."""
     p = nn.Parameter(torch.zeros(4, dtype=torch.float16, device=where))
-    optimizer = flatbed.optim.SGD([p], lr=1.0, max_norm=1.0, state_dtype=torch.float32)
+    optimizer = flatbed.optim.SGD([p], lr=2.0**20, max_norm=1.0)
     p.grad = torch.full_like(p, 2.0**-10)
     optimizer.grad_scale = torch.tensor(2.0**16, device=where)
     optimizer.found_inf = torch.tensor(0.0, device=where)
     optimizer.step()
     assert float(optimizer.grad_norm) == 2.0**-25
+    assert (p == -(2.0**-6)).all()
