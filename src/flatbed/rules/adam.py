@@ -22,11 +22,9 @@ def reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     """One step as torch operations, in the order of torch's own loop."""
     lr, (beta1, beta2), step = group["lr"], group["betas"], scalars[0] + 1
     update_moments_(group, at)
-    second = at["exp_avg_sq"]
     if group["amsgrad"]:
-        second = at["max_exp_avg_sq"]
-        torch._foreach_maximum_(second, at["exp_avg_sq"])
-    denominator = torch._foreach_sqrt(second)
+        torch._foreach_maximum_(at["max_exp_avg_sq"], at["exp_avg_sq"])
+    denominator = torch._foreach_sqrt(at["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
     torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
     torch._foreach_add_(denominator, group["eps"])
     torch._foreach_addcdiv_(at.params, at["exp_avg"], denominator, value=-(lr / (1 - beta1**step)))
@@ -38,8 +36,7 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
     step = s[0] + 1
     step_size = lr / (1 - tl.exp(step * tl.log(beta1)))
     correction = tl.sqrt(1 - tl.exp(step * tl.log(beta2)))
-    decay = 1 - lr * weight_decay * decoupled
-    coupled = weight_decay * (1 - decoupled)
+    decay, coupled = 1 - lr * weight_decay * decoupled, weight_decay * (1 - decoupled)
     return (step,), (decay, coupled, 1 - beta1, beta2, 1 - beta2, correction, eps, step_size)
 
 
@@ -61,8 +58,8 @@ def fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     steps = [torch.tensor(scalars[0] + 1, device="cpu")] * len(at.params)
     moments = at["exp_avg"], at["exp_avg_sq"], at.state.get("max_exp_avg_sq", [])
     options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-    beta1, beta2 = group["betas"]
-    kernel(at.params, at.grads, *moments, steps, beta1=beta1, beta2=beta2, **options)
+    options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+    kernel(at.params, at.grads, *moments, steps, **options)
     return (scalars[0] + 1,)
 
 
