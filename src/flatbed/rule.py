@@ -72,6 +72,17 @@ class Rule:
     eager: bool = False
     """Whether torch makes the state at construction instead of at the first gradient."""
 
+    def __post_init__(self) -> None:
+        """What the kernels' tables have no room for is refused where it is written, not on a GPU."""
+        for what, count, most in (
+            ("tensors of state", len(self.state), MAX_STATES),
+            ("numbers of state", len(self.scalars), MAX_SCALARS),
+            ("hyperparameters", len(self.numbers), MAX_NUMBERS),
+            ("coefficients", self.n_coefficients, MAX_NUMBERS),
+        ):
+            if count > most:
+                raise ValueError(f"a rule may have {most} {what}; found {count}")
+
     def has(self, group: Group) -> int:
         """Which tensors of state a group's parameters have, as bits."""
         return sum(

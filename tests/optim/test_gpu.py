@@ -15,8 +15,9 @@ from torch import Tensor, nn, optim
 
 import flatbed
 from tests.cases import batches, build, loss_of, two_groups
-from tests.optim.optimizers import CASES, Case
+from tests.optim.optimizers import Case
 from tests.optim.test_dropin import give_grads
+from tests.optim.test_state import IN_TORCH
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -107,11 +108,9 @@ def test_extra_memory_is_below_one_percent() -> None:
     assert torch.cuda.max_memory_allocated() - before - state < 0.01 * nbytes
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", IN_TORCH, ids=lambda case: case.name)
 def test_checkpoints_of_torch_on_the_gpu(case: Case) -> None:
     """Both ways, with torch's step counts on the CPU or on the GPU."""
-    if case.torch_kind.__module__ != case.torch_kind.__module__.replace("tests", ""):
-        pytest.skip("torch does not have it")
     with_tensor = isinstance(case.options.get("lr"), Tensor)  # which torch's foreach does not take
     for options in ({"foreach": False}, {"foreach": not with_tensor}):
         models = [build("mixed", CUDA) for _ in range(3)]
