@@ -1,0 +1,105 @@
+"""What a row is made of: its weight and its optimizer state, side by side in one record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WEIGHT = "weight"
+LINE = 128  # bytes that a GPU moves at once: records begin at multiples of it, or share one
+FIELD = 16  # every field begins at a multiple of it, so that it can be read in vectors
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """`count` numbers of a row: its weight, a tensor of state, or (count 1) a number of state."""
+
+    name: str
+    dtype: torch.dtype
+    count: int
+    initial: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * self.count
+
+
+@dataclass(frozen=True)
+class Record:
+    """The fields of every row of a table; the weight is the first."""
+
+    fields: tuple[Field, ...]
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where each field begins, in bytes."""
+        offsets, at = {}, 0
+        for field in self.fields:
+            offsets[field.name] = at
+            at += -(-field.nbytes // FIELD) * FIELD
+        return offsets
+
+    @cached_property
+    def nbytes(self) -> int:
+        """From one record to the next: no record touches more lines than it must."""
+        last = self.fields[-1]
+        size = max(self.offsets[last.name] + last.nbytes, FIELD)
+        return -(-size // LINE) * LINE if size > LINE // 2 else 1 << (size - 1).bit_length()
+
+    @property
+    def weight(self) -> Field:
+        return self.fields[0]
+
+    @property
+    def padded(self) -> int:
+        """The bytes of a weight, and those that no other field uses."""
+        return -(-self.weight.nbytes // FIELD) * FIELD
+
+    @property
+    def state(self) -> tuple[Field, ...]:
+        """All fields but the weight."""
+        return self.fields[1:]
+
+    def __getitem__(self, name: str) -> Field:
+        return next(field for field in self.fields if field.name == name)
+
+    def __contains__(self, name: str) -> bool:
+        return any(field.name == name for field in self.fields)
+
+    def view(self, records: Tensor, name: str) -> Tensor:
+        """A field of many records: (n, nbytes) of uint8 → (n, count), without a copy."""
+        field, at = self[name], self.offsets[name]
+        return records[:, at : at + field.nbytes].view(field.dtype)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The same in JSON's terms."""
+        return [
+            {"name": f.name, "dtype": NAMES[f.dtype], "count": f.count, "initial": f.initial}
+            for f in self.fields
+        ]
+
+    @staticmethod
+    def described(fields: Sequence[Mapping[str, Any]]) -> Record:
+        """The inverse of `describe`. Wrong descriptions raise KeyError, TypeError or ValueError."""
+        made = []
+        for field in fields:
+            count = field["count"]
+            if not isinstance(field["name"], str) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"no field of a record: {field!r}")
+            made.append(Field(field["name"], DTYPES[field["dtype"]], count, float(field["initial"])))
+        if not made or made[0].name != WEIGHT or len({f.name for f in made}) != len(made):
+            raise ValueError("a record's fields have distinct names, the first of them 'weight'")
+        return Record(tuple(made))
