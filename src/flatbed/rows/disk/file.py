@@ -1,0 +1,219 @@
+"""Files as tables and journals use them: reserved before they are touched, mapped, synced on request.
+
+Everything that changes a file or a folder goes through `MappedFile`, so that a test can record it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatbed.errors import FlatbedError
+
+Records = NDArray[np.void]
+"""One element per record."""
+
+_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+
+
+class NoSpace(FlatbedError):
+    """The disk, a quota or a limit leaves no room."""
+
+
+class NotSynced(FlatbedError):
+    """The system could not write everything: what is on the disk is not known."""
+
+
+@contextmanager
+def reporting(path: Path, doing: str) -> Iterator[None]:
+    """What the system refuses becomes a `FlatbedError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise FlatbedError(f"{doing} {path} failed: {error.strerror or error}") from error
+
+
+class MappedFile:
+    """A file whose records are mapped, and whose other parts are read and written."""
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        self.path = path
+        self.rows: Records | None = None
+        self.offset = 0  # of the first record
+        self._mapping: mmap.mmap | None = None
+        with reporting(path, "opening"):
+            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
+            self._descriptor = os.open(path, flags, 0o666)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def map(self, offset: int, nbytes: int, *, count: int, random: bool = False) -> Records:
+        """Map the file, `count` records of `nbytes` from `offset` on; a mapping from before is given up."""
+        with reporting(self.path, "mapping"):
+            mapping = mmap.mmap(self._descriptor, self.size)
+        if random and hasattr(mmap, "MADV_RANDOM"):
+            mapping.madvise(mmap.MADV_RANDOM)
+        self._unmap()
+        self._mapping, self.offset = mapping, offset
+        self.rows = np.ndarray((count,), f"V{nbytes}", mapping, offset)
+        return self.rows
+
+    def part(self, start: int, stop: int) -> memoryview:
+        """Bytes of the mapping, not copied."""
+        if self._mapping is None:
+            raise FlatbedError(f"{self.path} is not mapped")
+        return memoryview(self._mapping)[start:stop]
+
+    def read(self, offset: int, into: NDArray[Any]) -> int:
+        """Fill an array from the file; returns how many bytes there were."""
+        view, done = memoryview(into.reshape(-1).view(np.uint8).data), 0
+        with reporting(self.path, "reading"):
+            while done < len(view):
+                got = os.preadv(self._descriptor, [view[done:]], offset + done)
+                if not got:
+                    break
+                done += got
+        return done
+
+    def write(self, offset: int, data: bytes | NDArray[Any]) -> None:
+        """Replace bytes of the file; an array is contiguous."""
+        view = memoryview(data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data)
+        done = 0
+        with reporting(self.path, "writing"):
+            while done < len(view):
+                done += os.pwrite(self._descriptor, view[done:], offset + done)
+
+    def scatter(self, at: NDArray[np.int64], records: Records) -> None:
+        """Replace mapped records; `at` is in range."""
+        if self.rows is None:
+            raise FlatbedError(f"{self.path} is not mapped")
+        self.rows[at] = records
+
+    def reserve(self, size: int) -> None:
+        """Make the file at least so long, with room on the disk for every byte; or leave it as it was."""
+        before = self.size
+        if size <= before:
+            return
+        try:
+            os.posix_fallocate(self._descriptor, before, size - before)
+        except OverflowError:
+            raise NoSpace(f"{self.path} cannot have {size} bytes: no file can") from None
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, before)  # what was reserved before the disk was full
+            if error.errno in _FULL:
+                raise NoSpace(self._no_space(size - before, error)) from error
+            raise FlatbedError(f"reserving {size} bytes for {self.path} failed: {error.strerror}") from error
+
+    def fill_holes(self) -> None:
+        """Reserve what a copy has left out, for writing to a hole of a full disk would kill the process."""
+        found = os.fstat(self._descriptor)
+        if found.st_blocks * 512 >= found.st_size:
+            return
+        try:
+            os.posix_fallocate(self._descriptor, 0, found.st_size)
+        except OSError as error:
+            raise NoSpace(self._no_space(found.st_size - found.st_blocks * 512, error)) from error
+
+    def _no_space(self, needed: int, error: OSError) -> str:
+        free = shutil.disk_usage(self.path.parent).free
+        return (
+            f"{self.path} needs {needed} bytes more, and its disk has {free} bytes free ({error.strerror}); "
+            "free some space, or use another disk"
+        )
+
+    def truncate(self, size: int) -> None:
+        with reporting(self.path, "truncating"):
+            os.ftruncate(self._descriptor, size)
+
+    def sync(self) -> None:
+        """Return when everything written, also through the mapping, is on the disk."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise NotSynced(f"syncing {self.path} failed: {error.strerror}; check its disk") from error
+
+    def close(self) -> None:
+        self._unmap()
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+    def _unmap(self) -> None:
+        mapping, self._mapping, self.rows = self._mapping, None, None
+        if mapping is not None:
+            with suppress(BufferError):  # another thread still looks: the last to look closes it
+                mapping.close()
+
+    @staticmethod
+    def rename(source: Path, target: Path) -> None:
+        with reporting(target, "replacing"):
+            os.replace(source, target)
+
+    @staticmethod
+    def remove(path: Path) -> None:
+        with reporting(path, "removing"):
+            path.unlink(missing_ok=True)
+
+    @staticmethod
+    def sync_folder(folder: Path) -> None:
+        """Return when names given and taken in this folder are on the disk."""
+        with reporting(folder, "opening"):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            raise NotSynced(f"syncing {folder} failed: {error.strerror}; check its disk") from error
+        finally:
+            os.close(descriptor)
+
+
+def anonymous(count: int) -> NDArray[np.int32]:
+    """Zeros that take no memory until they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return np.frombuffer(mmap.mmap(-1, max(4 * count, 1), flags=flags), np.int32, count)
+
+
+def lock(path: Path, *, create: bool = False) -> int:
+    """The descriptor that keeps a file to one tier of one process, until it is closed.
+
+    It is opened for that alone: a mapping would keep the lock of the descriptor that it was made from.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        raise FlatbedError("tables on disk need file locks as Linux has them; use storage='host'") from None
+    with reporting(path, "opening"):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise FlatbedError(f"{path} is no regular file; name one, or a place where there is none yet")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FlatbedError(
+                f"{path} is open already, in this process or in another one; a table on disk has one user at "
+                "a time: close it there first"
+            ) from None
+        except OSError as error:
+            raise FlatbedError(f"locking {path} failed: {error.strerror}") from error
+        with reporting(path, "opening"):
+            same = os.path.samestat(os.fstat(descriptor), path.stat())
+        if not same:
+            raise FlatbedError(f"{path} was replaced while it was being opened; try again")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
