@@ -11,8 +11,8 @@ import flatbed
 
 SOURCE = Path(flatbed.__file__).parent
 ORDER = [
-    *("_version", "errors", "layout", "rule", "kernels", "engine", "rules", "optim"),
-    *("flat", "compat", "bench", "doctor", "cli"),
+    *("_version", "errors", "layout", "rule", "kernels", "rows", "engine", "rules", "optim"),
+    *("flat", "checkpoint", "compat", "bench", "doctor", "cli"),
 ]
 RANK = {name: rank for rank, name in enumerate(ORDER)}
 

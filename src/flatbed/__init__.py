@@ -1,7 +1,11 @@
-"""flatbed puts training memory where it should be: flat parameters for optimizers that run one kernel."""
+"""flatbed puts training memory where it should be.
+
+Flat parameters for optimizers that run one kernel, and embedding tables larger than the GPU.
+"""
 
 from flatbed import optim
 from flatbed._version import __version__
+from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.compat.contiguous_params import ContiguousParams
 from flatbed.errors import FlatbedError
 from flatbed.flat.checkpoint import state_dict
@@ -10,6 +14,9 @@ from flatbed.flat.health import Problem
 from flatbed.flat.parameter import FlatParameter
 from flatbed.flat.params import FlatParams, Snapshot
 from flatbed.layout import Segment
+from flatbed.rows.embedding import HostEmbedding, HostEmbeddingBag, tables
+from flatbed.rows.saving import load_table, open_table
+from flatbed.rows.table import Table
 
 __all__ = [
     "EMA",
@@ -17,10 +24,18 @@ __all__ = [
     "FlatParameter",
     "FlatParams",
     "FlatbedError",
+    "HostEmbedding",
+    "HostEmbeddingBag",
     "Problem",
     "Segment",
     "Snapshot",
+    "Table",
     "__version__",
+    "load_checkpoint",
+    "load_table",
+    "open_table",
     "optim",
+    "save_checkpoint",
     "state_dict",
+    "tables",
 ]

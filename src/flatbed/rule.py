@@ -50,15 +50,16 @@ class Rule:
     reference: Callable[[Group, Tensors, Scalars], Scalars]
     """Updates lists of tensors whose scalars are equal; returns the scalars after the step."""
 
-    prepare: Callable[..., Any]
+    prepare: Callable[..., Any] | None = None
     """Triton, once per parameter and step, in fp64: (numbers, scalars) → (scalars, coefficients)."""
 
-    n_coefficients: int
+    n_coefficients: int = 0
     """How many coefficients `prepare` returns."""
 
-    update: Callable[..., Any]
+    update: Callable[..., Any] | None = None
     """Triton, per element: (p, g, state, coefficients, HAS) → (p, state). Bit i of the constant HAS says
-    whether the i-th tensor of state exists; one that does not is passed as some value and not stored."""
+    whether the i-th tensor of state exists; one that does not is passed as some value and not stored.
+    Without it the reference runs everywhere."""
 
     scalars: tuple[str, ...] = ("step",)
     """The numbers of state by torch's keys. One that begins with _ is not shown to the user."""
@@ -72,8 +73,24 @@ class Rule:
     eager: bool = False
     """Whether torch makes the state at construction instead of at the first gradient."""
 
+    row_scalars: Mapping[str, str | None] = field(default_factory=dict)
+    """The numbers of state that every row of a table has for itself; with the hyperparameter that must be
+    set, if any. All others are one per table."""
+
+    rowwise: bool = False
+    """Whether tensors of state have one value per row of a table. `update` gets the mean of the row's squared
+    gradients as the state after the last."""
+
+    for_tables: str | None = None
+    """If it cannot update other parameters than tables: what to use for those."""
+
+    sees_to_maximize: bool = False
+    """Whether `reference` looks after `maximize` by itself."""
+
     def __post_init__(self) -> None:
         """What the kernels' tables have no room for is refused where it is written, not on a GPU."""
+        if self.update is None:
+            return
         for what, count, most in (
             ("tensors of state", len(self.state), MAX_STATES),
             ("numbers of state", len(self.scalars), MAX_SCALARS),
@@ -95,6 +112,16 @@ class Rule:
         """The tensors of state that a group's parameters have."""
         has = self.has(group)
         return tuple(name for bit, name in enumerate(self.state) if has >> bit & 1)
+
+    def scalars_of_rows(self, group: Group, *, per_row_steps: bool) -> tuple[str, ...]:
+        """The numbers of state that a table has in every record."""
+        if per_row_steps:
+            return self.scalars
+        return tuple(
+            name
+            for name, option in self.row_scalars.items()
+            if (option is None or number(group, option) != 0) and (self.has(group) or not self.state)
+        )
 
     def first_value(self, group: Group, name: str) -> float:
         """What a tensor or number of state holds before the first step."""

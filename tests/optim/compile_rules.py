@@ -40,6 +40,8 @@ def ptx(function, **constants):
 def main(names: list[str]) -> None:
     found = {}
     for name in names:
+        if name == "from_torch" or getattr(optim, name).rule.for_tables is not None:
+            continue
         rule = getattr(optim, name).rule
         update = ptx(
             step.update,

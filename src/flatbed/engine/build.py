@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,10 +12,12 @@ from torch import Tensor
 from flatbed.engine import checks
 from flatbed.engine.state import EMA, MASTER, State, arenas
 from flatbed.errors import FlatbedError
+from flatbed.kernels.choose import by_triton
 from flatbed.kernels.reference import TorchStepper
 from flatbed.kernels.row import STEPS, Row, Stepper, stride_of
 from flatbed.layout import overlaps_itself
-from flatbed.rule import Group
+from flatbed.rows.table import Table
+from flatbed.rule import Group, Rule
 
 if TYPE_CHECKING:
     from flatbed.engine.optimizer import Optimizer
@@ -184,10 +184,10 @@ class Builder:
 
 def build_rows(optimizer: Optimizer, *, everything: bool, anew: bool) -> list[Row]:
     """Rows for all parameters with gradient or state. Every gradient is looked at before anything is made."""
-    numbers = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
     listed = [
         (name, param, number, param.grad)
-        for (name, param), number in zip(optimizer._names(optimizer.param_groups), numbers, strict=True)
+        for name, param, number in optimizer._everything(optimizer.param_groups, 0)
+        if not isinstance(param, Table)
     ]
     for name, param, _, grad in listed:
         if grad is not None:
@@ -233,26 +233,18 @@ def steppers_for(optimizer: Optimizer) -> list[tuple[Stepper, list[int]]]:
     optimizer._shared = {d: optimizer._shared.get(d, before.to(d, copy=True)) for d in devices}
     for device, held in devices.items():
         shared = optimizer._shared[device]
-        kind = _stepper_kind(device)
+        kind = _stepper_kind(optimizer.rule, device)
         made.append(
             (kind(optimizer.rule, optimizer.param_groups, [optimizer._rows[i] for i in held], shared), held)
         )
     return made
 
 
-def _stepper_kind(device: torch.device) -> Any:
-    """Triton for GPUs, and for the CPU under its interpreter; torch operations for the rest."""
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type == "cuda" or interpreted:
-        try:
-            from flatbed.kernels._triton.stepper import TritonStepper
-        except ImportError:
-            warnings.warn(
-                "Triton is not installed, so that flatbed.optim runs many small kernels instead of one",
-                stacklevel=2,
-            )
-        else:
-            return TritonStepper
+def _stepper_kind(rule: Rule, device: torch.device) -> Any:
+    if rule.update is not None and by_triton(device):
+        from flatbed.kernels._triton.stepper import TritonStepper
+
+        return TritonStepper
     return TorchStepper
 
 

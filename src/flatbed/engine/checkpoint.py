@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from flatbed.engine import checks
 from flatbed.engine.state import EMA, MASTER, Flag, States
+from flatbed.engine.tables import Member
+from flatbed.errors import FlatbedError
 from flatbed.kernels.row import STEPS
+from flatbed.rows.embedding import whole_field, write_field
+from flatbed.rows.table import Table
 
 if TYPE_CHECKING:
     from flatbed.engine.optimizer import Optimizer
@@ -18,18 +22,23 @@ if TYPE_CHECKING:
 ROUNDS = "rounding_steps"  # a key beside torch's: how often has been rounded by chance
 
 
-def plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same with ordinary dicts, which `torch.load(weights_only=True)` accepts."""
+def plain(optimizer: Optimizer, state_dict: dict[str, Any], *, with_tables: bool = True) -> dict[str, Any]:
+    """The same in ordinary dicts, which `torch.load(weights_only=True)` accepts; and the state of tables."""
     state = {
         key: dict(value) if isinstance(value, dict) else value for key, value in state_dict["state"].items()
     }
+    for key, member in _tables(optimizer, state_dict["param_groups"]):
+        state.pop(key, None)
+        if with_tables:
+            state |= {key: held} if (held := _state_of_table(member)) else {}
     made = {**state_dict, "state": state}
     if optimizer.settings.stochastic_rounding or optimizer.settings.stochastic_state:
-        made[ROUNDS] = max((int(shared[STEPS]) for shared in optimizer._shared.values()), default=0)
+        shared = chain(optimizer._shared.values(), optimizer._tables.shared.values())
+        made[ROUNDS] = max((int(vector[STEPS]) for vector in shared), default=0)
     return made
 
 
-def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+def load(optimizer: Optimizer, state_dict: dict[str, Any], *, with_tables: bool = True) -> None:
     """Take over groups and state; if anything does not fit, all stays as it was.
 
     Tensors are copied into the optimizer's own memory in the dtype they come in (or in `state_dtype`):
@@ -54,9 +63,15 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for group in saved:
         checks.check_group(group)
     params = dict(zip(_members(saved), _members(groups), strict=True))
+    of_tables = [
+        (member, _fitting(member, state_dict["state"].get(key)))
+        for key, member in (_tables(optimizer, saved) if with_tables else ())
+    ]
     states = States(Flag())
     for key, value in state_dict["state"].items():
-        states[params.get(key, key)] = dict(value) if isinstance(value, dict) else value
+        param = params.get(key, key)
+        if not isinstance(param, Table):
+            states[param] = dict(value) if isinstance(value, dict) else value
     for group, new in zip(groups, saved, strict=True):
         new["params"] = group["params"]
         if "param_names" in group:
@@ -70,12 +85,66 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         optimizer.state, optimizer.param_groups = before
         optimizer._watch = None
         raise
+    for member, held in of_tables:
+        _load_table(optimizer, member, held)
+    for member in optimizer._tables.members:
+        optimizer._tables.show(member)
     optimizer._watch = None  # what the checkpoint lacks is made at the next step
     optimizer._rounds = float(state_dict.get(ROUNDS, 0))
-    for shared in optimizer._shared.values():
+    for shared in chain(optimizer._shared.values(), optimizer._tables.shared.values()):
         shared[STEPS] = optimizer._rounds
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def _tables(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[tuple[Any, Member]]:
+    """The keys by which a state dict knows the tables."""
+    members = {id(member.table): member for member in optimizer._tables.members}
+    keys = zip(_members(groups), _members(optimizer.param_groups), strict=True)
+    return [(key, members[id(param)]) for key, param in keys if id(param) in members]
+
+
+def _state_of_table(member: Member) -> dict[str, Any]:
+    """As torch has it for an embedding's weight: tensors of all rows; none before the first step."""
+    table = member.table
+    if not table.store.laid_out:
+        return {}
+    held: dict[str, Any] = {}
+    for name, value in member.scalars.items():  # in fp32, as torch has them, unless that would round
+        held[name] = value.float().clone() if bool(value.float() == value) else value.clone()
+    for name in table.state_names:
+        whole = whole_field(table, name)
+        held[name] = whole.flatten() if name in member.row_scalars else whole
+    return held
+
+
+def _fitting(member: Member, held: Any) -> dict[str, Any]:
+    """A table's state in a checkpoint, if it is of the right kind."""
+    table, found = member.table, dict(held or {})
+    for field in table.store.record.state:
+        value = found.get(field.name)
+        shape = (table.num_embeddings, field.count)
+        if value is None and found and not field.name.startswith("_"):
+            raise FlatbedError(
+                f"the checkpoint's state of table {member.name} lacks '{field.name}' and has "
+                f"{', '.join(map(repr, found))}: it is of another optimizer"
+            )
+        shapes = (shape, shape[:1]) if field.count == 1 else (shape,)
+        if value is not None and tuple(value.shape) not in shapes:
+            raise FlatbedError(
+                f"state '{field.name}' of table {member.name} has shape {tuple(value.shape)} in the "
+                f"checkpoint; the table's is {shape}"
+            )
+    return found
+
+
+def _load_table(optimizer: Optimizer, member: Member, held: dict[str, Any]) -> None:
+    table = member.table
+    table.store.want(table.store.record.state)  # what the checkpoint lacks begins anew
+    for field in table.store.record.state:
+        if field.name in held:
+            write_field(table, field.name, held[field.name].reshape(-1, field.count))
+    optimizer._tables.restore(member, {name: float(held[name]) for name in member.scalars if name in held})
 
 
 def _warn_of_losses(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, ClassVar, TypedDict, cast
@@ -13,10 +13,16 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from flatbed.engine import checkpoint, checks
 from flatbed.engine.build import build_rows, keep_state, steppers_for
+from flatbed.engine.owned import OwnedTables
 from flatbed.engine.state import Flag, Members, States
+from flatbed.engine.tables import TableSteps
 from flatbed.engine.watch import Verdict, Watch
 from flatbed.errors import FlatbedError
 from flatbed.kernels.row import NORM, SKIPPED, Grads, Row, Scaling, Settings, Stepper
+from flatbed.rows.embedding import named_tables
+from flatbed.rows.exchange import any_rank
+from flatbed.rows.gradient import Packed
+from flatbed.rows.table import Table
 from flatbed.rule import Rule
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]] | nn.Module
@@ -37,6 +43,8 @@ class Extras(TypedDict, total=False):
     """Dtype of the state; by default the parameter's, as in torch, or fp32 with `master_weights`."""
     ema_decay: float | None
     """Keep an exponential moving average of the parameters, for `ema_weights()`."""
+    per_row_steps: bool
+    """Count the steps of every row of a table for itself, instead of one count for the table."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -58,6 +66,7 @@ class Optimizer(torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         state_dtype: torch.dtype | None = None,
         ema_decay: float | None = None,
+        per_row_steps: bool = False,
     ) -> None:
         not_options = ("self", "params", "extras", "__class__")
         defaults = {name: value for name, value in options.items() if name not in not_options}
@@ -73,14 +82,21 @@ class Optimizer(torch.optim.Optimizer):
         self.settings = Settings(max_norm, skip_nonfinite, stochastic_rounding, rounded_state, ema_decay)
         self.master_weights = master_weights
         self.state_dtype = state_dtype
+        self.per_row_steps = per_row_steps
         self._forget()
-        super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
+        if isinstance(params, nn.Module):
+            params = chain(params.named_parameters(), named_tables(params))
+        super().__init__(params, defaults)
         self.state = States(Flag(), self.state)
         if self.rule.eager:
             self._rebuild(everything=True)
+        self._complete = True  # nothing can fail any more: tables may leave their optimizers for this one
+        for name, table, group in self._named_tables(self.param_groups):
+            self._tables.add(name, table, group)
 
     def _forget(self) -> None:
         """Start without knowledge of where anything lies; it is found out at the next step."""
+        self._complete = False
         self._rows: list[Row] = []
         self._idle: list[Tensor] = []  # parameters that have had no gradient yet
         self._steppers: list[tuple[Stepper, list[int]]] = []
@@ -95,6 +111,7 @@ class Optimizer(torch.optim.Optimizer):
         self._shared: dict[torch.device, Tensor] = {}
         self._versions: list[int] = []
         self._on_loan = False
+        self._tables = OwnedTables(self)
         self._rounds = 0.0  # how often had been rounded by chance before a checkpoint was loaded
 
     # ---- torch's interface
@@ -112,9 +129,19 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for name, param in self._names(self.param_groups[n_before:], n_before):
                 checks.check_param(param, name)
+                if self.rule.for_tables is not None:
+                    raise TypeError(
+                        f"{type(self).__name__} is for tables, and parameter {name} is none: "
+                        f"{self.rule.for_tables}"
+                    )
+            found = list(self._named_tables(self.param_groups[n_before:], n_before))
+            for name, table, group in found:
+                self._tables.check(name, table, group)
         except Exception:
             del self.param_groups[n_before:]
             raise
+        for name, table, group in found if self._complete else ():
+            self._tables.add(name, table, group)
         self._watch = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -141,10 +168,11 @@ class Optimizer(torch.optim.Optimizer):
         if self._on_loan:
             raise FlatbedError("the model holds averaged weights (`with ema_weights()`): step outside of it")
         with torch.no_grad():
+            packs = self._tables.look() if self._tables.members else []
             grads, addresses = self._look()
-            if self._rows:
+            if self._rows or any(pack is not None for pack in packs):
                 try:
-                    self._run(grads, addresses)
+                    self._run(grads, addresses, packs)
                 except BaseException:
                     self._watch = None  # whatever was on its way may not have arrived
                     raise
@@ -153,6 +181,10 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero."""
         if not set_to_none:
+            for (
+                member
+            ) in self._tables.members:  # rows without gradient are not updated; with zeros they would be
+                member.table.grad = None
             super().zero_grad(set_to_none=False)
             return
         for group in self.param_groups:
@@ -175,7 +207,7 @@ class Optimizer(torch.optim.Optimizer):
         return f"{super().__repr__()[:-1]}{'All groups' + chr(10) if asked else ''}{lines})"
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("settings", "master_weights", "state_dtype")
+        kept = ("settings", "master_weights", "state_dtype", "per_row_steps")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -183,6 +215,9 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.update(self.fixed)
+        self._complete = True
+        for name, table, number in self._named_tables(self.param_groups):
+            self._tables.add(name, table, number)
 
     # ---- what torch's optimizers do not have
 
@@ -199,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def grad_norm(self) -> Tensor | None:
         """The norm of all gradients at the last step, before clipping: a tensor on their device."""
-        for shared in self._shared.values():
+        for shared in chain(self._shared.values(), self._tables.shared.values()):
             if self.settings.normed:
                 return shared[NORM].float()
         return None
@@ -207,13 +242,13 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps were skipped for gradients that are not finite, as a tensor on their device."""
-        for shared in self._shared.values():
+        for shared in chain(self._shared.values(), self._tables.shared.values()):
             return shared[SKIPPED].long()
         return torch.zeros((), dtype=torch.long)
 
     def nonfinite(self) -> list[str]:
         """Names of the parameters whose gradients are not finite at present. Waits for the GPU."""
-        bad: list[str] = []
+        bad = [m.name.strip("'") for m in self._tables.members if not _finite(m.table.grad)]
         for name, param in self._names(self.param_groups):
             if param.grad is None or bool(torch.isfinite(param.grad).all()):
                 continue
@@ -250,18 +285,32 @@ class Optimizer(torch.optim.Optimizer):
     # ---- a step
 
     def _all_params(self) -> Iterator[Tensor]:
-        return chain.from_iterable(group["params"] for group in self.param_groups)
+        for group in self.param_groups:
+            yield from (p for p in group["params"] if not isinstance(p, Table))
 
     def _names(self, groups: list[dict[str, Any]], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that are no tables."""
+        for name, param, _ in self._everything(groups, first):
+            if not isinstance(param, Table):
+                yield name, param
+
+    def _named_tables(self, groups: list[dict[str, Any]], first: int = 0) -> Iterator[tuple[str, Table, int]]:
+        for name, param, number in self._everything(groups, first):
+            if isinstance(param, Table):
+                yield name, param, number
+
+    def _everything(self, groups: list[dict[str, Any]], first: int) -> Iterator[tuple[str, Tensor, int]]:
         for number, group in enumerate(groups, first):
             given = group.get("param_names")
             for i, param in enumerate(group["params"]):
-                yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param
+                yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param, number
 
     def _look(self) -> tuple[Grads, list[int] | None]:
         """The gradients; and their addresses, if those are not the last step's. All has its place then."""
         watch = self._watch
         if watch is None:
+            if self._tables.members and next(self._all_params(), None) is None:
+                return [], None
             return self._rebuild()
         grads = [p.grad for p in watch.params]
         if not self._unchanged(watch):
@@ -336,14 +385,19 @@ class Optimizer(torch.optim.Optimizer):
     def _note_versions(self) -> None:
         self._versions = [row.param._version for row in self._rows if row.master is not None]
 
-    def _run(self, grads: Grads, addresses: list[int] | None) -> None:
+    def _run(self, grads: Grads, addresses: list[int] | None, packs: list[Packed | None]) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if self._tables.members and (scale is not None or found_inf is not None):
+            found_inf = any_rank(found_inf, self._tables.members[0].table)
         scaling = None if scale is None and found_inf is None else Scaling(scale, found_inf)
         if self._versions:
             self._follow_writes()
+        if not self._rows:
+            self._run_apart([], frozenset(), None, scaling, packs)
+            return
         watch = cast(Watch, self._watch)
         unordered = watch.unordered
-        if len(self._steppers) == 1:
+        if len(self._steppers) == 1 and not any(pack is not None for pack in packs):
             stepper = self._steppers[0][0]
             scaling = None if scaling is None else scaling.to(stepper.device)
             stepper.place(grads, unordered, addresses)
@@ -351,7 +405,7 @@ class Optimizer(torch.optim.Optimizer):
                 stepper.squares(self.settings, scaling)
             stepper.update(self.settings, scaling, None)
         else:
-            self._run_apart(grads, unordered, addresses, scaling)
+            self._run_apart(grads, unordered, addresses, scaling, packs)
         moved = watch.params
         if not watch.complete:
             moved = [param for param, grad in zip(moved, grads, strict=True) if grad is not None]
@@ -360,21 +414,44 @@ class Optimizer(torch.optim.Optimizer):
             self._note_versions()
 
     def _run_apart(
-        self, grads: Grads, unordered: frozenset[int], addresses: list[int] | None, scaling: Scaling | None
+        self,
+        grads: Grads,
+        unordered: frozenset[int],
+        addresses: list[int] | None,
+        scaling: Scaling | None,
+        packs: list[Packed | None],
     ) -> None:
-        """Parameters on several devices: each measures its gradients, and all clip by the norm of all."""
-        squares: list[Tensor] = []
-        for stepper, held in self._steppers:
+        """Several devices, or tables: each measures its gradients, and all clip by the norm of all."""
+        steppers: list[Stepper | TableSteps] = []
+        for stepper, held in self._steppers if self._rows else ():
             here = frozenset(n for n, i in enumerate(held) if i in unordered)
             places = None if addresses is None else [addresses[i] for i in held]
             stepper.place([grads[i] for i in held], here, places)
-            if self.settings.normed:
-                here_scaling = None if scaling is None else scaling.to(stepper.device)
-                squares.append(stepper.squares(self.settings, here_scaling))
-        for stepper, _ in self._steppers:
-            device = stepper.device
-            together = torch.cat([s.to(device) for s in squares]) if squares else None
-            stepper.update(self.settings, None if scaling is None else scaling.to(device), together)
+            steppers.append(stepper)
+        if any(pack is not None for pack in packs):
+            steppers += self._tables.place(packs)
+        squares: list[Tensor] = []
+        if self.settings.normed:
+            for step in steppers:
+                scaled = None if scaling is None else scaling.to(step.device)
+                squares.append(step.squares(self.settings, scaled))
+        for step in steppers:
+            together = torch.cat([s.to(step.device) for s in squares]) if squares else None
+            step.update(self.settings, None if scaling is None else scaling.to(step.device), together)
+
+    # ---- tables
+
+    def set_table_scalars(self, table: Table, scalars: Mapping[str, float]) -> None:
+        """Go on from these numbers of state; those that are not given begin anew."""
+        self._tables.restore(self._tables[table], scalars)
+
+    def state_dict_without_tables(self) -> dict[str, Any]:
+        """`state_dict()` without what belongs to tables: they are saved by themselves."""
+        return checkpoint.plain(self, super().state_dict(), with_tables=False)
+
+    def load_state_dict_without_tables(self, state_dict: dict[str, Any]) -> None:
+        """`load_state_dict()` that leaves tables and their state as they are."""
+        checkpoint.load(self, state_dict, with_tables=False)
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -412,6 +489,10 @@ class Optimizer(torch.optim.Optimizer):
         for row in rows:
             master = cast(Tensor, row.master)
             master.copy_(torch.where(master.to(row.param.dtype) == row.param, master, row.param.float()))
+
+
+def _finite(grad: Tensor | None) -> bool:
+    return grad is None or bool(torch.isfinite(grad).all())
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

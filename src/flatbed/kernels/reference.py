@@ -110,12 +110,11 @@ class TorchStepper:
             wide = torch.promote_types(dtype, torch.float32)  # a norm is not rounded to the gradients' dtype
             norms += torch._foreach_norm(held, 2.0, dtype=wide)
         self._norm = torch.linalg.vector_norm(torch.stack(norms))
-        if scaling is not None and scaling.scale is not None:
-            self._norm = self._norm / scaling.scale.squeeze()
         return self._norm.double().square().reshape(1)
 
     def update(self, settings: Settings, scaling: Scaling | None, squares: Tensor | None) -> None:
-        factor, skip = self._factor(settings, scaling, squares)
+        norm = self._norm if squares is None else squares.sum().sqrt().float()
+        factor, skip = clip_factor(settings, scaling, norm, self.shared)
         self.shared[STEPS] += 1
         self.shared[SKIP] = float(skip)
         self.shared[SKIPPED] += float(skip)
@@ -129,26 +128,6 @@ class TorchStepper:
             self._average(settings.ema_decay)
         self._grads = []
 
-    def _factor(
-        self, settings: Settings, scaling: Scaling | None, squares: Tensor | None
-    ) -> tuple[Tensor | None, bool]:
-        """What gradients are multiplied with to clip them; and whether the step is skipped."""
-        skip = scaling is not None and scaling.found_inf is not None and bool(scaling.found_inf)
-        if not settings.normed:
-            return None, skip
-        norm = self._norm
-        if squares is not None:
-            norm = squares.sum().sqrt().float()
-        assert norm is not None
-        self.shared[NORM] = norm
-        if settings.skip_nonfinite and not bool(torch.isfinite(norm)):
-            skip = True
-        if settings.max_norm is None:
-            return None, skip
-        factor = torch.clamp(settings.max_norm / (norm + 1e-6), max=1.0)
-        # Multiplying by 1 changes no bit.
-        return (None if self.device.type == "cpu" and float(factor) == 1.0 else factor), skip
-
     def _run(self, bunch: Bunch, settings: Settings, scale: Tensor | None, factor: Tensor | None) -> None:
         grads = self._grads
         present = [column for column, i in enumerate(bunch.members) if grads[i] is not None]
@@ -160,7 +139,7 @@ class TorchStepper:
         rule = self.rule.fused if bunch.fused and self.rule.fused else self.rule.reference
         # Torch's kernels make nothing on the way, so that they may have all at once.
         at_once = bunch.fused and not (wide or scale is not None or factor is not None)
-        group = _with_number(self.groups[bunch.group])
+        group = with_number(self.groups[bunch.group])
         for columns, scalars in _alike(bunch.scalars, present):
             after = scalars
             for chunk in self._chunks(bunch, columns, at_once):
@@ -210,7 +189,8 @@ class TorchStepper:
             torch._foreach_div_(grads, scale)
         if factor is not None:
             torch._foreach_mul_(grads, factor)
-        if self.groups[bunch.group]["maximize"] and not bunch.fused:
+        alone = bunch.fused or self.rule.sees_to_maximize
+        if self.groups[bunch.group].get("maximize") and not alone:
             grads = list(torch._foreach_neg(grads))
         return Tensors(params, grads, state)
 
@@ -257,6 +237,29 @@ class TorchStepper:
         )
 
 
+def clip_factor(
+    settings: Settings, scaling: Scaling | None, norm: Tensor | None, shared: Tensor
+) -> tuple[Tensor | None, bool]:
+    """What gradients are multiplied with to clip them, and whether the step is skipped.
+
+    `norm` is that of the gradients as they are: scaled, if there is a scale.
+    """
+    skip = scaling is not None and scaling.found_inf is not None and bool(scaling.found_inf)
+    if not settings.normed:
+        return None, skip
+    assert norm is not None
+    if scaling is not None and scaling.scale is not None:
+        norm = norm / scaling.scale.squeeze()
+    shared[NORM] = norm
+    if settings.skip_nonfinite and not bool(torch.isfinite(norm)):
+        skip = True
+    if settings.max_norm is None:
+        return None, skip
+    factor = torch.clamp(settings.max_norm / (norm + 1e-6), max=1.0)
+    # Multiplying by 1 changes no bit.
+    return (None if norm.device.type == "cpu" and float(factor) == 1.0 else factor), skip
+
+
 def round_stochastically(x: Tensor, *, seed: int) -> Tensor:
     """fp32 → bf16, up or down with probabilities that make the expectation exact."""
     generator = torch.Generator(x.device).manual_seed(seed)
@@ -279,7 +282,7 @@ def _alike(scalars: Tensor, columns: list[int]) -> list[tuple[list[int], Scalars
     return [(held, key) for key, held in alike.items()]
 
 
-def _with_number(group: Group) -> Group:
+def with_number(group: Group) -> Group:
     """As torch has it: a learning rate that is a vector of one counts as a number."""
     lr = group["lr"]
     return {**group, "lr": lr.squeeze()} if isinstance(lr, Tensor) and lr.dim() else group

@@ -9,6 +9,23 @@ from flatbed.rules.lion import Lion
 from flatbed.rules.nadam import NAdam
 from flatbed.rules.radam import RAdam
 from flatbed.rules.rmsprop import RMSprop
+from flatbed.rules.rowwiseadagrad import RowwiseAdagrad
 from flatbed.rules.sgd import SGD
+from flatbed.rules.sparseadam import SparseAdam
+from flatbed.rules.torchs import from_torch
 
-__all__ = ["SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop"]
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Lion",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "RowwiseAdagrad",
+    "SparseAdam",
+    "from_torch",
+]

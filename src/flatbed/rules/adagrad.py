@@ -91,4 +91,5 @@ class Adagrad(Optimizer):
     def share_memory(self) -> None:
         """Let other processes see the state, as torch's Adagrad does."""
         for state in self.state.values():
-            state["sum"].share_memory_()
+            if "sum" in state:  # a table's lies with its rows
+                state["sum"].share_memory_()

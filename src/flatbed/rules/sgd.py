@@ -74,6 +74,7 @@ class SGD(Optimizer):
         numbers=("lr", "momentum", "dampening", "weight_decay", "nesterov"),
         state={"momentum_buffer": "momentum"},
         scalars=("_seen",),  # whether the buffer has had its first gradient
+        row_scalars={"_seen": "dampening"},
         reference=reference,
         prepare=prepare,
         n_coefficients=5,

@@ -1,0 +1,102 @@
+"""A rule over the rows of tables, on a GPU or under Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flatbed.kernels._triton import row_kernels
+from flatbed.kernels._triton.launch import TYPES, element
+from flatbed.kernels._triton.rows import UPDATERS, power, squares, tile
+from flatbed.kernels._triton.stepper import EMPTY, TritonStepper
+from flatbed.kernels.row import Row, Scaling, Settings
+from flatbed.rule import Group, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a table's records are read."""
+
+    dim: int
+    weight: torch.dtype
+    state: torch.dtype
+    stride: int
+    offsets: tuple[int, ...]
+    """Of the tensors of state, by the rule's order; 0 for one that there is not."""
+    numbers: tuple[int, ...]
+    """Of the numbers of state, if every row has its own."""
+    has: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One table's rows in one step."""
+
+    rows: Tensor
+    grads: Tensor
+    memory: Tensor
+    """All records, or staged ones: copies in the order of `rows`."""
+    staged: bool
+
+
+class TritonRows:
+    """Runs a rule over the rows of the tables of one device.
+
+    What is the same for all rows of a table (step count, clipping, coefficients) is prepared as for any other
+    parameter: each table is a parameter without elements there.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        groups: Sequence[Group],
+        heads: list[Row],
+        *,
+        plans: list[Plan],
+        shared: Tensor,
+    ) -> None:
+        self.rule = rule
+        self.plans = plans
+        self.heads = TritonStepper(rule, groups, heads, shared)
+        self._present: list[bool] = []
+
+    def squares(self, grads: list[Tensor]) -> Tensor:
+        """Partial sums of squares of the gradients as they are."""
+        parts = [squares(g) for g in grads if g.numel()]
+        return torch.cat(parts) if parts else self.heads._zeros(1)
+
+    def prepare(
+        self, present: list[bool], settings: Settings, scaling: Scaling | None, squares: Tensor | None
+    ) -> None:
+        """Count the step, and find the coefficients."""
+        addresses = None if present == self._present else [EMPTY if there else 0 for there in present]
+        empty = self.heads.rows[0].param
+        self.heads.place([empty if there else None for there in present], frozenset(), addresses)
+        self.heads.update(settings, scaling, squares)
+        self._present = present
+
+    def update(self, index: int, work: Work, settings: Settings) -> None:
+        """Update the rows of one table in their records."""
+        plan, rule = self.plans[index], self.rule
+        n = len(work.rows)
+        if n == 0:
+            return
+        columns = power(plan.dim)
+        n_rows = tile(columns, 512)
+        compute = torch.promote_types(plan.weight, torch.float32)
+        offsets = (*plan.offsets, 0, 0, 0, 0)[:4]
+        first, second = (*plan.numbers, 0, 0)[:2]
+        assert rule.prepare is not None
+        assert rule.update is not None
+        row_kernels.step[(min(UPDATERS, -(-n // n_rows)),)](
+            work.memory.data_ptr(), work.rows, work.grads.contiguous(), self.heads._coefficients[index],
+            self.heads._tables.numbers[self.heads.rows[index].group], self.heads.shared, n, index,
+            element(rule.prepare), element(rule.update), plan.has, len(rule.scalars),
+            plan.stride, *offsets, first, second, rule.rowwise,
+            TYPES[plan.weight], TYPES[work.grads.dtype], TYPES[plan.state], TYPES[compute],
+            bool(plan.numbers), settings.stochastic_rounding and plan.weight == torch.bfloat16, work.staged,
+            plan.dim, columns, n_rows, num_warps=2 if columns <= 256 else 4,
+        )  # fmt: skip

@@ -1,0 +1,383 @@
+"""Drop-ins for nn.Embedding and nn.EmbeddingBag whose rows live where there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flatbed.errors import FlatbedError
+from flatbed.rows import initial
+from flatbed.rows.ids import as_ids
+from flatbed.rows.lookup import fetched, find, looked_up, recording
+from flatbed.rows.memory import available_bytes
+from flatbed.rows.record import WEIGHT
+from flatbed.rows.store import Config
+from flatbed.rows.table import Table, make
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+REFUSED = {
+    "max_norm": "renormalise rows with read_rows and write_rows",
+    "norm_type": "it goes with max_norm",
+    "scale_grad_by_freq": "divide the loss of frequent ids instead",
+    "sparse": "only the rows of the batch are ever updated here; leave it out",
+    "_weight": "use from_pretrained, or write to emb.weight",
+    "_freeze": "use emb.requires_grad_(False)",
+}
+
+
+class TableModule(nn.Module):
+    """A module with a table, which is not among its parameters: DDP, `.to()` and the like leave it alone."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.__dict__["table"] = table
+
+    table: Table
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many rows there are at present: tables can grow."""
+        return self.table.num_embeddings
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.table.embedding_dim
+
+    @property
+    def padding_idx(self) -> int | None:
+        """The row that never has a gradient."""
+        return self.table.store.config.padding_idx
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "table":
+            raise AttributeError("a module's table cannot be replaced: use from_table to make another module")
+        if name == "weight":
+            raise AttributeError(
+                "weight is a view of the table: write into it (emb.weight.copy_(…)), or use from_pretrained"
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def weight(self) -> Tensor:
+        """All weights as one tensor, without a copy, for reading and for initialising."""
+        return self.table.weight
+
+    def read_rows(self, ids: Any) -> Tensor:
+        """The weights of some rows: ids of any shape → (*shape, dim), a copy on the computing device."""
+        return self.table.read_rows(ids)
+
+    def write_rows(self, ids: Any, values: Any) -> None:
+        """Replace the weights of some rows: ids of any shape, values (*shape, dim)."""
+        self.table.write_rows(ids, values)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze or unfreeze the table."""
+        self.table.requires_grad_(requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the recorded gradients."""
+        self.table.grad = None
+
+    def extra_repr(self) -> str:
+        config = self.table.store.config
+        parts = [f"{config.n_rows}, {config.dim}"]
+        parts += [] if self.padding_idx is None else [f"padding_idx={self.padding_idx}"]
+        parts += [f"storage={config.storage!r}"]
+        parts += [] if config.path is None else [f"path='{config.path}'"]
+        parts += [] if config.dtype == torch.float32 else [f"dtype={config.dtype}"]
+        return ", ".join(parts)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call,unused-ignore]
+        before = torch.empty(0, dtype=torch.uint8, device=self.table.store.device)
+        self.table.store.move(fn(before).device)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + WEIGHT
+        rest = {name: value for name, value in state_dict.items() if name != key}
+        super()._load_from_state_dict(
+            rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        given = state_dict.get(key)
+        if given is None:
+            if strict:
+                missing_keys.append(key)
+            return
+        shape = (self.table.num_embeddings, self.table.embedding_dim)
+        if tuple(given.shape) != shape:
+            error_msgs.append(
+                f"size mismatch for {key}: copying a param with shape {given.shape} from checkpoint, "
+                f"the shape in current model is {torch.Size(shape)}."
+            )
+            return
+        write_field(self.table, WEIGHT, given)
+
+    @classmethod
+    def from_table(cls, table: Table, **options: Any) -> Self:
+        """A module over a table that exists already, for example one of `flatbed.load_table`."""
+        made = cls.__new__(cls)
+        TableModule.__init__(made, table)
+        made._options(**options)
+        return made
+
+    def _options(self) -> None:
+        """What a kind of module has beside its table."""
+
+
+class HostEmbedding(TableModule):
+    """`nn.Embedding` whose rows, and their optimizer state, live on the host or on disk.
+
+    >>> import flatbed, torch
+    >>> emb = HostEmbedding(1000, 8, init=("uniform", -0.1, 0.1))
+    >>> optimizer = flatbed.optim.Adam(emb, lr=0.01)
+    >>> emb(torch.tensor([[1, 5], [5, 2]])).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        storage: str = "host",
+        path: str | Path | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        init: Any = "normal",
+        seed: int = 0,
+        replicate: bool = True,
+        **refused: Any,
+    ) -> None:
+        refuse(type(self).__name__, refused)
+        config = configured(num_embeddings, embedding_dim, padding_idx, storage, path, dtype, init, seed)
+        super().__init__(make(config, device, replicate=replicate))
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
+    ) -> Self:
+        """A table with these weights, (num_embeddings, embedding_dim)."""
+        return cast("Self", pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
+
+    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
+    def forward(self, input: Any) -> Tensor:
+        """Ids of any shape → (*shape, embedding_dim)."""
+        table = self.table
+        record = recording(table, training=self.training)
+        found, ids = find(table, input)
+        if record:
+            return looked_up(table, found, ids.shape)
+        rows = table.store.weights(found.rows)
+        return rows.index_select(0, found.inverse).view(*ids.shape, self.embedding_dim)
+
+
+class HostEmbeddingBag(TableModule):
+    """`nn.EmbeddingBag` whose rows, and their optimizer state, live on the host or on disk.
+
+    >>> import torch
+    >>> bag = HostEmbeddingBag(1000, 8, mode="sum")
+    >>> bag(torch.tensor([1, 5, 5, 2]), torch.tensor([0, 2])).shape
+    torch.Size([2, 8])
+    """
+
+    mode: str
+    include_last_offset: bool
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        storage: str = "host",
+        path: str | Path | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        init: Any = "normal",
+        seed: int = 0,
+        replicate: bool = True,
+        **refused: Any,
+    ) -> None:
+        refuse(type(self).__name__, refused)
+        config = configured(num_embeddings, embedding_dim, padding_idx, storage, path, dtype, init, seed)
+        _check_mode(mode)
+        super().__init__(make(config, device, replicate=replicate))
+        self._options(mode=mode, include_last_offset=include_last_offset)
+
+    def _options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:
+        _check_mode(mode)
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
+    ) -> Self:
+        """A table with these weights, (num_embeddings, embedding_dim)."""
+        return cast("Self", pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
+    def forward(self, input: Any, offsets: Any = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Bags of ids, (bags, length) or (n,) with offsets → (bags, embedding_dim)."""
+        table = self.table
+        record = recording(table, training=self.training)
+        found, ids = find(table, input, lead=True)
+        if ids.dim() not in (1, 2):
+            raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(ids.shape)}")
+        rows = fetched(table, found.rows) if record else table.store.weights(found.rows)
+        if offsets is not None:
+            offsets = as_ids(offsets).to(ids.device)
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.to(ids.device)
+        return functional.embedding_bag(
+            found.inverse.view(ids.shape),
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=None if self.padding_idx is None else 0,
+        )
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("sum", "mean", "max"):
+        raise ValueError(f"mode must be 'sum', 'mean' or 'max'; found {mode!r}")
+
+
+def refuse(name: str, options: dict[str, Any]) -> None:
+    """Arguments of torch's modules that there is no equivalent for."""
+    for option in options:
+        if option in REFUSED:
+            raise TypeError(f"{name} does not support {option}: {REFUSED[option]}")
+        raise TypeError(f"{name} has no argument {option!r}")
+
+
+def configured(
+    num_embeddings: Any,
+    embedding_dim: Any,
+    padding_idx: int | None,
+    storage: str,
+    path: str | Path | None,
+    dtype: torch.dtype | None,
+    init: Any,
+    seed: int,
+) -> Config:
+    """What was asked for, checked."""
+    for what, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{what} must be an integer; found {value!r}")
+    n_rows, dim = int(num_embeddings), int(embedding_dim)
+    if padding_idx is not None:
+        if isinstance(padding_idx, bool) or not hasattr(padding_idx, "__index__"):
+            raise TypeError(f"padding_idx must be an integer or None; found {padding_idx!r}")
+        padding_idx = int(padding_idx)
+        if not -n_rows <= padding_idx < n_rows:
+            raise ValueError(f"padding_idx must be within the {n_rows} rows; found {padding_idx}")
+        padding_idx %= n_rows
+    if storage == "disk" and path is None:
+        raise ValueError('storage="disk" needs a path: path="items.bed", for example')
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed must be an integer; found {seed!r}")
+    config = Config(
+        n_rows=n_rows,
+        dim=dim,
+        dtype=torch.get_default_dtype() if dtype is None else dtype,
+        storage=storage,
+        path=None if path is None else Path(path),
+        init=initial.parse(init),
+        seed=int(seed),
+        padding_idx=padding_idx,
+    )
+    nothing = torch.empty((0, dim), dtype=config.dtype, device="cpu")
+    initial.fill_(nothing, first_row=0, init=config.init, seed=config.seed)  # refuses what does not fit
+    return config
+
+
+def pretrained(cls: Any, embeddings: Any, freeze: bool, **options: Any) -> Any:
+    """A module with given weights."""
+    if not isinstance(embeddings, Tensor):
+        embeddings = torch.as_tensor(embeddings, device="cpu")
+    if embeddings.dim() != 2:
+        raise ValueError(
+            f"embeddings must be (num_embeddings, embedding_dim); found {tuple(embeddings.shape)}"
+        )
+    if "device" not in options:
+        options["device"] = embeddings.device
+    path = options.get("path")
+    if path is not None and Path(path).exists():
+        raise FlatbedError(f"{path} exists, and from_pretrained would overwrite it: choose another path")
+    made = cls(*embeddings.shape, init="zeros", **{"dtype": embeddings.dtype, **options})
+    write_field(made.table, WEIGHT, embeddings)
+    return made.requires_grad_(not freeze)
+
+
+def whole_field(table: Table, name: str) -> Tensor:
+    """A field of all rows as one contiguous tensor; on the GPU for tables that live there."""
+    store = table.store
+    field = store.record[name]
+    nbytes = table.num_embeddings * field.nbytes
+    on_gpu = store.config.storage == "device" and store.device.type == "cuda"
+    if not on_gpu and nbytes > available_bytes():
+        raise FlatbedError(
+            f"{name} of this table takes {nbytes / 1e9:.1f} GB, and {available_bytes() / 1e9:.1f} GB are "
+            f"free: write it to a file with table.save(path) or flatbed.save_checkpoint instead"
+        )
+    device = store.device if on_gpu else torch.device("cpu")
+    whole = torch.empty((table.num_embeddings, field.count), dtype=field.dtype, device=device)
+    for start, stop in store.field_blocks(name):
+        whole[start:stop] = store.read_field(name, start, stop)
+    return whole
+
+
+@torch.no_grad()
+def write_field(table: Table, name: str, values: Tensor) -> None:
+    """The inverse of `whole_field`."""
+    for start, stop in table.store.field_blocks(name):
+        table.store.write_field(name, start, values[start:stop].detach())
+
+
+def named_tables(module: nn.Module) -> Iterator[tuple[str, Table]]:
+    """The tables in a module by the path of their embedding, each once."""
+    seen: set[int] = set()
+    for name, child in module.named_modules():
+        if isinstance(child, TableModule) and id(child.table) not in seen:
+            seen.add(id(child.table))
+            yield (f"{name}.table" if name else "table"), child.table
+
+
+def tables(module: nn.Module) -> list[Table]:
+    """All tables in a module. They are not among its `parameters()`.
+
+    >>> tables(nn.Sequential(HostEmbedding(10, 4), nn.Linear(4, 1)))
+    [Table(10 × 4, torch.float32, host)]
+    """
+    return [table for _, table in named_tables(module)]

@@ -1,0 +1,65 @@
+"""Ids as people have them: numpy or torch, any integer dtype, any shape, on the host or on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+
+
+def as_ids(ids: Any) -> Tensor:
+    """Ids as an int64 tensor where they are, whatever they came as."""
+    if isinstance(ids, np.ndarray):
+        if ids.dtype.kind not in "iu":
+            raise TypeError(f"ids must be integers; found a numpy array of {ids.dtype}")
+        if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
+            at = int(ids.argmax())
+            raise IndexError(f"id {ids.flat[at]} at {_place(at, ids.shape)} is larger than any table")
+        return torch.from_numpy(np.require(ids, np.int64, ["C", "W"]))
+    if not isinstance(ids, Tensor):
+        if isinstance(ids, (list, tuple, int, np.integer)):
+            return as_ids(np.asarray(ids) if np.size(ids) else np.zeros(np.shape(ids), np.int64))
+        raise TypeError(f"ids must be a tensor or a numpy array of integers; found {type(ids).__name__}")
+    if ids.dtype == torch.uint64:
+        if ids.device.type == "cpu":
+            return as_ids(ids.numpy())
+        return ids.view(torch.int64)  # what is too large becomes negative, and is found as such
+    if ids.dtype not in INTEGERS:
+        raise TypeError(f"ids must be integers; found a tensor of {ids.dtype}")
+    return ids.detach().to(torch.int64)
+
+
+def check_range(ids: Tensor, n_rows: int) -> None:
+    """Raise for the first id that is out of range. Waits for the GPU, if ids are there."""
+    if ids.numel() == 0:
+        return
+    low, high = torch.stack(torch.aminmax(ids)).tolist()
+    if low >= 0 and high < n_rows:
+        return
+    at = int(((ids < 0) | (ids >= n_rows)).flatten().nonzero()[0])
+    raise out_of_range(int(ids.flatten()[at]), at, tuple(ids.shape), n_rows)
+
+
+def out_of_range(value: int, at: int, shape: tuple[int, ...], n_rows: int) -> IndexError:
+    """What to say of an id that is no row."""
+    return IndexError(
+        f"id {value} at {_place(at, shape)} is out of range for a table of {n_rows} rows (0 to {n_rows - 1})"
+    )
+
+
+def _place(at: int, shape: tuple[int, ...]) -> str:
+    place = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
+    return f"position {place[0] if len(place) == 1 else place}"
+
+
+def to_device(ids: Tensor, device: torch.device) -> Tensor:
+    """The same on the computing device. Nothing waits: they go through pinned memory of their own."""
+    if ids.device == device or device.type != "cuda" or ids.device.type != "cpu":
+        return ids.to(device)
+    pinned = torch.empty(ids.shape, dtype=ids.dtype, device="cpu", pin_memory=True)
+    pinned.copy_(ids)
+    return pinned.to(device, non_blocking=True)

@@ -1,0 +1,436 @@
+"""A table's rows: what they are made of, where they live, and how they move from one place to another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatbed.errors import FlatbedError
+from flatbed.kernels import rows as ops
+from flatbed.kernels.choose import by_triton
+from flatbed.rows import initial
+from flatbed.rows.disk import DiskTier
+from flatbed.rows.progress import progress
+from flatbed.rows.record import NAMES, WEIGHT, Field, Record
+from flatbed.rows.tier import Tier
+from flatbed.rows.tiers import CPU, MemoryTier, device_tier, host_tier
+
+CHUNK_BYTES = 1 << 26
+STORAGES = ("host", "disk", "device")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What a table is, wherever it lives."""
+
+    n_rows: int
+    dim: int
+    dtype: torch.dtype
+    storage: str
+    path: Path | None
+    init: initial.Init
+    seed: int
+    padding_idx: int | None
+
+    def __post_init__(self) -> None:
+        if self.n_rows < 1 or self.dim < 1:
+            raise ValueError(f"a table has at least one row and one column; found {self.n_rows} × {self.dim}")
+        if self.dtype not in NAMES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, NAMES))}; found {self.dtype}")
+        if self.storage not in STORAGES:
+            raise ValueError(f"storage must be one of {', '.join(STORAGES)}; found {self.storage!r}")
+        if (self.storage == "disk") != (self.path is not None):
+            raise ValueError(
+                f"path goes with storage='disk'; found storage={self.storage!r}, path={self.path}"
+            )
+
+    @property
+    def weight(self) -> Field:
+        return Field(WEIGHT, self.dtype, self.dim)
+
+    def describe(self) -> dict[str, Any]:
+        """What a file tells about itself beside its records, in JSON's terms."""
+        return {
+            "init": initial.describe(self.init),
+            "seed": self.seed,
+            "padding_idx": self.padding_idx,
+        }
+
+
+class Store:
+    """The rows of one table. Memory is laid out at the first use, when it is known what a row holds."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.record = Record((config.weight,))
+        self.scalars: dict[str, float] = {}
+        """The table's numbers of optimizer state as they were saved."""
+        self.claimed = True
+        """Whether the state is that of an optimizer of this process. If it came from a file or was copied,
+        the first optimizer that fits may go on with it."""
+        self.version = 0
+        """Counts layouts: views of an earlier one are stale."""
+        self._tier: Tier | None = None
+        self._begins_anew = False  # the next layout keeps weights alone
+        self._process = os.getpid()
+        if config.path is not None and config.path.exists():
+            self._open()
+
+    # ---- layout
+
+    @property
+    def tier(self) -> Tier:
+        """The records, laid out if they are not yet."""
+        self.check_process()
+        if self._tier is None:
+            self._tier = self._make(self.record)
+            self._fill(self._tier, 0, self.config.n_rows)
+            self.version += 1
+        elif (
+            isinstance(self._tier, MemoryTier) and not self._in_reach(self._tier)
+        ) or self._tier.record != self.record:
+            self.lay_out(self.record)
+        return self._tier
+
+    @property
+    def laid_out(self) -> bool:
+        return self._tier is not None
+
+    def check_process(self) -> None:
+        """Forked workers of a DataLoader share this object, but not the memory."""
+        if os.getpid() != self._process:
+            raise FlatbedError(
+                "a table cannot be used in a process forked from the one that made it (a DataLoader worker, "
+                "for example): look rows up in the training process"
+            )
+
+    def _in_reach(self, tier: Tier) -> bool:
+        if not isinstance(tier, MemoryTier):
+            return True
+        if self.config.storage == "device":
+            return tier.device == self.device
+        return self.device.type == "cpu" or tier.made_for == self.device
+
+    def _make(self, record: Record) -> Tier:
+        if self.config.storage == "disk":
+            assert self.config.path is not None
+            meta = self._meta({})
+            return DiskTier.create(
+                self.config.path, record, self.config.n_rows, fill=self._filler(record), meta=meta
+            )
+        make = host_tier if self.config.storage == "host" else device_tier
+        with torch.inference_mode(False):  # memory of inference mode could not be trained later
+            return make(record, self.config.n_rows, self.device)
+
+    def _filler(self, record: Record) -> Any:
+        def fill(start: int, stop: int, records: Tensor) -> None:
+            fill_weights(record, records, start, self.config)
+            fill_state(record, records)
+
+        return fill
+
+    def _fill(self, tier: Tier, start: int, stop: int) -> None:
+        """First values of rows in memory, which holds zeros."""
+        if not isinstance(tier, MemoryTier):
+            return
+        assert tier.memory is not None
+        blank = isinstance(self.config.init, initial.Zeros) and not any(f.initial for f in tier.record.state)
+        if blank:
+            return
+        with progress("initialising the table", stop - start, "rows") as advance:
+            for first, last in self.blocks(start, stop, tier.record.nbytes):
+                block = tier.memory[first:last]
+                records = block if block.device.type == "cpu" else torch.zeros_like(block, device="cpu")
+                self._filler(tier.record)(first, last, records)
+                if records is not block:
+                    block.copy_(records)
+                advance(last - first)
+
+    def blocks(self, start: int, stop: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows that are handled at once."""
+        step = max(1, CHUNK_BYTES // row_bytes)
+        for first in range(start, stop, step):
+            yield first, min(first + step, stop)
+
+    def want(self, state: Iterable[Field]) -> None:
+        """Rows shall have these fields of state, with their first values. Laid out at the next use."""
+        record = Record((self.config.weight, *state))
+        self.version += 1
+        if self._tier is not None and self._tier.record == record:
+            self._reset_state(self._tier)
+        else:
+            self._begins_anew = True
+        self.record = record
+        self.claimed = True
+        self.scalars = {}
+
+    def _reset_state(self, tier: Tier) -> None:
+        if not tier.record.state:
+            return
+        self.settle()
+        for first, last in self.blocks(0, self.config.n_rows, tier.record.nbytes):
+            records = tier.read(first, last).cpu()
+            fill_state(tier.record, records)
+            tier.write_(first, records)
+
+    def lay_out(self, record: Record) -> None:
+        """Move all rows into records of this kind, within reach of the device."""
+        old = self._tier
+        if old is None:
+            self.record = record
+            self.version += 1
+            return
+        self.settle()
+        kept = [f.name for f in record.fields if f.name in old.record]
+        kept = kept[:1] if self._begins_anew else kept
+
+        def carry(start: int, stop: int, records: Tensor) -> None:
+            fill_state(record, records)
+            before = old.read(start, stop).cpu()
+            for name in kept:
+                record.view(records, name).copy_(old.record.view(before, name))
+
+        if isinstance(old, DiskTier):
+            self._tier = old.rebuilt(record, fill=carry, meta=self._meta(self.scalars))
+        else:
+            self._tier = self._moved(old, record, carry)
+        self.record = record
+        self.version += 1
+        self._begins_anew = False
+
+    def _moved(self, old: Tier, record: Record, carry: Any) -> Tier:
+        """Other memory with what was in the old one."""
+        new = self._make(record)
+        with progress("moving the table", self.config.n_rows, "rows") as advance:
+            for first, last in self.blocks(0, self.config.n_rows, record.nbytes):
+                records = torch.zeros((last - first, record.nbytes), dtype=torch.uint8, device=CPU)
+                carry(first, last, records)
+                new.write_(first, records)
+                advance(last - first)
+        old.close()
+        return new
+
+    def resize(self, n_rows: int) -> None:
+        """More rows; the new ones begin as they would have from the start."""
+        if n_rows < self.config.n_rows:
+            raise ValueError(f"a table can only grow; found {n_rows} rows asked of {self.config.n_rows}")
+        if n_rows == self.config.n_rows:
+            return
+        before, self.config = self.config, replace(self.config, n_rows=n_rows)
+        try:
+            if self._tier is not None:
+                self._grow(self.tier, before.n_rows)
+        except BaseException:
+            self.config = before
+            raise
+        self.version += 1
+
+    def _grow(self, old: Tier, n_before: int) -> None:
+        if isinstance(old, DiskTier):
+            old.resize(self.config.n_rows, fill=self._filler(old.record), meta=self._meta(self.scalars))
+            return
+        self.settle()
+        new = self._make(old.record)
+        self._fill(new, n_before, self.config.n_rows)
+        for first, last in self.blocks(0, n_before, old.record.nbytes):
+            new.write_(first, old.read(first, last))
+        old.close()
+        self._tier = new
+
+    def move(self, device: torch.device) -> None:
+        """Another device computes; the rows follow at the next use, if they must."""
+        check_device(device)
+        if device != self.device:
+            self.settle()
+            self.device = device
+
+    # ---- files
+
+    def _open(self) -> None:
+        assert self.config.path is not None
+        tier = DiskTier.open(self.config.path)
+        weight, found = self.config.weight, tier.record.weight
+        if (tier.n_rows, found.count, found.dtype) != (self.config.n_rows, weight.count, weight.dtype):
+            tier.close()
+            raise FlatbedError(
+                f"{self.config.path} holds a table of {tier.n_rows} × {found.count} in {found.dtype}; asked "
+                f"for {self.config.n_rows} × {weight.count} in {weight.dtype}. Ask for what it holds "
+                f"(flatbed.open_table reads it from the file), or choose another path"
+            )
+        about = tier.meta.get("table", {})
+        if "init" in about:  # new rows are to come from what the old ones came from
+            init, seed = initial.described(about["init"]), int(about["seed"])
+            self.config = replace(self.config, init=init, seed=seed)
+        self._tier, self.record = tier, tier.record
+        self.scalars = dict(tier.meta.get("scalars", {}))
+        self.claimed = not tier.record.state
+
+    def _meta(self, scalars: Mapping[str, float]) -> dict[str, Any]:
+        return {"table": self.config.describe(), "scalars": dict(scalars)}
+
+    @property
+    def disk(self) -> DiskTier:
+        """The file's tier."""
+        tier = self.tier
+        if not isinstance(tier, DiskTier):
+            raise FlatbedError(
+                f'this table is not on disk (storage="{self.config.storage}"): save it with table.save(path)'
+            )
+        return tier
+
+    def checkpoint(self, scalars: Mapping[str, float]) -> None:
+        """Make rows and numbers of state durable, all or nothing."""
+        self.settle()
+        self.disk.checkpoint(self._meta(scalars))
+
+    def close(self) -> None:
+        """Give memory and files back."""
+        if self._tier is not None and os.getpid() == self._process:
+            self.settle()
+            self._tier.close()
+            self.version += 1
+
+    # ---- rows
+
+    def settle(self) -> None:
+        """Wait for kernels that still write: the host is about to look."""
+        if self.device.type == "cuda" and self._tier is not None:
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def addressed(self) -> Tensor | None:
+        """All records, if the computing device can address them."""
+        tier = self.tier
+        if not isinstance(tier, MemoryTier):
+            return None
+        tier.check()
+        if tier.device == self.device or (tier.reach == self.device and by_triton(self.device)):
+            return tier.memory
+        return None
+
+    def gather(self, rows: Tensor, nbytes: int | None = None) -> Tensor:
+        """Records on the computing device; zeros for the row -1."""
+        nbytes = self.record.nbytes if nbytes is None else nbytes
+        memory = self.addressed
+        if memory is not None:
+            return ops.gather(memory, rows, nbytes)
+        tier = self.tier
+        wanted = rows.to(tier.device)
+        present = wanted >= 0
+        records = torch.zeros(
+            (len(rows), nbytes), dtype=torch.uint8, device=CPU, pin_memory=self.device.type == "cuda"
+        )
+        records[present] = tier.gather(wanted[present], nbytes)
+        return records.to(self.device, non_blocking=True)
+
+    def scatter_(self, rows: Tensor, records: Tensor) -> None:
+        """Replace records; those of the row -1 go nowhere."""
+        memory = self.addressed
+        if memory is not None:
+            ops.scatter_(memory, rows, records)
+            return
+        tier = self.tier
+        wanted = rows.to(tier.device)
+        present = wanted >= 0
+        tier.scatter_(wanted[present], records.to(tier.device)[present])
+
+    def weights(self, rows: Tensor) -> Tensor:
+        """The weights of rows: (n,) → (n, dim), on the computing device."""
+        field = self.config.weight
+        return self.gather(rows, field.nbytes).view(field.dtype)
+
+    def take(self, rows: Tensor) -> dict[str, Tensor]:
+        """All fields of rows that exist, as tensors of their own on the computing device."""
+        tier = self.tier
+        if isinstance(tier, MemoryTier) and tier.device == self.device:
+            tier.check()
+            assert tier.memory is not None
+            views = {f.name: self.record.view(tier.memory, f.name) for f in self.record.fields}
+            return {name: view.index_select(0, rows) for name, view in views.items()}
+        records = self.gather(rows)
+        return {f.name: self.record.view(records, f.name).contiguous() for f in self.record.fields}
+
+    def put_(self, rows: Tensor, fields: Mapping[str, Tensor]) -> None:
+        """The inverse of `take`."""
+        tier = self.tier
+        if isinstance(tier, MemoryTier) and tier.device == self.device:
+            assert tier.memory is not None
+            for name, values in fields.items():
+                self.record.view(tier.memory, name).index_copy_(0, rows, values)
+            return
+        records = torch.zeros((len(rows), self.record.nbytes), dtype=torch.uint8, device=self.device)
+        for name, values in fields.items():
+            self.record.view(records, name).copy_(values)
+        self.scatter_(rows, records)
+
+    def put_weights_(self, rows: Tensor, values: Tensor) -> None:
+        """Replace the weights of rows, which are distinct; their state stays."""
+        memory, field = self.addressed, self.config.weight
+        if memory is None:
+            self.put_(rows, self.take(rows) | {WEIGHT: values})
+            return
+        # The bytes between a weight and what comes next are nobody's.
+        beginnings = torch.zeros((len(rows), self.record.padded), dtype=torch.uint8, device=self.device)
+        beginnings[:, : field.nbytes].view(field.dtype).copy_(values)
+        ops.scatter_(memory, rows, beginnings)
+
+    def read_field(self, name: str, start: int, stop: int) -> Tensor:
+        """A field of consecutive rows, in host memory."""
+        tier = self.tier
+        self.settle()
+        if isinstance(tier, MemoryTier):
+            tier.check()
+            assert tier.memory is not None
+            return tier.record.view(tier.memory[start:stop], name).to(CPU, copy=True).contiguous()
+        return tier.record.view(tier.read(start, stop), name).contiguous()
+
+    def write_field(self, name: str, start: int, values: Tensor) -> None:
+        """Replace a field of consecutive rows."""
+        tier = self.tier
+        self.settle()
+        stop = start + len(values)
+        if isinstance(tier, MemoryTier):
+            tier.check()
+            assert tier.memory is not None
+            tier.record.view(tier.memory[start:stop], name).copy_(values)
+            return
+        records = tier.read(start, stop)
+        tier.record.view(records, name).copy_(values)
+        tier.write_(start, records)
+
+    def field_blocks(self, name: str) -> Iterator[tuple[int, int]]:
+        """Ranges of rows for reading or writing a field bit by bit."""
+        return self.blocks(0, self.config.n_rows, max(self.record[name].nbytes, self.record.nbytes))
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse devices that no lookup can be computed on."""
+    if device.type not in ("cpu", "cuda"):
+        raise FlatbedError(
+            f'a table computes on "cpu" or "cuda", and its rows have a home of their own; found device '
+            f'"{device}": give device="cpu", or leave the module with the table out of the move'
+        )
+
+
+def fill_weights(record: Record, records: Tensor, first_row: int, config: Config) -> None:
+    """First weights of consecutive rows, from the seed."""
+    initial.fill_(
+        record.view(records, WEIGHT),
+        first_row=first_row,
+        init=config.init,
+        seed=config.seed,
+        padding_idx=config.padding_idx,
+    )
+
+
+def fill_state(record: Record, records: Tensor) -> None:
+    """First values of state."""
+    for field in record.state:
+        record.view(records, field.name).fill_(field.initial)

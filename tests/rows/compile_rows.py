@@ -1,0 +1,103 @@
+"""Compile the kernels on rows, for every rule, for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+import warnings
+from typing import Any
+
+warnings.simplefilter("ignore")
+
+import triton.language as tl  # noqa: E402
+from triton import compile  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from flatbed import optim  # noqa: E402
+from flatbed.kernels._triton import row_kernels  # noqa: E402
+from flatbed.kernels._triton.launch import element  # noqa: E402
+from flatbed.kernels._triton.rows import power  # noqa: E402
+
+TYPES = {
+    **dict.fromkeys(("coefficients_ptr", "numbers_ptr", "shared_ptr", "partials_ptr"), "*fp64"),
+    **dict.fromkeys(("grads_ptr", "sums_ptr", "values_ptr"), "*fp32"),
+    **dict.fromkeys(("memory", "padding", "n_rows"), "i64"),
+    **dict.fromkeys(("n", "salt", "first", "per_program"), "i32"),
+}
+"""Arguments that are not constants; those that are not named here are pointers to int64."""
+
+
+def ptx(function: Any, changed: dict[str, str] | None = None, **constants: Any) -> str:
+    types = {**TYPES, **(changed or {})}
+    names = function.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "*i64") for n in names}
+    aligned = [n for n in names if signature[n].startswith("*")]
+    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
+    return str(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+
+
+def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
+    rule = getattr(optim, name).rule
+    numbers = len(rule.scalars) if per_row else 0
+    nbytes = weight.primitive_bitwidth // 8
+    size = max(4, nbytes) * (1 if rule.rowwise else dim)
+    at = [-(-dim * nbytes // 16) * 16 + i * -(-size // 16) * 16 for i in range(len(rule.state) + 2)]
+    state = (*at[: len(rule.state)], 0, 0, 0, 0)[:4]
+    ptx(
+        row_kernels.step,
+        {"grads_ptr": "*fp64" if weight == tl.float64 else "*fp32"},
+        PREPARE=element(rule.prepare),
+        UPDATE=element(rule.update),
+        HAS=(1 << len(rule.state)) - 1,
+        N_SCALARS=len(rule.scalars),
+        STRIDE=-(-(at[-1] + 32) // 128) * 128,
+        **{f"AT{i}": offset for i, offset in enumerate(state)},
+        FIRST=at[-1],
+        SECOND=at[-1] + 16,
+        ROWWISE=rule.rowwise,
+        WEIGHT=weight,
+        **dict.fromkeys(("GRAD", "STATE", "COMPUTE"), tl.float64 if weight == tl.float64 else tl.float32),
+        PER_ROW=bool(numbers),
+        STOCHASTIC=weight == tl.bfloat16,
+        STAGED=per_row,
+        DIM=dim,
+        COLUMNS=power(dim),
+        ROWS=512 // power(dim),
+    )
+
+
+def others() -> None:
+    ptx(row_kernels.mark, BLOCK=1024)
+    for kind, wide in (("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)):
+        sums = "*fp64" if wide == tl.float64 else "*fp32"
+        changed = {"grads_ptr": kind, "sums_ptr": sums, "values_ptr": sums}
+        ptx(row_kernels.sum_runs, changed, DIM=48, COLUMNS=64, WIDE=wide)
+        ptx(row_kernels.squares, changed, BLOCK=1024)
+    for home in (True, False):
+        ptx(row_kernels.move, STRIDE=1536, WORDS=192, COLUMNS=256, ROWS=4, HOME=home)
+
+
+EVEN = (128, tl.float32, False), (48, tl.bfloat16, True), (48, tl.float64, False)
+ODD = (128, tl.bfloat16, False), (48, tl.float32, True), (1, tl.float16, False)
+
+
+def main(names: list[str]) -> None:
+    failed = {}
+    for number, name in enumerate(names):
+        for dim, weight, per_row in ODD if number % 2 else EVEN:
+            try:
+                step(name, dim, weight, per_row)
+            except Exception:
+                failed[f"{name}, {dim}, {weight}, {per_row}"] = traceback.format_exc(limit=0)[-1500:]
+    try:
+        others()
+    except Exception:
+        failed["others"] = traceback.format_exc(limit=1)[-1500:]
+    print(json.dumps({"compiled": names, "failed": failed}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or [name for name in optim.__all__ if name != "from_torch"])

@@ -1,0 +1,50 @@
+"""A table on disk larger than the memory that its process may have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import resource, sys
+import torch, flatbed
+
+used = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData")) * 1024
+allowed = 384 << 20
+resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, used + allowed))
+try:
+    torch.zeros(allowed * 3 // 2, dtype=torch.uint8)
+except RuntimeError:
+    print("limited")
+
+emb = flatbed.HostEmbedding(1_000_000, 64, storage="disk", path=sys.argv[1], init=("normal", 0.0, 0.1))
+optimizer = flatbed.optim.Adam(emb, lr=0.01)
+generator = torch.Generator().manual_seed(0)
+losses = []
+for _ in range(12):
+    ids = torch.randint(1_000_000, (4096,), generator=generator)
+    for _ in range(2):
+        loss = (emb(ids) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+emb.table.checkpoint()
+print(emb.table.nbytes_stored > 1.9 * allowed, all(b < a for a, b in zip(losses[::2], losses[1::2])))
+"""
+
+
+def test_a_disk_table_larger_than_the_memory_allowed_trains(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "large.bed")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["limited", "True True"]
+    assert (tmp_path / "large.bed").stat().st_size > 700 << 20

@@ -1,0 +1,151 @@
+"""The kernels on rows alone, interpreted or on a GPU, against their references in torch operations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatbed.kernels import rows as ops
+from flatbed.kernels.rows import LEAD, NONE, Distinct, distinct, gather, scatter_, sum_runs
+
+ROOT = Path(__file__).parents[2]
+NOWHERE = (1 << 63) - 1
+N_ROWS = 30
+DIMS = [1, 3, 4, 7, 64, 130]
+KEYS = {
+    "empty": torch.empty(0, dtype=torch.int64),
+    "one": torch.tensor([5]),
+    "equal": torch.full((9,), 29),
+    "ascending": torch.arange(N_ROWS),
+    "duplicates": torch.tensor([3, 3, 0, 29, 3, 7, 0, 0, 11]),
+    "lead": torch.tensor([LEAD, 4, LEAD, 2, 4]),
+    "out of range": torch.tensor([4, 30, -1, 4, 1 << 40, -(1 << 40), 0]),
+    "many": torch.arange(2500).mul_(7919) % N_ROWS,
+}
+
+
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, operations take their reference form."""
+    monkeypatch.setattr(ops, "by_triton", lambda device: False)
+
+
+def found_by_torch(keys: Tensor, bad: Tensor | None = None) -> Distinct:
+    """The reference, on the CPU and without kernels."""
+    rows, inverse = torch.unique(keys, return_inverse=True)
+    return Distinct(torch.where((rows >= 0) & (rows < N_ROWS), rows, NONE), inverse)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_distinct(name: str, kernel_device: str) -> None:
+    keys = KEYS[name]
+    bad = torch.full((1,), NOWHERE, device=kernel_device)
+    found, expected = distinct(keys.to(kernel_device), N_ROWS, bad), found_by_torch(keys)
+    n = len(expected.rows)
+    assert torch.equal(found.rows[:n].cpu(), expected.rows)
+    assert (found.rows[n:] == NONE).all()
+    assert torch.equal(found.inverse.cpu(), expected.inverse)
+    wrong = ((keys < 0) | (keys >= N_ROWS)) & (keys != LEAD)
+    assert int(bad) == (int(wrong.nonzero()[0]) if wrong.any() else NOWHERE)
+    assert found.order is not None
+    assert found.starts is not None
+    assert torch.equal(keys[found.order.cpu()], keys.sort().values)
+    for slot in range(n):
+        run = found.order[int(found.starts[slot]) : int(found.starts[slot + 1])].cpu()
+        assert torch.equal(run, (expected.inverse == slot).nonzero().flatten())  # in the order of the ids
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_both_forms_agree(name: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = KEYS[name].to(kernel_device)
+    marks = [torch.full((1,), start, device=kernel_device) for start in (NOWHERE, NOWHERE, 3, 3)]
+    found = distinct(keys, N_ROWS, marks[0])
+    distinct(keys, N_ROWS, marks[2])
+    by_torch(monkeypatch)
+    expected = distinct(keys, N_ROWS, marks[1])
+    distinct(keys, N_ROWS, marks[3])
+    assert torch.equal(found.rows[: len(expected.rows)], expected.rows)
+    assert torch.equal(found.inverse, expected.inverse)
+    assert torch.equal(marks[0], marks[1])
+    assert torch.equal(marks[2], marks[3])  # an earlier one stays
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", DIMS)
+def test_sum_runs(dim: int, dtype: torch.dtype, kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = list(KEYS)[DIMS.index(dim) + 2]
+    keys = KEYS[name][:80]
+    grads = torch.randn(len(keys), dim).to(kernel_device, dtype)
+    given = grads.repeat(1, 2)[:, :dim]  # with holes
+    for padding_idx in (None, 4):
+        rows, sums = sum_runs(given, distinct(keys.to(kernel_device), N_ROWS), padding_idx)
+        with monkeypatch.context() as patch:
+            by_torch(patch)
+            expected_rows, expected = sum_runs(grads.cpu(), distinct(keys, N_ROWS), padding_idx)
+        n = len(expected_rows)
+        assert sums.dtype == torch.promote_types(dtype, torch.float32)
+        assert torch.equal(rows[:n].cpu(), expected_rows)
+        assert (rows[n:] == NONE).all()
+        assert not sums[rows == NONE].any()
+        assert torch.equal(sums[:n].cpu(), expected)  # added up in the same order
+
+
+def test_sum_of_nothing(kernel_device: str) -> None:
+    found = distinct(torch.empty(0, dtype=torch.int64, device=kernel_device), N_ROWS)
+    rows, sums = sum_runs(torch.empty((0, 4), device=kernel_device), found, None)
+    assert rows.shape == (0,)
+    assert sums.shape == (0, 4)
+
+
+@pytest.mark.parametrize("nbytes", [16, 32, 64, 128, 384, 1536])
+def test_gather_and_scatter(nbytes: int, kernel_device: str) -> None:
+    memory = torch.randint(256, (N_ROWS, nbytes), dtype=torch.uint8)
+    held = memory.to(kernel_device, copy=True)
+    for listed in ([], [3], [NONE], [0, NONE, 29, 7, NONE], list(range(N_ROWS))[::-1]):
+        rows = torch.tensor(listed, dtype=torch.int64, device=kernel_device)
+        expected = torch.where(rows.cpu()[:, None] < 0, 0, memory[rows.cpu()])
+        for beginning in (nbytes, 2, 12, nbytes - 6):
+            assert torch.equal(gather(held, rows, beginning).cpu(), expected[:, :beginning])
+        new = torch.randint(256, (len(rows), nbytes), dtype=torch.uint8)
+        scatter_(held, rows, new.to(kernel_device))
+        memory[rows.cpu()[rows.cpu() >= 0]] = new[rows.cpu() >= 0]
+        assert torch.equal(held.cpu(), memory)
+
+
+def test_more_rows_than_programs(kernel_device: str) -> None:
+    memory = torch.randint(256, (700, 1536), dtype=torch.uint8, device=kernel_device)
+    rows = torch.randperm(700, device=kernel_device)
+    found = gather(memory, rows, 1536)
+    assert torch.equal(found, memory[rows])
+    scatter_(memory, rows.flip(0), found)
+    assert torch.equal(memory[rows.flip(0)], found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [1, 1024, 70_000])
+def test_squares(n: int, dtype: torch.dtype, kernel_device: str) -> None:
+    from flatbed.kernels._triton.rows import squares
+
+    values = torch.randn(n, dtype=dtype, device=kernel_device)
+    torch.testing.assert_close(squares(values).sum(), values.double().square().sum())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests compile and run the same kernels")
+def test_every_rule_compiles() -> None:
+    # A process of its own: in this one Triton interprets, which takes much that the compiler does not.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment.pop("TRITON_INTERPRET", None)
+    script = Path(__file__).with_name("compile_rows.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["failed"] == {}
+    assert len(found["compiled"]) == 12

@@ -1,0 +1,283 @@
+"""All weights as one tensor, and rows by their ids."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatbed
+
+ROWS, DIM = 12, 3
+IN_MEMORY = ("host", "device")
+STORAGES = (*IN_MEMORY, "disk")
+EVERY = torch.arange(ROWS)
+
+
+def made(storage: str = "host", folder: Path | None = None, **options: Any) -> flatbed.HostEmbedding:
+    path = folder / "table" if storage == "disk" and folder is not None else None
+    return flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path, **options)
+
+
+def fill_by_data(weight: Tensor) -> None:
+    weight.data = torch.full((ROWS, DIM), 2.0)
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "fill_": lambda w: w.fill_(2),
+    "init": lambda w: nn.init.constant_(w, 2.0),
+    "item": lambda w: w.__setitem__(slice(None), 2.0),
+    "rows": lambda w: [row.fill_(2) for row in w],
+    "data": lambda w: w.data.fill_(2),
+    "detach": lambda w: w.detach().copy_(torch.full((ROWS, DIM), 2.0)),
+    "slices": lambda w: [w[::2].fill_(2), w[1::2, :1].fill_(2), w[1::2][:, 1:].fill_(2)],
+    "transposed": lambda w: w.t()[0:].mul_(0).add_(2),
+    "unbound": lambda w: [part.fill_(2) for part in w.unbind(1)],
+    "out": lambda w: torch.full((ROWS, DIM), 2.0, out=w),
+    "masked": lambda w: w.masked_fill_(torch.ones(ROWS, 1, dtype=torch.bool), 2.0),
+    "assigned": fill_by_data,
+}
+
+
+@pytest.mark.parametrize("storage", IN_MEMORY)
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_go_through(storage: str, owned: bool, write: str) -> None:
+    emb = made(storage)
+    optimizer = flatbed.optim.Adam(emb) if owned else None
+    with torch.no_grad():
+        WRITES[write](emb.weight)
+    assert torch.equal(emb.read_rows(EVERY), torch.full((ROWS, DIM), 2.0))
+    if optimizer is not None:
+        assert not emb.table.read_state("exp_avg", EVERY).any()
+
+
+@pytest.mark.parametrize("init", [nn.init.uniform_, nn.init.xavier_uniform_, nn.init.orthogonal_])
+def test_initialisers_draw_what_they_draw_for_torch(init: Any) -> None:
+    emb, theirs = made(), nn.Embedding(ROWS, DIM)
+    for weight in (emb.weight, theirs.weight):
+        torch.manual_seed(1)
+        init(weight)
+    assert torch.equal(emb.weight, theirs.weight.detach())
+
+
+def test_model_apply() -> None:
+    model = nn.Sequential(made(), nn.Linear(DIM, 1))
+
+    def start(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, flatbed.HostEmbedding)):
+            nn.init.ones_(module.weight)
+
+    model.apply(start)
+    assert bool((model[0].weight == 1).all())
+
+
+def test_updates_are_seen() -> None:
+    emb = made()
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    weight = emb.weight
+    before = weight.clone()
+    emb([3]).sum().backward()
+    optimizer.step()
+    assert torch.equal(weight[3], before[3] - 1)
+    emb.write_rows([0], torch.zeros(1, DIM))
+    assert not weight[0].any()
+
+
+def test_what_is_derived_is_an_ordinary_tensor() -> None:
+    weight = made().weight
+    for found in (
+        weight + 1,
+        weight.clone(),
+        weight.sum(),
+        weight.double(),
+        weight[[1, 2]],
+        weight @ weight.t(),
+    ):
+        assert type(found) is Tensor
+    assert type(weight.to_sparse()) is Tensor
+    assert type(weight.max(0).values) is Tensor
+    assert type(torch.cat([weight, weight])) is Tensor
+    assert type(torch.zeros(ROWS, DIM).copy_(weight)) is Tensor
+    assert type(copy.deepcopy(weight)) is Tensor
+    assert isinstance(weight.shape, torch.Size)
+    assert weight.dtype == torch.float32
+    assert weight.size(0) == len(weight) == ROWS
+    assert isinstance(weight.tolist(), list)
+    assert repr(weight) == repr(weight.clone())
+    assert torch.equal(weight, weight.clone())
+
+
+def test_numpy_gets_a_copy() -> None:
+    emb = made()
+    for found in (emb.weight.numpy(), np.asarray(emb.weight), np.array(emb.weight), emb.weight[2:].numpy()):
+        assert isinstance(found, np.ndarray)
+        found[:] = 7
+    assert np.asarray(emb.weight, dtype=np.float64).dtype == np.float64
+    assert not bool((emb.weight == 7).any())
+
+
+def test_torch_save_writes_the_weights_alone() -> None:
+    emb = made()
+    flatbed.optim.Adam(emb)
+    buffer = io.BytesIO()
+    torch.save(emb.weight[3:5], buffer)
+    assert buffer.tell() < 2048
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=True), emb.weight[3:5])
+
+
+def test_an_embedding_of_torchs_from_the_view() -> None:
+    emb = made()
+    theirs = nn.Embedding.from_pretrained(emb.weight)
+    assert emb.table.requires_grad
+    assert torch.equal(theirs(EVERY), emb(EVERY))
+    assert not theirs.weight.requires_grad
+
+
+def test_parts_and_copies_freeze_nothing() -> None:
+    emb = made()
+    emb.weight[1:].requires_grad_(False)
+    emb.weight.detach().requires_grad_(False)
+    emb.weight.data.requires_grad = False
+    assert emb.table.requires_grad
+
+
+def test_values_of_another_shape_are_refused() -> None:
+    emb = made()
+    with pytest.raises(ValueError, match=r"weights of shape \(12, 3\) cannot become \(4, 3\)"):
+        emb.weight.data = torch.zeros(4, DIM)
+    with pytest.raises(RuntimeError):
+        emb.weight.copy_(torch.zeros(5, DIM))
+
+
+# ---- stale views
+
+
+def attach(emb: flatbed.HostEmbedding) -> Any:
+    return flatbed.optim.Adam(emb)
+
+
+MOVES: dict[str, Callable[[flatbed.HostEmbedding], Any]] = {
+    "attach": attach,
+    "resize": lambda emb: emb.table.resize(ROWS + 1),
+    "close": lambda emb: emb.table.close(),
+    "drop state": lambda emb: (attach(emb), emb.table.drop_state()),
+}
+
+
+@pytest.mark.parametrize("storage", IN_MEMORY)
+@pytest.mark.parametrize("move", MOVES)
+def test_stale_views_raise(storage: str, move: str) -> None:
+    emb = made(storage)
+    weight = emb.weight
+    views = [weight, weight[2:], weight[3], weight.t(), weight.detach(), weight.data, *weight.unbind(0)[:2]]
+    _kept = MOVES[move](emb)
+    for view in views:
+        uses: list[Callable[[], Any]] = [
+            view.sum,
+            lambda view=view: view.fill_(0.0),  # type: ignore[misc]
+            lambda view=view: view[0],  # type: ignore[misc]
+            lambda view=view: torch.zeros(1).add_(view),  # type: ignore[misc]
+            lambda view=view: torch.stack([view, view]),  # type: ignore[misc]
+            lambda view=view: repr(view),  # type: ignore[misc]
+            lambda view=view: np.asarray(view),  # type: ignore[misc]
+            lambda view=view: view.tolist(),  # type: ignore[misc]
+        ]
+        for use in uses:
+            with pytest.raises(flatbed.FlatbedError, match=r"stale.*Take emb\.weight again"):
+                use()
+    if move == "close":
+        for ask in (lambda: emb.weight, lambda: emb([1]), lambda: emb.read_rows([1])):
+            with pytest.raises(flatbed.FlatbedError, match="closed"):
+                ask()
+    else:
+        assert torch.equal(emb.weight[:ROWS], emb.read_rows(EVERY))
+
+
+def test_a_view_keeps_the_rows_alive() -> None:
+    emb = made()
+    expected = emb.weight.clone()
+    weight = emb.weight
+    del emb
+    assert torch.equal(weight, expected)
+
+
+def test_a_table_on_disk_has_no_view(tmp_path: Path) -> None:
+    emb = made("disk", tmp_path)
+    with pytest.raises(flatbed.FlatbedError, match=r"read_rows\(ids\) and write_rows\(ids, values\)"):
+        _ = emb.weight
+    assert not (tmp_path / "table").exists()
+
+
+# ---- rows by their ids
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("owned", [False, True])
+def test_read_and_write_rows(storage: str, owned: bool, tmp_path: Path) -> None:
+    emb = made(storage, tmp_path)
+    optimizer = flatbed.optim.Adam(emb) if owned else None
+    expected = emb.read_rows(EVERY)
+    assert emb.read_rows(5).shape == (DIM,)
+    assert emb.read_rows([[1, 2], [3, 3]]).shape == (2, 2, DIM)
+    assert emb.read_rows([]).shape == (0, DIM)
+    for ids in (torch.tensor([7, 2]), np.array([[3], [1]], np.uint8), 4, []):
+        values = torch.randn(*np.shape(ids), DIM)
+        emb.write_rows(ids, values)
+        expected[torch.as_tensor(np.asarray(ids, np.int64)).flatten()] = values.reshape(-1, DIM)
+        assert torch.equal(emb.read_rows(EVERY), expected)
+    emb.write_rows([[5, 6], [5, 5]], torch.arange(12.0).view(2, 2, DIM))
+    expected[[5, 6]] = torch.tensor([[9.0, 10, 11], [3, 4, 5]])  # the last one counts
+    assert torch.equal(emb.read_rows(EVERY), expected)
+    assert not emb.read_rows([1]).requires_grad
+    emb.read_rows(EVERY).zero_()
+    assert torch.equal(emb.read_rows(EVERY), expected)
+    if optimizer is not None:
+        assert not emb.table.read_state("exp_avg", EVERY).any()
+
+
+def test_writing_takes_what_torch_takes() -> None:
+    emb = made(dtype=torch.bfloat16)
+    emb.write_rows([0], [[1.0, 2.0, 3.0]])
+    emb.write_rows([1], np.array([[1.0, 2.0, 3.0]]))
+    emb.write_rows([2], nn.Parameter(torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)))
+    assert emb.weight[:3].float().tolist() == [[1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_wrong_writes_change_nothing(storage: str, tmp_path: Path) -> None:
+    emb = made(storage, tmp_path)
+    expected = emb.read_rows(EVERY)
+    for ids, values, error in (
+        ([1, 2], torch.zeros(2, DIM + 1), ValueError),
+        ([1, 2], torch.zeros(DIM), ValueError),
+        ([[1, 2]], torch.zeros(2, DIM), ValueError),
+        ([1], torch.zeros(1, DIM, dtype=torch.int64), TypeError),
+        ([1, ROWS], torch.zeros(2, DIM), IndexError),
+        ([1.0], torch.zeros(1, DIM), TypeError),
+    ):
+        with pytest.raises(error):
+            emb.write_rows(ids, values)
+    with pytest.raises(KeyError, match="no state 'exp_avg'; found none"):
+        emb.table.read_state("exp_avg", [1])
+    assert torch.equal(emb.read_rows(EVERY), expected)
+
+
+def test_state_of_rows() -> None:
+    emb = made()
+    optimizer = flatbed.optim.Adam(emb)
+    emb([1, 1, 4]).sum().backward()
+    optimizer.step()
+    assert emb.table.state_names == ("exp_avg", "exp_avg_sq")
+    found = emb.table.read_state("exp_avg", [[4, 1], [0, 4]])
+    torch.testing.assert_close(found[:, :, 0], torch.tensor([[0.1, 0.2], [0.0, 0.1]]))
+    with pytest.raises(KeyError, match="found exp_avg, exp_avg_sq"):
+        emb.table.read_state("momentum", [1])

@@ -1,0 +1,223 @@
+"""Processes that train replicas of a table; all must end with the rows that one process would end with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import flatbed
+
+ROWS, DIM, STEPS = 40, 4, 6
+EVERY = torch.arange(ROWS)
+
+
+class Model(nn.Module):
+    def __init__(self, emb: nn.Module, *, dense: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.emb = emb
+        self.head = nn.Linear(DIM, 2) if dense else nn.Identity()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.emb(ids))
+        return out
+
+
+def batch(step: int, rank: int) -> Tensor:
+    """Different ids for every rank; now and then none at all."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    n = 0 if (step + rank) % 4 == 1 else 3
+    return torch.randint(ROWS, (n, 3), generator=generator)
+
+
+def whole(model: Any) -> list[Tensor]:
+    """Everything that was trained."""
+    table = model.emb.table
+    held = [table.read_rows(EVERY), *(table.read_state(name, EVERY) for name in table.state_names)]
+    return [*held, *(p.detach() for p in model.parameters())]
+
+
+def assert_replicas_agree(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, tensor.contiguous())
+        assert all(torch.equal(one, everyone[0]) for one in everyone), "the replicas must agree"
+
+
+def train(
+    ranks: list[int],
+    *,
+    make: Any = flatbed.optim.Adam,
+    wrap: bool = True,
+    dense: bool = True,
+    bag: bool = False,
+    clip: bool = False,
+    accumulate: bool = False,
+    zero: str = "optimizer",
+    options: dict[str, Any] | None = None,
+    **table: Any,
+) -> list[Tensor]:
+    """As one rank among all, or, given all of them, as the single process that does the work of each."""
+    kind = flatbed.HostEmbeddingBag if bag else flatbed.HostEmbedding
+    model = Model(kind(ROWS, DIM, padding_idx=7, **table), dense=dense)
+    alone = len(ranks) > 1
+    model.emb.table.replicate = not alone  # type: ignore[union-attr,assignment]
+    called: Any = DDP(model) if wrap and not alone else model
+    optimizer = make(model, lr=0.05, **(options or {}))
+    for step in range(STEPS):
+        waits = accumulate and step % 2 == 0
+        for rank in ranks:
+            ids = batch(step, rank)
+            if not (dense or len(ids)):
+                continue  # no lookup, no backward pass
+            loss = called(ids).pow(2).sum() / len(ranks)
+            if waits and wrap and not alone:
+                with called.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        if waits:
+            continue
+        if clip:
+            nn.utils.clip_grad_norm_([*model.parameters(), *flatbed.tables(model)], 0.5)
+        optimizer.step()
+        if zero != "nobody":
+            (optimizer if zero == "optimizer" else model).zero_grad()
+    return whole(model)
+
+
+def same(name: str, rank: int, world: int, **options: Any) -> None:
+    """The replicas are equal bit by bit, and close to what one process makes of all batches."""
+    found = train([rank], **options)
+    assert_replicas_agree(found)
+    path = options.pop("path", None)
+    if path is not None:
+        options["path"] = Path(f"{path}-alone")
+    for one, expected in zip(found, train(list(range(world)), **options), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-6)
+    if rank == 0:
+        print("same", name)
+
+
+def raises(action: Callable[[], Any], message: str) -> None:
+    found = "nothing was raised"
+    try:
+        action()
+    except flatbed.FlatbedError as error:
+        found = str(error)
+    assert message in found, found
+
+
+def left_alone(rank: int) -> None:
+    """With replicate=False nothing is exchanged: one rank may even train by itself."""
+    emb = flatbed.HostEmbedding(ROWS, DIM, replicate=False)
+    before = emb.weight.clone()
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    if rank == 0:
+        for _ in range(3):
+            emb([1]).sum().backward()
+            assert emb.table.grad is not None
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(emb.read_rows([1]) != before[1], torch.full((1, DIM), rank == 0))
+
+
+def unequal(rank: int) -> None:
+    """Replicas that differ are an error on every rank, and nothing is changed."""
+    for options in ({"seed": rank}, {"init": float(rank)}):
+        emb = flatbed.HostEmbedding(ROWS, DIM, **options)  # type: ignore[arg-type]
+        before = emb.weight.clone()
+        optimizer = flatbed.optim.SGD(emb, lr=1.0)
+        emb([rank]).sum().backward()
+        raises(optimizer.step, "not equal on all ranks")
+        assert torch.equal(emb.weight, before)
+        raises(optimizer.step, "not equal on all ranks")
+    emb = flatbed.HostEmbedding(ROWS + rank, DIM)
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    emb([rank]).sum().backward()
+    raises(optimizer.step, "not equal on all ranks")
+
+
+def overflows(rank: int) -> None:
+    """An overflow on one rank stops all of them."""
+    model = Model(flatbed.HostEmbedding(ROWS, DIM), dense=True)
+    called = DDP(model)
+    optimizer = flatbed.optim.Adam(model, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        before = whole(model)
+        loss = called(torch.tensor([rank, 5])).pow(2).sum()
+        if step == 1 and rank == 0:  # in the rows of one rank alone
+            loss = loss + model.emb(torch.tensor([9])).sum() * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = not all(map(torch.equal, before, whole(model)))
+        assert moved == (step != 1)
+        assert scaler.get_scale() == (8.0 if step < 1 else 4.0)
+        assert_replicas_agree(whole(model))
+    before = whole(model)
+    model(torch.tensor([rank])).sum().backward()
+    optimizer.found_inf = torch.tensor(float(rank == 0))  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.found_inf  # type: ignore[attr-defined]
+    assert all(map(torch.equal, before, whole(model)))
+
+
+def one_rank_looks(rank: int) -> None:
+    """What only one rank does between steps: look at rows, evaluate, write a checkpoint, load it."""
+    model = Model(flatbed.HostEmbedding(ROWS, DIM), dense=False)
+    emb: Any = model.emb
+    if rank == 0:
+        emb.weight.sum()
+    optimizer = flatbed.optim.Adam(model, lr=0.1)
+    for step in range(4):
+        emb(torch.tensor([rank, 3])).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            with torch.no_grad():
+                emb([1])
+            model.load_state_dict(model.state_dict())
+            if step == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+        assert_replicas_agree(whole(model))
+
+
+def worker(rank: int, store: str, world: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    path = Path(f"{store}-table-{rank}")
+    same("host", rank, world)
+    same("clipped", rank, world, options={"max_norm": 0.5}, make=flatbed.optim.SGD)
+    same("accumulated", rank, world, accumulate=True, storage="device", make=flatbed.optim.SGD)
+    same("tables alone", rank, world, wrap=False, dense=False, zero="model")
+    if world == 2:
+        same("disk", rank, world, storage="disk", path=path)
+        same("bag", rank, world, bag=True, make=flatbed.optim.Adagrad)
+        same("clipped by torch", rank, world, clip=True, make=flatbed.optim.SGD)
+        same("clipped and accumulated", rank, world, clip=True, accumulate=True, make=flatbed.optim.SGD)
+        same("nobody zeroes", rank, world, wrap=False, dense=False, zero="nobody", make=flatbed.optim.SGD)
+        same("rows count", rank, world, wrap=False, dense=False, options={"per_row_steps": True})
+        for scenario in (left_alone, unequal, overflows, one_rank_looks):
+            scenario(rank)
+            dist.barrier()
+            if rank == 0:
+                print("done", scenario.__name__)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads, winding down, may abort an interpreter that ends by itself
+
+
+if __name__ == "__main__":
+    mp.spawn(worker, args=(sys.argv[1], int(sys.argv[2])), nprocs=int(sys.argv[2]))
