@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -58,6 +59,23 @@ class PrecisionName(str, Enum):
 
     FP32 = "fp32"
     BF16_MASTER = "bf16-master"
+
+
+class TableCase(str, Enum):
+    """The cases of flatbed.bench.tables."""
+
+    MOVE = "move"
+    SPEEDTORCH = "speedtorch"
+    STEP = "step"
+    FIT = "fit"
+
+
+class TableOptimizer(str, Enum):
+    """The optimizers of flatbed.bench.tables_ways."""
+
+    ADAM = "adam"
+    ADAGRAD = "adagrad"
+    SGD = "sgd"
 
 
 class DeviceName(str, Enum):
@@ -185,6 +203,86 @@ def floor(
         rows = bench_floor.run(setting, progress=progress)
     _report(rows, json_path=json_path, png=png)
     _fail_on([row.way for row in rows if not row.ok])
+
+
+def _drawable_folder(path: Path | None) -> Path | None:
+    if path is not None:
+        from flatbed.bench.plot import MISSING, have_matplotlib
+
+        if not have_matplotlib():
+            raise typer.BadParameter(MISSING)
+    return path
+
+
+@bench.command()
+def tables(
+    case: Annotated[
+        list[TableCase] | None,
+        typer.Option(help="What to measure; repeatable. All that the device offers unless given."),
+    ] = None,
+    device: DeviceOption = None,
+    gigabytes: Annotated[
+        float | None, typer.Option(min=1e-6, help="Size of the table in move, speedtorch and fit.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of the table in step.")] = None,
+    dim: Annotated[int, typer.Option(min=1, help="Numbers in a row, in step and fit.")] = 128,
+    ids: Annotated[int | None, typer.Option(min=2, help="Ids in a batch.")] = None,
+    optimizer: Annotated[
+        TableOptimizer, typer.Option(help="Which update rule, in step and fit.")
+    ] = TableOptimizer.ADAM,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls or steps.")] = 30,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Store the rows as they are found: all in this file, or in a folder that exists a file per "
+            "case, such as h200-tables-move.json.",
+            callback=_in_existing_folder,
+        ),
+    ] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw a chart per case into this folder.",
+            exists=True,
+            file_okay=False,
+            callback=_drawable_folder,
+        ),
+    ] = None,
+) -> None:
+    """Move and train rows of tables on the host, in flatbed's ways and in others'."""
+    where = _find_device(device)
+    from flatbed.bench import tables as bench_tables
+    from flatbed.bench.rows import this_machine, write_rows
+    from flatbed.bench.tables_rows import failed, file_name, summary
+
+    machine = this_machine(where.type)
+    sizes = (gigabytes, rows, dim, ids)
+    setting = bench_tables.Setting(where, machine, *sizes, optimizer=optimizer.value, repeats=repeats)
+    try:
+        cases = bench_tables.find_cases(where, [one.value for one in case or ()])
+        for name in cases:
+            bench_tables.check(name, setting)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    found: dict[str, list[Record]] = {}
+    wrong = []
+    for name in cases:
+        for row in bench_tables.run(name, setting, report=_say):
+            found.setdefault(name, []).append(row)
+            _say(summary(row))
+            wrong += [f"{name}: {row.way}"] if failed(row) else []
+            if out is not None and out.is_dir():
+                write_rows(found[name], out / f"{file_name(machine, name)}.json")
+            elif out is not None:
+                write_rows([one for some in found.values() for one in some], out)
+        _report(found[name], json_path=None, png=plots and plots / f"{file_name(machine, name)}.png")
+    _fail_on(list(dict.fromkeys(wrong)))
+
+
+def _say(line: str) -> None:
+    """At once, even into a pipe: measuring takes minutes, and may be cut off."""
+    typer.echo(line)
+    sys.stdout.flush()
 
 
 @bench.command()

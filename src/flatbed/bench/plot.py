@@ -1,4 +1,4 @@
-"""Stored rows as a bar chart. Needs matplotlib, which flatbed installs only as the extra `plot`."""
+"""Stored rows as a chart. Needs matplotlib, which flatbed installs only as the extra `plot`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 from flatbed.bench.floor import FloorRow
 from flatbed.bench.floor_table import group_floor
 from flatbed.bench.rows import FUSED, LOOP, Record, Row, describe_case, describe_machine, group
+from flatbed.bench.tables_plot import TablePanel, table_cases
+from flatbed.bench.tables_plot import draw as draw_table
 
 MISSING = "matplotlib is not installed; install it with: pip install 'flatbed[plot]'"
 COLOURS = {"torch": "#b8bec9", "flat": "#e4572e"}
@@ -39,7 +41,7 @@ class Panel:
     floor_ms: float | None = None
 
 
-Case = tuple[str, str, list[Panel]]
+Case = tuple[str, str, Sequence[Panel | TablePanel]]
 """What is measured, on which machine, and what was found."""
 
 
@@ -50,7 +52,7 @@ def write_plot(records: Sequence[Record], path: Path) -> None:
     # A figure of its own, without pyplot: no global state, no display.
     from matplotlib.figure import Figure
 
-    cases = _step_cases(records) + _floor_cases(records)
+    cases = [*_step_cases(records), *_floor_cases(records), *table_cases(records)]
     figure = Figure(figsize=(11, 0.4 + 3.2 * len(cases)))
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
     subfigures = figure.subfigures(len(cases), 1, squeeze=False)
@@ -59,12 +61,15 @@ def write_plot(records: Sequence[Record], path: Path) -> None:
         subfigure.supxlabel(machine, x=0.99, ha="right", fontsize=8, color="#888888")
         axes = subfigure.subplots(1, len(panels), squeeze=False)
         for axis, panel in zip(axes[0], panels, strict=True):
-            _draw(axis, panel)
+            if isinstance(panel, Panel):
+                _draw(axis, panel)
+            else:
+                draw_table(axis, panel)
     figure.savefig(str(path), dpi=160, facecolor="white")
 
 
 def _step_cases(records: Sequence[Record]) -> list[Case]:
-    cases = []
+    cases: list[Case] = []
     for lines in group([record for record in records if isinstance(record, Row)]):
         first = lines[0].optimizer
         titles = (f"clip + {first.optimizer} + zero_grad", "whole step, forward and backward included")
@@ -78,7 +83,7 @@ def _step_cases(records: Sequence[Record]) -> list[Case]:
 
 
 def _floor_cases(records: Sequence[Record]) -> list[Case]:
-    cases = []
+    cases: list[Case] = []
     for rows in group_floor([record for record in records if isinstance(record, FloorRow)]):
         gpu = [
             Bar(row.way, (row.gpu_p20_ms, row.gpu_p50_ms, row.gpu_p80_ms), row.ok)

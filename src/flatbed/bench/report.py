@@ -7,14 +7,15 @@ from pathlib import Path
 
 from rich.table import Table
 
-from flatbed.bench import floor_table, rows, table
+from flatbed.bench import floor_table, rows, table, tables_table
 from flatbed.bench.floor import FloorRow
 from flatbed.bench.rows import Record, Row, read_rows
+from flatbed.bench.tables_rows import MoveRow, TrainRow, rows_of
 
 
 def read(path: Path) -> list[Record]:
     """The rows in a file; ValueError where it holds something else."""
-    return list(read_rows(path, Row, FloorRow))
+    return list(read_rows(path, Row, FloorRow, MoveRow, TrainRow))
 
 
 def step_rows(records: Sequence[Record]) -> list[Row]:
@@ -29,10 +30,18 @@ def floor_rows(records: Sequence[Record]) -> list[FloorRow]:
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """A table per case."""
-    return table.tables(step_rows(records)) + floor_table.tables(floor_rows(records))
+    return [
+        *table.tables(step_rows(records)),
+        *floor_table.tables(floor_rows(records)),
+        *tables_table.tables(rows_of(records)),
+    ]
 
 
 def to_markdown(records: Sequence[Record]) -> str:
     """A markdown table per case, with the machine under it."""
-    texts = (rows.to_markdown(step_rows(records)), floor_table.to_markdown(floor_rows(records)))
+    texts = (
+        rows.to_markdown(step_rows(records)),
+        floor_table.to_markdown(floor_rows(records)),
+        tables_table.to_markdown(rows_of(records)),
+    )
     return "\n".join(text for text in texts if text.strip())
