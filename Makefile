@@ -17,6 +17,7 @@ BIN := .venv/bin
 
 demo: .venv/demo.stamp
 	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/tables.py
 
 test: lint types unit
 

@@ -24,7 +24,7 @@ TYPES = {
     **dict.fromkeys(("coefficients_ptr", "numbers_ptr", "shared_ptr", "partials_ptr"), "*fp64"),
     **dict.fromkeys(("grads_ptr", "sums_ptr", "values_ptr"), "*fp32"),
     **dict.fromkeys(("memory", "padding", "n_rows"), "i64"),
-    **dict.fromkeys(("n", "salt", "first", "per_program"), "i32"),
+    **dict.fromkeys(("n", "salt", "first", "per_program", "weights_stride"), "i32"),
 }
 """Arguments that are not constants; those that are not named here are pointers to int64."""
 
@@ -48,7 +48,10 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
     state = (*at[: len(rule.state)], 0, 0, 0, 0)[:4]
     ptx(
         row_kernels.step,
-        {"grads_ptr": "*fp64" if weight == tl.float64 else "*fp32"},
+        {
+            "grads_ptr": "*fp64" if weight == tl.float64 else "*fp32",
+            "weights_ptr": "*" + {"bfloat16": "bf16"}.get(weight.name, weight.name),
+        },
         PREPARE=element(rule.prepare),
         UPDATE=element(rule.update),
         HAS=(1 << len(rule.state)) - 1,
@@ -63,6 +66,7 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
         PER_ROW=bool(numbers),
         STOCHASTIC=weight == tl.bfloat16,
         STAGED=per_row,
+        FETCHED=not per_row,
         DIM=dim,
         COLUMNS=power(dim),
         ROWS=512 // power(dim),

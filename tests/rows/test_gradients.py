@@ -297,3 +297,33 @@ def test_any_ids(name: str, batches: list[list[list[int]]], seed: int, padding: 
     optimizer = BY_NAME[name].ours(emb)
     train(emb, optimizer, expected, lookups)
     assert_same(emb, expected, "cpu")
+
+
+@pytest.mark.parametrize("how", ["write_rows", "weight", "load_state_dict", "step"])
+@pytest.mark.parametrize("storage", ["host", "device"])
+def test_rows_written_between_lookup_and_step_count(storage: str, how: str, where: str) -> None:
+    """A step uses the weights that the lookup has read, but only if they are still the table's."""
+    emb = flatbed.HostEmbedding(10, 4, storage=storage, device=where)
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    ids = torch.tensor([2, 5, 5], device=where)
+    if how == "step":
+        first = emb(ids).sum()
+        second = emb(ids).sum()
+        first.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = emb.read_rows([2, 5]).clone()
+        second.backward()
+    else:
+        loss = emb(ids).sum()
+        if how == "write_rows":
+            emb.write_rows(torch.arange(10), torch.full((10, 4), 7.0))
+        elif how == "weight":
+            emb.weight.fill_(7.0)
+        else:
+            emb.load_state_dict({"weight": torch.full((10, 4), 7.0)})
+        before = torch.full((2, 4), 7.0, device=where)
+        loss.backward()
+    optimizer.step()
+    expected = before - torch.tensor([[1.0], [2.0]], device=where)
+    assert torch.equal(emb.read_rows([2, 5]), expected)

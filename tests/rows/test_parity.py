@@ -38,7 +38,10 @@ from tests.rows.tables import (
 STEPS = 6
 
 # The interpreter computes with numpy, which remarks on log(0); exp(-inf) is 0, as it should be.
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # torch's own, in SparseAdam
+]
 
 
 def check(
@@ -120,7 +123,6 @@ SPARSE = [
 
 
 # Torch's Adagrad makes sparse tensors without saying whether they are to be checked.
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("name", "torchs", "ours", "options"), SPARSE, ids=[case[0] for case in SPARSE])
 def test_sparse_embedding(name: str, torchs: Any, ours: Any, options: Any, pattern: str, where: str) -> None:

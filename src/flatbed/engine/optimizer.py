@@ -202,6 +202,7 @@ class Optimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         extras = {name: getattr(self.settings, name) for name in self.settings.__slots__}
         extras |= {"master_weights": self.master_weights, "state_dtype": self.state_dtype}
+        extras |= {"per_row_steps": self.per_row_steps}
         asked = {name: value for name, value in extras.items() if value and name != "stochastic_state"}
         lines = "".join(f"    {name}: {value}\n" for name, value in asked.items())
         return f"{super().__repr__()[:-1]}{'All groups' + chr(10) if asked else ''}{lines})"

@@ -167,7 +167,11 @@ class TableSteps:
         store = self.members[index].table.store
         memory = store.addressed
         if memory is not None:
-            self._kernels.update(index, Work(pack.rows, pack.grads, memory, staged=False), settings)
+            fetched = pack.fetched
+            weights = None if fetched is None or fetched.edition != store.edition else fetched.weights
+            work = Work(pack.rows, pack.grads, memory, staged=False, weights=weights)
+            self._kernels.update(index, work, settings)
+            store.writes += 1
             return
         records = store.gather(pack.rows).contiguous()
         self._kernels.update(index, Work(pack.rows, pack.grads, records, staged=True), settings)

@@ -12,6 +12,15 @@ from flatbed.kernels.rows import LEAD, NONE, distinct, sum_runs
 MANY = 16  # recorded parts that are summed up without being asked for
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Weights of rows on the computing device."""
+
+    weights: Tensor
+    edition: tuple[int, int]
+    """Of the table when they were read: in another one they may be others."""
+
+
 @dataclass(slots=True)
 class Packed:
     """Distinct rows and their gradients; the gradient of the row -1 is zero."""
@@ -22,6 +31,8 @@ class Packed:
     """The backward pass that it came from."""
     shared: bool = False
     """Whether it is the mean over all ranks already."""
+    fetched: Fetched | None = None
+    """The rows' weights as the lookup has read them, so that a step need not."""
 
 
 @dataclass(slots=True)
@@ -33,12 +44,12 @@ class Pending:
     applied: bool = False
     """Whether a step has used it: the next backward pass begins anew."""
 
-    def record(self, rows: Tensor, grads: Tensor) -> None:
+    def record(self, rows: Tensor, grads: Tensor, fetched: Fetched | None = None) -> None:
         """Take a lookup's gradients."""
         if self.applied:
             self.parts, self.applied = [], False
         task = torch._C._current_graph_task_id()
-        self.parts.append(Packed(rows, grads, task))
+        self.parts.append(Packed(rows, grads, task, fetched=fetched))
         if len(self.parts) > MANY:  # the pass goes on: it is not to be added to those before until it ends
             now = [part for part in self.parts if part.task == task and not part.shared]
             before = [part for part in self.parts if part.task != task or part.shared]

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
+from flatbed.kernels.choose import by_triton
 from flatbed.kernels.rows import LEAD, NONE, Distinct, distinct, sum_runs, without
+from flatbed.rows.gradient import Fetched
 from flatbed.rows.ids import as_ids, check_range, to_device
 from flatbed.rows.table import NOWHERE, Table
 
@@ -51,15 +53,16 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, table: Table, found: Distinct, shape: torch.Size) -> Tensor:
-        ctx.table, ctx.found = table, found
         rows = table.store.weights(found.rows)
+        ctx.table, ctx.found = table, found
+        ctx.fetched = Fetched(rows, table.store.edition) if by_triton(rows.device) else None
         return rows.index_select(0, found.inverse).view(*shape, table.embedding_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         table, found = ctx.table, ctx.found
         flat = grads[0].detach().reshape(-1, table.embedding_dim)
-        table.record(*sum_runs(flat, found, table.store.config.padding_idx))
+        table.record(*sum_runs(flat, found, table.store.config.padding_idx), ctx.fetched)
         return None, None, None
 
 

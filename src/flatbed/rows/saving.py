@@ -74,7 +74,7 @@ def scalar_tensor(value: float) -> Tensor:
         exact = math.isnan(value) or struct.unpack("<f", struct.pack("<f", value))[0] == value
     except OverflowError:
         exact = False
-    return torch.tensor(value, dtype=torch.float32 if exact else torch.float64)
+    return torch.tensor(value, dtype=torch.float32 if exact else torch.float64, device="cpu")
 
 
 def _metadata(store: Store, scalars: Mapping[str, str]) -> dict[str, str]:
@@ -225,11 +225,12 @@ def _overwrite(store: Store, record: Record, *, fill: Fill, whole: bool) -> None
     store.settle()
     for first, last in store.blocks(0, config.n_rows, record.nbytes):
         if whole:
-            records = torch.zeros((last - first, record.nbytes), dtype=torch.uint8)
+            records = torch.zeros((last - first, record.nbytes), dtype=torch.uint8, device="cpu")
         else:
             records = tier.read(first, last).cpu()
         fill(first, last, records)
         tier.write_(first, records)
+    store.writes += 1
 
 
 def _rebuild(store: Store, record: Record, *, fill: Fill, whole: bool, scalars: Mapping[str, float]) -> None:

@@ -77,6 +77,8 @@ class Store:
         the first optimizer that fits may go on with it."""
         self.version = 0
         """Counts layouts: views of an earlier one are stale."""
+        self.writes = 0
+        """Counts whatever may have changed rows."""
         self._tier: Tier | None = None
         self._begins_anew = False  # the next layout keeps weights alone
         self._process = os.getpid()
@@ -101,7 +103,13 @@ class Store:
 
     @property
     def laid_out(self) -> bool:
-        return self._tier is not None
+        """Whether rows are in memory, with all that they shall hold."""
+        return self._tier is not None and self._tier.record == self.record
+
+    @property
+    def edition(self) -> tuple[int, int]:
+        """Rows that were read in the same edition are as they were."""
+        return self.version, self.writes
 
     def check_process(self) -> None:
         """Forked workers of a DataLoader share this object, but not the memory."""
@@ -332,6 +340,7 @@ class Store:
 
     def scatter_(self, rows: Tensor, records: Tensor) -> None:
         """Replace records; those of the row -1 go nowhere."""
+        self.writes += 1
         memory = self.addressed
         if memory is not None:
             ops.scatter_(memory, rows, records)
@@ -359,6 +368,7 @@ class Store:
 
     def put_(self, rows: Tensor, fields: Mapping[str, Tensor]) -> None:
         """The inverse of `take`."""
+        self.writes += 1
         tier = self.tier
         if isinstance(tier, MemoryTier) and tier.device == self.device:
             assert tier.memory is not None
@@ -372,6 +382,7 @@ class Store:
 
     def put_weights_(self, rows: Tensor, values: Tensor) -> None:
         """Replace the weights of rows, which are distinct; their state stays."""
+        self.writes += 1
         memory, field = self.addressed, self.config.weight
         if memory is None:
             self.put_(rows, self.take(rows) | {WEIGHT: values})
@@ -393,6 +404,7 @@ class Store:
 
     def write_field(self, name: str, start: int, values: Tensor) -> None:
         """Replace a field of consecutive rows."""
+        self.writes += 1
         tier = self.tier
         self.settle()
         stop = start + len(values)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
 from flatbed.rows import exchange
-from flatbed.rows.gradient import Packed, Pending
+from flatbed.rows.gradient import Fetched, Packed, Pending
 from flatbed.rows.ids import as_ids, check_range, out_of_range, to_device
 from flatbed.rows.record import Field
 from flatbed.rows.store import Config, Store, check_device
@@ -159,11 +159,11 @@ class Table(nn.Parameter):
         """With several ranks: the mean over all of them, which must all be here."""
         exchange.share(self)
 
-    def record(self, rows: Tensor, grads: Tensor) -> None:
+    def record(self, rows: Tensor, grads: Tensor, fetched: Fetched | None = None) -> None:
         """Called in backward."""
         if self.owner is None:
             self._orphaned = True
-        self.pending.record(rows, grads)
+        self.pending.record(rows, grads, fetched)
 
     # ---- its optimizer
 
@@ -333,7 +333,7 @@ class Suspect:
     """A batch of ids on a GPU, and the place of the first bad one, on its way to the host."""
 
     def __init__(self, ids: Tensor, bad: Tensor, n_rows: int) -> None:
-        self.ids = ids
+        self.ids = ids.clone() if ids.is_cuda else ids  # the user may write others into them
         self.n_rows = n_rows
         self.bad = bad
         self.arrived: torch.cuda.Event | None = None

@@ -112,6 +112,7 @@ def _check(view: WeightView) -> None:
             "was attached, the table was resized, moved or closed). Take emb.weight again"
         )
     store.settle()
+    store.writes += 1  # if this is one
 
 
 def _guarded(plain: Tensor, table: Table, version: int) -> WeightView:

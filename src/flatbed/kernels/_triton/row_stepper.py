@@ -40,6 +40,8 @@ class Work:
     memory: Tensor
     """All records, or staged ones: copies in the order of `rows`."""
     staged: bool
+    weights: Tensor | None = None
+    """The rows' weights, if they are on the device already: they are not read again then."""
 
 
 class TritonRows:
@@ -91,12 +93,15 @@ class TritonRows:
         first, second = (*plan.numbers, 0, 0)[:2]
         assert rule.prepare is not None
         assert rule.update is not None
+        weights = work.rows if work.weights is None else work.weights  # some memory, if it is not read
         row_kernels.step[(min(UPDATERS, -(-n // n_rows)),)](
-            work.memory.data_ptr(), work.rows, work.grads.contiguous(), self.heads._coefficients[index],
+            work.memory.data_ptr(), work.rows, work.grads.contiguous(), weights, weights.stride(0),
+            self.heads._coefficients[index],
             self.heads._tables.numbers[self.heads.rows[index].group], self.heads.shared, n, index,
             element(rule.prepare), element(rule.update), plan.has, len(rule.scalars),
             plan.stride, *offsets, first, second, rule.rowwise,
             TYPES[plan.weight], TYPES[work.grads.dtype], TYPES[plan.state], TYPES[compute],
             bool(plan.numbers), settings.stochastic_rounding and plan.weight == torch.bfloat16, work.staged,
+            work.weights is not None,
             plan.dim, columns, n_rows, num_warps=2 if columns <= 256 else 4,
         )  # fmt: skip
