@@ -87,7 +87,8 @@ def field(record, OFFSET: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["memory", "n", "salt"])
 def step(
-    memory, rows_ptr, grads_ptr, weights_ptr, weights_stride, coefficients_ptr, numbers_ptr, shared_ptr, n, salt,
+    memory, rows_ptr, grads_ptr, weights_ptr, weights_stride,
+    coefficients_ptr, numbers_ptr, shared_ptr, n, salt,
     PREPARE: tl.constexpr, UPDATE: tl.constexpr, HAS: tl.constexpr, N_SCALARS: tl.constexpr,
     STRIDE: tl.constexpr, AT0: tl.constexpr, AT1: tl.constexpr, AT2: tl.constexpr, AT3: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, ROWWISE: tl.constexpr,
