@@ -74,7 +74,8 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
 
 
 def others() -> None:
-    ptx(row_kernels.mark, BLOCK=1024)
+    for keys, checked in (("*i64", False), ("*i32", True)):
+        ptx(row_kernels.mark, {"sorted_ptr": keys, "lead": "i64"}, CHECKED=checked, BLOCK=1024)
     for kind, wide in (("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)):
         sums = "*fp64" if wide == tl.float64 else "*fp32"
         changed = {"grads_ptr": kind, "sums_ptr": sums, "values_ptr": sums}

@@ -17,6 +17,7 @@ from flatbed.kernels.choose import by_triton
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 NONE = -1
 LEAD = -(1 << 63)  # a key that is sorted before all ids and stands for no row
+NARROW = (1 << 31) - 1  # rows up to which keys can be int32, which are sorted in half the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Distinct:
 
 
 def distinct(keys: Tensor, n_rows: int, bad: Tensor | None = None) -> Distinct:
-    """Find the distinct rows. Keys out of range (and `LEAD`) become -1; with `bad`, a tensor of one int64,
-    the least position of a key that is out of range is stored there, if there is one.
+    """Find the distinct rows. Keys out of range (and the leading one) become -1; with `bad`, a tensor of one
+    int64, the least position of a key that is out of range is stored there, if there is one.
     """
     if by_triton(keys.device):
         from flatbed.kernels._triton import rows
@@ -44,10 +45,15 @@ def distinct(keys: Tensor, n_rows: int, bad: Tensor | None = None) -> Distinct:
     found, inverse = torch.unique(keys, sorted=True, return_inverse=True)
     in_range = (found >= 0) & (found < n_rows)
     if bad is not None:
-        wrong = ((keys < 0) | (keys >= n_rows)) & (keys != LEAD)
+        wrong = ((keys < 0) | (keys >= n_rows)) & (keys != lead_of(keys))
         positions = torch.where(wrong, torch.arange(len(keys), device=keys.device), bad)
         bad.copy_(torch.minimum(bad, positions.min()) if len(keys) else bad)
-    return Distinct(torch.where(in_range, found, NONE), inverse)
+    return Distinct(torch.where(in_range, found, NONE).to(torch.int64), inverse)
+
+
+def lead_of(keys: Tensor) -> int:
+    """The key of no row: the least there is."""
+    return LEAD if keys.dtype == torch.int64 else torch.iinfo(keys.dtype).min
 
 
 def sum_runs(grads: Tensor, found: Distinct, padding_idx: int | None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels.choose import by_triton
-from flatbed.kernels.rows import LEAD, NONE, Distinct, distinct, sum_runs, without
+from flatbed.kernels.rows import NARROW, NONE, Distinct, distinct, lead_of, sum_runs, without
 from flatbed.rows.gradient import Fetched
 from flatbed.rows.ids import as_ids, check_range, to_device
 from flatbed.rows.table import NOWHERE, Table
@@ -26,16 +26,18 @@ def find(table: Table, ids: Any, *, lead: bool = False) -> tuple[Distinct, Tenso
         check_range(given, n_rows)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise FlatbedError("a table's rows cannot be looked up inside the capture of a CUDA graph")
-    wanted = to_device(given, device)
+    narrow = checked and n_rows <= NARROW and by_triton(device)
+    wanted = to_device(given, device, torch.int32 if narrow else torch.int64)
     keys = wanted.flatten()
+    none = lead_of(keys)
     bad = None if checked else torch.full((1,), NOWHERE, dtype=torch.int64, device=device)
     if not lead:
         found = distinct(keys, n_rows, bad)
     else:
         padding = table.store.config.padding_idx
         if padding is not None:
-            keys = torch.where(keys == padding, LEAD, keys)
-        found = _led(distinct(torch.cat([keys.new_full((1,), LEAD), keys]), n_rows, bad))
+            keys = torch.where(keys == padding, none, keys)
+        found = _led(distinct(torch.cat([keys.new_full((1,), none), keys]), n_rows, bad))
         if bad is not None:
             bad -= (bad != NOWHERE).to(torch.int64)
     if bad is not None:

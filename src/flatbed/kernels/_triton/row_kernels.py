@@ -8,16 +8,16 @@ import triton.language as tl
 from flatbed.kernels._triton.step import SKIP, STEPS, round_stochastically
 
 
-@triton.jit(do_not_specialize=["n", "n_rows", "first"])
+@triton.jit(do_not_specialize=["n", "n_rows", "lead"])
 def mark(
-    sorted_ptr, order_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, bad_ptr, n, n_rows, first,
-    BLOCK: tl.constexpr,
+    sorted_ptr, order_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, bad_ptr, n, n_rows, lead,
+    CHECKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """From sorted keys to distinct rows; `rank_ptr` counts the changes from the second key on."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = i < n
-    key = tl.load(sorted_ptr + i, mask=valid, other=0)
-    before = tl.load(sorted_ptr + i - 1, mask=valid & (i > 0), other=0)
+    key = tl.load(sorted_ptr + i, mask=valid, other=0).to(tl.int64)
+    before = tl.load(sorted_ptr + i - 1, mask=valid & (i > 0), other=0).to(tl.int64)
     rank = tl.load(rank_ptr + i - 1, mask=valid & (i > 0), other=0)
     at = tl.load(order_ptr + i, mask=valid, other=0)
     tl.store(inverse_ptr + at, rank, mask=valid)
@@ -25,10 +25,15 @@ def mark(
     known = (key >= 0) & (key < n_rows)
     tl.store(rows_ptr + rank, tl.where(known, key, -1), mask=head)
     tl.store(starts_ptr + rank, i.to(tl.int64), mask=head)
-    wrong = valid & (known == 0) & (key != -0x8000000000000000)
-    place = tl.min(tl.where(wrong, at - first, 0x7FFFFFFFFFFFFFFF), 0)
-    if place != 0x7FFFFFFFFFFFFFFF:
-        tl.atomic_min(bad_ptr, place)
+    last = tl.load(rank_ptr + n - 2, mask=n > 1, other=0)
+    beyond = i > last  # as many places as there may be rows
+    tl.store(rows_ptr + i, tl.full([BLOCK], -1, tl.int64), mask=valid & beyond)
+    tl.store(starts_ptr + i, tl.zeros([BLOCK], tl.int64) + n, mask=(i <= n) & beyond)
+    if not CHECKED:
+        wrong = valid & (known == 0) & (key != lead)
+        place = tl.min(tl.where(wrong, at, 0x7FFFFFFFFFFFFFFF), 0)
+        if place != 0x7FFFFFFFFFFFFFFF:
+            tl.atomic_min(bad_ptr, place)
 
 
 @triton.jit(do_not_specialize=["n", "padding"])

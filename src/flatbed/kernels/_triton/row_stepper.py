@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatbed.kernels._triton import row_kernels
 from flatbed.kernels._triton.launch import TYPES, element
-from flatbed.kernels._triton.rows import UPDATERS, power, squares, tile
+from flatbed.kernels._triton.rows import UPDATERS, power, programs, squares, tile
 from flatbed.kernels._triton.stepper import EMPTY, TritonStepper
 from flatbed.kernels.row import Row, Scaling, Settings
 from flatbed.rule import Group, Rule
@@ -94,7 +94,7 @@ class TritonRows:
         assert rule.prepare is not None
         assert rule.update is not None
         weights = work.rows if work.weights is None else work.weights  # some memory, if it is not read
-        row_kernels.step[(min(UPDATERS, -(-n // n_rows)),)](
+        row_kernels.step[(programs(-(-n // n_rows), UPDATERS, work.memory),)](
             work.memory.data_ptr(), work.rows, work.grads.contiguous(), weights, weights.stride(0),
             self.heads._coefficients[index],
             self.heads._tables.numbers[self.heads.rows[index].group], self.heads.shared, n, index,

@@ -7,29 +7,26 @@ from torch import Tensor
 
 from flatbed.kernels._triton import row_kernels
 from flatbed.kernels._triton.launch import TYPES
-from flatbed.kernels.rows import NONE, Distinct
+from flatbed.kernels.rows import Distinct, lead_of
 
 # Programs at most, for what goes over the bus: these saturate it on an H200, and leave the GPU to others.
 # More writers are slower.
 READERS, WRITERS, UPDATERS = 132, 24, 132
 SQUARES = 65536  # elements per partial sum
-NOWHERE = (1 << 63) - 1
 
 
 def distinct(keys: Tensor, n_rows: int, bad: Tensor | None) -> Distinct:
     n = len(keys)
+    rows, inverse = (torch.empty(n, dtype=torch.int64, device=keys.device) for _ in range(2))
+    starts = torch.empty(n + 1, dtype=torch.int64, device=keys.device)
     if n == 0:
-        empty = keys.new_empty(0)
-        return Distinct(empty, empty, empty, keys.new_zeros(1))
+        return Distinct(rows, inverse, rows, starts.zero_())
     in_order, order = torch.sort(keys, stable=True)
     rank = (in_order[1:] != in_order[:-1]).cumsum(0)
-    inverse = torch.empty_like(keys)
-    rows = torch.full_like(keys, NONE)
-    starts = torch.full((n + 1,), n, dtype=torch.int64, device=keys.device)
-    if bad is None:
-        bad = torch.full((1,), NOWHERE, dtype=torch.int64, device=keys.device)
-    grid = (-(-n // 1024),)
-    row_kernels.mark[grid](in_order, order, rank, inverse, rows, starts, bad, n, n_rows, 0, BLOCK=1024)
+    row_kernels.mark[(-(-(n + 1) // 1024),)](
+        in_order, order, rank, inverse, rows, starts, rows if bad is None else bad, n, n_rows, lead_of(keys),
+        CHECKED=bad is None, BLOCK=1024,
+    )  # fmt: skip
     return Distinct(rows, inverse, order, starts)
 
 
@@ -55,6 +52,11 @@ def tile(columns: int, elements: int) -> int:
     return max(1, min(32, elements // columns))
 
 
+def programs(n: int, most: int, memory: Tensor) -> int:
+    """Memory of the GPU's own is for all of it; the bus is for few."""
+    return min(n, 1 << 16 if memory.is_cuda else most)
+
+
 def gather(memory: Tensor, rows: Tensor, nbytes: int) -> Tensor:
     words = -(-nbytes // 8)
     words += words % 2
@@ -73,7 +75,8 @@ def _move(memory: Tensor, rows: Tensor, buffer: Tensor, *, home: bool) -> None:
         return
     columns = min(power(words), 64) if home else power(words)
     n_rows = tile(columns, 512 if home else 1024)
-    row_kernels.move[(min(WRITERS if home else READERS, -(-n // n_rows)),)](
+    most = WRITERS if home else READERS
+    row_kernels.move[(programs(-(-n // n_rows), most, memory),)](
         memory.data_ptr(), rows, buffer.view(torch.int64), n,
         STRIDE=memory.stride(0), WORDS=words, COLUMNS=columns, ROWS=n_rows, HOME=home, num_warps=4,
     )  # fmt: skip
