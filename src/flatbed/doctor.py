@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import shutil
 import subprocess
@@ -288,29 +287,15 @@ def _speed(source: Tensor, target: Tensor, *, crossings: int = 1) -> Answer:
 @probe("RAM")
 def _memory() -> Answer:
     available = _available_bytes()
-    if available is None:
-        return Answer(None, "unknown", "This system does not say.")
     ok = available >= GIB
     meaning = "" if ok else "Little is left: training may be killed. Close other programs."
     return Answer(ok, f"{available / GIB:.1f} GiB free", meaning)
 
 
-def _available_bytes() -> int | None:
-    """Free memory, or what is left of the container's share where that is less."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):
-            return None
-    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - int(used))
+def _available_bytes() -> int:
+    from flatbed.rows.memory import available_bytes
+
+    return available_bytes()
 
 
 @probe("disk")
