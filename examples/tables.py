@@ -31,7 +31,7 @@ class Factors(nn.Module):
 
     def close(self) -> None:
         for table in flatbed.tables(self):
-            table.close()
+            table.close(discard=True)
 
 
 def batch(step: int, model: Factors) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,6 +40,8 @@ from flatbed.rows.tensor_file import read_tensors, sync_folder, write_tensors, w
 FORMAT, FORMAT_VERSION = "flatbed-checkpoint", 1
 CURRENT = "CURRENT.json"
 MANIFEST = "checkpoint.json"
+MARK = ".flatbed"  # in a subfolder that was made by a save
+DRAFT, OLD = ".new", ".old-"  # what it is called before, and how it begins when it is being removed
 NAME = re.compile(r"v\d{7,}")
 
 
@@ -168,26 +170,35 @@ def _make_version(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         current = _current(folder) if (folder / CURRENT).exists() else None
         _remove_others(folder, None if current is None else current.version)
-        numbers = [int(name[1:]) for name in _versions(folder)]
+        numbers = [int(path.name[1:]) for path in folder.iterdir() if NAME.fullmatch(path.name)]
         if current is not None:
             numbers.append(int(current.version[1:]))
         path = folder / f"v{max(numbers, default=0) + 1:07d}"
-        path.mkdir()
+        draft = folder / DRAFT  # so that no folder without a mark is left behind
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        (draft / MARK).touch()
+        draft.rename(path)
     except OSError as error:
         raise FlatbedError(f"{folder} cannot be written to: {error.strerror or error}") from error
     return path
 
 
 def _versions(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if NAME.fullmatch(path.name)]
+    """Subfolders that a save has made; others of such names are somebody's own."""
+    return [path.name for path in folder.iterdir() if NAME.fullmatch(path.name) and (path / MARK).exists()]
 
 
 def _remove_others(folder: Path, version: str | None) -> None:
     """What cannot be removed now is left to the next save."""
     with suppress(OSError):
         for name in _versions(folder):
-            if name != version:
-                shutil.rmtree(folder / name, ignore_errors=True)
+            if (
+                name != version
+            ):  # by another name first: half removed it could not be told from somebody's own
+                (folder / name).rename(folder / f"{OLD}{name}")
+        for path in folder.glob(f"{OLD}v*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(path: Path, training: Training, token: str, *, in_place: Sequence[Table], extra: str) -> None:

@@ -139,8 +139,8 @@ def test_the_default_device_is_for_users_only(storage: str, tmp_path: Path) -> N
             emb([1, 2, 2]).sum().backward()
             bag([[1, 3]]).sum().backward()
             emb.write_rows([2, 2], torch.ones(2, DIM, device="cpu"))
-            optimizer.step()
             assert emb.table.grad is not None
+            optimizer.step()
             optimizer.zero_grad()
         emb.table.resize(emb.num_embeddings + 5)
         optimizer.load_state_dict(optimizer.state_dict())

@@ -188,7 +188,7 @@ def test_the_files_are_readable_without_flatbed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "saved", model, optimizer)
     version = current(tmp_path / "saved")
     assert sorted(path.name for path in version.iterdir()) == [
-        *("checkpoint.json", "model.safetensors", "optimizer-0.safetensors", "optimizer.json"),
+        *(".flatbed", "checkpoint.json", "model.safetensors", "optimizer-0.safetensors", "optimizer.json"),
         "table-0.safetensors",
     ]
     dense = safetensors.torch.load_file(version / "model.safetensors")
@@ -210,10 +210,15 @@ def test_old_versions_go_and_other_files_stay(tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / "v2").mkdir()
     (folder / "v0000007").mkdir()  # left by an interrupted save
+    (folder / "v0000007" / ".flatbed").touch()
     (folder / "v0000007" / "model.safetensors").write_bytes(b"half")
+    (folder / "v0000005").mkdir()  # somebody's own
+    (folder / "v0000005" / "precious").touch()
     for _ in range(3):
         save_checkpoint(folder, model)
-    assert sorted(p.name for p in folder.iterdir()) == ["CURRENT.json", "notes.txt", "v0000004", "v2"]
+    left = ["CURRENT.json", "notes.txt", "v0000005", "v0000008", "v2"]
+    assert sorted(p.name for p in folder.iterdir()) == left
+    assert (folder / "v0000005" / "precious").exists()
 
 
 def test_tied_weights_that_are_not_tied_any_more(tmp_path: Path) -> None:

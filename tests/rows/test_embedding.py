@@ -114,7 +114,7 @@ def test_the_same_seed_gives_the_same_weights_everywhere(tmp_path: Path) -> None
     ],
 )
 def test_initial_values(init: Any, low: float, high: float) -> None:
-    weight = made(init=init).weight
+    weight = made(init=init).weight.detach()
     assert low <= float(weight.min()) <= float(weight.max()) <= high
 
 
@@ -124,10 +124,10 @@ def test_initial_values(init: Any, low: float, high: float) -> None:
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({"max_norm": 1.0}, "max_norm: renormalise"),
+        ({"max_norm": 1.0}, "max_norm=1.0: renormalise"),
         ({"norm_type": 1.0}, "norm_type"),
         ({"scale_grad_by_freq": True}, "scale_grad_by_freq"),
-        ({"sparse": True}, "sparse: only the rows of the batch are ever updated"),
+        ({"sparse": True}, "sparse=True: only the rows of the batch are ever updated"),
         ({"_weight": torch.zeros(1)}, "from_pretrained"),
         ({"_freeze": True}, "requires_grad_"),
         ({"colour": "red"}, "no argument 'colour'"),

@@ -226,11 +226,18 @@ def test_bad_ids_on_a_gpu_are_raised_at_the_step(
 
 
 @pytest.mark.gpu
-def test_zero_grad_drops_bad_ids_too() -> None:
+@pytest.mark.parametrize("drop", [True, False])
+def test_zero_grad_between_lookup_and_backward_hides_no_bad_ids(drop: bool) -> None:
     emb = flatbed.HostEmbedding(ROWS, DIM, device="cuda")
     optimizer = flatbed.optim.Adam(emb)
-    emb(torch.tensor([ROWS], device="cuda")).sum().backward()
+    before = emb.read_rows(torch.arange(ROWS)).clone()
+    loss = emb(torch.tensor([1, ROWS], device="cuda")).sum()
     optimizer.zero_grad()
+    if not drop:
+        loss.backward()
+    with pytest.raises(IndexError, match=f"id {ROWS} at position 1"):
+        optimizer.step()
+    assert torch.equal(emb.read_rows(torch.arange(ROWS)), before)
     emb(torch.tensor([1], device="cuda")).sum().backward()
     optimizer.step()
 

@@ -247,7 +247,7 @@ def test_ways_to_name_a_table() -> None:
     model = Model(made())
     table = model.emb.table
     by_module = flatbed.optim.Adam(model)
-    assert by_module.param_groups[0]["param_names"] == ["head.weight", "head.bias", "emb.table"]
+    assert by_module.param_groups[0]["param_names"] == ["emb.table", "head.weight", "head.bias"]
     assert flatbed.optim.Adam([table]).param_groups[0]["params"] == [table]
     assert flatbed.optim.Adam([("items", table)]).param_groups[0]["param_names"] == ["items"]  # type: ignore[list-item]
     assert flatbed.optim.Adam({"params": table} for _ in range(1)).param_groups[0]["params"] == [table]

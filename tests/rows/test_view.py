@@ -111,7 +111,7 @@ def test_what_is_derived_is_an_ordinary_tensor() -> None:
     assert weight.dtype == torch.float32
     assert weight.size(0) == len(weight) == ROWS
     assert isinstance(weight.tolist(), list)
-    assert repr(weight) == repr(weight.clone())
+    assert repr(weight) == repr(weight.detach().clone())
     assert torch.equal(weight, weight.clone())
 
 

@@ -103,7 +103,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
 
 def close(model: nn.Module) -> None:
     for table in tables(model):
-        table.close()
+        table.close(discard=True)
 
 
 class Expected:

@@ -147,6 +147,51 @@ def unequal(rank: int) -> None:
     raises(optimizer.step, "not equal on all ranks")
 
 
+def drifting(rank: int) -> None:
+    """Replicas that become different later are found when the rows are used."""
+    emb = flatbed.HostEmbedding(1000, DIM)
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+
+    def step(row: int) -> None:
+        emb([row]).sum().backward()
+        optimizer.step()
+
+    step(3)
+    if rank == 0:
+        emb.write_rows([7], torch.ones(1, DIM))
+    step(5)
+    raises(lambda: step(7), "not equal on all ranks")
+
+    emb = flatbed.HostEmbedding(1000, DIM)
+    optimizer = flatbed.optim.SGD(emb, lr=1.0 + rank)
+    step(3)
+    raises(lambda: step(3), "not equal on all ranks")
+
+    emb = flatbed.HostEmbedding(1000, DIM)
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    step(3)
+    emb.requires_grad_(rank == 0)
+    with torch.set_grad_enabled(True):
+        if rank == 0:
+            step(3)
+        else:
+            optimizer.step()
+    emb.requires_grad_(True)
+    raises(lambda: step(3), "not equal on all ranks")
+
+
+def some_alone(rank: int) -> None:
+    """A table that is no replica beside what all ranks share."""
+    emb, own = flatbed.HostEmbedding(ROWS, DIM), flatbed.HostEmbedding(ROWS, DIM, replicate=False, seed=rank)
+    layer = torch.nn.Linear(DIM, 1)
+    torch.nn.init.ones_(layer.weight)
+    called = DDP(layer)
+    optimizer = flatbed.optim.SGD([*layer.parameters(), own.table, emb.table], lr=0.1, max_norm=1.0)
+    called(own([rank]) + emb([rank])).sum().backward()
+    raises(optimizer.step, "replicate=False")
+    flatbed.optim.SGD(own, lr=0.1, max_norm=1.0).step()  # alone it is fine
+
+
 def overflows(rank: int) -> None:
     """An overflow on one rank stops all of them."""
     model = Model(flatbed.HostEmbedding(ROWS, DIM), dense=True)
@@ -208,7 +253,7 @@ def worker(rank: int, store: str, world: int) -> None:
         same("clipped and accumulated", rank, world, clip=True, accumulate=True, make=flatbed.optim.SGD)
         same("nobody zeroes", rank, world, wrap=False, dense=False, zero="nobody", make=flatbed.optim.SGD)
         same("rows count", rank, world, wrap=False, dense=False, options={"per_row_steps": True})
-        for scenario in (left_alone, unequal, overflows, one_rank_looks):
+        for scenario in (left_alone, unequal, drifting, some_alone, overflows, one_rank_looks):
             scenario(rank)
             dist.barrier()
             if rank == 0:

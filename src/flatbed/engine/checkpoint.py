@@ -7,6 +7,8 @@ import warnings
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from flatbed.engine import checks
 from flatbed.engine.state import EMA, MASTER, Flag, States
 from flatbed.engine.tables import Member
@@ -107,7 +109,7 @@ def _tables(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[tuple[An
 def _state_of_table(member: Member) -> dict[str, Any]:
     """As torch has it for an embedding's weight: tensors of all rows; none before the first step."""
     table = member.table
-    if not table.store.laid_out:
+    if table.store.waiting:
         return {}
     held: dict[str, Any] = {}
     for name, value in member.scalars.items():  # in fp32, as torch has them, unless that would round
@@ -144,7 +146,11 @@ def _load_table(optimizer: Optimizer, member: Member, held: dict[str, Any]) -> N
     for field in table.store.record.state:
         if field.name in held:
             write_field(table, field.name, held[field.name].reshape(-1, field.count))
-    optimizer._tables.restore(member, {name: float(held[name]) for name in member.scalars if name in held})
+        elif held and field.name.startswith("_"):  # what torch does not know of: it has been through a step
+            write_field(table, field.name, torch.ones(table.num_embeddings, 1, device="cpu"))
+    numbers = {name: 1.0 for name in member.scalars if held and name.startswith("_")}
+    numbers |= {name: float(held[name]) for name in member.scalars if name in held}
+    optimizer._tables.restore(member, numbers)
 
 
 def _warn_of_losses(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

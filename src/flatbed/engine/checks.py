@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
+from flatbed.rows.view import WeightView
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -83,6 +84,8 @@ def _check_number(name: str, value: Any, good: Callable[[float], bool], range_: 
 
 def check_param(param: Tensor, name: str) -> None:
     """Parameters that no step could update are refused when they are handed over."""
+    if isinstance(param, WeightView):
+        raise TypeError(f"parameter {name} is a view of a table's weights: give emb.table instead")
     if type(param).__module__.startswith("torch.distributed") or hasattr(param, "device_mesh"):
         raise TypeError(
             f"parameter {name} is a {type(param).__name__} (FSDP2 or tensor parallelism), which "

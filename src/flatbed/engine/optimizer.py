@@ -19,7 +19,7 @@ from flatbed.engine.tables import TableSteps
 from flatbed.engine.watch import Verdict, Watch
 from flatbed.errors import FlatbedError
 from flatbed.kernels.row import NORM, SKIPPED, Grads, Row, Scaling, Settings, Stepper
-from flatbed.rows.embedding import named_tables
+from flatbed.rows.embedding import named_trainables
 from flatbed.rows.exchange import any_rank
 from flatbed.rows.gradient import Packed
 from flatbed.rows.table import Table
@@ -85,8 +85,16 @@ class Optimizer(torch.optim.Optimizer):
         self.per_row_steps = per_row_steps
         self._forget()
         if isinstance(params, nn.Module):
-            params = chain(params.named_parameters(), named_tables(params))
-        super().__init__(params, defaults)
+            params = named_trainables(params)
+        try:
+            super().__init__(params, defaults)
+        except ValueError as error:
+            if "empty parameter list" not in str(error):
+                raise
+            raise ValueError(
+                "there is nothing to train: no parameters were given. Tables are not among "
+                "module.parameters(): give the module itself, or emb.table"
+            ) from error
         self.state = States(Flag(), self.state)
         if self.rule.eager:
             self._rebuild(everything=True)
@@ -389,7 +397,7 @@ class Optimizer(torch.optim.Optimizer):
     def _run(self, grads: Grads, addresses: list[int] | None, packs: list[Packed | None]) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self._tables.members and (scale is not None or found_inf is not None):
-            found_inf = any_rank(found_inf, self._tables.members[0].table)
+            found_inf = any_rank(found_inf, [member.table for member in self._tables.members])
         scaling = None if scale is None and found_inf is None else Scaling(scale, found_inf)
         if self._versions:
             self._follow_writes()
@@ -424,13 +432,13 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         """Several devices, or tables: each measures its gradients, and all clip by the norm of all."""
         steppers: list[Stepper | TableSteps] = []
+        if any(pack is not None for pack in packs):  # first, since files may fail
+            steppers += self._tables.place(packs)
         for stepper, held in self._steppers if self._rows else ():
             here = frozenset(n for n, i in enumerate(held) if i in unordered)
             places = None if addresses is None else [addresses[i] for i in held]
             stepper.place([grads[i] for i in held], here, places)
             steppers.append(stepper)
-        if any(pack is not None for pack in packs):
-            steppers += self._tables.place(packs)
         squares: list[Tensor] = []
         if self.settings.normed:
             for step in steppers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from flatbed.engine import tables
 from flatbed.engine.tables import Member, TableSteps
 from flatbed.errors import FlatbedError
 from flatbed.kernels.row import STEPS
+from flatbed.rows.exchange import n_processes
 from flatbed.rows.gradient import Packed
 from flatbed.rows.table import Table
 
@@ -23,11 +25,19 @@ class OwnedTables:
     """The tables among an optimizer's parameters, their numbers of state, and the steps of each device."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        # A cycle would keep an optimizer alive that nobody has, and its tables would look cared for.
+        self._optimizer = weakref.ref(optimizer)
         self.members: list[Member] = []
         self.shared: dict[torch.device, Tensor] = {}
         self._steps: list[TableSteps] = []
         self._built_for: Any = None
+        self._known_groups: Any = None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
 
     def __getitem__(self, table: Table) -> Member:
         return next(member for member in self.members if member.table is table)
@@ -37,6 +47,15 @@ class OwnedTables:
         tables.check(self.optimizer, table, name)
         options = self.optimizer.param_groups[group]
         table.check_attach(self.optimizer, tables.fields(self.optimizer, options, table))
+        counted = {scalar for scalar in self.optimizer.rule.scalars if not scalar.startswith("_")}
+        known = {scalar for scalar in table.store.scalars if not scalar.startswith("_")}
+        in_rows = self.optimizer.rule.scalars_of_rows(options, per_row_steps=self.optimizer.per_row_steps)
+        if not table.store.claimed and known and known != counted - set(in_rows):
+            raise FlatbedError(
+                f"table {name} comes with state of another optimizer than {type(self.optimizer).__name__}: "
+                f"its numbers are {sorted(known)}, expected {sorted(counted)}. Give it to the one it was "
+                f"trained with, or call table.drop_state() first to begin anew"
+            )
 
     def add(self, name: str, table: Table, group: int) -> None:
         """Take a table over; what it remembers of its numbers of state counts."""
@@ -49,6 +68,8 @@ class OwnedTables:
         for scalar in rule.scalars:
             if scalar not in in_rows:
                 first = rule.first_value(options, scalar)
+                if remembered and scalar.startswith("_"):
+                    first = 1.0  # what has state has been through a step
                 value = float(held.get(scalar, remembered.get(scalar, first)))
                 # Kernels count in fp32, as torch's do. What a class of its own keeps may need more.
                 dtype = torch.float64 if rule.update is None else torch.float32
@@ -75,6 +96,8 @@ class OwnedTables:
 
     def look(self) -> list[Packed | None]:
         """Gradients of all tables; with several ranks, the mean over them. Errors come before any change."""
+        self._follow_groups()
+        self._refuse_norms_that_differ()
         for member in self.members:
             if member.table.owner is not self.optimizer:
                 raise FlatbedError(
@@ -85,10 +108,34 @@ class OwnedTables:
         for member in self.members:
             table = member.table
             table.share_gradients()
-            # `model.zero_grad()` does not reach tables: what a step has used must not be used again.
-            unused = table.requires_grad and not table.pending.applied
-            packs.append(table.pending.packed() if unused else None)
+            packs.append(table.pending.packed() if table.requires_grad else None)
+        for member, pack in zip(self.members, packs, strict=True):
+            if pack is not None:
+                member.table.store.make_room(pack.rows)
         return packs
+
+    def _follow_groups(self) -> None:
+        """Groups may have been edited by hand: a table that is in none of them is not trained any more."""
+        groups = self.optimizer.param_groups
+        known = [(id(group), id(group["params"]), len(group["params"])) for group in groups]
+        if known == self._known_groups:
+            return
+        held = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+        self.members = [member for member in self.members if id(member.table) in held]
+        for member in self.members:
+            member.group = held[id(member.table)]
+        self._known_groups, self._built_for = known, None
+
+    def _refuse_norms_that_differ(self) -> None:
+        """A table that is no replica has another gradient on every rank, and so would have the norm."""
+        apart = [member.name for member in self.members if not member.table.replicate]
+        alone = len(apart) == len(self.members)  # whoever replicates nothing sees to it by himself
+        if self.optimizer.settings.normed and apart and not alone and n_processes() > 1:
+            raise FlatbedError(
+                f"max_norm and skip_nonfinite with table {apart[0]} (replicate=False): the norm would differ "
+                f"from rank to rank, and with it what all of them should share. Give the table an optimizer "
+                f"of its own"
+            )
 
     def place(self, packs: list[Packed | None]) -> list[TableSteps]:
         """Steps for the tables of each device, given their gradients."""
@@ -100,8 +147,6 @@ class OwnedTables:
         given = {id(member): pack for member, pack in zip(self.members, packs, strict=True)}
         for steps in self._steps:
             steps.place([given[id(member)] for member in steps.members])
-        for member in self.members:
-            member.table.pending.applied = True
         return self._steps
 
     def _build(self) -> list[TableSteps]:

@@ -159,6 +159,7 @@ class TableSteps:
             for index, pack in enumerate(self.packs):
                 if pack is not None:
                     self._launch(index, pack, settings)
+                    self.members[index].table.pending.clear()
         self.packs = []
 
     def _launch(self, index: int, pack: Packed, settings: Settings) -> None:
@@ -186,18 +187,21 @@ class TableSteps:
         self.shared[STEPS] += 1
         self.shared[SKIP] = float(skip)
         self.shared[SKIPPED] += float(skip)
-        if skip:
-            return
         scale = None if scaling is None else scaling.scale
         # Other noise for every piece of every table, and other than that of parameters.
         self._seeds = count(int(self.shared[STEPS]) * 1_000_003 + 500_000)
         for member, pack in zip(self.members, self.packs, strict=True):
             if pack is None:
                 continue
+            if skip:
+                member.table.pending.clear()
+                continue
             pack = compacted(pack)
             grads = pack.grads if scale is None else pack.grads / scale
             grads = grads if factor is None else grads * factor
             self._step(member, Packed(pack.rows, grads), settings)
+            # Used up: `model.zero_grad()`, which does not reach tables, need not drop it.
+            member.table.pending.clear()
 
     def _step(self, member: Member, pack: Packed, settings: Settings) -> None:
         store = member.table.store
@@ -205,6 +209,8 @@ class TableSteps:
         after = before
         # Whole vectors, so that a row's bits do not depend on where the chunks end.
         size = max(1, CHUNK_BYTES // (pack.grads.shape[1] * 64)) * 16
+        if not store.in_memory:  # all or nothing
+            size = max(1, len(pack.rows))
         for start in range(0, max(1, len(pack.rows)), size):  # a step without rows counts as well
             rows, grads = pack.rows[start : start + size], pack.grads[start : start + size]
             taken = store.take(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 REFUSED = {
-    "max_norm": "renormalise rows with read_rows and write_rows",
-    "norm_type": "it goes with max_norm",
-    "scale_grad_by_freq": "divide the loss of frequent ids instead",
-    "sparse": "only the rows of the batch are ever updated here; leave it out",
-    "_weight": "use from_pretrained, or write to emb.weight",
-    "_freeze": "use emb.requires_grad_(False)",
+    "max_norm": (None, "renormalise rows with read_rows and write_rows"),
+    "norm_type": (2.0, "it goes with max_norm"),
+    "scale_grad_by_freq": (False, "divide the loss of frequent ids instead"),
+    "sparse": (False, "only the rows of the batch are ever updated here; leave it out"),
+    "_weight": (None, "use from_pretrained, or write to emb.weight"),
+    "_freeze": (False, "use emb.requires_grad_(False)"),
 }
+"""Arguments of torch's modules that there is no equivalent for: torch's default, and what to do instead."""
 
 
 class TableModule(nn.Module):
@@ -137,6 +139,11 @@ class TableModule(nn.Module):
     @classmethod
     def from_table(cls, table: Table, **options: Any) -> Self:
         """A module over a table that exists already, for example one of `flatbed.load_table`."""
+        if not isinstance(table, Table):
+            raise TypeError(
+                f"from_table takes a flatbed.Table; found {type(table).__name__} (for a tensor of weights: "
+                f"from_pretrained)"
+            )
         made = cls.__new__(cls)
         TableModule.__init__(made, table)
         made._options(**options)
@@ -148,6 +155,17 @@ class TableModule(nn.Module):
 
 class HostEmbedding(TableModule):
     """`nn.Embedding` whose rows, and their optimizer state, live on the host or on disk.
+
+    - `num_embeddings`, `embedding_dim`: rows, and numbers in each.
+    - `padding_idx`: a row that begins as zeros and gets no gradient.
+    - `storage`: "host", "disk" (a file, `path`) or "device" (the memory of the device that computes).
+    - `path`: the file of ``storage="disk"``. One that exists is opened and gone on with, not overwritten.
+    - `device`: where lookups and steps are computed; `.to()` changes it, and leaves rows at home.
+    - `dtype`: of the weights, by default torch's default dtype; `.half()` and the like do not change it.
+    - `init`: "normal", "uniform", "zeros", a number, ("normal", mean, std) or ("uniform", low, high).
+    - `seed`: rows begin from (seed, row), whatever torch.manual_seed was. Give every table of a model a seed
+      of its own: two of the same size, `init` and `seed` begin identical.
+    - `replicate`: with several ranks, exchange gradients so that replicas stay equal; False leaves it to you.
 
     >>> import flatbed, torch
     >>> emb = HostEmbedding(1000, 8, init=("uniform", -0.1, 0.1))
@@ -196,6 +214,11 @@ class HostEmbedding(TableModule):
 
 class HostEmbeddingBag(TableModule):
     """`nn.EmbeddingBag` whose rows, and their optimizer state, live on the host or on disk.
+
+    - `mode`: how the rows of a bag become one: "mean", "sum" or "max".
+    - `include_last_offset`: whether the last of the offsets is the end of the last bag.
+
+    The other arguments are those of `HostEmbedding`.
 
     >>> import torch
     >>> bag = HostEmbeddingBag(1000, 8, mode="sum")
@@ -274,11 +297,13 @@ def _check_mode(mode: str) -> None:
 
 
 def refuse(name: str, options: dict[str, Any]) -> None:
-    """Arguments of torch's modules that there is no equivalent for."""
-    for option in options:
-        if option in REFUSED:
-            raise TypeError(f"{name} does not support {option}: {REFUSED[option]}")
-        raise TypeError(f"{name} has no argument {option!r}")
+    """Raise for arguments that would have an effect in torch's module and have none here."""
+    for option, value in options.items():
+        if option not in REFUSED:
+            raise TypeError(f"{name} has no argument {option!r}")
+        default, remedy = REFUSED[option]
+        if value is not default and value != default:
+            raise TypeError(f"{name} does not support {option}={value!r}: {remedy}")
 
 
 def configured(
@@ -312,7 +337,7 @@ def configured(
         dim=dim,
         dtype=torch.get_default_dtype() if dtype is None else dtype,
         storage=storage,
-        path=None if path is None else Path(path),
+        path=None if path is None else Path(path).absolute(),
         init=initial.parse(init),
         seed=int(seed),
         padding_idx=padding_idx,
@@ -372,6 +397,22 @@ def named_tables(module: nn.Module) -> Iterator[tuple[str, Table]]:
         if isinstance(child, TableModule) and id(child.table) not in seen:
             seen.add(id(child.table))
             yield (f"{name}.table" if name else "table"), child.table
+
+
+def named_trainables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and tables, each once, a table where `nn.Embedding` would have its weight.
+
+    In this order, state dicts fit those of torch's optimizers for the same model with `nn.Embedding`.
+    """
+    seen: set[int] = set()
+    for prefix, child in module.named_modules():
+        own = child.named_parameters(recurse=False)
+        if isinstance(child, TableModule):
+            own = chain(own, [("table", child.table)])
+        for name, one in own:
+            if id(one) not in seen:
+                seen.add(id(one))
+                yield (f"{prefix}.{name}" if prefix else name), one
 
 
 def tables(module: nn.Module) -> list[Table]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,39 +17,37 @@ from flatbed.rows.gradient import Packed, Pending, merge
 if TYPE_CHECKING:
     from flatbed.rows.table import Table
 
-SAMPLE = 64  # rows that are compared between ranks before the first exchange
+SAMPLE = 4096  # rows that are compared between ranks in every exchange
+
+
+def n_processes() -> int:
+    """How many ranks there are."""
+    return int(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
 
 
 def n_ranks(table: Table) -> int:
     """How many ranks hold a replica of this table."""
-    if not (table.replicate and dist.is_available() and dist.is_initialized()):
-        return 1
-    return int(dist.get_world_size())
+    return n_processes() if table.replicate else 1
 
 
 @torch.no_grad()
 def share(table: Table) -> None:
     """Replace what this rank has recorded by the mean over all ranks, which all must call this."""
-    n = n_ranks(table)
-    if n == 1:
+    if n_ranks(table) == 1:
         return
-    pending = table.pending
-    own = Pending(pending.n_rows, [p for p in pending.parts if not (p.shared or pending.applied)])
-    link = _link(table)
+    pending, link = table.pending, _link(table)
+    own = Pending(pending.n_rows, [part for part in pending.parts if not part.shared])
     packed = own.compact()
-    kind = table.store.version, n
-    # Each rank tells how many rows it has, and whether it has yet to compare its replica with the others'.
-    told = torch.tensor([0 if packed is None else len(packed.rows), table._compared != kind], device=link)
-    sizes, news = torch.stack(_gather(told)).T.tolist()
+    # Each rank tells how many rows it has, and what kind of table.
+    told = torch.tensor([0 if packed is None else len(packed.rows), _kind(table)], device=link)
+    sizes, kinds = torch.stack(_gather(told)).T.tolist()
+    if any(kind != kinds[0] for kind in kinds):
+        raise _unequal()
     if not any(sizes):
         return
-    if any(news):
-        _compare(table, link)
-        table._compared = kind
     mean = _mean(table, packed, sizes, link)
-    # What a step has used is over on all ranks, also on one that has looked nothing up since.
-    kept = [] if pending.applied else [part for part in pending.parts if part.shared]
-    pending.parts, pending.applied = [*kept, mean], False
+    _compare(table, mean.rows, link)
+    pending.parts = [*(part for part in pending.parts if part.shared), mean]
 
 
 def _mean(table: Table, packed: Packed | None, sizes: list[int], link: torch.device) -> Packed:
@@ -67,14 +66,14 @@ def _mean(table: Table, packed: Packed | None, sizes: list[int], link: torch.dev
     return Packed(total.rows, total.grads / len(sizes), shared=True)
 
 
-def any_rank(flag: Tensor | None, table: Table) -> Tensor | None:
-    """Whether something was found on any rank: an overflow on one must stop all of them."""
-    if n_ranks(table) == 1:
+def any_rank(flag: Tensor | None, tables: Sequence[Table]) -> Tensor | None:
+    """Whether something was found on any rank: an overflow on one must stop all that share a table."""
+    if n_processes() == 1 or not any(table.replicate for table in tables):
         return flag
-    link = _link(table)
+    link = _link(tables[0])
     found = torch.zeros(1, device=link) if flag is None else flag.to(link, torch.float32).reshape(1).clone()
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.to(table.store.device)
+    return found.to(tables[0].store.device)
 
 
 def _link(table: Table) -> torch.device:
@@ -98,24 +97,26 @@ def _gather(tensor: Tensor) -> list[Tensor]:
     return parts
 
 
-def _compare(table: Table, link: torch.device) -> None:
-    """Ranks that begin with different tables would go on with different ones."""
-    digests = _gather(torch.tensor(list(_digest(table)), dtype=torch.uint8, device=link))
+def _compare(table: Table, rows: Tensor, link: torch.device) -> None:
+    """Unequal replicas would drift apart: look at the rows of this step, or at every n-th of many."""
+    apart = -(-len(rows) // SAMPLE)
+    table._exchanges += 1
+    records = table.store.gather(rows[table._exchanges % apart :: apart]).cpu()
+    digest = hashlib.sha256(records.contiguous().numpy().tobytes()).digest()
+    digests = _gather(torch.tensor(list(digest), dtype=torch.uint8, device=link))
     if any(not torch.equal(one, digests[0]) for one in digests):
-        raise FlatbedError(
-            "the replicas of this table are not equal on all ranks: build it with the same size, seed and "
-            "initial weights everywhere, or load the same checkpoint; or say replicate=False and see to it "
-            "yourself"
-        )
+        raise _unequal()
 
 
-def sampled(n_rows: int) -> Tensor:
-    """Rows from all over a table."""
-    return torch.arange(0, n_rows, max(1, n_rows // SAMPLE), device="cpu")
+def _unequal() -> FlatbedError:
+    return FlatbedError(
+        "the replicas of this table are not equal on all ranks: build it with the same size, seed and "
+        "initial weights everywhere, train it with the same options, load the same checkpoint and write the "
+        "same rows; or say replicate=False and see to it yourself"
+    )
 
 
-def _digest(table: Table) -> bytes:
-    sample = sampled(table.num_embeddings)
-    records = table.store.gather(sample.to(table.store.device)).cpu()
+def _kind(table: Table) -> int:
+    """Size, layout and step count, as one number."""
     kind = [table.num_embeddings, table.store.record.describe(), sorted(table.scalars().items())]
-    return hashlib.sha256(json.dumps(kind).encode() + records.numpy().tobytes()).digest()
+    return int.from_bytes(hashlib.sha256(json.dumps(kind).encode()).digest()[:7], "little")

@@ -41,13 +41,9 @@ class Pending:
 
     n_rows: int
     parts: list[Packed] = field(default_factory=list)
-    applied: bool = False
-    """Whether a step has used it: the next backward pass begins anew."""
 
     def record(self, rows: Tensor, grads: Tensor, fetched: Fetched | None = None) -> None:
         """Take a lookup's gradients."""
-        if self.applied:
-            self.parts, self.applied = [], False
         task = torch._C._current_graph_task_id()
         self.parts.append(Packed(rows, grads, task, fetched=fetched))
         if len(self.parts) > MANY:  # the pass goes on: it is not to be added to those before until it ends
@@ -83,7 +79,7 @@ class Pending:
         return self.parts[0] if self.parts else None
 
     def clear(self) -> None:
-        self.parts, self.applied = [], False
+        self.parts = []
 
 
 def compacted(packed: Packed) -> Packed:

@@ -21,9 +21,11 @@ def as_ids(ids: Any) -> Tensor:
             raise IndexError(f"id {ids.flat[at]} at {_place(at, ids.shape)} is larger than any table")
         return torch.from_numpy(np.require(ids, np.int64, ["C", "W"]))
     if not isinstance(ids, Tensor):
-        if isinstance(ids, (list, tuple, int, np.integer)):
+        if isinstance(ids, (list, tuple, range, int, np.integer)):
             return as_ids(np.asarray(ids) if np.size(ids) else np.zeros(np.shape(ids), np.int64))
-        raise TypeError(f"ids must be a tensor or a numpy array of integers; found {type(ids).__name__}")
+        raise TypeError(
+            f"ids must be integers in a tensor, a numpy array or a list; found {type(ids).__name__}"
+        )
     if ids.dtype == torch.uint64:
         if ids.device.type == "cpu":
             return as_ids(ids.numpy())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,12 +40,16 @@ class Config:
     padding_idx: int | None
 
     def __post_init__(self) -> None:
+        if self.n_rows * self.dim >= 1 << 56:
+            raise ValueError(f"a table of {self.n_rows} × {self.dim} is larger than any memory")
         if self.n_rows < 1 or self.dim < 1:
             raise ValueError(f"a table has at least one row and one column; found {self.n_rows} × {self.dim}")
         if self.dtype not in NAMES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, NAMES))}; found {self.dtype}")
         if self.storage not in STORAGES:
             raise ValueError(f"storage must be one of {', '.join(STORAGES)}; found {self.storage!r}")
+        if self.path is not None and not self.path.absolute().parent.is_dir():
+            raise FlatbedError(f"there is no folder {self.path.absolute().parent}: make it first")
         if (self.storage == "disk") != (self.path is not None):
             raise ValueError(
                 f"path goes with storage='disk'; found storage={self.storage!r}, path={self.path}"
@@ -81,6 +86,7 @@ class Store:
         """Counts whatever may have changed rows."""
         self._tier: Tier | None = None
         self._begins_anew = False  # the next layout keeps weights alone
+        self._laying_out = threading.RLock()
         self._process = os.getpid()
         if config.path is not None and config.path.exists():
             self._open()
@@ -91,20 +97,38 @@ class Store:
     def tier(self) -> Tier:
         """The records, laid out if they are not yet."""
         self.check_process()
-        if self._tier is None:
-            self._tier = self._make(self.record)
-            self._fill(self._tier, 0, self.config.n_rows)
+        tier = self._tier
+        if tier is None or tier.record != self.record or not self._in_reach(tier):
+            with self._laying_out:  # threads may come at the same time
+                tier = self._ready()
+        return tier
+
+    def _ready(self) -> Tier:
+        tier = self._tier
+        if tier is None:
+            tier = self._make(self.record)
+            self._fill(tier, 0, self.config.n_rows)  # an interruption leaves nothing that looks complete
+            self._tier = tier
+            self._begins_anew = False
             self.version += 1
-        elif (
-            isinstance(self._tier, MemoryTier) and not self._in_reach(self._tier)
-        ) or self._tier.record != self.record:
+        elif tier.record != self.record or not self._in_reach(tier):
             self.lay_out(self.record)
+        assert self._tier is not None
         return self._tier
 
     @property
     def laid_out(self) -> bool:
-        """Whether rows are in memory, with all that they shall hold."""
-        return self._tier is not None and self._tier.record == self.record
+        """Whether rows are in memory or in a file."""
+        return self._tier is not None
+
+    @property
+    def in_memory(self) -> bool:
+        return isinstance(self.tier, MemoryTier)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether rows do not yet hold what they shall: state begins with the next layout."""
+        return self._tier is None or self._tier.record != self.record
 
     @property
     def edition(self) -> tuple[int, int]:
@@ -222,7 +246,7 @@ class Store:
                 carry(first, last, records)
                 new.write_(first, records)
                 advance(last - first)
-        old.close()
+        _let_go(old)
         return new
 
     def resize(self, n_rows: int) -> None:
@@ -249,7 +273,7 @@ class Store:
         self._fill(new, n_before, self.config.n_rows)
         for first, last in self.blocks(0, n_before, old.record.nbytes):
             new.write_(first, old.read(first, last))
-        old.close()
+        _let_go(old)
         self._tier = new
 
     def move(self, device: torch.device) -> None:
@@ -298,11 +322,16 @@ class Store:
         self.settle()
         self.disk.checkpoint(self._meta(scalars))
 
+    @property
+    def n_unsaved(self) -> int:
+        """How many rows of a file have changed since its last checkpoint."""
+        return self._tier.dirty_rows if isinstance(self._tier, DiskTier) else 0
+
     def close(self) -> None:
         """Give memory and files back."""
         if self._tier is not None and os.getpid() == self._process:
             self.settle()
-            self._tier.close()
+            _let_go(self._tier)
             self.version += 1
 
     # ---- rows
@@ -380,6 +409,13 @@ class Store:
             self.record.view(records, name).copy_(values)
         self.scatter_(rows, records)
 
+    def make_room(self, rows: Tensor) -> None:
+        """See that these rows can be written: a full disk is to stop a step before it has begun."""
+        tier = self.tier
+        if isinstance(tier, DiskTier):
+            wanted = rows.to(tier.device)
+            tier.make_room(wanted[wanted >= 0])
+
     def put_weights_(self, rows: Tensor, values: Tensor) -> None:
         """Replace the weights of rows, which are distinct; their state stays."""
         self.writes += 1
@@ -420,6 +456,14 @@ class Store:
     def field_blocks(self, name: str) -> Iterator[tuple[int, int]]:
         """Ranges of rows for reading or writing a field bit by bit."""
         return self.blocks(0, self.config.n_rows, max(self.record[name].nbytes, self.record.nbytes))
+
+
+def _let_go(tier: Tier) -> None:
+    """Files are closed; memory is freed as soon as no view of it is left."""
+    if isinstance(tier, MemoryTier):
+        tier.release()
+    else:
+        tier.close()
 
 
 def check_device(device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing.context
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -50,14 +52,14 @@ class Table(nn.Parameter):
         table._owner = None
         table._orphaned = False
         table._suspects = []
-        table._compared = None
+        table._exchanges = 0
         table.numbers = {}
         return table
 
     _owner: weakref.ref[Any] | None
     _orphaned: bool
     _suspects: list[Suspect]
-    _compared: tuple[int, int] | None
+    _exchanges: int
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """All is done by `__new__`, as tensors have it."""
@@ -256,10 +258,13 @@ class Table(nn.Parameter):
         return to_device(wanted, self.store.device)
 
     def resize(self, num_embeddings: int) -> None:
-        """Grow to so many rows. Rows and state stay; new rows begin from (seed, row)."""
+        """Grow to so many rows. Rows and state stay; new rows begin from (seed, row).
+
+        For a table on disk this is a checkpoint, too: save what goes with it right after.
+        """
         if isinstance(num_embeddings, bool) or not hasattr(num_embeddings, "__index__"):
             raise TypeError(f"num_embeddings must be an integer; found {num_embeddings!r}")
-        if self.pending.parts and not self.pending.applied:
+        if self.pending.parts:
             raise FlatbedError(
                 "gradients are waiting for a step: step, or drop them (zero_grad), then resize"
             )
@@ -291,8 +296,17 @@ class Table(nn.Parameter):
 
         saving.load(self, Path(path))
 
-    def close(self) -> None:
-        """Give memory and files back. Changes of a disk table since its last checkpoint are lost."""
+    def close(self, *, discard: bool = False) -> None:
+        """Give memory and files back. Changes of a disk table since its last checkpoint are dropped.
+
+        That is worth a warning, unless `discard` says that it is meant.
+        """
+        if self.store.n_unsaved and not discard:
+            warnings.warn(
+                f"{self.store.n_unsaved} rows of {self.store.config.path} changed since its last checkpoint "
+                f"and are dropped: call table.checkpoint() first, or table.close(discard=True)",
+                stacklevel=2,
+            )
         self.store.close()
 
     # ---- ids on a GPU: looked at without waiting
@@ -325,6 +339,12 @@ class Table(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         from flatbed.rows import copying
+
+        if multiprocessing.context.get_spawning_popen() is not None:
+            raise FlatbedError(
+                "a table cannot be sent to another process (a spawned DataLoader worker, for example): look "
+                "rows up in the training process, and let workers hand out ids"
+            )
 
         return copying.rebuild, copying.parts(self)
 

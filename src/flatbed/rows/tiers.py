@@ -35,10 +35,10 @@ class MemoryTier:
 
     def check(self) -> None:
         """Memory that is gone, or that of the process this one was forked from, must not be touched."""
+        if self.memory is None:
+            raise FlatbedError("this table is closed: make it again to use it")
         if self._held is not None:
             self._held.check()
-        if self.memory is None:
-            raise FlatbedError("this table was closed")
 
     def _records(self) -> Tensor:
         self.check()
@@ -59,6 +59,10 @@ class MemoryTier:
 
     def flush(self) -> None:
         self.check()
+
+    def release(self) -> None:
+        """Forget the memory, which goes with its last view: someone may still hold one."""
+        self.memory = self._held = None
 
     def close(self) -> None:
         self.memory = None

@@ -22,6 +22,8 @@ class WeightView(Tensor):
     _version_seen: int
     _whole: bool
     """Whether it is what `emb.weight` gives; parts of it, `.data` and the like are not."""
+    _detached: bool
+    """Whether it was said that no gradients are wanted."""
 
     @staticmethod
     def of(table: Table) -> Tensor:
@@ -51,17 +53,20 @@ class WeightView(Tensor):
             result = func(*args, **(kwargs or {}))
         if not found:
             return result
-        return _wrapped(result, found[0])
+        untracked = func in DETACHING or getattr(func, "__self__", None) is Tensor.data
+        if any(result is one for one in args):  # changed in place
+            return result
+        return _wrapped(result, found[0], detached=untracked or all(view._detached for view in found))
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone()
+        return self.detach().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,unused-ignore]
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,unused-ignore]
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy: numpy could not tell when it is stale."""
-        return self.clone().numpy(force=force)
+        return self.detach().clone().numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
@@ -70,7 +75,7 @@ class WeightView(Tensor):
         return found if dtype is None else found.astype(dtype)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override,unused-ignore]
-        return repr(self.clone())
+        return repr(self.detach().clone())
 
 
 def _of_the_table(func: Any, view: WeightView, args: Any, kwargs: Any) -> tuple[Any] | None:
@@ -117,23 +122,50 @@ def _check(view: WeightView) -> None:
 
 def _guarded(plain: Tensor, table: Table, version: int) -> WeightView:
     view: WeightView = torch.Tensor._make_subclass(WeightView, plain)
-    view._table, view._version_seen, view._whole = table, version, False
+    view._table, view._version_seen, view._whole, view._detached = table, version, False, False
     return view
 
 
-def _wrapped(result: Any, view: WeightView) -> Any:
+class Untracked(torch.autograd.Function):
+    """What was computed from `emb.weight`: nobody could add its gradient to the rows, so backward says so."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Table, held: list[Tensor]) -> Tensor:
+        return held[0]  # no argument itself, of which it would be a view
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise FlatbedError(
+            "a loss was computed from emb.weight, and gradients do not flow into a table that way: look the "
+            "rows up (emb(ids)), or use emb.weight.detach() if it is not meant to be trained through"
+        )
+
+
+DETACHING = (Tensor.detach, Tensor.detach_, torch.detach)
+
+
+def _tracked(result: Tensor, view: WeightView) -> Tensor:
+    table = view._table
+    if not (table.requires_grad and torch.is_grad_enabled() and result.is_floating_point()):
+        return result
+    marked: Tensor = Untracked.apply(table, [result])  # type: ignore[no-untyped-call,unused-ignore]
+    return marked
+
+
+def _wrapped(result: Any, view: WeightView, *, detached: bool) -> Any:
     """Views of the view are guarded, too; what has memory of its own is an ordinary tensor."""
     if isinstance(result, (tuple, list)):
         kind = type(result)
-        wrapped = [_wrapped(one, view) for one in result]
+        wrapped = [_wrapped(one, view, detached=detached) for one in result]
         return kind(*wrapped) if hasattr(result, "_fields") else kind(wrapped)
     if not isinstance(result, Tensor):
         return result
     with torch._C.DisableTorchFunctionSubclass():
-        if result.layout is not torch.strided:
+        if result is view or result.layout is not torch.strided:
             return result
-        memory = view.untyped_storage().data_ptr()
-        if result is view or result.untyped_storage().data_ptr() != memory:
-            plain = isinstance(result, WeightView) and result is not view
-            return result.as_subclass(Tensor) if plain else result
-        return _guarded(result.as_subclass(Tensor), view._table, view._version_seen)
+        if result.untyped_storage().data_ptr() != view.untyped_storage().data_ptr():
+            plain = result.as_subclass(Tensor) if isinstance(result, WeightView) else result
+            return plain if detached else _tracked(plain, view)
+        part = _guarded(result.as_subclass(Tensor), view._table, view._version_seen)
+        part._detached = detached
+        return part

@@ -33,7 +33,7 @@ class Borrowed:
         if begun and (seen or self.found.numbers):
             optimizer = self._ready(known, params)
             for i, param in enumerate(params):
-                optimizer.state[param] = self._state(at, i, numbers, fresh=not seen)
+                optimizer.state[param] = self._state(at, i, numbers, new_for=None if seen else known)
         else:
             optimizer = self.kind([{"params": params, **known}], **self.options)
         with torch.enable_grad():
@@ -67,7 +67,10 @@ class Borrowed:
         optimizer.param_groups[0].update(known, params=params)
         return optimizer
 
-    def _state(self, at: Tensors, i: int, numbers: list[float], *, fresh: bool) -> dict[str, Any]:
+    def _state(
+        self, at: Tensors, i: int, numbers: list[float], *, new_for: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """One parameter's state; for rows that are new, with its first values by today's options."""
         p = at.params[i]
         state: dict[str, Any] = {}
         for (name, kind), value in zip(self.found.numbers.items(), numbers, strict=True):
@@ -75,8 +78,10 @@ class Borrowed:
             state[name] = kind.made(value, p.device if on_device else torch.device("cpu"))
         for name, first in self.found.tensors.items():
             state[name] = at[name][i]
-            if fresh and first is None:
+            if new_for is not None and first is None:
                 state[name].copy_(p)
+            elif new_for is not None and isinstance(first, str):
+                state[name].fill_(float(new_for[first]))
         return state
 
 

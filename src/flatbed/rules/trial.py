@@ -58,7 +58,7 @@ def try_out(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Found
         trial.refuse_hidden(start, grads)
         trial.refuse_neighbours(start, grads)
         first = {name: trial.first_value(name, grads[0], counted=bool(numbers)) for name in tensors}
-        new = None in first.values()
+        new = any(value is None or isinstance(value, str) for value in first.values())
         if tensors and not numbers and not new:
             new = trial.differs_without_state(start, grads[0], {n: trial.value(v) for n, v in first.items()})
         return Found(first, numbers, new, trial.defaults())
@@ -113,6 +113,8 @@ class Trial:
         tensors, numbers = [], {}
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == SHAPE:
+                if value.dtype != torch.float32:
+                    raise self.refuse(f"its state '{name}' is {value.dtype} for a parameter of float32")
                 tensors.append(name)
             elif isinstance(value, Tensor) and value.numel() == 1:
                 numbers[name] = Number(value.dtype, tuple(value.shape))

@@ -57,8 +57,14 @@ class Decision:
         """Whether the file holds the token; a file that cannot be understood is an error, not a no."""
         try:
             found = load(Path(self.path).read_bytes())["token"]
-        except FileNotFoundError:
-            return False
+        except FileNotFoundError as error:
+            if Path(self.path).parent.is_dir():
+                return False
+            raise FlatbedError(
+                f"a checkpoint was being made, and the folder of {self.path}, which says whether it was "
+                f"completed, is not there: put it back (or mount it), or make an empty folder of that name "
+                f"to go back to the checkpoint before"
+            ) from error
         except (OSError, ValueError, KeyError) as error:
             raise FlatbedError(
                 f"a checkpoint was being made, and {self.path}, which says whether it was completed, cannot "
@@ -125,6 +131,12 @@ class Journal:
         if self._file is not None:
             self._file.scatter(slots, records)
         self._slot_of_row[ids[fresh]] = slots[fresh] + 1
+
+    def make_room(self, ids: NDArray[np.int64], *, n_rows: int) -> None:
+        """Have room for the records of these rows."""
+        slots = self.slots(ids)
+        n_fresh = len(ids) if slots is None else int((slots < 0).sum())
+        self._grow(self.n_slots + n_fresh, n_rows)
 
     def _grow(self, needed: int, n_rows: int) -> None:
         """Have room for so many slots and for sealing them; twice as many as before, if the disk can."""

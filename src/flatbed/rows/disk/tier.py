@@ -156,6 +156,11 @@ class DiskTier:
             if len(rows):
                 self._held.journal.put(rows, given, n_rows=self.n_rows)
 
+    def make_room(self, ids: Tensor) -> None:
+        """Raise now if there is no room on the disk for changes of these rows."""
+        with self._use(change=True):
+            self._held.journal.make_room(self._rows(ids), n_rows=self.n_rows)
+
     def read(self, start: int, stop: int) -> Tensor:
         """A copy of consecutive records."""
         if not 0 <= start <= stop <= self.n_rows:
@@ -331,7 +336,7 @@ class DiskTier:
 
 
 def _exists(path: Path) -> FlatbedError:
-    return FlatbedError(f"{path} exists already; open it, choose another path, or say replace=True")
+    return FlatbedError(f"{path} exists already: open it, choose another path, or delete it first")
 
 
 def _predecessor(path: Path) -> str | None:
