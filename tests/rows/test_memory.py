@@ -567,6 +567,7 @@ def test_pageable_memory_beside_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["managed", "registered"])
 def test_memory_is_freed_from_any_thread_and_by_collection(kind: str) -> None:
+    gc.collect()  # what other tests have left
     before = set(memory._placed)
     held = allocate(4 * MIB, device=GPU, kind=kind)
     on_gpu(held).fill_(3)

@@ -310,3 +310,22 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             wrong()  # type: ignore[no-untyped-call]
     assert emb.read_rows(range(3)).shape == (3, 4)
+
+
+@pytest.mark.parametrize("drop", ["optimizer", "module", "grad"])
+def test_dropping_gradients_hides_no_bad_ids(drop: str) -> None:
+    """Ids that were on a GPU are looked at in the step."""
+    emb, optimizer = trained()
+    before = emb.weight.detach().clone()
+    emb.table.suspect(torch.tensor([1, 99]), torch.tensor([1]))
+    if drop == "optimizer":
+        optimizer.zero_grad()
+    elif drop == "module":
+        emb.zero_grad()
+    else:
+        emb.table.grad = None
+    with pytest.raises(IndexError, match="id 99 at position 1 is out of range for a table of 10 rows"):
+        optimizer.step()
+    assert torch.equal(emb.weight, before)
+    emb([1]).sum().backward()
+    optimizer.step()

@@ -98,7 +98,7 @@ class Store:
         """The records, laid out if they are not yet."""
         self.check_process()
         tier = self._tier
-        if tier is None or tier.record != self.record or not self._in_reach(tier):
+        if tier is None or self.waiting or not self._in_reach(tier):
             with self._laying_out:  # threads may come at the same time
                 tier = self._ready()
         return tier
@@ -111,7 +111,7 @@ class Store:
             self._tier = tier
             self._begins_anew = False
             self.version += 1
-        elif tier.record != self.record or not self._in_reach(tier):
+        elif self.waiting or not self._in_reach(tier):
             self.lay_out(self.record)
         assert self._tier is not None
         return self._tier
@@ -128,7 +128,8 @@ class Store:
     @property
     def waiting(self) -> bool:
         """Whether rows do not yet hold what they shall: state begins with the next layout."""
-        return self._tier is None or self._tier.record != self.record
+        held = None if self._tier is None else self._tier.record
+        return held is not self.record and held != self.record
 
     @property
     def edition(self) -> tuple[int, int]:

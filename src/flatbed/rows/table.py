@@ -129,8 +129,7 @@ class Table(nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
-            self.pending.clear()
-            self._suspects = []
+            self.pending.clear()  # not the ids to be checked: a bad batch is raised, dropped or not
             self._orphaned = False  # whoever drops them knows of them
             return
         packed = self._whole()
