@@ -246,7 +246,7 @@ def test_uniform_never_reaches_its_upper_end(low: float, high: float) -> None:
 
 def test_extreme_words_give_finite_normals() -> None:
     words = np.array([[0, 0, 2**32 - 1, 2**32 - 1, 0, 2**32 - 1, 0, 2**32 - 1]], np.uint32)
-    values = initial._normal(words)
+    values = initial._Draw(Normal(), 8, 0)._normal(words)
     assert np.isfinite(values).all()
     assert np.abs(values).max() < initial.TAIL
 

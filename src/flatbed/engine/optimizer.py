@@ -92,7 +92,7 @@ class Optimizer(torch.optim.Optimizer):
             if "empty parameter list" not in str(error):
                 raise
             raise ValueError(
-                "there is nothing to train: no parameters were given. Tables are not among "
+                "empty parameter list: there is nothing to train. Tables are not among "
                 "module.parameters(): give the module itself, or emb.table"
             ) from error
         self.state = States(Flag(), self.state)

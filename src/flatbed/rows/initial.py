@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flatbed.rows.record import DTYPES, NAMES
 
-CHUNK = 1 << 16  # elements drawn at once: their intermediate values stay in a core's cache
+CHUNK = 1 << 17  # elements drawn at once: long enough that threads seldom meet at the interpreter's lock
 BLOCK = 8  # 32-bit words that one step of Philox's counter gives
 TAIL = 7.0  # no draw lies further out, in standard deviations: sqrt(2 ln 2**33) is 6.8
 
@@ -140,16 +140,20 @@ def fill_(
         out.fill_(0.0 if isinstance(init, Zeros) else init.value)
         _tell(advance, n_rows)
     elif out.numel():
-        draw = _Draw(init, dim, key(seed))
         rows = max(1, CHUNK // dim)
         target = (out.view(torch.int16) if out.dtype is torch.bfloat16 else out).numpy()
 
-        def fill_rows(start: int) -> None:
-            stop = min(start + rows, n_rows)
-            _store_(target[start:stop], draw(first_row + start, stop - start), out.dtype)
-            _tell(advance, stop - start)
+        def filler() -> Callable[[int], None]:
+            draw = _Draw(init, dim, key(seed))
 
-        _in_threads(fill_rows, range(0, n_rows, rows))
+            def fill_rows(start: int) -> None:
+                stop = min(start + rows, n_rows)
+                _store_(target[start:stop], draw(first_row + start, stop - start), out.dtype)
+                _tell(advance, stop - start)
+
+            return fill_rows
+
+        _in_threads(filler, range(0, n_rows, rows))
     if padding_idx is not None and first_row <= padding_idx < first_row + n_rows:
         out[padding_idx - first_row].zero_()
 
@@ -160,54 +164,63 @@ def key(seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(digits, digest_size=16).digest(), "little")
 
 
-@dataclass(frozen=True, slots=True)
 class _Draw:
-    """Rows of random numbers: row r takes the `blocks` steps of the counter that follow r * blocks."""
+    """Rows of random numbers: row r takes the `blocks` steps of the counter that follow r * blocks.
 
-    init: Normal | Uniform
-    dim: int
-    key: int
+    One for each thread: memory is used again, since to get it from the system threads would have to queue.
+    """
+
+    def __init__(self, init: Normal | Uniform, dim: int, key: int) -> None:
+        self.init, self.dim, self.key = init, dim, key
+        self._memory: dict[str, NDArray[Any]] = {}
 
     def __call__(self, first_row: int, n_rows: int) -> Values:
-        """(n_rows, dim) of float32."""
+        """(n_rows, dim) of float32, until the next call."""
         blocks = -(-self.dim // BLOCK)
         source = np.random.Philox(counter=first_row * blocks, key=self.key)
-        words = source.random_raw(n_rows * blocks * (BLOCK // 2)).view(np.uint32)
+        words = source.random_raw(n_rows * blocks * (BLOCK // 2)).view(np.uint32).reshape(n_rows, -1)
         if isinstance(self.init, Normal):
-            values = _normal(words.reshape(n_rows, -1))
+            values = self._normal(words)
             values *= np.float32(self.init.std)
             values += np.float32(self.init.mean)
         else:
             low, high = np.float32(self.init.low), np.float32(self.init.high)
-            values = _uniform(words.reshape(n_rows, -1))
+            values = self._uniform(words, "values")
             values *= high - low
             values += low
             np.minimum(values, np.nextafter(high, low), out=values)  # low + u * width may round up to high
         return values[:, : self.dim]
 
+    def _empty(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
+        size = math.prod(shape)
+        held = self._memory.get(name)
+        if held is None or held.size < size:
+            held = self._memory[name] = np.empty(size, dtype)
+        return held[:size].reshape(shape)
 
-def _uniform(words: Words) -> Values:
-    """24 random bits each, in [0, 1)."""
-    values: Values = (words >> 8).astype(np.float32)
-    values *= np.float32(2**-24)
-    return values
+    def _uniform(self, words: Words, name: str) -> Values:
+        """24 random bits each, in [0, 1)."""
+        values = self._empty(name, words.shape)
+        np.copyto(values, np.right_shift(words, 8, out=self._empty("bits", words.shape, np.uint32)))
+        values *= np.float32(2**-24)
+        return values
 
-
-def _normal(words: Words) -> Values:
-    """Box and Muller's transform of the first half of each row with its second half."""
-    half = words.shape[1] // 2
-    radius: Values = words[:, :half].astype(np.float32)
-    radius += np.float32(0.5)  # never 0, whose logarithm is infinite
-    radius *= np.float32(2**-32)
-    np.log(radius, out=radius)
-    radius *= np.float32(-2.0)
-    np.sqrt(radius, out=radius)
-    angle = _uniform(words[:, half:])
-    angle *= np.float32(2 * math.pi)
-    values = np.empty(words.shape, np.float32)
-    np.multiply(radius, np.cos(angle), out=values[:, :half])
-    np.multiply(radius, np.sin(angle), out=values[:, half:])
-    return values
+    def _normal(self, words: Words) -> Values:
+        """Box and Muller's transform of the first half of each row with its second half."""
+        half = words.shape[1] // 2
+        radius = self._empty("radius", (len(words), half))
+        np.copyto(radius, words[:, :half], casting="same_kind")
+        radius += np.float32(0.5)  # never 0, whose logarithm is infinite
+        radius *= np.float32(2**-32)
+        np.log(radius, out=radius)
+        radius *= np.float32(-2.0)
+        np.sqrt(radius, out=radius)
+        angle = self._uniform(words[:, half:], "angle")
+        angle *= np.float32(2 * math.pi)
+        values, wave = self._empty("values", words.shape), self._empty("wave", angle.shape)
+        np.multiply(radius, np.cos(angle, out=wave), out=values[:, :half])
+        np.multiply(radius, np.sin(angle, out=wave), out=values[:, half:])
+        return values
 
 
 def _store_(target: NDArray[Any], values: Values, dtype: torch.dtype) -> None:
@@ -219,12 +232,13 @@ def _store_(target: NDArray[Any], values: Values, dtype: torch.dtype) -> None:
     np.copyto(target, values, casting="same_kind")
 
 
-def _in_threads(work: Callable[[int], None], starts: range) -> None:
-    """`work(start)` for every start: numpy lets go of the interpreter while it computes."""
+def _in_threads(worker: Callable[[], Callable[[int], None]], starts: range) -> None:
+    """A worker's work on every start: numpy lets go of the interpreter while it computes."""
     n_threads = min(torch.get_num_threads(), len(starts))
     failed = threading.Event()
 
     def share(first: int) -> None:
+        work = worker()
         for start in starts[first::n_threads]:
             if failed.is_set():
                 return

@@ -178,7 +178,8 @@ class Store:
         if blank:
             return
         with progress("initialising the table", stop - start, "rows") as advance:
-            for first, last in self.blocks(start, stop, tier.record.nbytes):
+            in_place = tier.device.type == "cpu"
+            for first, last in self.blocks(start, stop, tier.record.nbytes // (16 if in_place else 1) or 1):
                 block = tier.memory[first:last]
                 records = block if block.device.type == "cpu" else torch.zeros_like(block, device="cpu")
                 self._filler(tier.record)(first, last, records)
