@@ -19,6 +19,7 @@ from torch import Tensor
 from flatbed.rows.record import DTYPES, NAMES
 
 CHUNK = 1 << 17  # elements drawn at once: long enough that threads seldom meet at the interpreter's lock
+MOST_THREADS = 8  # more of them wait for each other: on 16 cores, 16 took longer than 8
 BLOCK = 8  # 32-bit words that one step of Philox's counter gives
 TAIL = 7.0  # no draw lies further out, in standard deviations: sqrt(2 ln 2**33) is 6.8
 
@@ -234,7 +235,7 @@ def _store_(target: NDArray[Any], values: Values, dtype: torch.dtype) -> None:
 
 def _in_threads(worker: Callable[[], Callable[[int], None]], starts: range) -> None:
     """A worker's work on every start: numpy lets go of the interpreter while it computes."""
-    n_threads = min(torch.get_num_threads(), len(starts))
+    n_threads = min(torch.get_num_threads(), MOST_THREADS, len(starts))
     failed = threading.Event()
 
     def share(first: int) -> None:
