@@ -24,7 +24,7 @@ TYPES = {
     **dict.fromkeys(("coefficients_ptr", "numbers_ptr", "shared_ptr", "partials_ptr"), "*fp64"),
     **dict.fromkeys(("grads_ptr", "sums_ptr", "values_ptr"), "*fp32"),
     **dict.fromkeys(("memory", "padding", "n_rows"), "i64"),
-    **dict.fromkeys(("n", "salt", "first", "per_program"), "i32"),
+    **dict.fromkeys(("n", "salt", "first", "per_program", "weights_stride"), "i32"),
 }
 """Arguments that are not constants; those that are not named here are pointers to int64."""
 
@@ -67,7 +67,6 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
         STOCHASTIC=weight == tl.bfloat16,
         STAGED=per_row,
         FETCHED=not per_row,
-        WEIGHTS_STRIDE=-(-dim // 8) * 8,
         DIM=dim,
         COLUMNS=power(dim),
         ROWS=512 // power(dim),

@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -73,86 +73,6 @@ class Kernel:
         return _direct(compiled, n_programs, args, through_triton) or through_triton
 
 
-class Launcher:
-    """Launches of one kernel with other arguments every time, without Triton's Python in between.
-
-    All its numbers have to be `do_not_specialize`: compiled forms are told apart by types, by the alignment
-    of tensors, and by constants.
-    """
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self.ready: dict[Any, _Ready | None] = {}
-
-    def __call__(
-        self, n_programs: int, args: tuple[Any, ...], constants: tuple[Any, ...], *, num_warps: int = 4
-    ) -> None:
-        device = next(arg.device for arg in args if isinstance(arg, Tensor))
-        if device.type != "cuda":  # the interpreter
-            self.function[(n_programs,)](*args, *constants, num_warps=num_warps)
-            return
-        if torch._C._cuda_getDevice() != device.index:
-            with torch.cuda.device(device):
-                self(n_programs, args, constants, num_warps=num_warps)
-            return
-        kinds = tuple([_kind(arg) for arg in args])
-        key = (device.index, num_warps, kinds, constants)
-        if key not in self.ready:
-            compiled = self.function.warmup(*args, *constants, num_warps=num_warps, grid=(n_programs,))
-            compiled[(1, 1, 1)]  # loads it
-            self.ready[key] = _Ready.of(compiled, kinds)
-        ready = self.ready[key]
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        if ready is None or not ready.launch(n_programs, args, stream):
-            self.function[(n_programs,)](*args, *constants, num_warps=num_warps)
-
-
-class _Ready(NamedTuple):
-    """A compiled kernel, as the driver launches it."""
-
-    call: Any
-    function: Any
-    n_threads: int
-    shared: int
-    types: tuple[Any, ...]
-    hidden: tuple[Any, ...]
-
-    @staticmethod
-    def of(compiled: Any, kinds: tuple[Any, ...]) -> _Ready | None:
-        """None where the driver is out of reach, or the kernel's parameters are not those that are known."""
-        call = _launch_kernel()
-        n_hidden = _n_parameters(compiled) - len(kinds)
-        if call is None or n_hidden < 0 or getattr(compiled.metadata, "num_ctas", 1) != 1:
-            return None
-        types = tuple(ctypes.c_uint64 if isinstance(kind, tuple) else kind for kind in kinds)
-        hidden = tuple(ctypes.c_uint64(0) for _ in range(n_hidden))
-        n_threads, shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
-        return _Ready(call, ctypes.c_void_p(compiled.function), n_threads, shared, types, hidden)
-
-    def launch(self, n_programs: int, args: tuple[Any, ...], stream: int) -> bool:
-        # Values of its own for every launch: several threads may launch at once.
-        values = [
-            kind(arg.data_ptr() if isinstance(arg, Tensor) else arg)
-            for kind, arg in zip(self.types, args, strict=True)
-        ]
-        every = (*values, *self.hidden)
-        pointers = (ctypes.c_void_p * len(every))(*map(ctypes.addressof, every))
-        sizes = (n_programs, 1, 1, self.n_threads, 1, 1, self.shared)
-        return not self.call(self.function, *sizes, stream, pointers, None)
-
-
-def _kind(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    return ctypes.c_int32 if -(1 << 31) <= arg < 1 << 31 else ctypes.c_int64
-
-
-def _n_parameters(compiled: Any) -> int:
-    """How many parameters a kernel has, ours and Triton's; -1 where it cannot be made out."""
-    entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm.get("ptx", ""), re.DOTALL)
-    return -1 if entry is None else len(re.findall(r"\.param", entry[1]))
-
-
 def _nothing(stream: int, *last: Any) -> None:
     pass
 
@@ -181,8 +101,11 @@ def _direct(
     number of parameters cannot be made out, or the driver declines, Triton's way is taken.
     """
     launch = _launch_kernel()
-    n_hidden = _n_parameters(compiled) - len(args)
-    if launch is None or n_hidden < 0 or getattr(compiled.metadata, "num_ctas", 1) != 1:
+    entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm.get("ptx", ""), re.DOTALL)
+    if launch is None or entry is None:
+        return None
+    n_hidden = len(re.findall(r"\.param", entry[1])) - len(args)
+    if n_hidden < 0 or getattr(compiled.metadata, "num_ctas", 1) != 1:
         return None
     values = [*map(_c_value, args), *(ctypes.c_uint64(0) for _ in range(n_hidden))]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))

@@ -92,13 +92,14 @@ def field(record, OFFSET: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["memory", "n", "salt"])
 def step(
-    memory, rows_ptr, grads_ptr, weights_ptr, coefficients_ptr, numbers_ptr, shared_ptr, n, salt,
+    memory, rows_ptr, grads_ptr, weights_ptr, weights_stride,
+    coefficients_ptr, numbers_ptr, shared_ptr, n, salt,
     PREPARE: tl.constexpr, UPDATE: tl.constexpr, HAS: tl.constexpr, N_SCALARS: tl.constexpr,
     STRIDE: tl.constexpr, AT0: tl.constexpr, AT1: tl.constexpr, AT2: tl.constexpr, AT3: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, ROWWISE: tl.constexpr,
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, COMPUTE: tl.constexpr,
     PER_ROW: tl.constexpr, STOCHASTIC: tl.constexpr, STAGED: tl.constexpr, FETCHED: tl.constexpr,
-    WEIGHTS_STRIDE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Read gradient and record of a row once; write the record once.
 
@@ -121,7 +122,7 @@ def step(
         g = tl.load(grads_ptr + i * DIM + column, mask=mask, other=0.0).to(COMPUTE)
         p_ptr = field(record, 0, WEIGHT) + column
         if FETCHED:
-            p = tl.load(weights_ptr + i * WEIGHTS_STRIDE + column, mask=mask, other=0.0).to(COMPUTE)
+            p = tl.load(weights_ptr + i * weights_stride + column, mask=mask, other=0.0).to(COMPUTE)
         else:
             p = tl.load(p_ptr, mask=mask, other=0.0).to(COMPUTE)
         s0 = p

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from flatbed.kernels._triton import row_kernels
-from flatbed.kernels._triton.launch import TYPES, Launcher, element
+from flatbed.kernels._triton.launch import TYPES, element
 from flatbed.kernels._triton.rows import UPDATERS, power, programs, squares, tile
 from flatbed.kernels._triton.stepper import EMPTY, TritonStepper
 from flatbed.kernels.row import Row, Scaling, Settings
 from flatbed.rule import Group, Rule
-
-STEP = Launcher(row_kernels.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +94,14 @@ class TritonRows:
         assert rule.prepare is not None
         assert rule.update is not None
         weights = work.rows if work.weights is None else work.weights  # some memory, if it is not read
-        args = (
-            work.memory.data_ptr(), work.rows, work.grads.contiguous(), weights,
-            self.heads._coefficients[index], self.heads._tables.numbers[self.heads.rows[index].group],
-            self.heads.shared, n, index,
-        )  # fmt: skip
-        constants = (
+        row_kernels.step[(programs(-(-n // n_rows), UPDATERS, work.memory),)](
+            work.memory.data_ptr(), work.rows, work.grads.contiguous(), weights, weights.stride(0),
+            self.heads._coefficients[index],
+            self.heads._tables.numbers[self.heads.rows[index].group], self.heads.shared, n, index,
             element(rule.prepare), element(rule.update), plan.has, len(rule.scalars),
             plan.stride, *offsets, first, second, rule.rowwise,
             TYPES[plan.weight], TYPES[work.grads.dtype], TYPES[plan.state], TYPES[compute],
             bool(plan.numbers), settings.stochastic_rounding and plan.weight == torch.bfloat16, work.staged,
-            work.weights is not None, weights.stride(0), plan.dim, columns, n_rows,
+            work.weights is not None,
+            plan.dim, columns, n_rows, num_warps=2 if columns <= 256 else 4,
         )  # fmt: skip
-        n_programs = programs(-(-n // n_rows), UPDATERS, work.memory)
-        STEP(n_programs, args, constants, num_warps=2 if columns <= 256 else 4)

@@ -6,16 +6,13 @@ import torch
 from torch import Tensor
 
 from flatbed.kernels._triton import row_kernels
-from flatbed.kernels._triton.launch import TYPES, Launcher
+from flatbed.kernels._triton.launch import TYPES
 from flatbed.kernels.rows import Distinct, lead_of
 
 # Programs at most, for what goes over the bus: these saturate it on an H200, and leave the GPU to others.
 # More writers are slower.
 READERS, WRITERS, UPDATERS = 132, 24, 132
 SQUARES = 65536  # elements per partial sum
-
-MARK, SUM_RUNS = Launcher(row_kernels.mark), Launcher(row_kernels.sum_runs)
-MOVE, SUM_SQUARES = Launcher(row_kernels.move), Launcher(row_kernels.squares)
 
 
 def distinct(keys: Tensor, n_rows: int, bad: Tensor | None) -> Distinct:
@@ -26,9 +23,10 @@ def distinct(keys: Tensor, n_rows: int, bad: Tensor | None) -> Distinct:
         return Distinct(rows, inverse, rows, starts.zero_())
     in_order, order = torch.sort(keys, stable=True)
     rank = (in_order[1:] != in_order[:-1]).cumsum(0)
-    out = (inverse, rows, starts, rows if bad is None else bad)
-    args = (in_order, order, rank, *out, n, n_rows, lead_of(keys))
-    MARK(-(-(n + 1) // 1024), args, (bad is None, 1024))
+    row_kernels.mark[(-(-(n + 1) // 1024),)](
+        in_order, order, rank, inverse, rows, starts, rows if bad is None else bad, n, n_rows, lead_of(keys),
+        CHECKED=bad is None, BLOCK=1024,
+    )  # fmt: skip
     return Distinct(rows, inverse, order, starts)
 
 
@@ -37,9 +35,10 @@ def sum_runs(grads: Tensor, found: Distinct, padding: int) -> tuple[Tensor, Tens
     wide = torch.promote_types(grads.dtype, torch.float32)
     kept, sums = torch.empty_like(found.rows), torch.empty((n, dim), dtype=wide, device=grads.device)
     if n:
-        args = (grads.contiguous(), found.order, found.starts, found.rows, kept, sums, n, padding)
-        num_warps = min(4, max(1, power(dim) // 128))
-        SUM_RUNS(n, args, (dim, power(dim), TYPES[wide]), num_warps=num_warps)
+        row_kernels.sum_runs[(n,)](
+            grads.contiguous(), found.order, found.starts, found.rows, kept, sums, n, padding,
+            DIM=dim, COLUMNS=power(dim), WIDE=TYPES[wide], num_warps=min(4, max(1, power(dim) // 128)),
+        )  # fmt: skip
     return kept, sums
 
 
@@ -77,14 +76,15 @@ def _move(memory: Tensor, rows: Tensor, buffer: Tensor, *, home: bool) -> None:
     columns = min(power(words), 64) if home else power(words)
     n_rows = tile(columns, 512 if home else 1024)
     most = WRITERS if home else READERS
-    args = (memory.data_ptr(), rows, buffer.view(torch.int64), n)
-    constants = (memory.stride(0), words, columns, n_rows, home)
-    MOVE(programs(-(-n // n_rows), most, memory), args, constants)
+    row_kernels.move[(programs(-(-n // n_rows), most, memory),)](
+        memory.data_ptr(), rows, buffer.view(torch.int64), n,
+        STRIDE=memory.stride(0), WORDS=words, COLUMNS=columns, ROWS=n_rows, HOME=home, num_warps=4,
+    )  # fmt: skip
 
 
 def squares(values: Tensor) -> Tensor:
     """Partial sums of squares in fp64."""
     n = values.numel()
     partials = torch.empty(max(1, -(-n // SQUARES)), dtype=torch.float64, device=values.device)
-    SUM_SQUARES(len(partials), (values, partials, n, SQUARES), (1024,))
+    row_kernels.squares[(len(partials),)](values, partials, n, SQUARES, BLOCK=1024)
     return partials
