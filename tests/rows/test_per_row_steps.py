@@ -31,7 +31,10 @@ from tests.rows.tables import (
 STEPS = 8  # RAdam rectifies from the sixth on
 
 # The interpreter computes with numpy, which remarks on log(0); exp(-inf) is 0, as it should be.
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # torch's own, in SparseAdam
+]
 
 
 class Alone:
