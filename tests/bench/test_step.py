@@ -52,8 +52,10 @@ def test_a_wrong_way_is_marked() -> None:
 
 def test_every_way_trains_on_the_same_fresh_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[int, list[torch.Tensor]] = {}
+    trainers = []  # held, since another one may get the id of one that is gone
 
     def remember(trainer: Trainer, case: Case, batch: tuple[torch.Tensor, ...]) -> None:
+        trainers.append(trainer)
         seen.setdefault(id(trainer), []).append(batch[0])
         case.loss(trainer.model, batch).backward()
 
