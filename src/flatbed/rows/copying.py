@@ -9,10 +9,11 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.rows import initial
+from flatbed.rows.config import Config
 from flatbed.rows.memory import available_bytes
 from flatbed.rows.record import DTYPES, NAMES, Record
 from flatbed.rows.saving import blank
-from flatbed.rows.store import Config, Store
+from flatbed.rows.store import Store
 
 if TYPE_CHECKING:
     from flatbed.rows.table import Table

@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from flatbed.errors import FlatbedError
 from flatbed.rows import initial
+from flatbed.rows.config import Config
 from flatbed.rows.ids import as_ids
 from flatbed.rows.lookup import fetched, find, looked_up, recording
 from flatbed.rows.memory import available_bytes
 from flatbed.rows.record import WEIGHT
-from flatbed.rows.store import Config
 from flatbed.rows.table import Table, make
 
 if TYPE_CHECKING:

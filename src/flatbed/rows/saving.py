@@ -15,11 +15,12 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.rows import initial
+from flatbed.rows.config import Config
 from flatbed.rows.disk import DiskTier
 from flatbed.rows.disk.rows import Fill
 from flatbed.rows.progress import progress
 from flatbed.rows.record import DTYPES, NAMES, WEIGHT, Field, Record
-from flatbed.rows.store import Config, Store
+from flatbed.rows.store import Store
 from flatbed.rows.tensor_file import Entry, entries_of, opened, writing
 
 if TYPE_CHECKING:

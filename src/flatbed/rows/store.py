@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,56 +15,14 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
 from flatbed.kernels.choose import by_triton
 from flatbed.rows import initial
+from flatbed.rows.config import Config, check_device, fill_state, fill_weights
 from flatbed.rows.disk import DiskTier
 from flatbed.rows.progress import progress
-from flatbed.rows.record import NAMES, WEIGHT, Field, Record
+from flatbed.rows.record import WEIGHT, Field, Record
 from flatbed.rows.tier import Tier
 from flatbed.rows.tiers import CPU, MemoryTier, device_tier, host_tier
 
 CHUNK_BYTES = 1 << 26
-STORAGES = ("host", "disk", "device")
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """What a table is, wherever it lives."""
-
-    n_rows: int
-    dim: int
-    dtype: torch.dtype
-    storage: str
-    path: Path | None
-    init: initial.Init
-    seed: int
-    padding_idx: int | None
-
-    def __post_init__(self) -> None:
-        if self.n_rows * self.dim >= 1 << 56:
-            raise ValueError(f"a table of {self.n_rows} × {self.dim} is larger than any memory")
-        if self.n_rows < 1 or self.dim < 1:
-            raise ValueError(f"a table has at least one row and one column; found {self.n_rows} × {self.dim}")
-        if self.dtype not in NAMES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, NAMES))}; found {self.dtype}")
-        if self.storage not in STORAGES:
-            raise ValueError(f"storage must be one of {', '.join(STORAGES)}; found {self.storage!r}")
-        if self.path is not None and not self.path.absolute().parent.is_dir():
-            raise FlatbedError(f"there is no folder {self.path.absolute().parent}: make it first")
-        if (self.storage == "disk") != (self.path is not None):
-            raise ValueError(
-                f"path goes with storage='disk'; found storage={self.storage!r}, path={self.path}"
-            )
-
-    @property
-    def weight(self) -> Field:
-        return Field(WEIGHT, self.dtype, self.dim)
-
-    def describe(self) -> dict[str, Any]:
-        """What a file tells about itself beside its records, in JSON's terms."""
-        return {
-            "init": initial.describe(self.init),
-            "seed": self.seed,
-            "padding_idx": self.padding_idx,
-        }
 
 
 class Store:
@@ -466,29 +423,3 @@ def _let_go(tier: Tier) -> None:
         tier.release()
     else:
         tier.close()
-
-
-def check_device(device: torch.device) -> None:
-    """Refuse devices that no lookup can be computed on."""
-    if device.type not in ("cpu", "cuda"):
-        raise FlatbedError(
-            f'a table computes on "cpu" or "cuda", and its rows have a home of their own; found device '
-            f'"{device}": give device="cpu", or leave the module with the table out of the move'
-        )
-
-
-def fill_weights(record: Record, records: Tensor, first_row: int, config: Config) -> None:
-    """First weights of consecutive rows, from the seed."""
-    initial.fill_(
-        record.view(records, WEIGHT),
-        first_row=first_row,
-        init=config.init,
-        seed=config.seed,
-        padding_idx=config.padding_idx,
-    )
-
-
-def fill_state(record: Record, records: Tensor) -> None:
-    """First values of state."""
-    for field in record.state:
-        record.view(records, field.name).fill_(field.initial)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
 from flatbed.rows import exchange
+from flatbed.rows.config import Config, check_device
 from flatbed.rows.gradient import Fetched, Packed, Pending
 from flatbed.rows.ids import as_ids, check_range, out_of_range, to_device
 from flatbed.rows.record import Field
-from flatbed.rows.store import Config, Store, check_device
+from flatbed.rows.store import Store
 from flatbed.rows.view import WeightView
 
 NOWHERE = (1 << 63) - 1
