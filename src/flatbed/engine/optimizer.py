@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from flatbed.engine import checkpoint, checks
 from flatbed.engine.build import build_rows, keep_state, steppers_for
+from flatbed.engine.masters import Masters
 from flatbed.engine.owned import OwnedTables
 from flatbed.engine.state import Flag, Members, States
 from flatbed.engine.tables import TableSteps
@@ -117,7 +118,7 @@ class Optimizer(torch.optim.Optimizer):
         self._sentinels: list[tuple[Tensor, int]] = []
         self._retired: list[Stepper] = []  # captured graphs still read their tables
         self._shared: dict[torch.device, Tensor] = {}
-        self._versions: list[int] = []
+        self._masters = Masters([])
         self._on_loan = False
         self._tables = OwnedTables(self)
         self._rounds = 0.0  # how often had been rounded by chance before a checkpoint was loaded
@@ -275,7 +276,7 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             if self._watch is None:
                 self._rebuild()
-            self._follow_writes()
+            self._masters.follow()
         averaged = [(row.param, row.ema) for row in self._rows if row.ema is not None]
         trained = [param.detach().clone() for param, _ in averaged]
         with torch.no_grad():
@@ -289,7 +290,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 for (param, _), value in zip(averaged, trained, strict=True):
                     param.copy_(value)
-            self._note_versions()
+            self._masters.note()
 
     # ---- a step
 
@@ -380,9 +381,10 @@ class Optimizer(torch.optim.Optimizer):
         self._known_groups = [group["params"] for group in self.param_groups]
         self._known_state = self.state
         self._flag.raised = False
+        self._masters = Masters(self._rows)
         if not anew:  # the weights may be loaded after the optimizer
-            self._take_over([row for row in self._rows if row.master is not None])
-        self._note_versions()
+            self._masters.take_over()
+        self._masters.note()
         grads = [row.param.grad for row in self._rows]
         if not self._rows:
             return [], []
@@ -391,16 +393,12 @@ class Optimizer(torch.optim.Optimizer):
         self._watch.learn(grads)
         return grads, self._watch.addresses
 
-    def _note_versions(self) -> None:
-        self._versions = [row.param._version for row in self._rows if row.master is not None]
-
     def _run(self, grads: Grads, addresses: list[int] | None, packs: list[Packed | None]) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self._tables.members and (scale is not None or found_inf is not None):
             found_inf = any_rank(found_inf, [member.table for member in self._tables.members])
         scaling = None if scale is None and found_inf is None else Scaling(scale, found_inf)
-        if self._versions:
-            self._follow_writes()
+        self._masters.follow()
         if not self._rows:
             self._run_apart([], frozenset(), None, scaling, packs)
             return
@@ -419,8 +417,7 @@ class Optimizer(torch.optim.Optimizer):
         if not watch.complete:
             moved = [param for param, grad in zip(moved, grads, strict=True) if grad is not None]
         torch.autograd.graph.increment_version(moved)
-        if self._versions:
-            self._note_versions()
+        self._masters.note()
 
     def _run_apart(
         self,
@@ -471,33 +468,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._watch is None:
             self._rebuild()
-        self._take_over([row for row in self._rows if row.master is not None])
-        self._note_versions()
-
-    def _follow_writes(self) -> None:
-        """A parameter that was written to since the last step has the last word."""
-        masters = [row for row in self._rows if row.master is not None]
-        written = [
-            row
-            for row, version in zip(masters, self._versions, strict=True)
-            # A flat parameter's version tells nothing of writes to its views.
-            if row.param._version != version or type(row.param) not in (Tensor, nn.Parameter)
-        ]
-        if not written:
-            return
-        if any(row.param.is_cuda for row in written) and torch.cuda.is_current_stream_capturing():
-            raise FlatbedError(
-                "parameters were written to since the last step, and their fp32 masters would follow at "
-                "every replay: call optimizer.refresh_masters() before the capture"
-            )
-        self._take_over(written)
-
-    @staticmethod
-    def _take_over(rows: list[Row]) -> None:
-        """Where a parameter is not its master, rounded, the parameter counts."""
-        for row in rows:
-            master = cast(Tensor, row.master)
-            master.copy_(torch.where(master.to(row.param.dtype) == row.param, master, row.param.float()))
+        self._masters.take_over()
+        self._masters.note()
 
 
 def _finite(grad: Tensor | None) -> bool:
