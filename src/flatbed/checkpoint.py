@@ -175,7 +175,10 @@ def _make_version(folder: Path) -> Path:
             numbers.append(int(current.version[1:]))
         path = folder / f"v{max(numbers, default=0) + 1:07d}"
         draft = folder / DRAFT  # so that no folder without a mark is left behind
-        shutil.rmtree(draft, ignore_errors=True)
+        if draft.is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
+        elif draft.exists():
+            draft.unlink()
         draft.mkdir()
         (draft / MARK).touch()
         draft.rename(path)
@@ -191,14 +194,12 @@ def _versions(folder: Path) -> list[str]:
 
 def _remove_others(folder: Path, version: str | None) -> None:
     """What cannot be removed now is left to the next save."""
-    with suppress(OSError):
-        for name in _versions(folder):
-            if (
-                name != version
-            ):  # by another name first: half removed it could not be told from somebody's own
-                (folder / name).rename(folder / f"{OLD}{name}")
-        for path in folder.glob(f"{OLD}v*"):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f"{OLD}v*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for name in _versions(folder):
+        if name != version:  # by another name first: half removed it could not be told from somebody's own
+            with suppress(OSError):
+                shutil.rmtree((folder / name).rename(folder / f"{OLD}{name}"), ignore_errors=True)
 
 
 def _write(path: Path, training: Training, token: str, *, in_place: Sequence[Table], extra: str) -> None:

@@ -329,3 +329,63 @@ def test_dropping_gradients_hides_no_bad_ids(drop: str) -> None:
     assert torch.equal(emb.weight, before)
     emb([1]).sum().backward()
     optimizer.step()
+
+
+def test_momentum_goes_on_under_from_torch(tmp_path: Path) -> None:
+    options = {"lr": 0.01, "momentum": 0.9, "dampening": 0.5}
+    emb = HostEmbedding(20, 4)
+    optimizer = optim.SGD(emb, **options)  # type: ignore[arg-type]
+    for _ in range(3):
+        emb(torch.tensor([1, 2, 3])).square().sum().backward()
+        optimizer.step()
+    emb.table.save(tmp_path / "t.safetensors")
+    other = HostEmbedding.from_table(flatbed.load_table(tmp_path / "t.safetensors"))
+    borrowed = optim.from_torch(torch.optim.SGD, other, **options)
+    for module, stepping in ((emb, optimizer), (other, borrowed)):
+        module(torch.tensor([3, 5])).square().sum().backward()
+        stepping.step()
+    torch.testing.assert_close(other.weight.detach(), emb.weight.detach())
+
+
+@pytest.mark.parametrize("storage", ["host", "device", "disk"])
+def test_growing_while_a_layout_is_due(storage: str, tmp_path: Path) -> None:
+    emb = HostEmbedding(20, 4, storage=storage, path=tmp_path / "t.bed" if storage == "disk" else None)
+    before = emb.read_rows(range(20)).clone()
+    optim.Adam(emb)
+    emb.table.resize(30)
+    assert torch.equal(emb.read_rows(range(20)), before)
+    assert torch.equal(emb.read_rows(range(30)), HostEmbedding(30, 4).read_rows(range(30)))
+
+
+def test_gradients_of_frozen_tables_are_dropped() -> None:
+    emb, optimizer = trained()
+    before = emb.weight.detach().clone()
+    emb([1]).sum().backward()
+    emb.requires_grad_(False)
+    optimizer.step()
+    emb.requires_grad_(True)
+    emb([2]).sum().backward()
+    optimizer.step()
+    assert torch.equal(emb.weight[1], before[1])
+    assert not torch.equal(emb.weight[2], before[2])
+
+
+def test_tables_put_into_groups_by_hand_are_refused() -> None:
+    emb, optimizer = trained()
+    other = HostEmbedding(10, 4, seed=1)
+    optimizer.param_groups[0]["params"].append(other.table)
+    emb([1]).sum().backward()
+    with pytest.raises(FlatbedError, match="add_param_group"):
+        optimizer.step()
+
+
+def test_the_weight_in_place_and_as_an_output() -> None:
+    emb, _ = trained()
+    before = emb.weight.detach().clone()
+    emb.weight += 1
+    assert torch.equal(emb.weight, before + 1)
+    buffer = torch.empty(10, 4)
+    assert torch.mul(emb.weight, 2, out=buffer) is buffer
+    assert not buffer.requires_grad
+    with pytest.raises(AttributeError, match="write into it"):
+        emb.weight = torch.zeros(10, 4)  # type: ignore[misc]

@@ -62,14 +62,17 @@ class OwnedTables:
         optimizer, rule = self.optimizer, self.optimizer.rule
         options, held = optimizer.param_groups[group], optimizer.state.get(table, {})
         remembered = {} if table.store.claimed else dict(table.store.scalars)
+        counts = any(not scalar.startswith("_") for scalar in rule.scalars)
+        adopted = not table.store.claimed and bool(table.store.record.state)
+        stepped = bool(remembered) if counts else adopted  # what has state has been through a step
         table.attach(optimizer, tables.fields(optimizer, options, table))
         in_rows = rule.scalars_of_rows(options, per_row_steps=optimizer.per_row_steps)
         member = Member(name, table, group, {}, in_rows)
         for scalar in rule.scalars:
             if scalar not in in_rows:
                 first = rule.first_value(options, scalar)
-                if remembered and scalar.startswith("_"):
-                    first = 1.0  # what has state has been through a step
+                if stepped and scalar.startswith("_"):
+                    first = 1.0
                 value = float(held.get(scalar, remembered.get(scalar, first)))
                 # Kernels count in fp32, as torch's do. What a class of its own keeps may need more.
                 dtype = torch.float64 if rule.update is None else torch.float32
@@ -108,7 +111,9 @@ class OwnedTables:
         for member in self.members:
             table = member.table
             table.share_gradients()
-            packs.append(table.pending.packed() if table.requires_grad else None)
+            if not table.requires_grad:
+                table.pending.clear()
+            packs.append(table.pending.packed())
         for member, pack in zip(self.members, packs, strict=True):
             if pack is not None:
                 member.table.store.make_room(pack.rows)
@@ -117,10 +122,12 @@ class OwnedTables:
     def _follow_groups(self) -> None:
         """Groups may have been edited by hand: a table that is in none of them is not trained any more."""
         groups = self.optimizer.param_groups
-        known = [(id(group), id(group["params"]), len(group["params"])) for group in groups]
+        known = [[id(param) for param in group["params"] if isinstance(param, Table)] for group in groups]
         if known == self._known_groups:
             return
-        held = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+        held = {one: number for number, found in enumerate(known) for one in found}
+        if held.keys() - {id(member.table) for member in self.members}:
+            raise FlatbedError("a table was put into a param group by hand: use optimizer.add_param_group")
         self.members = [member for member in self.members if id(member.table) in held]
         for member in self.members:
             member.group = held[id(member.table)]

@@ -19,6 +19,7 @@ from flatbed.rows.lookup import fetched, find, looked_up, recording
 from flatbed.rows.memory import available_bytes
 from flatbed.rows.record import WEIGHT
 from flatbed.rows.table import Table, make
+from flatbed.rows.view import WeightView
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,6 +62,8 @@ class TableModule(nn.Module):
         if name == "table":
             raise AttributeError("a module's table cannot be replaced: use from_table to make another module")
         if name == "weight":
+            if isinstance(value, WeightView) and value._table is self.table:
+                return  # emb.weight += 1: it is done
             raise AttributeError(
                 "weight is a view of the table: write into it (emb.weight.copy_(…)), or use from_pretrained"
             )

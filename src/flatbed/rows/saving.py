@@ -284,7 +284,7 @@ def load_table(
     if (storage == "disk") != (to is not None):
         raise ValueError(f'`to` names the new file of storage="disk"; found storage={storage!r}, to={to}')
     found = look(Path(path))
-    config = configured(found, storage, None if to is None else Path(to))
+    config = configured(found, storage, None if to is None else Path(to).absolute())
     if config.path is None:
         table = blank(config, found.record, device=device, replicate=replicate)
         read_in(table, found)
@@ -308,7 +308,7 @@ def open_table(path: str | Path, *, device: Any = None, replicate: bool = True) 
     """The table of a file of ``storage="disk"``, as its last checkpoint left it."""
     from flatbed.rows.table import make
 
-    path = Path(path)
+    path = Path(path).absolute()
     tier = DiskTier.open(path)
     weight = tier.record.weight
     about = {"num_embeddings": tier.n_rows, **tier.meta.get("table", {})}

@@ -214,10 +214,11 @@ class Store:
             raise ValueError(f"a table can only grow; found {n_rows} rows asked of {self.config.n_rows}")
         if n_rows == self.config.n_rows:
             return
+        old = None if self._tier is None else self.tier  # laid out anew now, if that was due
         before, self.config = self.config, replace(self.config, n_rows=n_rows)
         try:
-            if self._tier is not None:
-                self._grow(self.tier, before.n_rows)
+            if old is not None:
+                self._grow(old, before.n_rows)
         except BaseException:
             self.config = before
             raise

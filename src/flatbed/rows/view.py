@@ -54,7 +54,7 @@ class WeightView(Tensor):
         if not found:
             return result
         untracked = func in DETACHING or getattr(func, "__self__", None) is Tensor.data
-        if any(result is one for one in args):  # changed in place
+        if any(result is one for one in (*args, (kwargs or {}).get("out"))):  # changed in place
             return result
         return _wrapped(result, found[0], detached=untracked or all(view._detached for view in found))
 
