@@ -453,6 +453,8 @@ def test_a_frozen_table_needs_no_optimizer() -> None:
     emb, head = made().requires_grad_(False), nn.Linear(DIM, 1)
     for _ in range(2):
         head(emb([1])).sum().backward()
+    assert emb.table.grad is None
+    assert torch.equal(head.weight.grad, 2 * emb.read_rows([1]))
 
 
 # ---- gradients, however they come about
