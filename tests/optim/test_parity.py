@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import flatbed.optim
-from flatbed.kernels.row import is_whole, stride_of
+from flatbed.kernels.step import is_whole, stride_of
 from tests.cases import MODELS, assert_same, batches, build, loss_of
 from tests.optim.optimizers import CASES, Case
 from tests.optim.wrong import WRONG, Wrong, broken

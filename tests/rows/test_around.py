@@ -15,37 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import flatbed
+from tests.rows.models import DIM, EVERY, ROWS, Model, assert_same, pair
 
 ROOT = Path(__file__).parents[2]
-ROWS, DIM = 16, 4
 STORAGES = ("host", "device", "disk")
-EVERY = torch.arange(ROWS)
-
-
-class Model(nn.Module):
-    """An embedding, ours or torch's, and something dense."""
-
-    def __init__(self, emb: nn.Module) -> None:
-        super().__init__()
-        self.emb = emb
-        torch.manual_seed(3)
-        self.head = nn.Linear(DIM, 2)
-
-    def forward(self, ids: Any) -> Tensor:
-        out: Tensor = self.head(self.emb(torch.as_tensor(ids)))
-        return out
-
-
-def pair() -> tuple[Model, Model]:
-    weights = torch.randn(ROWS, DIM)
-    emb = flatbed.HostEmbedding.from_pretrained(weights, freeze=False)
-    return Model(emb), Model(nn.Embedding.from_pretrained(weights, freeze=False))
-
-
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    expected = theirs.state_dict()
-    for name, value in ours.state_dict().items():
-        torch.testing.assert_close(value, expected[name])
 
 
 def train(model: nn.Module, optimizer: Any, n_steps: int = 3) -> None:

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import flatbed
-
-ROWS, DIM = 16, 4
-EVERY = torch.arange(ROWS)
+from tests.rows.models import DIM, EVERY, ROWS, Model, assert_same, pair
 
 
 def made(**options: Any) -> flatbed.HostEmbedding:
@@ -23,32 +21,6 @@ def made(**options: Any) -> flatbed.HostEmbedding:
 
 def backward(emb: Any, ids: Any = (1, 2)) -> None:
     emb(torch.tensor(ids)).pow(2).sum().backward()
-
-
-class Model(nn.Module):
-    """An embedding, ours or torch's, and something dense."""
-
-    def __init__(self, emb: nn.Module) -> None:
-        super().__init__()
-        self.emb = emb
-        torch.manual_seed(3)
-        self.head = nn.Linear(DIM, 2)
-
-    def forward(self, ids: Any) -> Tensor:
-        out: Tensor = self.head(self.emb(torch.as_tensor(ids)))
-        return out
-
-
-def pair() -> tuple[Model, Model]:
-    weights = torch.randn(ROWS, DIM)
-    emb = flatbed.HostEmbedding.from_pretrained(weights, freeze=False)
-    return Model(emb), Model(nn.Embedding.from_pretrained(weights, freeze=False))
-
-
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    expected = theirs.state_dict()
-    for name, value in ours.state_dict().items():
-        torch.testing.assert_close(value, expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
 # ---- nobody's table

@@ -61,6 +61,19 @@ def test_a_new_layout_keeps_state(first_use: str) -> None:
     assert torch.equal(emb.table.read_state("exp_avg", range(10)), before)
 
 
+def test_a_layout_that_was_never_made_takes_no_state_along() -> None:
+    """Adam, another optimizer that did nothing, Adam again; then the rows move."""
+    emb, _ = trained()
+    optim.SGD(emb, momentum=0.9)
+    optimizer = optim.Adam(emb, lr=0.1)
+    emb(torch.arange(5)).sum().backward()
+    optimizer.step()
+    before = emb.table.read_state("exp_avg", range(10)).clone()
+    assert bool(before.any())
+    emb.table.store.lay_out(emb.table.store.record)
+    assert torch.equal(emb.table.read_state("exp_avg", range(10)), before)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["host", "device"])
 def test_trained_tables_move_to_a_gpu_and_back(storage: str) -> None:
@@ -389,3 +402,15 @@ def test_the_weight_in_place_and_as_an_output() -> None:
     assert not buffer.requires_grad
     with pytest.raises(AttributeError, match="write into it"):
         emb.weight = torch.zeros(10, 4)  # type: ignore[misc]
+
+
+def test_loaded_numbers_replace_those_of_an_optimizer_that_is_gone(tmp_path: Path) -> None:
+    emb, optimizer = trained()
+    emb.table.save(tmp_path / "t.safetensors")
+    emb(torch.arange(3)).sum().backward()
+    optimizer.step()
+    del optimizer
+    assert emb.table.scalars() == {"step": 2.0}
+    emb.table.load(tmp_path / "t.safetensors")
+    assert emb.table.scalars() == {"step": 1.0}
+    assert optim.Adam(emb).state[emb.table]["step"] == 1

@@ -14,7 +14,7 @@ from flatbed.engine.state import EMA, MASTER, State, arenas
 from flatbed.errors import FlatbedError
 from flatbed.kernels.choose import by_triton
 from flatbed.kernels.reference import TorchStepper
-from flatbed.kernels.row import STEPS, Row, Stepper, stride_of
+from flatbed.kernels.step import STEPS, Row, Stepper, stride_of
 from flatbed.layout import overlaps_itself
 from flatbed.rows.table import Table
 from flatbed.rule import Group, Rule

@@ -13,7 +13,7 @@ from flatbed.engine import checks
 from flatbed.engine.state import EMA, MASTER, Flag, States
 from flatbed.engine.tables import Member
 from flatbed.errors import FlatbedError
-from flatbed.kernels.row import STEPS
+from flatbed.kernels.step import STEPS
 from flatbed.rows.embedding import whole_field, write_field
 from flatbed.rows.table import Table
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels.row import Row
+from flatbed.kernels.step import Row
 
 
 class Masters:

@@ -19,7 +19,7 @@ from flatbed.engine.state import Flag, Members, States
 from flatbed.engine.tables import TableSteps
 from flatbed.engine.watch import Verdict, Watch
 from flatbed.errors import FlatbedError
-from flatbed.kernels.row import NORM, SKIPPED, Grads, Row, Scaling, Settings, Stepper
+from flatbed.kernels.step import NORM, SKIPPED, Grads, Row, Scaling, Settings, Stepper
 from flatbed.rows.embedding import named_trainables
 from flatbed.rows.exchange import any_rank
 from flatbed.rows.gradient import Packed

@@ -12,7 +12,7 @@ from torch import Tensor
 from flatbed.engine import tables
 from flatbed.engine.tables import Member, TableSteps
 from flatbed.errors import FlatbedError
-from flatbed.kernels.row import STEPS
+from flatbed.kernels.step import STEPS
 from flatbed.rows.exchange import n_processes
 from flatbed.rows.gradient import Packed
 from flatbed.rows.table import Table
@@ -135,9 +135,10 @@ class OwnedTables:
 
     def _refuse_norms_that_differ(self) -> None:
         """A table that is no replica has another gradient on every rank, and so would have the norm."""
+        if not self.optimizer.settings.normed or n_processes() == 1:
+            return
         apart = [member.name for member in self.members if not member.table.replicate]
-        alone = len(apart) == len(self.members)  # whoever replicates nothing sees to it by himself
-        if self.optimizer.settings.normed and apart and not alone and n_processes() > 1:
+        if 0 < len(apart) < len(self.members):  # whoever replicates nothing sees to it by himself
             raise FlatbedError(
                 f"max_norm and skip_nonfinite with table {apart[0]} (replicate=False): the norm would differ "
                 f"from rank to rank, and with it what all of them should share. Give the table an optimizer "

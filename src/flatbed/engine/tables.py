@@ -13,7 +13,7 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.kernels.choose import by_triton
 from flatbed.kernels.reference import clip_factor, round_stochastically, with_number
-from flatbed.kernels.row import SKIP, SKIPPED, STEPS, Row, Scaling, Settings
+from flatbed.kernels.step import SKIP, SKIPPED, STEPS, Row, Scaling, Settings
 from flatbed.rows.gradient import Packed, compacted
 from flatbed.rows.record import WEIGHT, Field
 from flatbed.rows.table import Table

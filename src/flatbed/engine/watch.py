@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatbed.kernels.row import Grads, stride_of
+from flatbed.kernels.step import Grads, stride_of
 
 PATTERNS = 64  # sets of parameters with gradients that are remembered
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatbed.kernels.row import (
+from flatbed.kernels.step import (
     NORM,
     SKIP,
     SKIPPED,

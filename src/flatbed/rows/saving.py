@@ -8,7 +8,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -201,8 +201,9 @@ def read_in(table: Table, found: Contents) -> None:
             _overwrite(store, record, fill=fill, whole=_covers(found.record, record))
     if adopted:
         store.claimed, store.scalars = False, dict(scalars)
-    elif found.record.state:
-        cast(Any, owner).set_table_scalars(table, scalars)
+        table.numbers = {}  # of an optimizer that is gone
+    elif owner is not None and found.record.state:
+        owner.set_table_scalars(table, dict(scalars))
 
 
 def _covers(source: Record, target: Record) -> bool:

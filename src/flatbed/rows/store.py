@@ -22,7 +22,8 @@ from flatbed.rows.record import WEIGHT, Field, Record
 from flatbed.rows.tier import Tier
 from flatbed.rows.tiers import CPU, MemoryTier, device_tier, host_tier
 
-CHUNK_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 26  # of rows in memory beside the table
+IN_PLACE_BYTES = 1 << 30  # of rows that are filled where they are, between two signs of progress
 
 
 class Store:
@@ -136,17 +137,20 @@ class Store:
             return
         with progress("initialising the table", stop - start, "rows") as advance:
             in_place = tier.device.type == "cpu"
-            for first, last in self.blocks(start, stop, tier.record.nbytes // (16 if in_place else 1) or 1):
+            at_once = IN_PLACE_BYTES if in_place else CHUNK_BYTES
+            for first, last in self.blocks(start, stop, tier.record.nbytes, at_once=at_once):
                 block = tier.memory[first:last]
-                records = block if block.device.type == "cpu" else torch.zeros_like(block, device="cpu")
+                records = block if in_place else torch.zeros_like(block, device="cpu")
                 self._filler(tier.record)(first, last, records)
-                if records is not block:
+                if not in_place:
                     block.copy_(records)
                 advance(last - first)
 
-    def blocks(self, start: int, stop: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    def blocks(
+        self, start: int, stop: int, row_bytes: int, *, at_once: int | None = None
+    ) -> Iterator[tuple[int, int]]:
         """Ranges of rows that are handled at once."""
-        step = max(1, CHUNK_BYTES // row_bytes)
+        step = max(1, (at_once or CHUNK_BYTES) // row_bytes)
         for first in range(start, stop, step):
             yield first, min(first + step, stop)
 
@@ -156,6 +160,7 @@ class Store:
         self.version += 1
         if self._tier is not None and self._tier.record == record:
             self._reset_state(self._tier)
+            self._begins_anew = False
         else:
             self._begins_anew = True
         self.record = record

@@ -74,7 +74,7 @@ class Table(nn.Parameter):
         raise FlatbedError(
             f"{getattr(func, '__name__', func)} was called on a table, whose rows are no tensor: use "
             f"table.read_rows(ids) and table.write_rows(ids, values), and to train it an optimizer of "
-            f"flatbed.optim, or flatbed.optim.from_torch(torch.optim.Adamax, [table])"
+            f"flatbed.optim, or flatbed.optim.from_torch(torch.optim.Rprop, [table])"
         )
 
     # ---- what it is
@@ -345,7 +345,6 @@ class Table(nn.Parameter):
                 "a table cannot be sent to another process (a spawned DataLoader worker, for example): look "
                 "rows up in the training process, and let workers hand out ids"
             )
-
         return copying.rebuild, copying.parts(self)
 
 

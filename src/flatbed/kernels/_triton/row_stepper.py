@@ -12,7 +12,7 @@ from flatbed.kernels._triton import row_kernels
 from flatbed.kernels._triton.launch import TYPES, element
 from flatbed.kernels._triton.rows import UPDATERS, power, programs, squares, tile
 from flatbed.kernels._triton.stepper import EMPTY, TritonStepper
-from flatbed.kernels.row import Row, Scaling, Settings
+from flatbed.kernels.step import Row, Scaling, Settings
 from flatbed.rule import Group, Rule
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.kernels._triton import step
 from flatbed.kernels._triton.launch import TYPES, Kernel, Stream, address, element, outside_of_capture
-from flatbed.kernels.row import Grads, Row, Scaling, Settings, in_order, is_whole, stride_of
+from flatbed.kernels.step import Grads, Row, Scaling, Settings, in_order, is_whole, stride_of
 from flatbed.rule import MAX_NUMBERS, Group, Rule, number
 
 BLOCK = (
