@@ -8,6 +8,7 @@ from flatbed._version import __version__
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.compat.contiguous_params import ContiguousParams
 from flatbed.errors import FlatbedError
+from flatbed.feed import Prefetcher
 from flatbed.flat.checkpoint import state_dict
 from flatbed.flat.ema import EMA
 from flatbed.flat.health import Problem
@@ -26,6 +27,7 @@ __all__ = [
     "FlatbedError",
     "HostEmbedding",
     "HostEmbeddingBag",
+    "Prefetcher",
     "Problem",
     "Segment",
     "Snapshot",

@@ -406,9 +406,11 @@ def _tokens(tier: DiskTier) -> list[Any]:
 def _go_back(table: Table, tier: DiskTier) -> None:
     """A disk table as its file has it."""
     store, owner = table.store, table.owner
-    tier.close()  # rows that changed since are dropped
-    store._tier = tier = DiskTier.open(tier.path)
-    store.version += 1
+    with store._laying_out:  # no thread may make a cache for what is about to go
+        store.abandon_cache()
+        tier.close()  # rows that changed since are dropped
+        store._tier = tier = DiskTier.open(tier.path)
+        store.version += 1
     scalars = dict(tier.meta.get("scalars", {}))
     if owner is None:
         store.scalars, store.claimed = scalars, not store.record.state

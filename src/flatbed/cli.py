@@ -78,6 +78,16 @@ class TableOptimizer(str, Enum):
     SGD = "sgd"
 
 
+class CacheCase(str, Enum):
+    """The cases of flatbed.bench.cache."""
+
+    STEP = "step"
+    SIZES = "sizes"
+    ROWS = "rows"
+    SWAP = "swap"
+    DISK = "disk"
+
+
 class DeviceName(str, Enum):
     """Where to train."""
 
@@ -276,6 +286,86 @@ def tables(
             elif out is not None:
                 write_rows([one for some in found.values() for one in some], out)
         _report(found[name], json_path=None, png=plots and plots / f"{file_name(machine, name)}.png")
+    _fail_on(list(dict.fromkeys(wrong)))
+
+
+@bench.command()
+def cache(
+    cases: Annotated[
+        list[CacheCase] | None,
+        typer.Argument(help="What to measure; all unless given.", metavar="CASES"),
+    ] = None,
+    device: DeviceOption = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Tiny tables and few steps, as without a GPU: to see that it runs."),
+    ] = False,
+    scale: Annotated[
+        float, typer.Option(min=1e-3, max=100, help="All numbers of rows and ids, times this.")
+    ] = 1.0,
+    warm_up: Annotated[
+        int | None, typer.Option(min=1, help="Steps before those that are timed, 200 unless given.")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Timed steps, one by one, 100 unless given; twice as many in a row."),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where the file of the case disk is made.", exists=True, file_okay=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Store the rows as they are found in this folder, a file per case, such as "
+            "h200-cache-step.json.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw a chart per case into this folder.",
+            exists=True,
+            file_okay=False,
+            callback=_drawable_folder,
+        ),
+    ] = None,
+) -> None:
+    """Train tables through a cache of hot rows: time, hits, and what prefetching and CUDA graphs do."""
+    where = _find_device(device)
+    from flatbed.bench import cache as bench_cache
+    from flatbed.bench.cache_plot import write_plot
+    from flatbed.bench.cache_rows import FLATBED, file_name, summary
+    from flatbed.bench.cache_table import tables as cache_tables
+    from flatbed.bench.rows import this_machine, write_rows
+
+    machine = this_machine(where.type)
+    setting = bench_cache.make_setting(
+        where, machine, quick=quick, scale=scale, warm_up=warm_up, steps=steps, folder=folder
+    )
+    wrong: list[str] = []
+    for name in bench_cache.find_cases([one.value for one in cases or ()]):
+
+        def left_out(way: str, reason: str, name: str = name) -> None:
+            _say(f"{name}: {way} is left out: {reason}")
+            wrong.extend([f"{name}: {way}"] if way.startswith(FLATBED) else [])
+
+        rows: list[Record] = []
+        stages = bench_cache.n_stages(name, setting)
+        with _progress(f"{name} on {where.type}", stages) as stage:
+            for row in bench_cache.run(name, setting, stage=stage, left_out=left_out):
+                rows.append(row)
+                _say(summary(row))
+                wrong.extend([] if row.ok else [f"{name}: {row.way}"])
+                if out is not None:
+                    write_rows(rows, out / f"{file_name(machine, name)}.json")
+        for table in cache_tables(rows):
+            _console().print(table)
+        if plots is not None and rows:
+            write_plot(rows, plots / f"{file_name(machine, name)}.png")
+            typer.echo(f"wrote {plots / f'{file_name(machine, name)}.png'}")
     _fail_on(list(dict.fromkeys(wrong)))
 
 

@@ -41,6 +41,8 @@ from flatbed.bench.tables_table import tables as rich_tables
 from flatbed.bench.tables_table import to_markdown
 from flatbed.cli import TableCase, TableOptimizer, app
 from flatbed.kernels import rows as ops
+from flatbed.kernels.rows import Place
+from flatbed.rows.tiers import MemoryTier
 from tests.bench.samples import CPU, FLOOR_ROW, MACHINE, four_rows
 from tests.bench.table_samples import MOVE_ROW, TRAIN_ROW, moves, peers, steps
 
@@ -252,8 +254,9 @@ def test_a_peer_that_fails_is_named_and_does_not_cost_the_others(monkeypatch: py
 
 
 def test_a_gather_of_other_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(memory: Tensor, rows: Tensor, nbytes: int) -> Tensor:
-        return memory[:, :nbytes][(rows + 1) % len(memory)]
+    def shifted(place: Place, rows: Tensor, nbytes: int) -> Tensor:
+        assert place.memory is not None
+        return place.memory[:, :nbytes][(rows + 1) % len(place.memory)]
 
     monkeypatch.setattr(tables_move.ops, "gather", shifted)
     rows = run("move")
@@ -267,8 +270,8 @@ def test_a_gather_of_other_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_scatter_that_loses_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ops.scatter_
 
-    def half(memory: Tensor, rows: Tensor, records: Tensor) -> None:
-        whole(memory, rows[::2], records[::2])
+    def half(place: Place, rows: Tensor, records: Tensor) -> None:
+        whole(place, rows[::2], records[::2])
 
     monkeypatch.setattr(ops, "scatter_", half)
     found = {(row.way, row.direction): row.ok for row in run("speedtorch")}
@@ -297,8 +300,11 @@ def test_lost_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: tables_ways.FlatbedTable, ids: Tensor, target: Tensor) -> None:
         step(self, ids, target)
         store = self._emb.table.store
+        store.settle(changing=True)
+        assert isinstance(store.tier, MemoryTier)
+        assert store.tier.memory is not None
         for name in self._emb.table.state_names:
-            store.record.view(store.addressed, name).zero_()
+            store.record.view(store.tier.memory, name).zero_()
 
     monkeypatch.setattr(tables_ways.FlatbedTable, "step", forgetful)
     assert [row.ok for row in run("step")] == [False, True, False]

@@ -16,17 +16,21 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from flatbed import optim  # noqa: E402
-from flatbed.kernels._triton import row_kernels  # noqa: E402
+from flatbed.kernels._triton import cache_kernels, row_kernels  # noqa: E402
 from flatbed.kernels._triton.launch import element  # noqa: E402
 from flatbed.kernels._triton.rows import power  # noqa: E402
 
 TYPES = {
     **dict.fromkeys(("coefficients_ptr", "numbers_ptr", "shared_ptr", "partials_ptr"), "*fp64"),
     **dict.fromkeys(("grads_ptr", "sums_ptr", "values_ptr"), "*fp32"),
-    **dict.fromkeys(("memory", "padding", "n_rows"), "i64"),
-    **dict.fromkeys(("n", "salt", "first", "per_program", "weights_stride"), "i32"),
+    **dict.fromkeys(("slot_of_row_ptr", "dirty_ptr"), "*i32"),
+    **dict.fromkeys(("memory", "cached", "padding", "n_rows"), "i64"),
+    **dict.fromkeys(
+        ("n", "index", "group", "first", "window", "n_slots", "per_program", "weights_stride"), "i32"
+    ),
 }
 """Arguments that are not constants; those that are not named here are pointers to int64."""
+COUNTS = {"counts_ptr": "*i32", "rank_ptr": "*i32", "n_missing_ptr": "*i32", "n_blocks": "i32"}
 
 
 def ptx(function: Any, changed: dict[str, str] | None = None, **constants: Any) -> str:
@@ -67,6 +71,8 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
         STOCHASTIC=weight == tl.bfloat16,
         STAGED=per_row,
         FETCHED=not per_row,
+        CACHED=dim == 128,
+        LINE=9,
         DIM=dim,
         COLUMNS=power(dim),
         ROWS=512 // power(dim),
@@ -75,14 +81,39 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
 
 def others() -> None:
     for keys, checked in (("*i64", False), ("*i32", True)):
-        ptx(row_kernels.mark, {"sorted_ptr": keys, "lead": "i64"}, CHECKED=checked, BLOCK=1024)
+        ptx(row_kernels.heads, {"sorted_ptr": keys, **COUNTS}, TICKS=checked, BLOCK=1024)
+        ptx(row_kernels.mark, {"sorted_ptr": keys, "lead": "i64", **COUNTS}, CHECKED=checked, BLOCK=1024)
+    ptx(row_kernels.narrow, {"keys_ptr": "*i32"}, BLOCK=1024)
+    ptx(row_kernels.bring, {"keys_ptr": "*i32", "host": "i64"}, BLOCK=1024)
     for kind, wide in (("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)):
         sums = "*fp64" if wide == tl.float64 else "*fp32"
         changed = {"grads_ptr": kind, "sums_ptr": sums, "values_ptr": sums}
-        ptx(row_kernels.sum_runs, changed, DIM=48, COLUMNS=64, WIDE=wide)
         ptx(row_kernels.squares, changed, BLOCK=1024)
+        changed |= {"partials_ptr": sums, "rank_ptr": "*i32"}
+        chunks = {"CHUNK": 64, "DIM": 48, "COLUMNS": 64, "AT_ONCE": 8}
+        ptx(row_kernels.sum_runs, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)
+        ptx(row_kernels.sum_chunks, changed, **chunks)
     for home in (True, False):
-        ptx(row_kernels.move, STRIDE=1536, WORDS=192, COLUMNS=256, ROWS=4, HOME=home)
+        for cached in (True, False):
+            shape = {"STRIDE": 1536, "WORDS": 192, "COLUMNS": 256, "ROWS": 4}
+            ptx(row_kernels.move, HOME=home, CACHED=cached, **shape)
+
+
+def cache() -> None:
+    maps = {"slot_of_row_ptr": "*i32", "dirty_ptr": "*i32", "heat_ptr": "*fp32", "ageing": "fp32"}
+    maps |= {"n_missing_ptr": "*i32"}
+    for by_frequency in (True, False):
+        ptx(cache_kernels.touch, maps, FREQUENCY=by_frequency, BLOCK=512)
+        for direct in (True, False):
+            ptx(cache_kernels.claim, maps, DIRECT=direct, FREQUENCY=by_frequency, ROUNDS=16, BLOCK=128)
+    for words, columns in ((192, 256), (192, 64), (2, 2), (576, 256)):
+        shape = {"STRIDE": 8 * words, "WORDS": words, "COLUMNS": columns, "ROWS": 4}
+        ptx(cache_kernels.swap, maps, **shape)
+        ptx(cache_kernels.flush, maps, **shape)
+    for keys in ("*i32", "*i64"):
+        changed = {**maps, "ids_ptr": keys, "out_ptr": "*bf16"}
+        shape = {"STRIDE": 1536, "DIM": 48, "COLUMNS": 64, "ROWS": 16}
+        ptx(cache_kernels.look, changed, TYPE=tl.bfloat16, **shape)
 
 
 EVEN = (128, tl.float32, False), (48, tl.bfloat16, True), (48, tl.float64, False)
@@ -97,10 +128,11 @@ def main(names: list[str]) -> None:
                 step(name, dim, weight, per_row)
             except Exception:
                 failed[f"{name}, {dim}, {weight}, {per_row}"] = traceback.format_exc(limit=0)[-1500:]
-    try:
-        others()
-    except Exception:
-        failed["others"] = traceback.format_exc(limit=1)[-1500:]
+    for rest in (others, cache):
+        try:
+            rest()
+        except Exception:
+            failed[rest.__name__] = traceback.format_exc(limit=1)[-1500:]
     print(json.dumps({"compiled": names, "failed": failed}))
 
 

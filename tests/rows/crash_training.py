@@ -1,6 +1,7 @@
 """Train a table on disk in child processes, kill each at some moment, compare with a training never stopped.
 
-Run as `python -m tests.rows.crash_training FOLDER N_KILLS SEED`; prints what was seen as JSON. One process
+Run as `python -m tests.rows.crash_training FOLDER N_KILLS SEED [CACHE_ROWS]`; prints what was seen as JSON.
+With rows for a cache, the table has one, and children have their batches from a prefetcher. One process
 imports torch once and forks all others, which makes a kill cheap.
 """
 
@@ -16,6 +17,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -23,8 +25,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import flatbed
+from flatbed.feed import Prefetcher
 from flatbed.rows.disk import journal
 from flatbed.rows.disk.file import MappedFile
 
@@ -36,6 +40,8 @@ MESSAGE = struct.Struct("<cq")
 OPENED, STEPPED, BEGUN, COMPLETED = b"o", b"s", b"b", b"c"
 
 Digests = dict[str, str]
+Batch = tuple[Tensor, Tensor]
+"""Ids, and what their rows should be like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +66,32 @@ class Training:
     def n_steps(self) -> int:
         return n_steps(self.embedding.table)
 
-    def step(self) -> None:
-        """One that depends on the step count alone. A few rows are looked up again and again."""
-        generator = torch.Generator().manual_seed(self.n_steps)
-        often = torch.randint(0, 40, (24,), generator=generator)
-        ids = torch.cat([often, torch.randint(0, N_ROWS, (72,), generator=generator)]).view(4, 24)
-        wanted = torch.randn(*ids.shape, DIM, generator=generator)
+    def step(self, given: Batch | None = None) -> None:
+        """One that depends on the step count alone."""
+        ids, wanted = batch(self.n_steps) if given is None else given
         (self.embedding(ids) - wanted).square().sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def batches(self) -> Iterator[Batch | None]:
+        """From here on, without end; None stands for the one that a step makes by itself."""
+        if not self.embedding.table.store.config.cache_rows:
+            return (None for _ in count())
+        return iter(Prefetcher(map(batch, count(self.n_steps)), {self.embedding: lambda given: given[0]}))
 
-def embedding(path: Path | None = None) -> Any:
+
+def batch(step: int) -> Batch:
+    """A few rows are looked up again and again."""
+    generator = torch.Generator().manual_seed(step)
+    often = torch.randint(0, 40, (24,), generator=generator)
+    ids = torch.cat([often, torch.randint(0, N_ROWS, (72,), generator=generator)]).view(4, 24)
+    return ids, torch.randn(*ids.shape, DIM, generator=generator)
+
+
+def embedding(path: Path | None = None, cache_rows: int = 0) -> Any:
     """The same first rows in memory and on disk, unless the file is there already."""
     where: dict[str, Any] = {"storage": "host"} if path is None else {"storage": "disk", "path": path}
-    return flatbed.HostEmbedding(N_ROWS, DIM, seed=3, **where)
+    return flatbed.HostEmbedding(N_ROWS, DIM, seed=3, cache_rows=cache_rows, **where)
 
 
 def n_steps(table: Any) -> int:
@@ -106,21 +123,22 @@ class NeverStopped:
 # ---- a child
 
 
-def live(path: Path, report: int) -> NoReturn:
+def live(path: Path, report: int, cache_rows: int) -> NoReturn:
     """Go on from the last checkpoint until killed, and tell about it."""
 
     def tell(what: bytes) -> None:
         os.write(report, MESSAGE.pack(what, training.n_steps))
 
-    training = Training(embedding(path))
+    training = Training(embedding(path, cache_rows))
     tell(OPENED)
-    while True:
-        training.step()
+    for given in training.batches():
+        training.step(given)
         tell(STEPPED)
         if training.n_steps % EVERY == 0:
             tell(BEGUN)
             training.embedding.table.checkpoint()
             tell(COMPLETED)
+    raise SystemExit("there were no batches any more")
 
 
 @dataclass(slots=True)
@@ -132,7 +150,7 @@ class Child:
     told: list[tuple[bytes, int]] = field(default_factory=list)
 
     @staticmethod
-    def born(path: Path, *, synced: bool) -> Child:
+    def born(path: Path, *, synced: bool, cache_rows: int) -> Child:
         if len(os.listdir("/proc/self/task")) != 1:
             raise SystemExit("threads are running, which a forked process would miss")
         reading, report = os.pipe()
@@ -144,7 +162,7 @@ class Child:
                 if not synced:
                     MappedFile.sync = lambda self: None  # type: ignore[method-assign]
                 journal.CHUNK = 4096
-                live(path, report)
+                live(path, report, cache_rows)
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
@@ -171,9 +189,9 @@ class Child:
         return max((step for said, step in self.told if said == what), default=default)
 
 
-def duration(folder: Path, *, synced: bool) -> float:
+def duration(folder: Path, *, synced: bool, cache_rows: int) -> float:
     """Seconds from one checkpoint to the next on this machine."""
-    child = Child.born(folder / "measured", synced=synced)
+    child = Child.born(folder / "measured", synced=synced, cache_rows=cache_rows)
     child.listen(1 + EVERY + 2)
     start = time.perf_counter()
     child.listen(LIFE * (EVERY + 2))
@@ -191,6 +209,7 @@ class Trials:
 
     folder: Path
     generator: np.random.Generator
+    cache_rows: int
     expected: NeverStopped = field(default_factory=NeverStopped)
     seen: Counter[str] = field(default_factory=Counter)
     step: int = 0
@@ -201,14 +220,15 @@ class Trials:
         return self.folder / "place"
 
     def run(self, n_kills: int) -> None:
-        longest = [duration(self.folder, synced=synced) for synced in (False, True)]
+        rows = self.cache_rows
+        longest = [duration(self.folder, synced=synced, cache_rows=rows) for synced in (False, True)]
         for kill in range(n_kills):
             anew, early, synced = kill % ANEW == 0, kill % 5 == 4, kill % 2 == 0
             if anew:
                 shutil.rmtree(self.place, ignore_errors=True)
                 self.place.mkdir()
                 self.step = 0
-            child = Child.born(self.place / "table", synced=synced)
+            child = Child.born(self.place / "table", synced=synced, cache_rows=rows)
             # Anew: while the file is made. Early: while what the child before has left is recovered.
             child.listen(anew or (0 if early else int(self.generator.integers(0, LIFE * (EVERY + 2)))))
             time.sleep(self.generator.uniform(0, longest[synced] / (4 if early else 1)))
@@ -248,8 +268,10 @@ class Trials:
     def opened(self, path: Path, kill: int) -> Any:
         """As users do who know what the table is like, and as those who do not."""
         if kill % 2:
-            return embedding(path)
-        return flatbed.HostEmbedding.from_table(flatbed.open_table(path))
+            return embedding(path, self.cache_rows)
+        found = flatbed.HostEmbedding.from_table(flatbed.open_table(path))
+        found.table.set_cache(self.cache_rows)
+        return found
 
     def compare(self, table: Any, step: int) -> None:
         found, expected = state(table), self.expected.at(step)
@@ -267,6 +289,7 @@ class Trials:
         training.embedding.table.checkpoint()
         path = training.embedding.table.store.config.path
         training.step()
+        self.seen["rows that left the cache"] += training.embedding.table.cache_stats().written
         training.embedding.table.close(discard=True)
         again = self.opened(path, kill + 1)
         self.compare(again.table, step)
@@ -288,12 +311,12 @@ def check(right: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def main(folder: Path, n_kills: int, seed: int) -> None:
+def main(folder: Path, n_kills: int, seed: int, cache_rows: int = 0) -> None:
     torch.set_num_threads(1)
-    trials = Trials(folder, np.random.default_rng(seed))
+    trials = Trials(folder, np.random.default_rng(seed), cache_rows)
     trials.run(n_kills)
     print(json.dumps(trials.seen))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

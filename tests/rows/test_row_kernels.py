@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flatbed.kernels import rows as ops
-from flatbed.kernels.rows import LEAD, NONE, Distinct, distinct, gather, scatter_, sum_runs
+from flatbed.kernels.rows import LEAD, NONE, Distinct, Place, distinct, gather, scatter_, sum_runs
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = (1 << 63) - 1
@@ -111,9 +111,9 @@ def test_gather_and_scatter(nbytes: int, kernel_device: str) -> None:
         rows = torch.tensor(listed, dtype=torch.int64, device=kernel_device)
         expected = torch.where(rows.cpu()[:, None] < 0, 0, memory[rows.cpu()])
         for beginning in (nbytes, 2, 12, nbytes - 6):
-            assert torch.equal(gather(held, rows, beginning).cpu(), expected[:, :beginning])
+            assert torch.equal(gather(Place(held), rows, beginning).cpu(), expected[:, :beginning])
         new = torch.randint(256, (len(rows), nbytes), dtype=torch.uint8)
-        scatter_(held, rows, new.to(kernel_device))
+        scatter_(Place(held), rows, new.to(kernel_device))
         memory[rows.cpu()[rows.cpu() >= 0]] = new[rows.cpu() >= 0]
         assert torch.equal(held.cpu(), memory)
 
@@ -121,9 +121,9 @@ def test_gather_and_scatter(nbytes: int, kernel_device: str) -> None:
 def test_more_rows_than_programs(kernel_device: str) -> None:
     memory = torch.randint(256, (700, 1536), dtype=torch.uint8, device=kernel_device)
     rows = torch.randperm(700, device=kernel_device)
-    found = gather(memory, rows, 1536)
+    found = gather(Place(memory), rows, 1536)
     assert torch.equal(found, memory[rows])
-    scatter_(memory, rows.flip(0), found)
+    scatter_(Place(memory), rows.flip(0), found)
     assert torch.equal(memory[rows.flip(0)], found)
 
 

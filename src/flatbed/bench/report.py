@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from flatbed.bench import floor_table, rows, table, tables_table
+from flatbed.bench import cache_table, floor_table, rows, table, tables_table
+from flatbed.bench.cache_rows import CacheRow, SwapRow
 from flatbed.bench.floor import FloorRow
 from flatbed.bench.rows import Record, Row, read_rows
 from flatbed.bench.tables_rows import MoveRow, TrainRow, rows_of
@@ -15,7 +16,7 @@ from flatbed.bench.tables_rows import MoveRow, TrainRow, rows_of
 
 def read(path: Path) -> list[Record]:
     """The rows in a file; ValueError where it holds something else."""
-    return list(read_rows(path, Row, FloorRow, MoveRow, TrainRow))
+    return list(read_rows(path, Row, FloorRow, MoveRow, TrainRow, CacheRow, SwapRow))
 
 
 def step_rows(records: Sequence[Record]) -> list[Row]:
@@ -34,6 +35,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         *table.tables(step_rows(records)),
         *floor_table.tables(floor_rows(records)),
         *tables_table.tables(rows_of(records)),
+        *cache_table.tables(records),
     ]
 
 
@@ -43,5 +45,6 @@ def to_markdown(records: Sequence[Record]) -> str:
         rows.to_markdown(step_rows(records)),
         floor_table.to_markdown(floor_rows(records)),
         tables_table.to_markdown(rows_of(records)),
+        cache_table.to_markdown(records),
     )
     return "\n".join(text for text in texts if text.strip())

@@ -27,6 +27,7 @@ from flatbed.bench.tables_measure import (
 from flatbed.bench.tables_move import MoveSetting, Shape, move_row
 from flatbed.bench.tables_rows import CUPY, CUPY_GPU, KERNEL, ROWS, TORCH, MoveRow
 from flatbed.kernels import rows as ops
+from flatbed.kernels.rows import Place
 from flatbed.rows.tiers import MemoryTier
 
 DIM = 128
@@ -89,13 +90,13 @@ def _flatbed(n_rows: int, device: torch.device) -> Iterator[Peer]:
         number_(memory.view(-1))
         kind = getattr(getattr(tier, "_held", None), "kind", "unknown")
         movers = [Mover(ROWS, kind, _as_is, emb.read_rows, emb.write_rows)]
-        if store.addressed is not None:
+        if store.place is not None:
             kernel = Mover(
                 KERNEL,
                 kind,
                 lambda ids: ids.to(device),
-                lambda ids: ops.gather(memory, ids, 4 * DIM).view(torch.float32),
-                lambda ids, rows: ops.scatter_(memory, ids, rows.view(torch.uint8)),
+                lambda ids: ops.gather(Place(memory), ids, 4 * DIM).view(torch.float32),
+                lambda ids, rows: ops.scatter_(Place(memory), ids, rows.view(torch.uint8)),
             )
             movers.insert(0, kernel)
         yield Peer(memory.view(torch.float32), tuple(movers))

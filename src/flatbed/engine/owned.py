@@ -30,6 +30,7 @@ class OwnedTables:
         self.members: list[Member] = []
         self.shared: dict[torch.device, Tensor] = {}
         self._steps: list[TableSteps] = []
+        self._retired: list[TableSteps] = []  # captured graphs still read their tables
         self._built_for: Any = None
         self._known_groups: Any = None
 
@@ -85,8 +86,9 @@ class OwnedTables:
     def show(self, member: Member) -> None:
         """Numbers of state where torch's users look for them."""
         shown = {name: value for name, value in member.scalars.items() if not name.startswith("_")}
-        if shown:
-            self.optimizer.state[member.table] = shown
+        held = self.optimizer.state.get(member.table, {})
+        if shown and not (held.keys() == shown.keys() and all(held[n] is v for n, v in shown.items())):
+            self.optimizer.state[member.table] = shown  # which has all places looked up anew
 
     def restore(self, member: Member, scalars: Mapping[str, float]) -> None:
         """Go on from these numbers of state."""
@@ -101,22 +103,27 @@ class OwnedTables:
         """Gradients of all tables; with several ranks, the mean over them. Errors come before any change."""
         self._follow_groups()
         self._refuse_norms_that_differ()
+        capturing = _capturing()
+        if capturing and n_processes() > 1:
+            raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
         for member in self.members:
             if member.table.owner is not self.optimizer:
                 raise FlatbedError(
                     f"table {member.name} has been given to another optimizer since: step that one"
                 )
-            member.table.raise_bad_ids()
+            if not capturing:
+                member.table.raise_bad_ids()
         packs = []
         for member in self.members:
             table = member.table
+            table.pending.check_capture(capturing)
             table.share_gradients()
-            if not table.requires_grad:
+            if not table.trains:
                 table.pending.clear()
             packs.append(table.pending.packed())
         for member, pack in zip(self.members, packs, strict=True):
             if pack is not None:
-                member.table.store.make_room(pack.rows)
+                member.table.store.make_room(pack.rows, pack.ticket)
         return packs
 
     def _follow_groups(self) -> None:
@@ -150,6 +157,9 @@ class OwnedTables:
         stores = [member.table.store for member in self.members]
         layout = [(store.device, store.tier.record) for store in stores], id(self.optimizer.param_groups)
         if layout != self._built_for:
+            if _capturing():
+                raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
+            self._retired += [steps for steps in self._steps if steps.captured]
             self._steps = self._build()
             self._built_for = layout
         given = {id(member): pack for member, pack in zip(self.members, packs, strict=True)}
@@ -169,3 +179,7 @@ class OwnedTables:
         self.shared = {d: self.shared.get(d, before.to(d, copy=True)) for d in devices}
         rule, groups = self.optimizer.rule, self.optimizer.param_groups
         return [TableSteps(rule, groups, held, self.shared[d]) for d, held in devices.items()]
+
+
+def _capturing() -> bool:
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call,unused-ignore]

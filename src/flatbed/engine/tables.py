@@ -13,6 +13,7 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.kernels.choose import by_triton
 from flatbed.kernels.reference import clip_factor, round_stochastically, with_number
+from flatbed.kernels.rows import Place
 from flatbed.kernels.step import SKIP, SKIPPED, STEPS, Row, Scaling, Settings
 from flatbed.rows.gradient import Packed, compacted
 from flatbed.rows.record import WEIGHT, Field
@@ -90,6 +91,11 @@ class TableSteps:
         self._kinds: list[Any] = []
         self._kernels: Any = None
 
+    @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs hold launches of these steps."""
+        return self._kernels is not None and bool(self._kernels.heads.captured)
+
     def _build(self) -> Any:
         from flatbed.kernels._triton.row_stepper import TritonRows
 
@@ -166,16 +172,16 @@ class TableSteps:
         from flatbed.kernels._triton.row_stepper import Work
 
         store = self.members[index].table.store
-        memory = store.addressed
-        if memory is not None:
+        place = store.place_of(pack)
+        if place is not None:
             fetched = pack.fetched
             weights = None if fetched is None or fetched.edition != store.edition else fetched.weights
-            work = Work(pack.rows, pack.grads, memory, staged=False, weights=weights)
+            work = Work(pack.rows, pack.grads, place, staged=False, weights=weights)
             self._kernels.update(index, work, settings)
             store.writes += 1
             return
         records = store.gather(pack.rows).contiguous()
-        self._kernels.update(index, Work(pack.rows, pack.grads, records, staged=True), settings)
+        self._kernels.update(index, Work(pack.rows, pack.grads, Place(records), staged=True), settings)
         if not bool(self.shared[SKIP]):
             store.scatter_(pack.rows, records)
 

@@ -32,6 +32,35 @@ class Distinct:
     """The ids' positions, sorted by row; equal ones in their own order."""
     starts: Tensor | None = None
     """Where each row's run begins in `order`; one more at the end."""
+    rank: Tensor | None = None
+    """For every place in `order`, where its row stands in `rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the records of rows are, (n, record) of uint8: at home, unless a cache has them."""
+
+    memory: Tensor | None
+    """All of them, on the computing device or on the host where its kernels can reach it. None if they
+    cannot: the cache has all that are asked for."""
+    cached: Tensor | None = None
+    slot_of_row: Tensor | None = None
+    """Where each row is in the cache; -1: at home."""
+    dirty: Tensor | None = None
+    """For each record in the cache, whether it has changed since it was at home."""
+
+    @property
+    def stride(self) -> int:
+        """From a record to the next."""
+        held = self.memory if self.cached is None else self.cached
+        assert held is not None
+        return held.stride(0)
+
+    @property
+    def near(self) -> bool:
+        """Whether most of it is in the computing device's own memory."""
+        held = self.memory if self.cached is None else self.cached
+        return held is not None and held.is_cuda
 
 
 def distinct(keys: Tensor, n_rows: int, bad: Tensor | None = None) -> Distinct:
@@ -49,6 +78,15 @@ def distinct(keys: Tensor, n_rows: int, bad: Tensor | None = None) -> Distinct:
         positions = torch.where(wrong, torch.arange(len(keys), device=keys.device), bad)
         bad.copy_(torch.minimum(bad, positions.min()) if len(keys) else bad)
     return Distinct(torch.where(in_range, found, NONE).to(torch.int64), inverse)
+
+
+def narrow(ids: Tensor, n_rows: int) -> Tensor:
+    """Ids, (n,), as keys that are sorted in half the time, where that pays and they fit; -1: no row."""
+    if n_rows > NARROW or ids.dtype != torch.int64 or not by_triton(ids.device):
+        return ids
+    from flatbed.kernels._triton import rows
+
+    return rows.narrow(ids, n_rows)
 
 
 def lead_of(keys: Tensor) -> int:
@@ -77,15 +115,13 @@ def without(rows: Tensor, grads: Tensor, row: int) -> tuple[Tensor, Tensor]:
     return kept, torch.where((kept >= 0).unsqueeze(1), grads, grads.new_zeros(()))
 
 
-def gather(memory: Tensor, rows: Tensor, nbytes: int) -> Tensor:
-    """The first bytes of the records of these rows, on the device of `rows`; zeros where there is no row.
-
-    `memory` is (n_rows, record) of uint8, on the same device, or on the host where kernels can read it.
-    """
+def gather(place: Place, rows: Tensor, nbytes: int) -> Tensor:
+    """The first bytes of the records of these rows, on the device of `rows`; zeros where there is no row."""
     if by_triton(rows.device):
         from flatbed.kernels._triton import rows as kernels
 
-        return kernels.gather(memory, rows, nbytes)
+        return kernels.gather(place, rows, nbytes)
+    memory = _all_at_home(place)
     word = _word(nbytes)
     found = memory[:, :nbytes].view(word).index_select(0, rows.clamp(min=0))
     if bool((rows < 0).any()):
@@ -93,18 +129,25 @@ def gather(memory: Tensor, rows: Tensor, nbytes: int) -> Tensor:
     return found.view(torch.uint8)
 
 
-def scatter_(memory: Tensor, rows: Tensor, records: Tensor) -> None:
+def scatter_(place: Place, rows: Tensor, records: Tensor) -> None:
     """Write records, or their beginnings, to these rows, which are distinct; those of no row go nowhere."""
     if by_triton(rows.device):
         from flatbed.kernels._triton import rows as kernels
 
-        kernels.scatter_(memory, rows, records)
+        kernels.scatter_(place, rows, records)
         return
+    memory = _all_at_home(place)
     present = rows >= 0
     if not bool(present.all()):
         rows, records = rows[present], records[present]
     nbytes = records.shape[1]
     memory[:, :nbytes].view(_word(nbytes)).index_copy_(0, rows, records.view(_word(nbytes)))
+
+
+def _all_at_home(place: Place) -> Tensor:
+    assert place.memory is not None
+    assert place.cached is None
+    return place.memory
 
 
 def _word(nbytes: int) -> torch.dtype:

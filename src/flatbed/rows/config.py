@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
+from flatbed.kernels.cache import POLICIES
 from flatbed.rows import initial
 from flatbed.rows.record import NAMES, WEIGHT, Field, Record
 
@@ -28,6 +29,10 @@ class Config:
     init: initial.Init
     seed: int
     padding_idx: int | None
+    cache_rows: int | None = None
+    """Of records on the computing device; None with no bytes either: a few batches on a GPU, else none."""
+    cache_bytes: int | None = None
+    cache_policy: str = "lfu"
 
     def __post_init__(self) -> None:
         if self.n_rows * self.dim >= 1 << 56:
@@ -44,6 +49,28 @@ class Config:
             raise ValueError(
                 f"path goes with storage='disk'; found storage={self.storage!r}, path={self.path}"
             )
+
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        if self.cache_rows is not None and self.cache_bytes is not None:
+            raise ValueError(
+                f"give cache_rows or cache_bytes, not both; found {self.cache_rows} and {self.cache_bytes}"
+            )
+        for name, value in (("cache_rows", self.cache_rows), ("cache_bytes", self.cache_bytes)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is 0 (no cache) or more; found {value}")
+            if value and self.storage == "device":
+                raise ValueError(f'{name}={value}: a table with storage="device" needs none')
+        if self.cache_policy not in POLICIES:
+            raise ValueError(
+                f"cache_policy must be one of {', '.join(POLICIES)}; found {self.cache_policy!r}"
+            )
+
+    @property
+    def sized(self) -> bool:
+        """Whether it was said how large the cache is to be."""
+        return self.cache_rows is not None or self.cache_bytes is not None
 
     @property
     def weight(self) -> Field:

@@ -18,6 +18,9 @@ from flatbed.rows.store import Store
 if TYPE_CHECKING:
     from flatbed.rows.table import Table
 
+CACHE = ("cache_rows", "cache_bytes", "cache_policy")
+"""What a table was told about its cache."""
+
 
 def copy(table: Table) -> Table:
     """The same rows, state and numbers in memory of their own; no optimizer has the copy.
@@ -59,6 +62,7 @@ def parts(table: Table) -> tuple[Any, ...]:
         "embedding_dim": config.dim,
         "dtype": NAMES[config.dtype],
         "storage": config.storage,
+        **{name: getattr(config, name) for name in CACHE},
         "device": str(store.device),
         "replicate": table.replicate,
         "requires_grad": table.requires_grad,
@@ -94,6 +98,7 @@ def rebuild(
         init=initial.described(about["init"]),
         seed=about["seed"],
         padding_idx=about["padding_idx"],
+        **{name: about[name] for name in CACHE if name in about},  # there are copies from before caches
     )
     device = _present(torch.device(about["device"]))
     if not fields:

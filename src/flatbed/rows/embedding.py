@@ -18,7 +18,7 @@ from flatbed.rows.ids import as_ids
 from flatbed.rows.lookup import fetched, find, looked_up, recording
 from flatbed.rows.memory import available_bytes
 from flatbed.rows.record import WEIGHT
-from flatbed.rows.table import Table, make
+from flatbed.rows.table import Table, make, with_cache
 from flatbed.rows.view import WeightView
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class TableModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        self.table.check_graph_ids()
         destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT)
 
     def _load_from_state_dict(
@@ -169,6 +170,9 @@ class HostEmbedding(TableModule):
     - `seed`: rows begin from (seed, row), whatever torch.manual_seed was. Give every table of a model a seed
       of its own: two of the same size, `init` and `seed` begin identical.
     - `replicate`: with several ranks, exchange gradients so that replicas stay equal; False leaves it to you.
+    - `cache_rows`, or `cache_bytes`: how many records (weight and state together) of rows in use are kept on
+      the device that computes; 0 for none. By default a few batches on a GPU, none on a CPU.
+    - `cache_policy`: "lfu" or "lru": first to leave are rows used least of late, or not used for longest.
 
     >>> import flatbed, torch
     >>> emb = HostEmbedding(1000, 8, init=("uniform", -0.1, 0.1))
@@ -190,10 +194,14 @@ class HostEmbedding(TableModule):
         init: Any = "normal",
         seed: int = 0,
         replicate: bool = True,
+        cache_rows: int | None = None,
+        cache_bytes: int | None = None,
+        cache_policy: str = "lfu",
         **refused: Any,
     ) -> None:
         refuse(type(self).__name__, refused)
         config = configured(num_embeddings, embedding_dim, padding_idx, storage, path, dtype, init, seed)
+        config = with_cache(config, cache_rows, cache_bytes, cache_policy)
         super().__init__(make(config, device, replicate=replicate))
 
     @classmethod
@@ -203,16 +211,20 @@ class HostEmbedding(TableModule):
         """A table with these weights, (num_embeddings, embedding_dim)."""
         return cast("Self", pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
     def forward(self, input: Any) -> Tensor:
         """Ids of any shape → (*shape, embedding_dim)."""
+        if torch.compiler.is_compiling():
+            return _untraced(self, input)
+        return self._forward(input)
+
+    def _forward(self, input: Any) -> Tensor:
         table = self.table
         record = recording(table, training=self.training)
-        found, ids = find(table, input)
+        batch = find(table, input, training=record)
         if record:
-            return looked_up(table, found, ids.shape)
-        rows = table.store.weights(found.rows)
-        return rows.index_select(0, found.inverse).view(*ids.shape, self.embedding_dim)
+            return looked_up(table, batch)
+        rows = table.store.weights(batch.found.rows)
+        return rows.index_select(0, batch.found.inverse).view(*batch.shape, self.embedding_dim)
 
 
 class HostEmbeddingBag(TableModule):
@@ -247,10 +259,14 @@ class HostEmbeddingBag(TableModule):
         init: Any = "normal",
         seed: int = 0,
         replicate: bool = True,
+        cache_rows: int | None = None,
+        cache_bytes: int | None = None,
+        cache_policy: str = "lfu",
         **refused: Any,
     ) -> None:
         refuse(type(self).__name__, refused)
         config = configured(num_embeddings, embedding_dim, padding_idx, storage, path, dtype, init, seed)
+        config = with_cache(config, cache_rows, cache_bytes, cache_policy)
         _check_mode(mode)
         super().__init__(make(config, device, replicate=replicate))
         self._options(mode=mode, include_last_offset=include_last_offset)
@@ -270,21 +286,27 @@ class HostEmbeddingBag(TableModule):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Bags of ids, (bags, length) or (n,) with offsets → (bags, embedding_dim)."""
+        if torch.compiler.is_compiling():
+            return _untraced(self, input, offsets, per_sample_weights)
+        return self._forward(input, offsets, per_sample_weights)
+
+    def _forward(self, input: Any, offsets: Any, per_sample_weights: Tensor | None) -> Tensor:
         table = self.table
         record = recording(table, training=self.training)
-        found, ids = find(table, input, lead=True)
-        if ids.dim() not in (1, 2):
-            raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(ids.shape)}")
+        batch = find(table, input, lead=True, training=record)
+        device = table.store.device
+        if len(batch.shape) not in (1, 2):
+            raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(batch.shape)}")
+        found = batch.found
         rows = fetched(table, found.rows) if record else table.store.weights(found.rows)
         if offsets is not None:
-            offsets = as_ids(offsets).to(ids.device)
+            offsets = as_ids(offsets).to(device)
         if per_sample_weights is not None:
-            per_sample_weights = per_sample_weights.to(ids.device)
+            per_sample_weights = per_sample_weights.to(device)
         return functional.embedding_bag(
-            found.inverse.view(ids.shape),
+            found.inverse.view(batch.shape),
             rows,
             offsets,
             mode=self.mode,
@@ -292,6 +314,13 @@ class HostEmbeddingBag(TableModule):
             include_last_offset=self.include_last_offset,
             padding_idx=None if self.padding_idx is None else 0,
         )
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
+def _untraced(module: Any, *args: Any) -> Tensor:
+    """A lookup inside of what is being compiled: nothing in it is for tracing."""
+    rows: Tensor = module._forward(*args)
+    return rows
 
 
 def _check_mode(mode: str) -> None:

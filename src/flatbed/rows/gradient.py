@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flatbed.errors import FlatbedError
 from flatbed.kernels.rows import LEAD, NONE, distinct, sum_runs
+from flatbed.rows.cache.ticket import Ticket
 
 MANY = 16  # recorded parts that are summed up without being asked for
 
@@ -33,6 +35,10 @@ class Packed:
     """Whether it is the mean over all ranks already."""
     fetched: Fetched | None = None
     """The rows' weights as the lookup has read them, so that a step need not."""
+    ticket: Ticket | None = None
+    """If they are in a cache and stay there until the step."""
+    captured: bool = False
+    """Whether it is part of a CUDA graph."""
 
 
 @dataclass(slots=True)
@@ -42,10 +48,13 @@ class Pending:
     n_rows: int
     parts: list[Packed] = field(default_factory=list)
 
-    def record(self, rows: Tensor, grads: Tensor, fetched: Fetched | None = None) -> None:
+    def record(
+        self, rows: Tensor, grads: Tensor, fetched: Fetched | None = None, ticket: Ticket | None = None
+    ) -> None:
         """Take a lookup's gradients."""
         task = torch._C._current_graph_task_id()
-        self.parts.append(Packed(rows, grads, task, fetched=fetched))
+        captured = rows.is_cuda and torch.cuda.is_current_stream_capturing()
+        self.parts.append(Packed(rows, grads, task, fetched=fetched, ticket=ticket, captured=captured))
         if len(self.parts) > MANY:  # the pass goes on: it is not to be added to those before until it ends
             now = [part for part in self.parts if part.task == task and not part.shared]
             before = [part for part in self.parts if part.task != task or part.shared]
@@ -78,6 +87,15 @@ class Pending:
             self.parts = [compacted(packed)]
         return self.parts[0] if self.parts else None
 
+    def check_capture(self, capturing: bool) -> None:
+        """Raise if gradients were recorded inside the capture of a CUDA graph, and are used outside of it."""
+        if any(part.captured != capturing for part in self.parts):
+            self.parts = []
+            raise FlatbedError(
+                "a table's gradients are used up by the step: capture lookup, backward and optimizer.step() "
+                "in one CUDA graph, with no gradients left from before (optimizer.zero_grad())"
+            )
+
     def clear(self) -> None:
         self.parts = []
 
@@ -100,4 +118,6 @@ def merge(parts: list[Packed], n_rows: int) -> Packed:
         dtype = torch.promote_types(dtype, part.grads.dtype)
     found = distinct(torch.where(rows == NONE, LEAD, rows), n_rows)
     grads = torch.cat([part.grads.to(dtype) for part in parts])
-    return Packed(*sum_runs(grads, found, None), parts[0].task, all(part.shared for part in parts))
+    made = Packed(*sum_runs(grads, found, None), parts[0].task, all(part.shared for part in parts))
+    made.captured = parts[0].captured
+    return made

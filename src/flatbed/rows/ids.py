@@ -40,13 +40,12 @@ def check_range(ids: Tensor, n_rows: int) -> None:
     if ids.numel() == 0:
         return
     if ids.device.type == "cpu":
-        low, high = (
-            ids.numpy().min(),
-            ids.numpy().max(),
-        )  # for a batch faster than torch, which wakes its threads
+        # For a batch faster than torch, which wakes its threads; what is negative is the largest of all.
+        good = ids.numpy().view(np.uint64).max() < n_rows
     else:
         low, high = torch.stack(torch.aminmax(ids)).tolist()
-    if low >= 0 and high < n_rows:
+        good = low >= 0 and high < n_rows
+    if good:
         return
     at = int(((ids < 0) | (ids >= n_rows)).flatten().nonzero()[0])
     raise out_of_range(int(ids.flatten()[at]), at, tuple(ids.shape), n_rows)

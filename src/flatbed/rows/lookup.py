@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,63 +10,131 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels.choose import by_triton
-from flatbed.kernels.rows import NARROW, NONE, Distinct, distinct, lead_of, sum_runs, without
+from flatbed.kernels.rows import NARROW, NONE, Distinct, distinct, lead_of, narrow, sum_runs, without
+from flatbed.rows.cache import Cache, DeviceCache, Ticket
+from flatbed.rows.cache.passages import Lease
 from flatbed.rows.gradient import Fetched
 from flatbed.rows.ids import as_ids, check_range, to_device
 from flatbed.rows.table import NOWHERE, Table
 
 
-def find(table: Table, ids: Any, *, lead: bool = False) -> tuple[Distinct, Tensor]:
-    """The distinct rows of a batch, and its ids on the computing device.
+@dataclass(slots=True)
+class Batch:
+    """Ids of one lookup on the computing device, and their distinct rows."""
+
+    keys: Tensor
+    """Flat; not necessarily checked."""
+    shape: torch.Size
+    found: Distinct
+    cache: Cache | None = None
+    """The one that the rows have come through."""
+    ticket: Ticket | None = None
+    lease: Lease | None = None
+    """Of the memory that `keys` and `found` are in."""
+
+
+def find(table: Table, ids: Any, *, lead: bool = False, training: bool = False) -> Batch:
+    """The distinct rows of a batch. In training they come through the table's cache, if it has one.
 
     With `lead`, the first of the rows is none: it takes the place of the padding row.
     """
-    given, n_rows, device = as_ids(ids), table.num_embeddings, table.store.device
+    given = as_ids(ids)
+    n_rows, device = table.num_embeddings, table.store.device
+    ticket = table.ticket(ids) if isinstance(ids, Tensor) and not lead else None
+    if ticket is not None and ticket.found is not None and training:
+        return Batch(ticket.keys, given.shape, ticket.found, ticket.cache, ticket)
     checked = given.device.type == "cpu"
-    if checked:
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if capturing:
+        checked = False
+        _check_capture(table, given)
+    elif checked:
         check_range(given, n_rows)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise FlatbedError("a table's rows cannot be looked up inside the capture of a CUDA graph")
-    narrow = checked and n_rows <= NARROW and by_triton(device)
-    wanted = to_device(given, device, torch.int32 if narrow else torch.int64)
-    keys = wanted.flatten()
-    none = lead_of(keys)
-    bad = None if checked else torch.full((1,), NOWHERE, dtype=torch.int64, device=device)
-    if not lead:
-        found = distinct(keys, n_rows, bad)
-    else:
-        padding = table.store.config.padding_idx
-        if padding is not None:
-            keys = torch.where(keys == padding, none, keys)
-        found = _led(distinct(torch.cat([keys.new_full((1,), none), keys]), n_rows, bad))
-        if bad is not None:
-            bad -= (bad != NOWHERE).to(torch.int64)
-    if bad is not None:
+    cache = table.store.cache_for(given.numel()) if training else None
+    if isinstance(cache, DeviceCache) and not (lead or capturing):
+        lease = cache.pass_through(given, checked=checked)
+        if lease is not None:
+            if lease.bad is not None:
+                table.suspect(given, lease.bad)
+            return Batch(lease.keys, given.shape, lease.found, cache, lease=lease)
+    keys = _keys(given, n_rows, device, checked=checked).flatten()
+    if training and not capturing:
+        table.prepare_capture()
+    bad = None if checked else table.bad_place(capturing=capturing)
+    found = _distinct_led(table, keys, bad, cache) if lead else _come(cache, keys, n_rows, bad)
+    if bad is not None and not capturing:
         table.suspect(given, bad)
-    return found, wanted
+    return Batch(keys, given.shape, found, cache)
 
 
-def _led(found: Distinct) -> Distinct:
-    """The key that was put in front is not one of the ids."""
-    return Distinct(found.rows, found.inverse[1:])
+def _keys(ids: Tensor, n_rows: int, device: torch.device, *, checked: bool) -> Tensor:
+    """Ids as kernels and operations take them, on the computing device."""
+    if checked:
+        fits = n_rows <= NARROW and by_triton(device)
+        return to_device(ids, device, torch.int32 if fits else torch.int64)
+    return narrow(ids.to(device, non_blocking=True).flatten(), n_rows)
+
+
+def _check_capture(table: Table, ids: Tensor) -> None:
+    store = table.store
+    if not store.laid_out or store.waiting or store.place is None:
+        raise FlatbedError(
+            "a lookup of this table cannot be part of a CUDA graph"
+            + (
+                ": rows on disk are read by the host"
+                if store.config.storage == "disk"
+                else " yet: take a training step with it before the capture"
+            )
+        )
+    if ids.device.type == "cpu" and not ids.is_pinned():
+        raise FlatbedError(
+            "ids inside the capture of a CUDA graph must be on the GPU, or in pinned memory as int64, where "
+            "every replay reads them anew"
+        )
+
+
+def _come(cache: Cache | None, keys: Tensor, n_rows: int, bad: Tensor | None) -> Distinct:
+    if isinstance(cache, DeviceCache):
+        return cache.come(keys, bad)
+    found = distinct(keys, n_rows, bad)
+    if cache is not None:
+        rows = found.rows.to("cpu")
+        cache.come(rows[rows >= 0])
+    return found
+
+
+def _distinct_led(table: Table, keys: Tensor, bad: Tensor | None, cache: Cache | None) -> Distinct:
+    none, padding = lead_of(keys), table.store.config.padding_idx
+    if padding is not None:
+        keys = torch.where(keys == padding, none, keys)
+    found = _come(cache, torch.cat([keys.new_full((1,), none), keys]), table.num_embeddings, bad)
+    if bad is not None and bad is not table._graph_bad:
+        bad -= (bad != NOWHERE).to(torch.int64)
+    return Distinct(found.rows, found.inverse[1:])  # the key that was put in front is not one of the ids
 
 
 class Lookup(torch.autograd.Function):
     """ids → (*shape, dim). Backward sums the gradients of repeated ids and records them."""
 
     @staticmethod
-    def forward(ctx: Any, table: Table, found: Distinct, shape: torch.Size) -> Tensor:
-        rows = table.store.weights(found.rows)
-        ctx.table, ctx.found = table, found
-        ctx.fetched = Fetched(rows, table.store.edition) if by_triton(rows.device) else None
-        return rows.index_select(0, found.inverse).view(*shape, table.embedding_dim)
+    def forward(ctx: Any, table: Table, batch: Batch) -> Tensor:
+        store, found = table.store, batch.found
+        ctx.table, ctx.found, ctx.fetched, ctx.ticket = table, found, None, batch.ticket
+        ctx.lease = batch.lease
+        out = store.look(batch.keys, batch.ticket, batch.cache)
+        if out is None:
+            rows = store.weights(found.rows)
+            ctx.fetched = Fetched(rows, store.edition) if by_triton(rows.device) else None
+            out = rows.index_select(0, found.inverse)
+        return out.view(*batch.shape, table.embedding_dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         table, found = ctx.table, ctx.found
         flat = grads[0].detach().reshape(-1, table.embedding_dim)
-        table.record(*sum_runs(flat, found, table.store.config.padding_idx), ctx.fetched)
-        return None, None, None
+        rows, sums = sum_runs(flat, found, table.store.config.padding_idx)
+        table.record(rows, sums, ctx.fetched, ctx.ticket)
+        return None, None
 
 
 class Fetch(torch.autograd.Function):
@@ -83,9 +152,9 @@ class Fetch(torch.autograd.Function):
         return None, None
 
 
-def looked_up(table: Table, found: Distinct, shape: torch.Size) -> Tensor:
+def looked_up(table: Table, batch: Batch) -> Tensor:
     """`Lookup`, for gradients."""
-    rows: Tensor = Lookup.apply(table, found, shape)  # type: ignore[no-untyped-call,unused-ignore]
+    rows: Tensor = Lookup.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
     return rows
 
 
@@ -97,7 +166,7 @@ def fetched(table: Table, rows: Tensor) -> Tensor:
 
 def recording(table: Table, *, training: bool) -> bool:
     """Whether a lookup has to record; and if so, in training, whether anyone will use it."""
-    if not (torch.is_grad_enabled() and table.requires_grad):
+    if not (torch.is_grad_enabled() and table.trains):
         return False
     if training:
         table.check_trained()

@@ -174,6 +174,7 @@ def _libc() -> ctypes.CDLL:
 # Memory that a GPU addresses
 
 _placed: dict[int, tuple[int, int, weakref.finalize[..., ctypes.Array[ctypes.c_uint8]]]] = {}
+_postponed: list[Callable[[], object]] = []  # memory to be freed when no graph is captured
 """By address: GPU, bytes of managed memory, the call that frees it. Dicts need no lock in finalizers."""
 _warned = False
 
@@ -252,16 +253,33 @@ def _registered(nbytes: int, gpu: int, *, driver: cuda_host.Driver) -> _Owner:
 
 def _release_managed(driver: cuda_host.Driver, gpu: int, address: int) -> None:
     _placed.pop(address, None)
-    driver.free_managed(gpu, address)
+    _when_allowed(partial(driver.free_managed, gpu, address))
 
 
 def _release_registered(driver: cuda_host.Driver, gpu: int, address: int, size: int) -> None:
+    def release() -> None:
+        driver.unregister(gpu, address)
+        _libc().munmap(address, size)
+
     _placed.pop(address, None)
-    driver.unregister(gpu, address)
-    _libc().munmap(address, size)
+    _when_allowed(release)
+
+
+def _when_allowed(free: Callable[[], object] | None = None) -> None:
+    """Free memory now, or later if a CUDA graph is being captured, which that would spoil: garbage is
+    collected at any time.
+    """
+    if free is not None:
+        _postponed.append(free)
+    started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call,unused-ignore]
+    if started and torch.cuda.is_current_stream_capturing():
+        return
+    while _postponed:
+        _postponed.pop()()
 
 
 def _place(address: int, gpu: int, *, managed: int, owner: _Owner) -> None:
+    _when_allowed()
     _placed[address] = (gpu, managed, owner.free)
     _free_at_exit()
 

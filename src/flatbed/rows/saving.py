@@ -224,7 +224,7 @@ def _overwrite(store: Store, record: Record, *, fill: Fill, whole: bool) -> None
         raise
     finally:
         store.config = config
-    store.settle()
+    store.settle(changing=True)
     for first, last in store.blocks(0, config.n_rows, record.nbytes):
         if whole:
             records = torch.zeros((last - first, record.nbytes), dtype=torch.uint8, device="cpu")
@@ -243,14 +243,16 @@ def _rebuild(store: Store, record: Record, *, fill: Fill, whole: bool, scalars: 
     if whole and not store.laid_out:
         store._tier = DiskTier.create(path, record, store.config.n_rows, fill=fill, meta=meta)
     else:
-        old = store.disk
+        with store._laying_out:  # a thread may be fetching rows ahead of time
+            old = store.disk
+            store.forget_cache()
 
-        def over_old(start: int, stop: int, records: Tensor) -> None:
-            if not whole:
-                records.copy_(old.read(start, stop))
-            fill(start, stop, records)
+            def over_old(start: int, stop: int, records: Tensor) -> None:
+                if not whole:
+                    records.copy_(old.read(start, stop))
+                fill(start, stop, records)
 
-        store._tier = old.rebuilt(record, fill=over_old, meta=meta)
+            store._tier = old.rebuilt(record, fill=over_old, meta=meta)
     store.record = record
     store.version += 1
 

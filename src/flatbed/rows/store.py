@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,12 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
 from flatbed.kernels.choose import by_triton
+from flatbed.kernels.rows import Place
 from flatbed.rows import initial
+from flatbed.rows.cache import Cache, DeviceCache, HostCache, Ticket, build, slots_for
 from flatbed.rows.config import Config, check_device, fill_state, fill_weights
 from flatbed.rows.disk import DiskTier
+from flatbed.rows.gradient import Packed
 from flatbed.rows.progress import progress
 from flatbed.rows.record import WEIGHT, Field, Record
 from flatbed.rows.tier import Tier
@@ -43,6 +47,8 @@ class Store:
         self.writes = 0
         """Counts whatever may have changed rows."""
         self._tier: Tier | None = None
+        self._cache: Cache | None = None
+        self._retired: list[Any] = []  # CUDA graphs still use their memory
         self._begins_anew = False  # the next layout keeps weights alone
         self._laying_out = threading.RLock()
         self._process = os.getpid()
@@ -53,7 +59,7 @@ class Store:
 
     @property
     def tier(self) -> Tier:
-        """The records, laid out if they are not yet."""
+        """The home of all records, laid out if they are not yet. A cache may have newer ones: `settle`."""
         self.check_process()
         tier = self._tier
         if tier is None or self.waiting or not self._in_reach(tier):
@@ -170,7 +176,7 @@ class Store:
     def _reset_state(self, tier: Tier) -> None:
         if not tier.record.state:
             return
-        self.settle()
+        self.settle(changing=True)
         for first, last in self.blocks(0, self.config.n_rows, tier.record.nbytes):
             records = tier.read(first, last).cpu()
             fill_state(tier.record, records)
@@ -183,6 +189,7 @@ class Store:
             self.record = record
             self.version += 1
             return
+        self.forget_cache()
         self.settle()
         kept = [f.name for f in record.fields if f.name in old.record]
         kept = kept[:1] if self._begins_anew else kept
@@ -219,17 +226,19 @@ class Store:
             raise ValueError(f"a table can only grow; found {n_rows} rows asked of {self.config.n_rows}")
         if n_rows == self.config.n_rows:
             return
-        old = None if self._tier is None else self.tier  # laid out anew now, if that was due
-        before, self.config = self.config, replace(self.config, n_rows=n_rows)
-        try:
-            if old is not None:
-                self._grow(old, before.n_rows)
-        except BaseException:
-            self.config = before
-            raise
-        self.version += 1
+        with self._laying_out:  # no thread may make a cache for what is about to go
+            old = None if self._tier is None else self.tier  # laid out anew now, if that was due
+            before, self.config = self.config, replace(self.config, n_rows=n_rows)
+            try:
+                if old is not None:
+                    self._grow(old, before.n_rows)
+            except BaseException:
+                self.config = before
+                raise
+            self.version += 1
 
     def _grow(self, old: Tier, n_before: int) -> None:
+        self.forget_cache()
         if isinstance(old, DiskTier):
             old.resize(self.config.n_rows, fill=self._filler(old.record), meta=self._meta(self.scalars))
             return
@@ -245,6 +254,7 @@ class Store:
         """Another device computes; the rows follow at the next use, if they must."""
         check_device(device)
         if device != self.device:
+            self.forget_cache()
             self.settle()
             self.device = device
 
@@ -290,59 +300,168 @@ class Store:
     @property
     def n_unsaved(self) -> int:
         """How many rows of a file have changed since its last checkpoint."""
-        return self._tier.dirty_rows if isinstance(self._tier, DiskTier) else 0
+        waiting = self._cache.n_owed if isinstance(self._cache, HostCache) else 0
+        return self._tier.dirty_rows + waiting if isinstance(self._tier, DiskTier) else 0
 
     def close(self) -> None:
-        """Give memory and files back."""
+        """Give memory and files back. Rows of a file that changed since its last checkpoint are dropped."""
         if self._tier is not None and os.getpid() == self._process:
+            if isinstance(self._tier, DiskTier):
+                self.abandon_cache()
+            else:
+                self.forget_cache()
             self.settle()
             _let_go(self._tier)
             self.version += 1
 
     # ---- rows
 
-    def settle(self) -> None:
-        """Wait for kernels that still write: the host is about to look."""
+    def settle(self, *, changing: bool = False) -> None:
+        """Let all rows be at home, since the host is about to look, or to change them."""
+        if self._cache is not None:
+            if changing:
+                self._cache.drop()
+            else:
+                self._cache.flush()
         if self.device.type == "cuda" and self._tier is not None:
             torch.cuda.synchronize(self.device)
 
+    def cache_for(self, n_ids: int) -> Cache | None:
+        """The cache that a batch of so many ids comes through, if the table has one."""
+        _ = self.tier  # rows may be laid out anew, and then there is no cache
+        cache = self._cache
+        if cache is not None and (2 * n_ids <= cache.n_slots or self.config.sized or cache.tags.direct):
+            return cache
+        if self.config.cache_rows == 0 or self.config.storage == "device":
+            return None
+        return self._fit_cache(n_ids)
+
+    def _fit_cache(self, n_ids: int) -> Cache | None:
+        with self._laying_out:
+            tier, cache = self.tier, self._cache
+            if _capturing(self.device):  # nothing can be made now
+                return cache
+            n_slots = slots_for(self.config, tier.record, self.device, n_ids)
+            n_now = 0 if cache is None else cache.n_slots
+            if n_slots <= n_now:
+                return cache
+            self.forget_cache()
+            self._cache = build(tier, n_slots, policy=self.config.cache_policy, device=self.device)
+            return self._cache
+
     @property
-    def addressed(self) -> Tensor | None:
-        """All records, if the computing device can address them."""
-        tier = self.tier
-        if not isinstance(tier, MemoryTier):
+    def cache(self) -> Cache | None:
+        """The cache, if there is one yet."""
+        return self._cache
+
+    def forget_cache(self) -> None:
+        """Bring all rows home; the next batch finds a new cache. If that fails, this one stays."""
+        cache = self._cache
+        if cache is None:
+            return
+        if isinstance(cache, HostCache):
+            cache.retire()
+        else:
+            cache.drop()
+        self._cache = None
+        if isinstance(cache, DeviceCache) and cache.captured:
+            self._retired += [cache, self._tier]
+            warnings.warn(
+                "a table that CUDA graphs were captured with has got another place or another cache: capture "
+                "them again, since they would go on with what it was",
+                stacklevel=3,
+            )
+
+    def abandon_cache(self) -> None:
+        """Drop what is in the cache of a table on disk: its rows are to be those of a checkpoint."""
+        cache, self._cache = self._cache, None
+        if isinstance(cache, HostCache):
+            cache.abandon()
+
+    @property
+    def place(self) -> Place | None:
+        """Where kernels and operations of the computing device find all records, if they can."""
+        tier, cache = self.tier, self._cache
+        if isinstance(cache, DeviceCache):
+            return cache.place
+        if cache is not None or not isinstance(tier, MemoryTier):
             return None
         tier.check()
         if tier.device == self.device or (tier.reach == self.device and by_triton(self.device)):
-            return tier.memory
+            return Place(tier.memory)
         return None
+
+    def place_of(self, pack: Packed) -> Place | None:
+        """Where kernels find these rows to change them; None if they cannot."""
+        cache = self._cache
+        if cache is None or not cache.covers(pack.ticket):
+            self.wait()
+            return self.place
+        if isinstance(cache, HostCache):
+            assert pack.ticket is not None
+            assert pack.ticket.rows is not None
+            cache.changed(pack.ticket.rows)
+        return cache.place
+
+    def wait(self) -> None:
+        """Let what is issued next see rows as they are: see `DeviceCache.wait`."""
+        if isinstance(self._cache, DeviceCache):
+            self._cache.wait()
 
     def gather(self, rows: Tensor, nbytes: int | None = None) -> Tensor:
         """Records on the computing device; zeros for the row -1."""
         nbytes = self.record.nbytes if nbytes is None else nbytes
-        memory = self.addressed
-        if memory is not None:
-            return ops.gather(memory, rows, nbytes)
-        tier = self.tier
-        wanted = rows.to(tier.device)
+        place = self.place
+        if place is not None:
+            self.wait()
+            return ops.gather(place, rows, nbytes)
+        if not len(rows):
+            return torch.empty((0, nbytes), dtype=torch.uint8, device=self.device)
+        front = self._front
+        wanted = rows.to(front.device)
         present = wanted >= 0
-        records = torch.zeros(
-            (len(rows), nbytes), dtype=torch.uint8, device=CPU, pin_memory=self.device.type == "cuda"
-        )
-        records[present] = tier.gather(wanted[present], nbytes)
-        return records.to(self.device, non_blocking=True)
+        records = front.gather(wanted if bool(present.all()) else wanted[present], nbytes)
+        if len(records) < len(rows):
+            whole = torch.zeros((len(rows), nbytes), dtype=torch.uint8, device=records.device)
+            records = whole.index_copy_(0, present.nonzero().flatten().to(records.device), records)
+        if records.device == self.device:
+            return records
+        return records.pin_memory().to(self.device, non_blocking=True)
+
+    @property
+    def _front(self) -> Tier:
+        """Where rows are looked for first."""
+        tier = self.tier
+        return tier if self._cache is None else self._cache
 
     def scatter_(self, rows: Tensor, records: Tensor) -> None:
         """Replace records; those of the row -1 go nowhere."""
         self.writes += 1
-        memory = self.addressed
-        if memory is not None:
-            ops.scatter_(memory, rows, records)
+        place = self.place
+        if place is not None:
+            self.wait()
+            ops.scatter_(place, rows, records)
             return
-        tier = self.tier
-        wanted = rows.to(tier.device)
+        front = self._front
+        wanted = rows.to(front.device)
         present = wanted >= 0
-        tier.scatter_(wanted[present], records.to(tier.device)[present])
+        if bool(present.all()):
+            front.scatter_(wanted, records)
+        else:
+            front.scatter_(wanted[present], records[present.to(records.device)])
+
+    def look(self, keys: Tensor, ticket: Ticket | None, cache: Cache | None) -> Tensor | None:
+        """The weights of ids whose rows have come through the cache, (n,) → (n, dim), if kernels can."""
+        field = self.config.weight
+        if isinstance(cache, DeviceCache) and cache is self._cache:
+            if not cache.covers(ticket):
+                cache.wait()
+            elif ticket is not None and ticket.done is not None:
+                torch.cuda.current_stream(self.device).wait_event(ticket.done)
+            return cache.look(keys, field.dtype, field.count)
+        if isinstance(cache, HostCache) and cache is self._cache and cache.covers(ticket):
+            return cache.look(keys, ticket, field.dtype, field.count)
+        return None
 
     def weights(self, rows: Tensor) -> Tensor:
         """The weights of rows: (n,) → (n, dim), on the computing device."""
@@ -352,7 +471,7 @@ class Store:
     def take(self, rows: Tensor) -> dict[str, Tensor]:
         """All fields of rows that exist, as tensors of their own on the computing device."""
         tier = self.tier
-        if isinstance(tier, MemoryTier) and tier.device == self.device:
+        if self._cache is None and isinstance(tier, MemoryTier) and tier.device == self.device:
             tier.check()
             assert tier.memory is not None
             views = {f.name: self.record.view(tier.memory, f.name) for f in self.record.fields}
@@ -364,7 +483,7 @@ class Store:
         """The inverse of `take`."""
         self.writes += 1
         tier = self.tier
-        if isinstance(tier, MemoryTier) and tier.device == self.device:
+        if self._cache is None and isinstance(tier, MemoryTier) and tier.device == self.device:
             assert tier.memory is not None
             for name, values in fields.items():
                 self.record.view(tier.memory, name).index_copy_(0, rows, values)
@@ -374,24 +493,35 @@ class Store:
             self.record.view(records, name).copy_(values)
         self.scatter_(rows, records)
 
-    def make_room(self, rows: Tensor) -> None:
-        """See that these rows can be written: a full disk is to stop a step before it has begun."""
-        tier = self.tier
-        if isinstance(tier, DiskTier):
-            wanted = rows.to(tier.device)
-            tier.make_room(wanted[wanted >= 0])
+    def make_room(self, rows: Tensor, ticket: Ticket | None = None) -> None:
+        """See that these rows can be written: a full disk is to stop a step before it has begun.
+
+        With the ticket of a batch that came ahead of time, the host need not ask the GPU which they are.
+        """
+        tier, cache = self.tier, self._cache
+        if not isinstance(tier, DiskTier):
+            return
+        known = ticket.rows if ticket is not None and cache is not None and cache.covers(ticket) else None
+        if known is None:
+            known = rows.to(tier.device)
+            known = known[known >= 0]
+        if isinstance(cache, HostCache):
+            cache.make_room(known)
+        else:
+            tier.make_room(known)
 
     def put_weights_(self, rows: Tensor, values: Tensor) -> None:
         """Replace the weights of rows, which are distinct; their state stays."""
         self.writes += 1
-        memory, field = self.addressed, self.config.weight
-        if memory is None:
+        place, field = self.place, self.config.weight
+        if place is None:
             self.put_(rows, self.take(rows) | {WEIGHT: values})
             return
+        self.wait()
         # The bytes between a weight and what comes next are nobody's.
         beginnings = torch.zeros((len(rows), self.record.padded), dtype=torch.uint8, device=self.device)
         beginnings[:, : field.nbytes].view(field.dtype).copy_(values)
-        ops.scatter_(memory, rows, beginnings)
+        ops.scatter_(place, rows, beginnings)
 
     def read_field(self, name: str, start: int, stop: int) -> Tensor:
         """A field of consecutive rows, in host memory."""
@@ -407,7 +537,7 @@ class Store:
         """Replace a field of consecutive rows."""
         self.writes += 1
         tier = self.tier
-        self.settle()
+        self.settle(changing=True)
         stop = start + len(values)
         if isinstance(tier, MemoryTier):
             tier.check()
@@ -421,6 +551,10 @@ class Store:
     def field_blocks(self, name: str) -> Iterator[tuple[int, int]]:
         """Ranges of rows for reading or writing a field bit by bit."""
         return self.blocks(0, self.config.n_rows, max(self.record[name].nbytes, self.record.nbytes))
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _let_go(tier: Tier) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.context
 import warnings
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
 from flatbed.rows import exchange
+from flatbed.rows.cache import CacheStats, Ticket
 from flatbed.rows.config import Config, check_device
 from flatbed.rows.gradient import Fetched, Packed, Pending
 from flatbed.rows.ids import as_ids, check_range, out_of_range, to_device
@@ -54,6 +56,9 @@ class Table(nn.Parameter):
         table._orphaned = False
         table._suspects = []
         table._exchanges = 0
+        table.tickets = []
+        table._graph_bad = None
+        table._in_graphs = False
         table.numbers = {}
         return table
 
@@ -61,6 +66,10 @@ class Table(nn.Parameter):
     _orphaned: bool
     _suspects: list[Suspect]
     _exchanges: int
+    tickets: list[Ticket]
+    """Of batches that are at hand, and whose rows came ahead of time."""
+    _graph_bad: Tensor | None
+    _in_graphs: bool
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """All is done by `__new__`, as tensors have it."""
@@ -161,11 +170,13 @@ class Table(nn.Parameter):
         """With several ranks: the mean over all of them, which must all be here."""
         exchange.share(self)
 
-    def record(self, rows: Tensor, grads: Tensor, fetched: Fetched | None = None) -> None:
+    def record(
+        self, rows: Tensor, grads: Tensor, fetched: Fetched | None = None, ticket: Ticket | None = None
+    ) -> None:
         """Called in backward."""
         if self.owner is None:
             self._orphaned = True
-        self.pending.record(rows, grads, fetched)
+        self.pending.record(rows, grads, fetched, ticket)
 
     # ---- its optimizer
 
@@ -203,6 +214,12 @@ class Table(nn.Parameter):
         self._owner = None
         self.numbers = {}
 
+    @property
+    def trains(self) -> bool:
+        """`requires_grad`, for those who ask at every lookup."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad
+
     def check_trained(self) -> None:
         """Raise if gradients were recorded that no optimizer will ever use."""
         if self._orphaned and self.owner is None:
@@ -217,10 +234,12 @@ class Table(nn.Parameter):
     @property
     def weight(self) -> Tensor:
         """All weights as one tensor, without a copy, for reading and for initialising."""
+        self.check_graph_ids()
         return WeightView.of(self)
 
     def read_rows(self, ids: Any) -> Tensor:
         """The weights of some rows: ids of any shape → (*shape, dim), a copy on the computing device."""
+        self.check_graph_ids()
         wanted = self._checked(ids)
         found = self.store.weights(wanted.flatten())
         return found.reshape(*wanted.shape, self.embedding_dim)
@@ -257,6 +276,56 @@ class Table(nn.Parameter):
         check_range(wanted, self.num_embeddings)
         return to_device(wanted, self.store.device)
 
+    # ---- its cache
+
+    def warm(self, ids: Any, counts: Any = None) -> None:
+        """Fill the cache with the rows that are used most: ids as they occur, repeats and all, or distinct
+        ones with `counts` of how often each does.
+        """
+        rows, counts = self._most_used(as_ids(ids).cpu().flatten(), counts)
+        cache = self.store.cache_for(len(rows))
+        if cache is None:
+            return
+        n = min(len(rows), cache.n_slots)
+        cache.warm(rows[:n].flip(0), counts[:n].flip(0))
+
+    def _most_used(self, rows: Tensor, counts: Any) -> tuple[Tensor, Tensor]:
+        """Distinct rows, the most frequent first, and how often they occur."""
+        check_range(rows, self.num_embeddings)
+        rows, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
+        if counts is not None:
+            given = torch.as_tensor(counts, dtype=torch.float64, device="cpu").flatten()
+            if len(given) != len(which) or bool((given < 0).any()):
+                raise ValueError(
+                    f"counts are one per id, none of them negative; found {len(given)} for {len(which)} ids"
+                )
+            times = torch.zeros(len(rows), dtype=torch.float64).index_add_(0, which, given)
+        order = times.argsort(descending=True, stable=True)
+        return rows[order], times[order].clamp(min=1)
+
+    def cache_stats(self) -> CacheStats:
+        """What the cache has done so far: hits, misses, evictions, bytes moved. Asking waits for the GPU."""
+        self.check_graph_ids()
+        cache = self.store.cache
+        return CacheStats.of([0] * 5, rows=0, nbytes=0) if cache is None else cache.stats()
+
+    def set_cache(
+        self, cache_rows: int | None = None, cache_bytes: int | None = None, *, policy: str | None = None
+    ) -> None:
+        """Another size of cache, or another policy; it begins empty. 0: none; nothing given: the default."""
+        before = self.store.config
+        chosen = before.cache_policy if policy is None else policy
+        config = with_cache(before, cache_rows, cache_bytes, chosen)
+        self.store.forget_cache()
+        self.store.config = config
+
+    def ticket(self, ids: Tensor) -> Ticket | None:
+        """What is known of these ids ahead of time, if it still holds."""
+        for ticket in self.tickets:
+            if ticket.matches(ids) and ticket.version == ids._version and ticket.cache.covers(ticket):
+                return ticket
+        return None
+
     def resize(self, num_embeddings: int) -> None:
         """Grow to so many rows. Rows and state stay; new rows begin from (seed, row).
 
@@ -282,12 +351,14 @@ class Table(nn.Parameter):
 
     def checkpoint(self) -> None:
         """Make a disk table's rows and state durable, all or nothing: a crash leads back to here."""
+        self.check_graph_ids()
         self.store.checkpoint(self.scalars())
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, bit by bit."""
         from flatbed.rows import saving
 
+        self.check_graph_ids()
         saving.save(self, Path(path))
 
     def load(self, path: str | Path) -> None:
@@ -310,6 +381,34 @@ class Table(nn.Parameter):
         self.store.close()
 
     # ---- ids on a GPU: looked at without waiting
+
+    def prepare_capture(self) -> None:
+        """Make what a CUDA graph needs of the table before it is captured."""
+        if self._graph_bad is None and self.store.device.type == "cuda":
+            self._graph_bad = torch.full((1,), NOWHERE, dtype=torch.int64, device=self.store.device)
+
+    def check_graph_ids(self) -> None:
+        """Raise if a CUDA graph was replayed with ids out of range. Waits for the GPU, if there was one."""
+        bad = self._graph_bad
+        if bad is None or not self._in_graphs:
+            return
+        at = int(bad)
+        if at != NOWHERE:
+            bad.fill_(NOWHERE)
+            raise IndexError(
+                f"a CUDA graph was replayed with ids out of range for a table of {self.num_embeddings} rows "
+                f"(0 to {self.num_embeddings - 1}), the first of them at position {at} of its lookup: they "
+                f"were taken for rows of zeros, and got no gradient"
+            )
+
+    def bad_place(self, *, capturing: bool) -> Tensor:
+        """Where kernels write the place of the first bad id; graphs have one in common."""
+        if not capturing:
+            return torch.full((1,), NOWHERE, dtype=torch.int64, device=self.store.device)
+        if self._graph_bad is None:
+            raise FlatbedError("take a training step with this table before the capture of a CUDA graph")
+        self._in_graphs = True
+        return self._graph_bad
 
     def suspect(self, ids: Tensor, bad: Tensor) -> None:
         """Remember a batch whose range was checked on the GPU. Without steps, too, they must not pile up."""
@@ -400,3 +499,12 @@ def make(config: Config, device: Any, *, replicate: bool) -> Table:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return Table(config, device=device, replicate=replicate)
+
+
+def with_cache(config: Config, cache_rows: Any, cache_bytes: Any, cache_policy: str) -> Config:
+    """The same with a cache as it was asked for, checked."""
+    for name, value in (("cache_rows", cache_rows), ("cache_bytes", cache_bytes)):
+        if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
+            raise TypeError(f"{name} must be an integer or None; found {value!r}")
+    rows, nbytes = (None if value is None else int(value) for value in (cache_rows, cache_bytes))
+    return replace(config, cache_rows=rows, cache_bytes=nbytes, cache_policy=cache_policy)

@@ -33,6 +33,7 @@ class WeightView(Tensor):
                 "a table on disk has no `weight` tensor: use read_rows(ids) and write_rows(ids, values)"
             )
         tier = table.store.tier
+        table.store.settle(changing=True)
         assert isinstance(tier, MemoryTier)
         tier.check()
         assert tier.memory is not None
@@ -116,7 +117,7 @@ def _check(view: WeightView) -> None:
             "this view of a table's weights is stale: the rows have been laid out anew since (an optimizer "
             "was attached, the table was resized, moved or closed). Take emb.weight again"
         )
-    store.settle()
+    store.settle(changing=True)
     store.writes += 1  # if this is one
 
 

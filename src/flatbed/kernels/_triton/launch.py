@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -73,17 +74,124 @@ class Kernel:
         return _direct(compiled, n_programs, args, through_triton) or through_triton
 
 
+class Bound:
+    """A kernel with its constants, launched with other arguments each time.
+
+    Triton's own launch looks at every argument's value. Here its kind is enough, as long as all addresses are
+    multiples of 16; if they are not, Triton looks.
+    """
+
+    def __init__(self, function: Any, constants: tuple[Any, ...], *, num_warps: int = 4) -> None:
+        self.function, self.constants, self.num_warps = function, constants, num_warps
+        self.compiled: dict[Any, Callable[..., None]] = {}
+
+    def __call__(self, n_programs: int, device: torch.device, *args: Any) -> None:
+        if device.type != "cuda":
+            self.function[(n_programs,)](*args, *self.constants)
+            return
+        values: list[Any] = []
+        kinds: list[Any] = [device.index]
+        low = 0
+        for arg in args:
+            if isinstance(arg, Tensor):
+                address = arg.data_ptr()
+                low |= address
+                values.append(address)
+                kinds.append(arg.dtype)
+            else:
+                values.append(arg)
+                kinds.append(arg.bit_length() > 31 if isinstance(arg, int) else float)
+        if torch._C._cuda_getDevice() != device.index:
+            with torch.cuda.device(device):
+                self._launch(n_programs, device, args, values, tuple(kinds), low)
+        else:
+            self._launch(n_programs, device, args, values, tuple(kinds), low)
+
+    def _launch(
+        self,
+        n_programs: int,
+        device: torch.device,
+        args: tuple[Any, ...],
+        values: list[Any],
+        kinds: tuple[Any, ...],
+        low: int,
+    ) -> None:
+        if low & 15:
+            self.function[(n_programs,)](*args, *self.constants, num_warps=self.num_warps)
+            return
+        launch = self.compiled.get(kinds)
+        if launch is None:
+            launch = self.compiled[kinds] = self._prepared(n_programs, args)
+        launch(n_programs, torch._C._cuda_getCurrentRawStream(device.index), values)
+
+    def _prepared(self, n_programs: int, args: tuple[Any, ...]) -> Callable[..., None]:
+        constants = self.constants
+        compiled = self.function.warmup(*args, *constants, num_warps=self.num_warps, grid=(n_programs,))
+        compiled[(n_programs, 1, 1)]  # loads it
+
+        def through_triton(n_programs: int, stream: int, values: list[Any]) -> None:
+            compiled[(n_programs, 1, 1)](*values, *constants)
+
+        call = _launch_kernel_holding_on()
+        n_hidden = _hidden(compiled, len(args))
+        if call is None or n_hidden is None:
+            return through_triton
+        function = ctypes.c_void_p(compiled.function)
+        n_threads, shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
+        held = [_held_value(arg) for arg in args] + [ctypes.c_uint64(0)] * n_hidden
+        pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+        in_use = threading.Lock()
+
+        def directly(n_programs: int, stream: int, values: list[Any]) -> None:
+            if not in_use.acquire(blocking=False):  # by another thread
+                through_triton(n_programs, stream, values)
+                return
+            try:
+                for place, value in zip(held, values):  # noqa: B905  # the hidden ones stay
+                    place.value = value
+                failed = call(function, n_programs, 1, 1, n_threads, 1, 1, shared, stream, pointers, None)
+            finally:
+                in_use.release()
+            if failed:
+                through_triton(n_programs, stream, values)
+
+        return directly
+
+
+def _held_value(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return ctypes.c_uint64(0)
+    if isinstance(arg, float):
+        return ctypes.c_float(0)
+    return ctypes.c_int64(0) if arg.bit_length() > 31 else ctypes.c_int32(0)
+
+
+def _hidden(compiled: Any, n_args: int) -> int | None:
+    """How many parameters a kernel has beside ours: pointers to memory that ours do not use."""
+    entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm.get("ptx", ""), re.DOTALL)
+    if entry is None or getattr(compiled.metadata, "num_ctas", 1) != 1:
+        return None
+    n_hidden = len(re.findall(r"\.param", entry[1])) - n_args
+    return n_hidden if n_hidden >= 0 else None
+
+
 def _nothing(stream: int, *last: Any) -> None:
     pass
 
 
 @functools.cache
-def _launch_kernel() -> Any:
+def _launch_kernel_holding_on() -> Any:
+    """The same without letting another thread take over, which would cost more than the launch."""
+    return _launch_kernel(ctypes.PyDLL)
+
+
+@functools.cache
+def _launch_kernel(library: Any = ctypes.CDLL) -> Any:
     """The driver's own launch, if there is one to be had."""
     if torch.version.cuda is None:
         return None
     try:
-        launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+        launch = library("libcuda.so.1").cuLaunchKernel
     except (OSError, AttributeError):
         return None
     sizes = [ctypes.c_uint] * 7
@@ -100,12 +208,8 @@ def _direct(
     Kernels have parameters of Triton's beside ours, pointers to memory that ours do not use. Where the
     number of parameters cannot be made out, or the driver declines, Triton's way is taken.
     """
-    launch = _launch_kernel()
-    entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm.get("ptx", ""), re.DOTALL)
-    if launch is None or entry is None:
-        return None
-    n_hidden = len(re.findall(r"\.param", entry[1])) - len(args)
-    if n_hidden < 0 or getattr(compiled.metadata, "num_ctas", 1) != 1:
+    launch, n_hidden = _launch_kernel(), _hidden(compiled, len(args))
+    if launch is None or n_hidden is None:
         return None
     values = [*map(_c_value, args), *(ctypes.c_uint64(0) for _ in range(n_hidden))]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))

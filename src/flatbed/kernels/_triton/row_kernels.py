@@ -8,25 +8,64 @@ import triton.language as tl
 from flatbed.kernels._triton.step import SKIP, STEPS, round_stochastically
 
 
-@triton.jit(do_not_specialize=["n", "n_rows", "lead"])
-def mark(
-    sorted_ptr, order_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, bad_ptr, n, n_rows, lead,
-    CHECKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """From sorted keys to distinct rows; `rank_ptr` counts the changes from the second key on."""
+@triton.jit(do_not_specialize=["n", "n_rows"])
+def narrow(ids_ptr, keys_ptr, n, n_rows, BLOCK: tl.constexpr):
+    """Ids of rows as int32, and -1 for those that are none."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids_ptr + i, mask=i < n, other=0)
+    tl.store(keys_ptr + i, tl.where((row >= 0) & (row < n_rows), row, -1).to(tl.int32), mask=i < n)
+
+
+@triton.jit(do_not_specialize=["host", "n"])
+def bring(host, keys_ptr, n, BLOCK: tl.constexpr):
+    """Keys from pinned memory of the host: as part of a CUDA graph cheaper to launch than a copy."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(keys_ptr + i, tl.load(host.to(tl.pointer_type(tl.int32)) + i, mask=i < n), mask=i < n)
+
+
+@triton.jit(do_not_specialize=["n"])
+def heads(
+    sorted_ptr, counts_ptr, clock_ptr, n_missing_ptr, n, TICKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """How many runs of sorted keys begin in each block. With TICKS, a section of a cache begins, too."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(sorted_ptr + i, mask=i < n, other=0)
+    before = tl.load(sorted_ptr + i - 1, mask=(i < n) & (i > 0), other=0)
+    head = (i < n) & ((i == 0) | (key != before))
+    tl.store(counts_ptr + tl.program_id(0), tl.sum(head.to(tl.int32), 0))
+    if TICKS:
+        if tl.program_id(0) == 0:
+            tl.store(clock_ptr, tl.load(clock_ptr) + 1)
+            tl.store(n_missing_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["n", "n_rows", "lead", "n_blocks"])
+def mark(
+    sorted_ptr, order_ptr, counts_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, bad_ptr,
+    n, n_rows, lead, n_blocks, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """From sorted keys to distinct rows; `counts_ptr` says how many begin in each block."""
+    block = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    n_before = 0
+    n_distinct = 0
+    for start in range(0, n_blocks, BLOCK):
+        count = tl.load(counts_ptr + start + lanes, mask=start + lanes < n_blocks, other=0)
+        n_distinct += tl.sum(count, 0)
+        n_before += tl.sum(tl.where(start + lanes < block, count, 0), 0)
+    i = block * BLOCK + lanes
     valid = i < n
     key = tl.load(sorted_ptr + i, mask=valid, other=0).to(tl.int64)
     before = tl.load(sorted_ptr + i - 1, mask=valid & (i > 0), other=0).to(tl.int64)
-    rank = tl.load(rank_ptr + i - 1, mask=valid & (i > 0), other=0)
-    at = tl.load(order_ptr + i, mask=valid, other=0)
-    tl.store(inverse_ptr + at, rank, mask=valid)
     head = valid & ((i == 0) | (key != before))
+    rank = n_before + tl.cumsum(head.to(tl.int32), 0) - 1
+    at = tl.load(order_ptr + i, mask=valid, other=0)
+    tl.store(rank_ptr + i, rank, mask=valid)
+    tl.store(inverse_ptr + at, rank.to(tl.int64), mask=valid)
     known = (key >= 0) & (key < n_rows)
     tl.store(rows_ptr + rank, tl.where(known, key, -1), mask=head)
     tl.store(starts_ptr + rank, i.to(tl.int64), mask=head)
-    last = tl.load(rank_ptr + n - 2, mask=n > 1, other=0)
-    beyond = i > last  # as many places as there may be rows
+    beyond = i >= n_distinct  # as many places as there may be rows
     tl.store(rows_ptr + i, tl.full([BLOCK], -1, tl.int64), mask=valid & beyond)
     tl.store(starts_ptr + i, tl.zeros([BLOCK], tl.int64) + n, mask=(i <= n) & beyond)
     if not CHECKED:
@@ -36,40 +75,119 @@ def mark(
             tl.atomic_min(bad_ptr, place)
 
 
-@triton.jit(do_not_specialize=["n", "padding"])
-def sum_runs(
-    grads_ptr, order_ptr, starts_ptr, rows_ptr, kept_ptr, sums_ptr, n, padding,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+@triton.jit
+def add_runs(
+    total, grads_ptr, order_ptr, begin, end, column,
+    DIM: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the gradients of each row's run, one after the other."""
-    slot = tl.program_id(0).to(tl.int64)
+    """Add gradients one after the other, in the order of the ids; several are on their way at a time."""
+    longest = tl.max(end - begin)
+    for first in range(0, longest, AT_ONCE):
+        for k in tl.static_range(AT_ONCE):
+            there = begin + first + k < end
+            at = tl.load(order_ptr + begin + first + k, mask=there, other=0)
+            wanted = there & (column < DIM)
+            total += tl.load(grads_ptr + at * DIM + column, mask=wanted, other=0.0).to(WIDE)
+    return total
+
+
+@triton.jit(do_not_specialize=["n", "padding", "n_tiles"])
+def sum_runs(
+    grads_ptr, order_ptr, rank_ptr, starts_ptr, rows_ptr, kept_ptr, sums_ptr, partials_ptr,
+    n, padding, n_tiles, CHUNK: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The sum of the gradients of each row's run, as far as its first chunk goes; and of each further chunk.
+
+    Chunks begin at multiples of CHUNK from where a run begins, so that a row's sum depends on nothing else.
+    At most one further chunk begins in a window of as many ids: it is summed into the window's partial.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)[None, :]
+    if program < n_tiles:
+        slot = (program * ROWS + tl.arange(0, ROWS))[:, None]
+        row = tl.load(rows_ptr + slot, mask=slot < n, other=-1)
+        row = tl.where(row == padding, -1, row)
+        begin = tl.load(starts_ptr + slot, mask=row >= 0, other=0)
+        end = tl.load(starts_ptr + slot + 1, mask=row >= 0, other=0)
+        end = tl.minimum(end, begin + CHUNK)
+        total = tl.zeros([ROWS, COLUMNS], WIDE)
+        total = add_runs(total, grads_ptr, order_ptr, begin, end, column, DIM, WIDE, AT_ONCE)
+        tl.store(kept_ptr + slot, row, mask=slot < n)
+        tl.store(sums_ptr + slot * DIM + column, total, mask=(slot < n) & (column < DIM))
+    else:
+        window = program - n_tiles
+        i = window * CHUNK + tl.arange(0, CHUNK)
+        rank = tl.load(rank_ptr + i, mask=i < n, other=0)
+        start = tl.load(starts_ptr + rank, mask=i < n, other=0)
+        begins = (i < n) & (i > start) & ((i - start) % CHUNK == 0)
+        at = tl.max(tl.where(begins, i, -1), 0)
+        if at >= 0:
+            begin = tl.zeros([1, 1], tl.int64) + at
+            end = tl.zeros([1, 1], tl.int64) + tl.load(starts_ptr + tl.load(rank_ptr + at) + 1)
+            end = tl.minimum(end, begin + CHUNK)
+            total = tl.zeros([1, COLUMNS], WIDE)
+            total = add_runs(total, grads_ptr, order_ptr, begin, end, column, DIM, WIDE, AT_ONCE)
+            tl.store(partials_ptr + window * DIM + column, total, mask=column < DIM)
+
+
+@triton.jit(do_not_specialize=["n"])
+def sum_chunks(
+    rank_ptr, starts_ptr, kept_ptr, sums_ptr, partials_ptr, n,
+    CHUNK: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Add the further chunks of long runs to the first ones, in order: they are in consecutive windows.
+
+    In a window of CHUNK ids at most one run begins that is longer than that.
+    """
+    window = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = column < DIM
-    row = tl.load(rows_ptr + slot)
-    total = tl.zeros([COLUMNS], WIDE)
-    if row == padding:
-        row = tl.full([], -1, tl.int64)
-    if row >= 0:
-        begin = tl.load(starts_ptr + slot)
-        end = tl.load(starts_ptr + slot + 1)
-        for i in range(begin, end):
-            at = tl.load(order_ptr + i)
-            total += tl.load(grads_ptr + at * DIM + column, mask=inside, other=0.0).to(WIDE)
-    tl.store(kept_ptr + slot, row)
-    tl.store(sums_ptr + slot * DIM + column, total, mask=inside)
+    i = window * CHUNK + tl.arange(0, CHUNK)
+    rank = tl.load(rank_ptr + i, mask=i < n, other=0)
+    start = tl.load(starts_ptr + rank, mask=i < n, other=-1)
+    length = tl.load(starts_ptr + rank + 1, mask=i < n, other=0) - start
+    long = tl.max(tl.where((start == i) & (length > CHUNK), rank, -1), 0)
+    if long >= 0:
+        if tl.load(kept_ptr + long) >= 0:
+            begin = tl.load(starts_ptr + long)
+            n_chunks = (tl.load(starts_ptr + long + 1) - begin + CHUNK - 1) // CHUNK
+            first = begin // CHUNK
+            sums = sums_ptr + long.to(tl.int64) * DIM + column
+            total = tl.load(sums, mask=inside, other=0.0)
+            for c in range(1, n_chunks, AT_ONCE):
+                for k in tl.static_range(AT_ONCE):
+                    part = partials_ptr + (first + c + k) * DIM + column
+                    wanted = column < tl.where(c + k < n_chunks, DIM, 0)
+                    total += tl.load(part, mask=wanted, other=0.0)
+            tl.store(sums, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["memory", "n"])
+@triton.jit
+def located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE: tl.constexpr, CHANGES: tl.constexpr):
+    """Where the records of rows are: at home, or in a cache, which is to know if they change."""
+    slot = tl.load(slot_of_row_ptr + row, mask=row >= 0, other=-1).to(tl.int64)
+    if CHANGES:
+        tl.store(dirty_ptr + slot, tl.full(slot.shape, 1, tl.int32), mask=slot >= 0)
+    return tl.where(slot >= 0, cached + slot * STRIDE, memory + row * STRIDE)
+
+
+@triton.jit(do_not_specialize=["memory", "cached", "n"])
 def move(
-    memory, rows_ptr, buffer_ptr, n,
+    memory, cached, slot_of_row_ptr, dirty_ptr, rows_ptr, buffer_ptr, n,
     STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HOME: tl.constexpr,
+    CACHED: tl.constexpr,
 ):  # fmt: skip
     """Records (or their beginnings) into a buffer, or with HOME from it; a word is 8 bytes."""
     column = tl.arange(0, COLUMNS)
     for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
         i = first + tl.arange(0, ROWS).to(tl.int64)
         row = tl.load(rows_ptr + i, mask=i < n, other=-1)
-        record = tl.multiple_of((memory + row * STRIDE).to(tl.pointer_type(tl.int64)), 16)
+        if CACHED:
+            address = located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE, HOME)
+        else:
+            address = memory + row * STRIDE
+        record = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
         for start in tl.static_range(0, WORDS, COLUMNS):
             there = record[:, None] + (start + column)[None, :]
             here = buffer_ptr + (i * WORDS)[:, None] + (start + column)[None, :]
@@ -90,26 +208,29 @@ def field(record, OFFSET: tl.constexpr, TYPE: tl.constexpr):
     return tl.multiple_of((record + OFFSET).to(tl.pointer_type(TYPE)), (16, 16))
 
 
-@triton.jit(do_not_specialize=["memory", "n", "salt"])
+@triton.jit(do_not_specialize=["memory", "cached", "weights_stride", "n", "index", "group"])
 def step(
-    memory, rows_ptr, grads_ptr, weights_ptr, weights_stride,
-    coefficients_ptr, numbers_ptr, shared_ptr, n, salt,
+    memory, cached, slot_of_row_ptr, dirty_ptr, rows_ptr, grads_ptr, weights_ptr, weights_stride,
+    coefficients_ptr, numbers_ptr, shared_ptr, n, index, group,
     PREPARE: tl.constexpr, UPDATE: tl.constexpr, HAS: tl.constexpr, N_SCALARS: tl.constexpr,
     STRIDE: tl.constexpr, AT0: tl.constexpr, AT1: tl.constexpr, AT2: tl.constexpr, AT3: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, ROWWISE: tl.constexpr,
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, COMPUTE: tl.constexpr,
     PER_ROW: tl.constexpr, STOCHASTIC: tl.constexpr, STAGED: tl.constexpr, FETCHED: tl.constexpr,
+    CACHED: tl.constexpr, LINE: tl.constexpr,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Read gradient and record of a row once; write the record once.
 
     `AT0` … say where tensors of state lie in a record, `FIRST` and `SECOND` where its numbers of state do.
     `STAGED`: the records are not the table's but copies in the order of the gradients. `FETCHED`: weights are
-    at hand, in the same order.
+    at hand, in the same order. `CACHED`: some of the records are in a cache.
     """
     column = tl.arange(0, COLUMNS)[None, :]
     inside = column < DIM
     skip = tl.load(shared_ptr + SKIP)
+    coefficients_ptr += index * LINE
+    numbers_ptr += group * LINE
     for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
         i = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
         row = tl.load(rows_ptr + i, mask=i < n, other=-1)
@@ -117,6 +238,9 @@ def step(
         mask = there & inside
         if STAGED:
             record = memory + i * STRIDE
+        elif CACHED:
+            changed = tl.where(there, row, -1)
+            record = located(memory, cached, slot_of_row_ptr, dirty_ptr, changed, STRIDE, True)
         else:
             record = memory + row * STRIDE
         g = tl.load(grads_ptr + i * DIM + column, mask=mask, other=0.0).to(COMPUTE)
@@ -157,6 +281,7 @@ def step(
             two = one
             if N_SCALARS > 1:
                 two = tl.load(second_ptr, mask=there, other=0.0).to(tl.float64)
+            tl.debug_barrier()  # a row may be several warps': all have read before one writes
             scalars, fine = PREPARE(h, (one, two))
             tl.store(first_ptr, scalars[0].to(tl.float32), mask=there)
             if N_SCALARS > 1:
@@ -176,7 +301,7 @@ def step(
             s1 = (tl.sum(g * g, 1) / DIM)[:, None]  # beyond the last column they are zero
         p, state = UPDATE(p, g, (s0, s1, s2, s3), c, HAS)
         if STOCHASTIC:
-            seed = tl.load(shared_ptr + STEPS).to(tl.int64) * 64 + salt
+            seed = tl.load(shared_ptr + STEPS).to(tl.int64) * 64 + index
             noise = tl.randint(seed, row * DIM + column).to(tl.uint32, bitcast=True)
             tl.store(p_ptr, round_stochastically(p, noise), mask=mask)
         else:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatbed.kernels._triton import row_kernels
-from flatbed.kernels._triton.launch import TYPES, element
-from flatbed.kernels._triton.rows import UPDATERS, power, programs, squares, tile
+from flatbed.kernels._triton.launch import TYPES, Bound, element
+from flatbed.kernels._triton.rows import UPDATERS, addresses, power, programs, squares, tile
 from flatbed.kernels._triton.stepper import EMPTY, TritonStepper
+from flatbed.kernels.rows import Place
 from flatbed.kernels.step import Row, Scaling, Settings
-from flatbed.rule import Group, Rule
+from flatbed.rule import MAX_NUMBERS, Group, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class Work:
 
     rows: Tensor
     grads: Tensor
-    memory: Tensor
-    """All records, or staged ones: copies in the order of `rows`."""
+    place: Place
+    """Where all records are; or staged ones: copies in the order of `rows`."""
     staged: bool
     weights: Tensor | None = None
     """The rows' weights, if they are on the device already: they are not read again then."""
@@ -64,6 +66,7 @@ class TritonRows:
         self.plans = plans
         self.heads = TritonStepper(rule, groups, heads, shared)
         self._present: list[bool] = []
+        self._launches: dict[Any, Bound] = {}
 
     def squares(self, grads: list[Tensor]) -> Tensor:
         """Partial sums of squares of the gradients as they are."""
@@ -82,26 +85,36 @@ class TritonRows:
 
     def update(self, index: int, work: Work, settings: Settings) -> None:
         """Update the rows of one table in their records."""
-        plan, rule = self.plans[index], self.rule
+        plan = self.plans[index]
         n = len(work.rows)
         if n == 0:
             return
-        columns = power(plan.dim)
-        n_rows = tile(columns, 512)
+        stochastic = settings.stochastic_rounding and plan.weight == torch.bfloat16
+        near, read = work.place.cached is None, work.weights is None
+        kind = (index, work.grads.dtype, stochastic, work.staged, read, near)
+        launch = self._launches.get(kind)
+        if launch is None:
+            launch = self._launches[kind] = self._bound(plan, work, stochastic)
+        weights = work.rows if work.weights is None else work.weights  # some memory, if it is not read
+        launch(
+            programs(-(-n // tile(power(plan.dim), 512)), UPDATERS, work.place), work.rows.device,
+            *addresses(work.place, work.rows), work.rows, work.grads.contiguous(), weights, weights.stride(0),
+            self.heads._coefficients, self.heads.tables.numbers, self.heads.shared,
+            n, index, self.heads.rows[index].group,
+        )  # fmt: skip
+
+    def _bound(self, plan: Plan, work: Work, stochastic: bool) -> Bound:
+        rule, columns = self.rule, power(plan.dim)
         compute = torch.promote_types(plan.weight, torch.float32)
         offsets = (*plan.offsets, 0, 0, 0, 0)[:4]
         first, second = (*plan.numbers, 0, 0)[:2]
         assert rule.prepare is not None
         assert rule.update is not None
-        weights = work.rows if work.weights is None else work.weights  # some memory, if it is not read
-        row_kernels.step[(programs(-(-n // n_rows), UPDATERS, work.memory),)](
-            work.memory.data_ptr(), work.rows, work.grads.contiguous(), weights, weights.stride(0),
-            self.heads._coefficients[index],
-            self.heads._tables.numbers[self.heads.rows[index].group], self.heads.shared, n, index,
+        constants = (
             element(rule.prepare), element(rule.update), plan.has, len(rule.scalars),
             plan.stride, *offsets, first, second, rule.rowwise,
             TYPES[plan.weight], TYPES[work.grads.dtype], TYPES[plan.state], TYPES[compute],
-            bool(plan.numbers), settings.stochastic_rounding and plan.weight == torch.bfloat16, work.staged,
-            work.weights is not None,
-            plan.dim, columns, n_rows, num_warps=2 if columns <= 256 else 4,
+            bool(plan.numbers), stochastic, work.staged, work.weights is not None,
+            work.place.cached is not None, 1 + MAX_NUMBERS, plan.dim, columns, tile(columns, 512),
         )  # fmt: skip
+        return Bound(row_kernels.step, constants, num_warps=2 if columns <= 256 else 4)

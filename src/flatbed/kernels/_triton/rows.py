@@ -2,44 +2,103 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from flatbed.kernels._triton import row_kernels
-from flatbed.kernels._triton.launch import TYPES
-from flatbed.kernels.rows import Distinct, lead_of
+from flatbed.kernels._triton.launch import TYPES, Bound
+from flatbed.kernels.rows import Distinct, Place, lead_of
+
+if TYPE_CHECKING:
+    from flatbed.kernels._triton.cache import Turn
 
 # Programs at most, for what goes over the bus: these saturate it on an H200, and leave the GPU to others.
 # More writers are slower.
 READERS, WRITERS, UPDATERS = 132, 24, 132
 SQUARES = 65536  # elements per partial sum
+BLOCK = 1024  # keys per program
+CHUNK = 64  # ids of a run that one program walks; of gradients, AT_ONCE are on their way at a time
+AT_ONCE = 8
 
 
-def distinct(keys: Tensor, n_rows: int, bad: Tensor | None) -> Distinct:
+_NARROW = Bound(row_kernels.narrow, (BLOCK,))
+
+
+class Workspace:
+    """Memory for finding the distinct rows of so many keys."""
+
+    def __init__(self, n: int, device: torch.device) -> None:
+        def empty(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self.n_blocks = -(-(n + 1) // BLOCK)
+        self.counts = empty(self.n_blocks, torch.int32)
+        self.rank = empty(n, torch.int32)
+        self.inverse, self.rows = empty(n, torch.int64), empty(n, torch.int64)
+        self.starts = empty(n + 1, torch.int64)
+
+
+def narrow(ids: Tensor, n_rows: int, keys: Tensor | None = None) -> Tensor:
+    ids, n = ids.contiguous(), len(ids)
+    keys = torch.empty(n, dtype=torch.int32, device=ids.device) if keys is None else keys
+    if n:
+        _NARROW(-(-n // BLOCK), ids.device, ids, keys, n, n_rows)
+    return keys
+
+
+def distinct(keys: Tensor, n_rows: int, bad: Tensor | None, turn: Turn | None = None) -> Distinct:
     n = len(keys)
-    rows, inverse = (torch.empty(n, dtype=torch.int64, device=keys.device) for _ in range(2))
-    starts = torch.empty(n + 1, dtype=torch.int64, device=keys.device)
+    made = Workspace(n, keys.device)
     if n == 0:
-        return Distinct(rows, inverse, rows, starts.zero_())
+        return Distinct(made.rows, made.inverse, made.rows, made.starts.zero_(), made.rank)
     in_order, order = torch.sort(keys, stable=True)
-    rank = (in_order[1:] != in_order[:-1]).cumsum(0)
-    row_kernels.mark[(-(-(n + 1) // 1024),)](
-        in_order, order, rank, inverse, rows, starts, rows if bad is None else bad, n, n_rows, lead_of(keys),
-        CHECKED=bad is None, BLOCK=1024,
+    mark(in_order, order, made, n_rows, bad, turn)
+    return Distinct(made.rows, made.inverse, order, made.starts, made.rank)
+
+
+def mark(
+    in_order: Tensor, order: Tensor, made: Workspace, n_rows: int, bad: Tensor | None, turn: Turn | None
+) -> None:
+    """From sorted keys to distinct rows."""
+    n, grid = len(in_order), (made.n_blocks,)
+    clock, n_missing = (made.counts, made.counts) if turn is None else (turn.clock, turn.n_missing)
+    row_kernels.heads[grid](in_order, made.counts, clock, n_missing, n, TICKS=turn is not None, BLOCK=BLOCK)
+    row_kernels.mark[grid](
+        in_order, order, made.counts, made.rank, made.inverse, made.rows, made.starts,
+        made.rows if bad is None else bad, n, n_rows, lead_of(in_order), made.n_blocks,
+        CHECKED=bad is None, BLOCK=BLOCK,
     )  # fmt: skip
-    return Distinct(rows, inverse, order, starts)
 
 
 def sum_runs(grads: Tensor, found: Distinct, padding: int) -> tuple[Tensor, Tensor]:
     n, dim = len(found.rows), grads.shape[1]
     wide = torch.promote_types(grads.dtype, torch.float32)
     kept, sums = torch.empty_like(found.rows), torch.empty((n, dim), dtype=wide, device=grads.device)
-    if n:
-        row_kernels.sum_runs[(n,)](
-            grads.contiguous(), found.order, found.starts, found.rows, kept, sums, n, padding,
-            DIM=dim, COLUMNS=power(dim), WIDE=TYPES[wide], num_warps=min(4, max(1, power(dim) // 128)),
-        )  # fmt: skip
+    if n == 0:
+        return kept, sums
+    n_windows, columns = -(-n // CHUNK), power(dim)
+    partials = torch.empty((n_windows, dim), dtype=wide, device=grads.device)
+    n_tiles = -(-n // tile(columns, 512))
+    runs, chunks = _sums(dim, wide)
+    runs(
+        n_tiles + n_windows, grads.device,
+        grads.contiguous(), found.order, found.rank, found.starts, found.rows, kept, sums, partials,
+        n, padding, n_tiles,
+    )  # fmt: skip
+    chunks(n_windows, grads.device, found.rank, found.starts, kept, sums, partials, n)
     return kept, sums
+
+
+@functools.cache
+def _sums(dim: int, wide: torch.dtype) -> tuple[Bound, Bound]:
+    columns = power(dim)
+    runs = (CHUNK, dim, columns, tile(columns, 512), TYPES[wide], AT_ONCE)
+    chunks = (CHUNK, dim, columns, 2 * AT_ONCE)
+    warps = min(4, max(1, columns // 128))
+    return Bound(row_kernels.sum_runs, runs), Bound(row_kernels.sum_chunks, chunks, num_warps=warps)
 
 
 def power(n: int) -> int:
@@ -52,33 +111,42 @@ def tile(columns: int, elements: int) -> int:
     return max(1, min(32, elements // columns))
 
 
-def programs(n: int, most: int, memory: Tensor) -> int:
+def programs(n: int, most: int, place: Place) -> int:
     """Memory of the GPU's own is for all of it; the bus is for few."""
-    return min(n, 1 << 16 if memory.is_cuda else most)
+    return min(n, 1 << 16 if place.near else most)
 
 
-def gather(memory: Tensor, rows: Tensor, nbytes: int) -> Tensor:
+def addresses(place: Place, other: Tensor) -> tuple[Any, ...]:
+    """How kernels are told where records are; without a cache, some memory stands for its maps."""
+    memory = 0 if place.memory is None else place.memory.data_ptr()
+    if place.cached is None:
+        return memory, 0, other, other
+    return memory, place.cached.data_ptr(), place.slot_of_row, place.dirty
+
+
+def gather(place: Place, rows: Tensor, nbytes: int) -> Tensor:
     words = -(-nbytes // 8)
     words += words % 2
     buffer = torch.empty((len(rows), words * 8), dtype=torch.uint8, device=rows.device)
-    _move(memory, rows, buffer, home=False)
+    _move(place, rows, buffer, home=False)
     return buffer[:, :nbytes]
 
 
-def scatter_(memory: Tensor, rows: Tensor, records: Tensor) -> None:
-    _move(memory, rows, records.contiguous(), home=True)
+def scatter_(place: Place, rows: Tensor, records: Tensor) -> None:
+    _move(place, rows, records.contiguous(), home=True)
 
 
-def _move(memory: Tensor, rows: Tensor, buffer: Tensor, *, home: bool) -> None:
+def _move(place: Place, rows: Tensor, buffer: Tensor, *, home: bool) -> None:
     n, words = len(rows), buffer.shape[1] // 8
     if n == 0:
         return
     columns = min(power(words), 64) if home else power(words)
     n_rows = tile(columns, 512 if home else 1024)
     most = WRITERS if home else READERS
-    row_kernels.move[(programs(-(-n // n_rows), most, memory),)](
-        memory.data_ptr(), rows, buffer.view(torch.int64), n,
-        STRIDE=memory.stride(0), WORDS=words, COLUMNS=columns, ROWS=n_rows, HOME=home, num_warps=4,
+    row_kernels.move[(programs(-(-n // n_rows), most, place),)](
+        *addresses(place, rows), rows, buffer.view(torch.int64), n,
+        STRIDE=place.stride, WORDS=words, COLUMNS=columns, ROWS=n_rows, HOME=home,
+        CACHED=place.cached is not None, num_warps=4,
     )  # fmt: skip
 
 

@@ -210,6 +210,11 @@ class TritonStepper:
     def captured(self) -> bool:
         return bool(self._captured)
 
+    @property
+    def tables(self) -> Tables:
+        """Those of this step: a captured one has its own."""
+        return self._captured[-1][0] if self._stream.capturing else self._tables
+
     @_on_its_device
     def place(self, grads: Grads, unordered: frozenset[int], addresses: list[int] | None) -> None:
         self._stream.enter(self._memory)
@@ -330,7 +335,7 @@ class TritonStepper:
     def _ready(self, settings: Settings, scaling: Scaling | None) -> Launches:
         mode = Mode.of(settings, scaling)
         if self._stream.capturing:
-            return self._bind(mode, self._captured[-1][0])
+            return self._bind(mode, self.tables)
         launches = self._launches.get(mode)
         if launches is None:
             launches = self._launches[mode] = self._bind(mode, self._tables)

@@ -132,11 +132,11 @@ class Journal:
             self._file.scatter(slots, records)
         self._slot_of_row[ids[fresh]] = slots[fresh] + 1
 
-    def make_room(self, ids: NDArray[np.int64], *, n_rows: int) -> None:
-        """Have room for the records of these rows."""
+    def make_room(self, ids: NDArray[np.int64], *, also: int, n_rows: int) -> None:
+        """Have room for the records of these rows, and of so many others that have no slot either."""
         slots = self.slots(ids)
         n_fresh = len(ids) if slots is None else int((slots < 0).sum())
-        self._grow(self.n_slots + n_fresh, n_rows)
+        self._grow(self.n_slots + n_fresh + also, n_rows)
 
     def _grow(self, needed: int, n_rows: int) -> None:
         """Have room for so many slots and for sealing them; twice as many as before, if the disk can."""

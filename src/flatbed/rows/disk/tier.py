@@ -37,6 +37,31 @@ from flatbed.rows.disk.rows import Fill, as_records, empty, head, take, write_ro
 from flatbed.rows.record import Record
 
 
+class Readers:
+    """Who reads from a table's file without the tier's lock.
+
+    They begin with the lock; whoever has it and is about to change the file, or to close it, waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._n = 0
+        self._done = threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._done:
+            self._n += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._done:
+            self._n -= 1
+            self._done.notify_all()
+
+    def wait(self) -> None:
+        """Until nobody reads."""
+        with self._done:
+            self._done.wait_for(lambda: not self._n)
+
+
 class DiskTier:
     """The records of a table, in a file.
 
@@ -65,6 +90,7 @@ class DiskTier:
         self._state = state
         self._held = held
         self._lock = threading.RLock()
+        self._readers = Readers()
         self._sealed: State | None = None  # on the disk, and not yet in the table
         self._decided = False  # by a file of its own
         self._committing = False
@@ -133,19 +159,23 @@ class DiskTier:
         nbytes = self.record.nbytes if nbytes is None else nbytes
         if not 0 < nbytes <= self.record.nbytes:
             raise ValueError(f"a record has {self.record.nbytes} bytes, of which {nbytes} cannot be read")
-        with self._use():
-            rows = self._rows(ids)
-            found, out = empty(len(rows), nbytes)
-            changed, slots = self._changed(rows)
-            if len(changed) < len(rows):
-                home = rows
-                if len(changed):  # do not read from the disk what is not wanted: read a wanted row again
-                    home = rows.copy()
-                    home[changed] = rows[np.argmin(slots >= 0)]
-                take(self._records, home, into=found, pool=self._held.pool)
-                found[changed] = head(self._held.journal.records, nbytes)[slots[changed]]
-            else:
-                take(self._held.journal.records, slots, into=found, pool=self._held.pool)
+        with ExitStack() as reading:
+            with self._use():
+                rows, pool = self._rows(ids), self._held.pool
+                found, out = empty(len(rows), nbytes)
+                changed, slots = self._changed(rows)
+                if len(changed) == len(rows):
+                    take(self._held.journal.records, slots, into=found, pool=pool)
+                    return torch.from_numpy(out)
+                newer = head(self._held.journal.records, nbytes)[slots[changed]]
+                records = self._records
+                reading.enter_context(self._readers)
+            # What follows may wait for the disk, and others need not wait for it.
+            if len(changed):  # do not read from the disk what is not wanted: read a wanted row again
+                rows = rows.copy()
+                rows[changed] = rows[np.argmin(slots >= 0)]
+            take(records, rows, into=found, pool=pool)
+            found[changed] = newer
         return torch.from_numpy(out)
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
@@ -156,10 +186,17 @@ class DiskTier:
             if len(rows):
                 self._held.journal.put(rows, given, n_rows=self.n_rows)
 
-    def make_room(self, ids: Tensor) -> None:
-        """Raise now if there is no room on the disk for changes of these rows."""
+    def make_room(self, ids: Tensor, *, also: int = 0) -> None:
+        """Raise now if there is no room on the disk for changes of these rows, and of so many others."""
         with self._use(change=True):
-            self._held.journal.make_room(self._rows(ids), n_rows=self.n_rows)
+            self._held.journal.make_room(self._rows(ids), also=also, n_rows=self.n_rows)
+
+    def unchanged(self, ids: Tensor) -> Tensor:
+        """Which of these rows are as the last checkpoint has them: (n,) of bool. Others have their room."""
+        with self._use():
+            rows = self._rows(ids)
+            slots = self._held.journal.slots(rows)
+            return torch.from_numpy(np.ones(len(rows), np.bool_) if slots is None else slots < 0)
 
     def read(self, start: int, stop: int) -> Tensor:
         """A copy of consecutive records."""
@@ -213,6 +250,7 @@ class DiskTier:
             if self._sealed is None:
                 raise FlatbedError(f"no checkpoint of {self.path} was prepared; call prepare() first")
             held, state = self._held, self._sealed
+            self._readers.wait()
             self._committing = True
             apply(held.table, held.journal.records, rows=held.journal.rows(), state=state)
             if state.n_rows != self.n_rows:
@@ -261,6 +299,7 @@ class DiskTier:
             identity = Identity(secrets.token_hex(16), record, replaces=self._held.journal.table)
             state = self._next(meta)
             held = _build(self.path, identity, state, fill=fill, replace=True)
+            self._readers.wait()
             self._held.close()
         return DiskTier(held, identity, state)
 
@@ -268,6 +307,7 @@ class DiskTier:
         """Give the file back. Rows changed since the last checkpoint are lost; closing twice is allowed."""
         if self._held.here():
             with self._lock:
+                self._readers.wait()
                 self._held.close()
 
     def _next(self, meta: Mapping[str, Any] | None) -> State:

@@ -1,0 +1,157 @@
+"""Iteration in a thread of its own, some items ahead of whoever takes them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from flatbed.errors import FlatbedError
+
+T = TypeVar("T")
+
+JOIN_SECONDS = 5.0
+"""How long an end waits for a thread that is deep in a loader; it stops by itself as soon as it returns."""
+
+
+@dataclass(slots=True)
+class Last:
+    """No more items: they ended, or the thread failed."""
+
+    error: BaseException | None = None
+
+
+class Background(Generic[T]):
+    """What `prepare` makes of the items of an iterator, in a daemon thread, at most `depth` of them ahead.
+
+    The thread knows this object and nothing of whoever uses it, so that they can be collected while it runs.
+    Both queues are of the kind that may be put to anywhere, even by the garbage collector.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[Any],
+        prepare: Callable[[Any], T],
+        *,
+        depth: int,
+        name: str,
+        drop: Callable[[T], None],
+    ) -> None:
+        self.stopped = False
+        self._items: Iterator[Any] | None = items
+        self._prepare = prepare
+        self._drop = drop
+        self._room: SimpleQueue[bool] = SimpleQueue()
+        self._ready: SimpleQueue[T | Last] = SimpleQueue()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, args=(_surroundings(),), name=name, daemon=True)
+        for _ in range(depth):
+            self._room.put(True)
+
+    def start(self) -> None:
+        """Begin, unless that is done."""
+        if self._items is not None and self._thread.ident is None:
+            self._thread.start()
+
+    def take(self, *, wait: bool) -> T | Last | None:
+        """The next item, in order; None if there is none yet and nobody waits. After `Last`, no more."""
+        try:
+            taken = self._ready.get_nowait()
+        except Empty:
+            if not wait:
+                return None
+            if os.getpid() != self._process:
+                raise FlatbedError(
+                    "this iteration began in another process, and its thread is there: iterate anew here"
+                ) from None
+            taken = self._ready.get()
+        self._room.put(True)
+        return taken
+
+    def stop(self) -> None:
+        """Have the thread end as soon as it can, and drop what was not taken. Waits for nothing."""
+        if os.getpid() != self._process:
+            return  # a copy by fork: the thread and what it made belong to the parent
+        self.stopped = True
+        self._room.put(False)
+        self._drain()
+        if self._thread.ident is None:
+            self._items = None
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the thread, by default a while; but not in the thread itself."""
+        end = time.monotonic() + (JOIN_SECONDS if seconds is None else seconds)
+        if self._thread is threading.current_thread() or os.getpid() != self._process:
+            return
+        while self._thread.is_alive() and (left := end - time.monotonic()) > 0:
+            # When a worker of a DataLoader dies, torch raises this in the main thread, wherever that is.
+            with suppress(RuntimeError):
+                self._thread.join(left)
+
+    def close(self) -> None:
+        """Stop, and wait for it a while. Call it as often as you like."""
+        self.stop()
+        self.join()
+
+    def _run(self, surroundings: Callable[[], None]) -> None:
+        items, self._items = self._items, None
+        last = Last()
+        try:
+            surroundings()
+            while items is not None and self._room.get() and not self._was_stopped():
+                try:
+                    item = next(items)
+                except StopIteration:
+                    break
+                self._ready.put(self._prepare(item))
+                del item  # while the next one is waited for
+                if self._was_stopped():  # it may have been put behind the back of who emptied the queue
+                    self._drain()
+        except BaseException as error:  # whatever it is, it belongs to whoever waits for the item
+            last.error = None if self.stopped else error
+            end_workers(items)
+        del items  # the loader's iterator, and its workers with it, before anyone hears of the end
+        self._ready.put(last)
+        del last  # the error's traceback has this frame
+
+    def _was_stopped(self) -> bool:
+        return self.stopped  # by another thread, at any moment
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                item = self._ready.get_nowait()
+            except Empty:
+                return
+            if not isinstance(item, Last):
+                self._drop(item)
+
+
+def end_workers(items: Any) -> None:
+    """Those of a `DataLoader`'s iterator after an error, whose traceback would keep both alive."""
+    shut_down = getattr(items, "_shutdown_workers", None)
+    if callable(shut_down) and not getattr(items, "_persistent_workers", False):
+        with suppress(Exception):  # the error that there is must arrive
+            shut_down()
+
+
+def _surroundings() -> Callable[[], None]:
+    """What torch keeps per thread and a loader may depend on, as it is here, to be set up elsewhere."""
+    grad, device = torch.is_grad_enabled(), torch.get_default_device()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call,unused-ignore]
+
+    def set_up() -> None:
+        torch.set_grad_enabled(grad)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        if device != torch.get_default_device():
+            torch.set_default_device(device)
+
+    return set_up

@@ -1,0 +1,280 @@
+"""Nested batches: numpy arrays become tensors, and tensors go to the device that computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+COMPRESSED = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)  # by row, by column
+
+
+# ---- any container
+
+
+def mapped(batch: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A batch with `leaf` of every tensor, every numpy array and every object that has a `to` of its own.
+
+    Containers are dicts and other mappings, lists, tuples, named tuples and dataclasses. Where nothing in one
+    changed it is the same object, else a new one of its type: those of the loader are never written to. What
+    occurs twice is mapped once; all else stays as it is.
+    """
+    return _mapped(batch, leaf, {})
+
+
+def _mapped(value: Any, leaf: Callable[[Any], Any], seen: dict[int, tuple[Any, Any]]) -> Any:
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if id(value) in seen:
+        return seen[id(value)][1]
+    new = value
+    if issubclass(kind, Tensor | np.ndarray) or moves_itself(value):
+        new = leaf(value)
+    elif issubclass(kind, Mapping):
+        parts = {key: _mapped(part, leaf, seen) for key, part in value.items()}
+        changed = {key: part for key, part in parts.items() if part is not value[key]}
+        new = _mapping_like(value, parts, changed) if changed else value
+    elif issubclass(kind, list | tuple):
+        items = [_mapped(item, leaf, seen) for item in value]
+        if any(a is not b for a, b in zip(items, value, strict=True)):
+            new = _sequence_like(value, items)
+    elif is_dataclass(value) and not isinstance(value, type):
+        present = [(f.name, getattr(value, f.name)) for f in fields(value) if hasattr(value, f.name)]
+        parts = {name: _mapped(part, leaf, seen) for name, part in present}
+        if any(parts[name] is not part for name, part in present):
+            new = _dataclass_like(value, parts)
+    seen[id(value)] = (value, new)  # with the value, which may have been made for this look at it
+    return new
+
+
+def moves_itself(value: Any) -> bool:
+    """Whether this is an object, other than a tensor, that knows how to go to a device."""
+    return callable(getattr(type(value), "to", None)) and not isinstance(value, type | Tensor)
+
+
+def _mapping_like(value: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return parts
+    if not isinstance(value, MutableMapping):
+        return type(value)(parts)
+    new = copy.copy(value)  # with whatever else it is, such as the factory of a defaultdict
+    for key, part in changed.items():
+        new[key] = part
+    return new
+
+
+def _sequence_like(value: Any, items: list[Any]) -> Any:
+    kind = type(value)
+    if kind is list:
+        return items
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = items
+        return new
+    return kind._make(items) if hasattr(kind, "_make") else kind(items)  # a named tuple's
+
+
+def _dataclass_like(value: Any, parts: dict[str, Any]) -> Any:
+    """Without its `__init__`, which may compute, and past its `__setattr__`: it may be frozen."""
+    new = object.__new__(type(value))
+    for name, part in {**getattr(value, "__dict__", {}), **parts}.items():
+        object.__setattr__(new, name, part)
+    return new
+
+
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """All tensors in something, those in the attributes of objects included."""
+    seen = set() if seen is None else seen
+    if type(value) in ATOMS or isinstance(value, type | np.ndarray) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple):
+        inside = list(value)
+    else:
+        inside = []
+    inside += getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        names = kind.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            inside.append(getattr(value, name, None))
+    for part in inside:
+        yield from tensors_in(part, seen)
+
+
+# ---- arrays
+
+
+def from_numpy(array: np.ndarray[Any, Any], *, pinned: bool = False) -> Any:
+    """Numbers as a tensor, without a copy where there can be one; any other array as it is."""
+    dtype = _torch_dtype(array.dtype)
+    if dtype is None or isinstance(array, np.ma.MaskedArray):
+        return array
+    if pinned:
+        made = torch.empty(array.shape, dtype=dtype, device=CPU, pin_memory=True)
+        np.copyto(made.numpy(), array)
+        return made
+    native = array.dtype.isnative and array.flags.writeable and all(s >= 0 for s in array.strides)
+    try:
+        return torch.from_numpy(array if native else _own(array))
+    except ValueError:  # strides that are no multiple of the item: a field of a structured array
+        return torch.from_numpy(_own(array))
+
+
+def _own(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.array(array, array.dtype.newbyteorder("="), order="C")
+
+
+@lru_cache(maxsize=64)
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    if dtype.kind not in "biufc":
+        return None
+    try:
+        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+    except TypeError:  # long double
+        return None
+
+
+# ---- to a device
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A batch on the host whose arrays are tensors, in pinned memory if a GPU is to read it."""
+
+    batch: Any
+    made: list[torch.cuda.Event] = field(default_factory=list)
+    """After them, what the loader itself made on a GPU is there."""
+
+
+@dataclass(slots=True)
+class Moved:
+    """A batch that is on its way to the device, and what was derived from it there."""
+
+    batch: Any
+    derived: Any
+    arrived: torch.cuda.Event | None = None
+    tensors: list[Tensor] = field(default_factory=list)
+    """Whatever has memory that the stream of the copies, or of the loader, owns."""
+
+
+class Mover:
+    """Takes batches to a device, on a stream of its own that waits for nothing but the loader.
+
+    For a CPU there is no stream, and tensors stay where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call,unused-ignore]
+
+    def load(self, batch: Any) -> Loaded:
+        """The part that takes the host's time: in any thread."""
+        if self.stream is None:
+            return Loaded(mapped(batch, _to_host))
+        origins: set[torch.device] = set()
+
+        def pinned(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                return _pinned(leaf)
+            if isinstance(leaf, np.ndarray):
+                return from_numpy(leaf, pinned=True)
+            origins.update(tensor.device for tensor in tensors_in(leaf) if tensor.device.type == "cuda")
+            pin = None if isinstance(leaf, Tensor) else getattr(leaf, "pin_memory", None)
+            return pin() if callable(pin) else leaf
+
+        with torch.cuda.device(self.device):
+            loaded = Loaded(mapped(batch, pinned))
+            for origin in origins:
+                loaded.made.append(recorded(torch.cuda.current_stream(origin)))
+        return loaded
+
+    def move(self, loaded: Loaded, derive: Callable[[Any], Any] = lambda _: None) -> Moved:
+        """Issue the copies, and what `derive` makes of the moved batch. Nothing waits for the GPU."""
+        if self.stream is None:
+            return Moved(loaded.batch, derive(loaded.batch))
+        tensors: dict[int, Tensor] = {}
+
+        def there(leaf: Any) -> Any:
+            new = self._to_device(leaf)
+            tensors.update((id(t), t) for t in tensors_in(new) if t.is_cuda)
+            return new
+
+        with torch.cuda.stream(self.stream):
+            for made in loaded.made:
+                self.stream.wait_event(made)
+            batch = mapped(loaded.batch, there)
+            derived = derive(batch)
+        tensors.update((id(t), t) for t in tensors_in(derived) if t.is_cuda)
+        if loaded.made:  # the loader's own have other owners
+            for tensor in tensors.values():
+                record_stream(tensor, self.stream)
+        return Moved(batch, derived, recorded(self.stream), [*tensors.values()])
+
+    def _to_device(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(self.device, non_blocking=True)
+        if isinstance(leaf, np.ndarray):
+            return leaf
+        # Some change themselves and some are the loader's own: those that are mappings can well be copied.
+        moving: Any = copy.copy(leaf) if isinstance(leaf, Mapping) else leaf
+        return moving.to(self.device)
+
+    def arrive(self, moved: Moved, current: torch.cuda.Stream | None = None) -> Any:
+        """The batch, for the stream that is current: it waits for the copies, and shares their memory."""
+        if moved.arrived is not None:
+            current = torch.cuda.current_stream(self.device) if current is None else current
+            current.wait_event(moved.arrived)
+            for tensor in moved.tensors:
+                record_stream(tensor, current)
+        return moved.batch
+
+
+def _to_host(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf if leaf.device.type == "cpu" else leaf.to(CPU)
+    return from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf.to(CPU)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.requires_grad
+    if not plain or tensor.is_pinned():
+        return tensor
+    return torch.empty_like(tensor, device=CPU, pin_memory=True).copy_(tensor)
+
+
+def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind all that was issued on a stream."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call,unused-ignore]
+    event.record(stream)
+    return event
+
+
+def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that a stream uses this memory: freed, it is reused only after that."""
+    if tensor.layout == torch.strided:
+        tensor.record_stream(stream)  # type: ignore[arg-type,unused-ignore]
+        return
+    by_row, by_column = COMPRESSED
+    parts = [tensor]
+    if tensor.layout == torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in by_row:
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in by_column:
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    for part in parts:
+        part.record_stream(stream)  # type: ignore[arg-type,unused-ignore]

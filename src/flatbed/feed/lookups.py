@@ -1,0 +1,137 @@
+"""Which ids of a batch each table is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flatbed.rows.ahead import Ahead
+from flatbed.rows.config import check_device
+from flatbed.rows.embedding import TableModule
+from flatbed.rows.ids import INTEGERS, as_ids, to_device
+from flatbed.rows.table import Table
+
+IdsFunction: TypeAlias = Callable[[Any], Any]
+
+
+class AheadOfTable(Protocol):
+    """Rows of one table for batches to come."""
+
+    def stage(self, ids: list[Tensor]) -> Any:
+        """In the background, in the order of batches: read what must be read."""
+
+    def admit(self, staged: Any, ids: list[Tensor], *, after: torch.cuda.Event | None, front: bool) -> bool:
+        """Fetch the rows, on the stream that is current; False: not now."""
+
+    def begin(self, staged: Any) -> None:
+        """The batch is about to be handed out."""
+
+    def finish(self, staged: Any, after: torch.cuda.Event | None) -> None:
+        """The loop came back for the next batch."""
+
+    def drop(self, staged: Any) -> None:
+        """The batch will not be handed out, or will not be finished."""
+
+
+def ahead_of(table: Table) -> AheadOfTable:
+    """What fetches the rows of a table for one iteration."""
+    return Ahead(table)
+
+
+@dataclass(slots=True)
+class Lookups:
+    """What one table is asked for in each batch."""
+
+    table: Table
+    functions: list[IdsFunction]
+    ahead: AheadOfTable
+
+    def ids(self, batch: Any) -> list[Tensor]:
+        """Of the batch as it is, wherever it is."""
+        return [ids for function in self.functions for ids in self._ids(function, batch)]
+
+    def _ids(self, function: IdsFunction, batch: Any) -> list[Tensor]:
+        try:
+            found = function(batch)
+        except StopIteration as error:  # it would end the loop in silence
+            raise RuntimeError(f"the ids function for {self.table!r} raised StopIteration") from error
+        several = isinstance(found, list | tuple) and any(
+            isinstance(one, Tensor | np.ndarray) for one in found
+        )
+        return [self._checked(one) for one in found] if several else [self._checked(found)]
+
+    def _checked(self, found: Any) -> Tensor:
+        if isinstance(found, Tensor) and found.dtype in (*INTEGERS, torch.uint64):
+            return found
+        try:
+            return as_ids(found)
+        except (TypeError, ValueError) as error:
+            what = found.dtype if isinstance(found, Tensor | np.ndarray) else type(found).__name__
+            raise TypeError(
+                f"the ids function for {self.table!r} must return integers in a tensor, a numpy array or a "
+                f"list, or a list of tensors or arrays; found {what} ({error})"
+            ) from error
+
+
+def on_host(ids: Tensor) -> Tensor:
+    """Ids of a loader that makes them on a GPU: the background can wait for them."""
+    return ids if ids.device.type == "cpu" else ids.cpu()
+
+
+def to_there(ids: Tensor, device: torch.device) -> Tensor:
+    """Ids that a function left, or made, on the host."""
+    return ids if ids.device == device else to_device(ids, device)
+
+
+# ---- checked at the door
+
+
+def functions_of(ids: Any) -> dict[Table, list[IdsFunction]]:
+    """The functions by table: two modules may share one."""
+    if not isinstance(ids, Mapping):
+        raise TypeError(
+            f"ids must say for each table which ids a batch has, {{emb: lambda batch: batch['items']}}, for "
+            f"example; found {type(ids).__name__}"
+        )
+    functions: dict[Table, list[IdsFunction]] = {}
+    for key, function in ids.items():
+        table = key.table if isinstance(key, TableModule) else key
+        if not isinstance(table, Table):
+            inside = " (give the embeddings in it one by one)" if isinstance(key, nn.Module) else ""
+            raise TypeError(
+                f"ids must be given for a HostEmbedding, a HostEmbeddingBag or a Table; found "
+                f"{type(key).__name__}{inside}"
+            )
+        if not callable(function):
+            raise TypeError(
+                f"the ids of {table!r} must be given as a function of the batch, lambda batch: "
+                f"batch['items'], for example; found {type(function).__name__}"
+            )
+        functions.setdefault(table, []).append(function)
+    return functions
+
+
+def common_device(tables: list[Table], wanted: torch.device | None) -> torch.device:
+    """Where the batches go."""
+    device = wanted
+    if device is None:
+        if not tables:
+            raise ValueError('without tables, nothing says where batches go: give device="cuda", for example')
+        device = tables[0].store.device
+    check_device(device)
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    for table in tables:
+        if table.store.device != device:
+            other = f"{tables[0]!r}" if wanted is None else "batches are to go"
+            raise ValueError(
+                f"{table!r} computes on {table.store.device}, and {other} on {device}: move the module "
+                f"with .to(), or use a prefetcher for each device"
+            )
+    return device

@@ -1,0 +1,207 @@
+"""Kernels of the row cache: who is here, who goes, and both ways over the bus at once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flatbed.kernels._triton.row_kernels import field
+
+
+@triton.jit
+def warmer(heat, now):
+    """A use now, added to the uses before: log2(2**heat + 2**now). Time is counted in misses."""
+    more = tl.maximum(heat, now)
+    return more + tl.log2(1.0 + tl.exp2(-tl.abs(heat - now)))
+
+
+@triton.jit(do_not_specialize=["n", "n_rows", "ageing"])
+def touch(
+    rows_ptr, missing_ptr, n_missing_ptr, slot_of_row_ptr, stamp_ptr, heat_ptr, clock_ptr, counts_ptr,
+    n, n_rows, ageing, FREQUENCY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stamp the slots of rows that are here; list the others."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + i, mask=i < n, other=-1)
+    known = (row >= 0) & (row < n_rows)
+    slot = tl.load(slot_of_row_ptr + row, mask=known, other=-1)
+    hit = known & (slot >= 0)
+    tick = tl.load(clock_ptr)
+    tl.store(stamp_ptr + slot, tl.zeros([BLOCK], tl.int64) + tick, mask=hit)
+    if FREQUENCY:
+        heat = tl.load(heat_ptr + slot, mask=hit, other=0.0)
+        now = tl.load(counts_ptr + 1).to(tl.float32) * ageing
+        tl.store(heat_ptr + slot, warmer(heat, now), mask=hit)
+    miss = known & (slot < 0)
+    n_here = tl.sum(miss.to(tl.int32), 0)
+    n_hits = tl.sum(hit.to(tl.int32), 0)
+    if n_hits > 0:
+        tl.atomic_add(counts_ptr, n_hits.to(tl.int64))
+    if n_here > 0:
+        first = tl.atomic_add(n_missing_ptr, n_here)
+        tl.atomic_add(counts_ptr + 1, n_here.to(tl.int64))
+        at = first + tl.cumsum(miss.to(tl.int32), 0) - 1
+        tl.store(missing_ptr + at, row, mask=miss)
+
+
+@triton.jit
+def cooler(
+    best, least, offset, tick, floor, open_, n_slots, stamp_ptr, heat_ptr, FREQUENCY: tl.constexpr,
+):  # fmt: skip
+    """Of four slots at random, and the best so far, the one that is to go; -1 if none of them may."""
+    drawn = tl.randint4x(tick, offset)
+    for k in tl.static_range(4):
+        slot = (drawn[k].to(tl.uint32, bitcast=True).to(tl.int64)) % n_slots
+        stamp = tl.load(stamp_ptr + slot, mask=open_, other=0)
+        if FREQUENCY:
+            score = tl.load(heat_ptr + slot, mask=open_, other=0.0)
+        else:
+            score = stamp
+        better = open_ & (stamp < floor) & (score < least)
+        best = tl.where(better, slot, best)
+        least = tl.where(better, score, least)
+    return best, least
+
+
+@triton.jit(do_not_specialize=["window", "n_slots", "ageing"])
+def claim(
+    missing_ptr, n_missing_ptr, slots_ptr, victims_ptr,
+    slot_of_row_ptr, row_of_slot_ptr, stamp_ptr, heat_ptr, dirty_ptr, clock_ptr, counts_ptr,
+    window, n_slots, ageing,
+    DIRECT: tl.constexpr, FREQUENCY: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A slot for each row that is missing, and whose it was, if that row has to go home.
+
+    Slots of this batch carry the current tick, those of the last `window` batches one that is not older
+    than that: they stay. Whoever raises a slot's stamp first has it. A row for which nothing is left gets
+    the slot -1, and stays at home.
+    """
+    first = tl.program_id(0) * BLOCK
+    n = tl.load(n_missing_ptr)
+    if first < n:
+        i = first + tl.arange(0, BLOCK)
+        open_ = i < n
+        row = tl.load(missing_ptr + i, mask=open_, other=0)
+        tick = tl.load(clock_ptr)
+        now = tl.load(counts_ptr + 1).to(tl.float32) * ageing
+        floor = tick - window
+        slot = tl.zeros([BLOCK], tl.int64) - 1
+        if DIRECT:  # there is a slot for every row
+            slot = tl.where(open_, row, slot)
+            tl.store(stamp_ptr + slot, tl.zeros([BLOCK], tl.int64) + tick, mask=open_)
+            open_ = open_ & (i < 0)
+        if FREQUENCY:
+            none = tl.full([BLOCK], float("inf"), tl.float32)
+        else:
+            none = tl.full([BLOCK], 0x7FFFFFFFFFFFFFFF, tl.int64)
+        turn = 0
+        left = tl.sum(open_.to(tl.int32), 0)
+        while (left > 0) & (turn < ROUNDS):
+            best = tl.zeros([BLOCK], tl.int64) - 1
+            least = none
+            offset = row * (2 * ROUNDS) + 2 * turn
+            for half in tl.static_range(2):
+                best, least = cooler(
+                    best, least, offset + half, tick, floor, open_, n_slots, stamp_ptr, heat_ptr, FREQUENCY
+                )
+            wanted = open_ & (best >= 0)
+            before = tl.atomic_max(stamp_ptr + best, tl.zeros([BLOCK], tl.int64) + tick, mask=wanted)
+            won = wanted & (before < floor)
+            slot = tl.where(won, best, slot)
+            open_ = open_ & (won == 0)
+            left = tl.sum(open_.to(tl.int32), 0)
+            turn += 1
+        at = tl.zeros([], tl.int64)
+        while (left > 0) & (at < n_slots):  # nearly all are in use: look at every one
+            best = (row + at) % n_slots
+            stamp = tl.load(stamp_ptr + best, mask=open_, other=0)
+            wanted = open_ & (stamp < floor)
+            before = tl.atomic_max(stamp_ptr + best, tl.zeros([BLOCK], tl.int64) + tick, mask=wanted)
+            won = wanted & (before < floor)
+            slot = tl.where(won, best, slot)
+            open_ = open_ & (won == 0)
+            left = tl.sum(open_.to(tl.int32), 0)
+            at += 1
+        taken = (i < n) & (slot >= 0)
+        old = tl.load(row_of_slot_ptr + slot, mask=taken, other=-1)
+        dirty = tl.load(dirty_ptr + slot, mask=taken, other=0)
+        gone = taken & (old >= 0)
+        if not DIRECT:
+            tl.store(slot_of_row_ptr + old, tl.zeros([BLOCK], tl.int32) - 1, mask=gone)
+        tl.store(slot_of_row_ptr + row, slot.to(tl.int32), mask=taken)
+        tl.store(row_of_slot_ptr + slot, row, mask=taken)
+        tl.store(dirty_ptr + slot, tl.zeros([BLOCK], tl.int32), mask=taken)
+        if FREQUENCY:
+            tl.store(heat_ptr + slot, tl.zeros([BLOCK], tl.float32) + now, mask=taken)
+        written = gone & (dirty != 0)
+        tl.store(slots_ptr + i, slot, mask=i < n)
+        tl.store(victims_ptr + i, tl.where(written, old, -1), mask=i < n)
+        n_gone = tl.sum(gone.to(tl.int32), 0)
+        n_written = tl.sum(written.to(tl.int32), 0)
+        n_over = tl.sum(((i < n) & (slot < 0)).to(tl.int32), 0)
+        if n_gone > 0:
+            tl.atomic_add(counts_ptr + 2, n_gone.to(tl.int64))
+        if n_written > 0:
+            tl.atomic_add(counts_ptr + 3, n_written.to(tl.int64))
+        if n_over > 0:
+            tl.atomic_add(counts_ptr + 4, n_over.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["memory", "cached"])
+def swap(
+    memory, cached, missing_ptr, slots_ptr, victims_ptr, n_missing_ptr,
+    STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Read each missing record from home and write the one that it replaces to its own; a word is 8 bytes."""
+    n = tl.load(n_missing_ptr)
+    column = tl.arange(0, COLUMNS)[None, :]
+    for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
+        i = (first + tl.arange(0, ROWS))[:, None]
+        row = tl.load(missing_ptr + i, mask=i < n, other=0)
+        slot = tl.load(slots_ptr + i, mask=i < n, other=-1)
+        victim = tl.load(victims_ptr + i, mask=i < n, other=-1)
+        here = field(cached + slot * STRIDE, 0, tl.int64)
+        home = field(memory + row * STRIDE, 0, tl.int64)
+        away = field(memory + victim * STRIDE, 0, tl.int64)
+        for start in tl.static_range(0, WORDS, COLUMNS):
+            inside = start + column < WORDS
+            comes = (slot >= 0) & inside
+            goes = (victim >= 0) & inside
+            new = tl.load(home + start + column, mask=comes)
+            old = tl.load(here + start + column, mask=goes)
+            tl.store(away + start + column, old, mask=goes)  # before the new one, which is still on its way
+            tl.store(here + start + column, new, mask=comes)
+
+
+@triton.jit(do_not_specialize=["memory", "cached", "n_slots"])
+def flush(
+    memory, cached, row_of_slot_ptr, dirty_ptr, n_slots,
+    STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write home what has changed; it stays here, too. The marks stay: other warps may yet look at them."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    for first in range(tl.program_id(0) * ROWS, n_slots, tl.num_programs(0) * ROWS):
+        slot = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
+        dirty = tl.load(dirty_ptr + slot, mask=slot < n_slots, other=0) != 0
+        row = tl.load(row_of_slot_ptr + slot, mask=dirty, other=-1)
+        here = field(cached + slot * STRIDE, 0, tl.int64)
+        home = field(memory + row * STRIDE, 0, tl.int64)
+        for start in tl.static_range(0, WORDS, COLUMNS):
+            inside = (row >= 0) & (start + column < WORDS)
+            tl.store(home + start + column, tl.load(here + start + column, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["memory", "cached", "n", "n_rows"])
+def look(
+    memory, cached, slot_of_row_ptr, ids_ptr, out_ptr, n, n_rows,
+    STRIDE: tl.constexpr, TYPE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The weights of ids, wherever they are; zeros for an id that is no row."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    i = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    row = tl.load(ids_ptr + i, mask=i < n, other=-1).to(tl.int64)
+    known = (row >= 0) & (row < n_rows)
+    slot = tl.load(slot_of_row_ptr + row, mask=known, other=-1).to(tl.int64)
+    record = tl.where(slot >= 0, cached + slot * STRIDE, memory + row * STRIDE)
+    weight = tl.load(field(record, 0, TYPE) + column, mask=known & (column < DIM), other=0.0)
+    tl.store(out_ptr + i * DIM + column, weight, mask=(i < n) & (column < DIM))

@@ -1,0 +1,130 @@
+"""A row cache's decisions: which rows are in which slots, and who makes room for rows that come.
+
+Given twice, as all operations: for torch, where a caller may do things in between, and in `_triton.cache`
+for GPUs, where nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+POLICIES = ("lru", "lfu")
+HALF_LIFE = 4  # for "lfu": a use counts half after as many misses as would fill the cache so many times
+ROUNDS = 16  # how often a row that comes looks at slots at random, before all are looked at
+WAYS = 8  # how many slots are looked at for each row that comes
+FREE = -(1 << 62)  # the stamp of a slot that was never used
+COUNTS = ("hits", "misses", "evictions", "written", "overflow")
+
+
+class Tags:
+    """Which row is in which slot, when it was last used, and whether it has changed since it was at home.
+
+    `slot_of_row` and `row_of_slot` are inverse to each other; -1 stands for none. The current tick is that of
+    the batch at hand: what carries it stays. With a slot for every row, each has its own.
+    """
+
+    def __init__(self, n_rows: int, n_slots: int, *, policy: str, device: torch.device) -> None:
+        self.policy = policy
+        self.n_slots = n_slots
+        self.direct = n_slots >= n_rows
+        self.hand = 0
+        """Where to look next for slots, if the host decides."""
+        self.slot_of_row = torch.full((n_rows,), -1, dtype=torch.int32, device=device)
+        self.row_of_slot = torch.full((n_slots,), -1, dtype=torch.int64, device=device)
+        self.stamp = torch.full((n_slots,), FREE, dtype=torch.int64, device=device)
+        self.heat = torch.full((n_slots if policy == "lfu" else 0,), -torch.inf, device=device)
+        self.dirty = torch.zeros(n_slots, dtype=torch.int32, device=device)
+        self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+
+    def forget(self) -> None:
+        """Nothing is here any more."""
+        self.slot_of_row.fill_(-1)
+        self.row_of_slot.fill_(-1)
+        self.stamp.fill_(FREE)
+        self.heat.fill_(-torch.inf)
+        self.dirty.zero_()
+
+    @property
+    def ageing(self) -> float:
+        """How far a miss moves the time in which uses age; one half-life is 1."""
+        return 1.0 / (HALF_LIFE * self.n_slots)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory they take."""
+        held = (self.slot_of_row, self.row_of_slot, self.stamp, self.heat, self.dirty)
+        return sum(tensor.nbytes for tensor in held)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Rows that come, the slots they get, and which rows must go home from these (-1: none)."""
+
+    rows: Tensor
+    slots: Tensor
+    victims: Tensor
+    evicted: int
+    """How many rows leave, those among them that need not be written included."""
+
+
+def choose(tags: Tags, rows: Tensor, *, window: int = 0) -> Arrivals:
+    """Touch the rows that are here; find slots for the others. Rows are distinct and exist.
+
+    Slots of this batch and of the last `window` batches are kept. A row for which none is left stays at home.
+    Beside times of use and counts nothing changes until `take_in`: whoever moves the records may fail.
+    """
+    tags.clock += 1
+    tick = int(tags.clock)
+    slots = tags.slot_of_row[rows].long()
+    here = slots >= 0
+    hits = slots[here]
+    tags.stamp[hits] = tick
+    now = float(tags.counts[1]) * tags.ageing
+    if tags.policy == "lfu":
+        tags.heat[hits] = torch.logaddexp2(tags.heat[hits], torch.tensor(now))
+    coming = rows[~here]
+    slots = coming if tags.direct else _slots_for(tags, len(coming), tick, tick - window)
+    coming = coming[: len(slots)]
+    old = tags.row_of_slot[slots]
+    n_missing = len(rows) - len(hits)
+    victims = torch.where(tags.dirty[slots] != 0, old, -1)
+    evicted = int((old >= 0).sum())
+    counts = [len(hits), n_missing, evicted, int((victims >= 0).sum()), n_missing - len(coming)]
+    tags.counts += torch.tensor(counts)
+    return Arrivals(coming, slots, victims, evicted)
+
+
+def take_in(tags: Tags, arrivals: Arrivals) -> None:
+    """The records have been moved."""
+    old = tags.row_of_slot[arrivals.slots]
+    tags.slot_of_row[old[old >= 0]] = -1
+    tags.slot_of_row[arrivals.rows] = arrivals.slots.to(torch.int32)
+    tags.row_of_slot[arrivals.slots] = arrivals.rows
+    tags.stamp[arrivals.slots] = tags.clock
+    tags.dirty[arrivals.slots] = 0
+    if tags.policy == "lfu":
+        tags.heat[arrivals.slots] = float(tags.counts[1]) * tags.ageing
+
+
+def _slots_for(tags: Tags, n_rows: int, tick: int, floor: int) -> Tensor:
+    """Slots that are to go: of the next ones around the cache, `WAYS` times as many as needed, those with the
+    lowest scores. Fewer if no more can.
+    """
+    chosen = []
+    n_left, n_unseen = n_rows, tags.n_slots
+    while n_left and n_unseen:
+        n_seen = min(WAYS * n_left, n_unseen)
+        seen = torch.arange(tags.hand, tags.hand + n_seen) % tags.n_slots
+        tags.hand = (tags.hand + n_seen) % tags.n_slots
+        n_unseen -= n_seen
+        seen = seen[tags.stamp[seen] < floor]
+        score = tags.heat[seen] if tags.policy == "lfu" else tags.stamp[seen]
+        found = seen[torch.topk(score, min(n_left, len(seen)), largest=False, sorted=False).indices]
+        tags.stamp[found] = tick
+        chosen.append(found)
+        n_left -= len(found)
+    return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64)

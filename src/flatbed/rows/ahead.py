@@ -1,0 +1,141 @@
+"""Rows of batches to come, brought to where they will be used while the batch before is at work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatbed.kernels.rows import distinct, narrow
+from flatbed.rows.cache import DeviceCache, HostCache, Ticket
+from flatbed.rows.disk import DiskTier
+from flatbed.rows.ids import as_ids, check_range
+from flatbed.rows.table import Table
+
+AT_ONCE = 1024  # rows that are read while the training thread has to wait, if it wants to read, too
+
+
+@dataclass(slots=True)
+class Staged:
+    """One batch's lookups in one table."""
+
+    n_ids: int
+    tickets: list[Ticket] = field(default_factory=list)
+    ready: bool = False
+    """Whether lookups can make use of the tickets."""
+
+
+class Ahead:
+    """Rows of one table for batches to come.
+
+    Nothing here changes what a lookup gives: it is faster when the rows have come before it.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self._stream: Any = None  # of the thread that stages
+        self._after: torch.cuda.Event | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table computes."""
+        return self.table.store.device
+
+    def stage(self, ids: list[Tensor]) -> Staged:
+        """Look at ids on the host, and read from disk what must be. For one thread, batch after batch."""
+        wanted = [as_ids(one).flatten() for one in ids]
+        for one in wanted:
+            check_range(one, self.table.num_embeddings)
+        staged = Staged(sum(len(one) for one in wanted))
+        store = self.table.store
+        if store.config.storage != "disk" or staged.n_ids == 0:
+            return staged
+        if self.device.type == "cpu":
+            tier = store.tier
+            assert isinstance(tier, DiskTier)
+            for rows in torch.split(torch.unique(torch.cat(wanted)), AT_ONCE):
+                tier.gather(rows)  # into the system's memory
+            return staged
+        cache = store.cache_for(staged.n_ids)
+        if isinstance(cache, HostCache):
+            with torch.cuda.stream(self._own_stream()):
+                self._bring(cache, wanted, staged)
+        return staged
+
+    def _own_stream(self) -> Any:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def _bring(self, cache: HostCache, wanted: list[Tensor], staged: Staged) -> None:
+        """All or nothing, since a lookup uses rows that are here without looking."""
+        for ids in wanted:
+            if self._after is not None:
+                self._stream.wait_event(self._after)
+            ticket = cache.come_early(torch.unique(ids))
+            if ticket is None:
+                self.drop(staged)
+                return
+            ticket.done = self._stream.record_event()
+            staged.tickets.append(ticket)
+
+    def admit(
+        self, staged: Staged, ids: list[Tensor], *, after: torch.cuda.Event | None, front: bool
+    ) -> bool:
+        """Bring the rows of ids on the computing device into its cache, in the current stream.
+
+        False if that is not possible now. `after`: all that was issued for batches before.
+        """
+        if staged.ready:
+            return True
+        store = self.table.store
+        if self.device.type == "cpu" or staged.n_ids == 0:
+            return True
+        cache = store.cache_for(staged.n_ids)
+        if isinstance(cache, HostCache):
+            self._complete(cache, staged, ids)
+        elif isinstance(cache, DeviceCache):
+            late = bool(cache.captured)  # graphs do not say when they run: after the one launched last
+            if (late and not front) or not cache.has_room(staged.n_ids):
+                return False
+            staged.tickets = [cache.come_early(as_ids(one), after) for one in ids]
+        staged.ready = True
+        return True
+
+    def _keys(self, ids: Tensor) -> Tensor:
+        return narrow(as_ids(ids).reshape(-1), self.table.num_embeddings)
+
+    def _complete(self, cache: HostCache, staged: Staged, ids: list[Tensor]) -> None:
+        """The rows are on their way; what remains is the order of the ids."""
+        stream = torch.cuda.current_stream(self.device)
+        for ticket, one in zip(staged.tickets, ids, strict=False):
+            assert ticket.done is not None
+            stream.wait_event(ticket.done)
+            ticket.ids, ticket.version, ticket.keys = one, one._version, self._keys(one)
+            ticket.found = distinct(ticket.keys, self.table.num_embeddings)
+            ticket.done = stream.record_event()
+
+    def begin(self, staged: Staged) -> None:
+        """The batch is about to be handed out, to the current stream."""
+        if staged.ready and staged.tickets:
+            if self.device.type == "cuda":
+                stream = torch.cuda.current_stream(self.device)
+                for ticket in staged.tickets:
+                    ticket.record_stream(stream)
+            self.table.tickets.extend(staged.tickets)
+
+    def finish(self, staged: Staged, after: torch.cuda.Event | None) -> None:
+        """The batch is done with: `after` this event, its rows may go."""
+        self._after = after
+        self.drop(staged)
+
+    def drop(self, staged: Staged) -> None:
+        """The batch will not be looked up any more."""
+        gone = staged.tickets
+        staged.tickets = []
+        for ticket in gone:
+            ticket.end()
+            if ticket in self.table.tickets:
+                self.table.tickets.remove(ticket)

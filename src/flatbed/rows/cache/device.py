@@ -1,0 +1,215 @@
+"""A cache that decides on the computing device, whose kernels reach all records: the host is not asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatbed.kernels import rows as ops
+from flatbed.kernels.cache import Tags
+from flatbed.kernels.rows import Distinct, Place
+from flatbed.rows.cache.passages import Lease, Passages
+from flatbed.rows.cache.stats import CacheStats
+from flatbed.rows.cache.ticket import Ticket
+from flatbed.rows.cache.under_way import UnderWay
+from flatbed.rows.tiers import MemoryTier
+
+
+class DeviceCache:
+    """Hot records in the memory of the device that computes, over a tier that its kernels can address.
+
+    The record of a row is in the slot that the map says, or else at home; whoever reads or writes it looks
+    there first. So it does not matter for any result what is here.
+
+    Batches come through one after the other. One that comes ahead of time does so in a stream of its own: it
+    leaves alone the rows of batches with a live ticket, and everybody else waits for it.
+    """
+
+    def __init__(self, home: MemoryTier, n_slots: int, *, policy: str, device: torch.device) -> None:
+        assert home.memory is not None
+        self.home = home
+        self.record, self.n_rows, self.device = home.record, home.n_rows, device
+        self.memory: Tensor | None = None
+        self.tags = Tags(home.n_rows, n_slots, policy=policy, device=device)
+        self.records = torch.empty((n_slots, home.record.nbytes), dtype=torch.uint8, device=device)
+        self.place = Place(home.memory, self.records, self.tags.slot_of_row, self.tags.dirty)
+        self.section = 0
+        """How many batches have come through in the training stream."""
+        self.under_way = UnderWay()
+        self.foreign: tuple[Any, torch.cuda.Event] | None = None
+        """The stream of a batch that came ahead of time, and when it is done."""
+        self.captured: list[int] = []
+        """Ids of each batch whose coming is part of a CUDA graph."""
+        self.passages = Passages(self.tags, self.place)
+        self.entered = self.left = None
+        if device.type == "cuda":
+            self.entered, self.left = _external_event(), _external_event()
+
+    @property
+    def n_slots(self) -> int:
+        return self.tags.n_slots
+
+    # ---- streams
+
+    def wait(self) -> None:
+        """Let what is issued next see rows as they are: batches that came ahead of time are done then."""
+        if self.foreign is None or torch.cuda.is_current_stream_capturing():
+            return  # graphs have their own way
+        stream, done = self.foreign
+        current = torch.cuda.current_stream(self.device)
+        if done.query():  # type: ignore[no-untyped-call,unused-ignore]
+            self.foreign = None
+        elif current != stream:
+            current.wait_event(done)
+
+    def covers(self, ticket: Ticket | None) -> bool:
+        """Whether a batch's rows stay where they are, whoever comes at the same time."""
+        return ticket is not None and ticket.live and ticket.cache is self and ticket.section == self.section
+
+    # ---- batches
+
+    def come(self, keys: Tensor, bad: Tensor | None) -> Distinct:
+        """Find the distinct rows of a batch, and bring them here."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self._come_in_graph(keys, bad)
+        self.wait()
+        self.section += 1
+        self.under_way.come(len(keys))
+        return self._come(keys, bad, window=0)
+
+    def _come(self, keys: Tensor, bad: Tensor | None, *, window: int) -> Distinct:
+        from flatbed.kernels._triton import cache, rows
+
+        turn = cache.Turn(self.tags, len(keys))
+        found = rows.distinct(keys, self.n_rows, bad, turn)
+        cache.admit(self.tags, found.rows, turn, self.place, window=window)
+        return found
+
+    def _come_in_graph(self, keys: Tensor, bad: Tensor | None) -> Distinct:
+        """Nobody on the host sees it come: those ahead of time are waited for, and told, in the graph."""
+        stream = torch.cuda.current_stream(self.device)
+        self.captured.append(len(keys))
+        if self.entered is not None and self.left is not None:
+            stream.wait_event(self.entered)
+        found = self._come(keys, bad, window=0)
+        if self.left is not None:
+            self.left.record(stream)
+        return found
+
+    def pass_through(self, ids: Tensor, *, checked: bool) -> Lease | None:
+        """The same in one launch, if there is one for so many ids: checked ones on the host, or others."""
+        lease = self.passages.lease(ids.numel(), window=0, from_host=checked, checked=checked)
+        if lease is not None:
+            self.wait()
+            self.section += 1
+            self.under_way.come(ids.numel())
+            lease.run(ids.flatten())
+        return lease
+
+    def has_room(self, n_ids: int) -> bool:
+        """Whether a batch may come ahead of time: all that are under way fit together."""
+        taken = self.under_way.n_rows + sum(self.captured)
+        return self.tags.direct or taken + n_ids <= self.n_slots
+
+    def come_early(self, ids: Tensor, after: torch.cuda.Event | None) -> Ticket:
+        """The same ahead of time, in the current stream, which is not the training's; ids were checked."""
+        window = self.under_way.window
+        tick = self.under_way.come(ids.numel())
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        if stream is not None:
+            if self.captured and self.left is not None:
+                stream.wait_event(self.left)  # of the graph that was launched last; its rows stay
+                window = max(window, len(self.captured))
+            elif after is not None:
+                stream.wait_event(after)
+        lease = self.passages.lease(ids.numel(), window=window, from_host=False, checked=True)
+        if lease is not None:
+            lease.run(ids.reshape(-1))
+            keys, found = lease.keys, lease.found
+        else:
+            keys = ops.narrow(ids.reshape(-1), self.n_rows)
+            found = self._come(keys, None, window=window)
+        done = None
+        if stream is not None:
+            done = stream.record_event()
+            self.foreign = (stream, done)
+            if self.captured and self.entered is not None:
+                self.entered.record(stream)
+        ticket = Ticket(self, ids, ids._version, keys, found, self.section, tick, done, lease=lease)
+        self.under_way.begin(ticket, ids.numel())
+        return ticket
+
+    # ---- rows
+
+    def look(self, keys: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+        """The weights of ids, (n,) → (n, dim). Whoever calls has waited, or has a ticket."""
+        from flatbed.kernels._triton import cache
+
+        return cache.look(self.place, keys, dim, dtype, self.n_rows)
+
+    def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
+        """Copies of records, or of their first bytes; of zeros for the row -1."""
+        self.wait()
+        return ops.gather(self.place, ids, self.record.nbytes if nbytes is None else nbytes)
+
+    def scatter_(self, ids: Tensor, records: Tensor) -> None:
+        """Replace records, or their beginnings, where they are."""
+        self.wait()
+        ops.scatter_(self.place, ids, records)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A copy of consecutive records."""
+        self.flush()
+        return self.home.read(start, stop)
+
+    def write_(self, start: int, records: Tensor) -> None:
+        """Replace consecutive records."""
+        self.drop()
+        self.home.write_(start, records)
+
+    def flush(self) -> None:
+        """Write home what has changed, and wait until it is there."""
+        from flatbed.kernels._triton import cache
+
+        self.wait()
+        cache.flush(self.tags, self.place)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def drop(self) -> None:
+        """Write home what has changed, and be empty."""
+        self.flush()
+        self.section += 1
+        self.tags.forget()
+
+    def close(self) -> None:
+        """Give the memory back, and the home's."""
+        self.flush()
+        self.home.close()
+
+    # ---- what it has done, what it shall begin with
+
+    def stats(self) -> CacheStats:
+        """Counts so far. Waits for the device."""
+        return CacheStats.of(self.tags.counts.tolist(), rows=self.n_slots, nbytes=self.record.nbytes)
+
+    def warm(self, rows: Tensor, counts: Tensor) -> None:
+        """Bring rows here, the most used last; `counts` says how often each is used."""
+        for start in range(0, len(rows), 1 << 16):
+            some = rows[start : start + (1 << 16)].to(self.device)
+            self.come(some, None)
+            if self.tags.policy == "lfu":
+                slots = self.tags.slot_of_row[some].long()
+                weight = counts[start : start + (1 << 16)].to(self.device).float().log2()
+                here = slots >= 0
+                self.tags.heat[slots[here]] += weight[here]
+
+
+def _external_event() -> Any:
+    """An event that graphs record and wait for when they run; None where torch has none."""
+    try:
+        return torch.cuda.Event(external=True)  # type: ignore[call-arg,no-untyped-call,unused-ignore]
+    except TypeError:
+        return None

@@ -1,0 +1,253 @@
+"""A cache that decides on the host: over files, and wherever there are no kernels."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from flatbed.kernels.cache import Tags, choose, take_in
+from flatbed.kernels.choose import by_triton
+from flatbed.kernels.rows import Place
+from flatbed.rows.cache.stats import CacheStats
+from flatbed.rows.cache.ticket import Ticket
+from flatbed.rows.cache.under_way import UnderWay
+from flatbed.rows.disk import DiskTier
+from flatbed.rows.tier import Tier
+
+CPU = torch.device("cpu")
+WRITE_BYTES = 1 << 26  # of records on their way home at once
+
+
+class HostCache:
+    """Hot records in the memory of the device that computes, over any tier; which they are, the host knows.
+
+    Threads may come at the same time: all that looks at the map holds the lock.
+    """
+
+    def __init__(self, home: Tier, n_slots: int, *, policy: str, device: torch.device) -> None:
+        self.home = home
+        self.record, self.n_rows, self.device = home.record, home.n_rows, CPU
+        self.computes_on = device
+        self.memory: Tensor | None = None
+        self.tags = Tags(home.n_rows, n_slots, policy=policy, device=CPU)
+        self.records = torch.empty((n_slots, home.record.nbytes), dtype=torch.uint8, device=device)
+        self.lock = threading.RLock()
+        self.owed = torch.zeros(n_slots, dtype=torch.bool, device=CPU)
+        """Whether the row in a slot has changed, and has no place in the file of changes yet."""
+        self.n_owed = 0
+        """How many have: so much room is kept for them there."""
+        self.section = 0
+        self.retired = False
+        """Whether the table has another cache by now."""
+        self.under_way = UnderWay()
+        self.place = self._place() if device.type == "cuda" else None
+
+    def _place(self) -> Place:
+        """For kernels, which are asked for rows that are here, and for no others."""
+        maps = self.tags.slot_of_row.to(self.computes_on), self.tags.dirty.to(self.computes_on)
+        return Place(None, self.records, *maps)
+
+    @property
+    def n_slots(self) -> int:
+        return self.tags.n_slots
+
+    def covers(self, ticket: Ticket | None) -> bool:
+        """Whether a batch's rows are here and stay, whoever comes at the same time."""
+        return ticket is not None and ticket.live and ticket.cache is self and ticket.section == self.section
+
+    # ---- batches
+
+    def come(self, rows: Tensor) -> None:
+        """Bring rows here, which are distinct and on the host."""
+        with self.lock:
+            self.section += 1
+            self._come(rows, window=0)
+
+    def has_room(self, n_ids: int) -> bool:
+        """Whether a batch may come ahead of time: all that are under way fit together."""
+        return self.tags.direct or self.under_way.n_rows + n_ids <= self.n_slots
+
+    def come_early(self, rows: Tensor) -> Ticket | None:
+        """The same ahead of time; None if there is no room for all. The ids are yet to come."""
+        with self.lock:
+            if self.retired or not self.has_room(len(rows)):
+                return None
+            tick = self._come(rows, window=self.under_way.window)
+            ticket = Ticket(self, rows, -1, rows, None, self.section, tick, None, rows=rows)
+            self.under_way.begin(ticket, len(rows))
+            return ticket
+
+    def _come(self, rows: Tensor, *, window: int) -> int:
+        tick = self.under_way.come(len(rows))
+        arrivals = choose(self.tags, rows, window=window)
+        goes = arrivals.victims >= 0
+        if bool(goes.any()):
+            self._write_home(arrivals.slots[goes], arrivals.victims[goes])
+        if len(arrivals.rows):
+            slots = self._there(arrivals.slots)
+            records = self._there(self.home.gather(arrivals.rows))
+            self.records.index_copy_(0, slots, records)
+            if self.place is not None:
+                assert self.place.slot_of_row is not None
+                gone = self.tags.row_of_slot[arrivals.slots]
+                self.place.slot_of_row.index_fill_(0, self._there(gone[gone >= 0]), -1)
+                self.place.slot_of_row.index_copy_(0, self._there(arrivals.rows), slots.to(torch.int32))
+        take_in(self.tags, arrivals)
+        return tick
+
+    def _there(self, tensor: Tensor) -> Tensor:
+        """On the computing device."""
+        if self.computes_on.type != "cuda" or not tensor.numel():
+            return tensor.to(self.computes_on)
+        return tensor.pin_memory().to(self.computes_on, non_blocking=True)
+
+    def _write_home(self, slots: Tensor, rows: Tensor) -> None:
+        self.home.scatter_(rows, self.records.index_select(0, self._there(slots)).to(CPU))
+        if self.n_owed:
+            self.n_owed -= int(self.owed[slots].sum())
+            self.owed[slots] = False
+
+    # ---- rows
+
+    def make_room(self, rows: Tensor) -> None:
+        """Raise now if a full disk has no room for changes of these rows beside those that wait here."""
+        if not isinstance(self.home, DiskTier):
+            return
+        with self.lock:
+            slots = self.tags.slot_of_row[rows].long()
+            counted = self.owed[slots] & (slots >= 0)
+            self.home.make_room(rows[~counted], also=self.n_owed)
+
+    def changed(self, rows: Tensor) -> None:
+        """Kernels are about to write to these rows, which are here, and which room was made for."""
+        with self.lock:
+            self._changed(rows, self.tags.slot_of_row[rows].long())
+
+    def _changed(self, rows: Tensor, slots: Tensor) -> None:
+        """Remember to write these home, and for which of them there must be room until then."""
+        if isinstance(self.home, DiskTier):
+            clean = self.tags.dirty[slots] == 0
+            owed = slots[clean][self.home.unchanged(rows[clean])]
+            self.n_owed += len(owed)
+            self.owed[owed] = True
+        self.tags.dirty[slots] = 1
+
+    def look(self, keys: Tensor, ticket: Ticket | None, dtype: torch.dtype, dim: int) -> Tensor | None:
+        """The weights of a ticket's ids, (n,) → (n, dim), if kernels are at hand."""
+        if self.place is None or not by_triton(self.computes_on):
+            return None
+        from flatbed.kernels._triton import cache
+
+        if ticket is not None and ticket.done is not None:
+            torch.cuda.current_stream(self.computes_on).wait_event(ticket.done)
+        return cache.look(self.place, keys, dim, dtype, self.n_rows)
+
+    def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
+        """Copies of records, or of their first bytes, on the computing device; ids are on the host."""
+        nbytes = self.record.nbytes if nbytes is None else nbytes
+        with self.lock:
+            slots = self.tags.slot_of_row[ids].long()
+            here = slots >= 0
+            held = self.records[:, :nbytes]
+            if not len(ids):
+                return torch.empty((0, nbytes), dtype=torch.uint8, device=self.computes_on)
+            if bool(here.all()):
+                return held.index_select(0, self._there(slots))
+            out = torch.empty((len(ids), nbytes), dtype=torch.uint8, device=self.computes_on)
+            inside, outside = here.nonzero().flatten(), (~here).nonzero().flatten()
+            out.index_copy_(0, self._there(inside), held.index_select(0, self._there(slots[here])))
+            away = self.home.gather(ids[outside], nbytes)
+            return out.index_copy_(0, self._there(outside), self._there(away))
+
+    def scatter_(self, ids: Tensor, records: Tensor) -> None:
+        """Replace records where they are: those at home first, since that may fail."""
+        with self.lock:
+            self.make_room(ids)
+            slots = self.tags.slot_of_row[ids].long()
+            here = slots >= 0
+            records = records.to(self.computes_on)
+            if not bool(here.all()):
+                away = (~here).nonzero().flatten()
+                self.home.scatter_(ids[away], records[self._there(away)].to(CPU))
+            at = here.nonzero().flatten()
+            self.records.index_copy_(0, self._there(slots[at]), records.index_select(0, self._there(at)))
+            self._changed(ids[at], slots[at])
+            if self.computes_on.type == "cuda":  # another stream may write them home next
+                torch.cuda.current_stream(self.computes_on).synchronize()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A copy of consecutive records."""
+        with self.lock:
+            self.flush()
+            return self.home.read(start, stop)
+
+    def write_(self, start: int, records: Tensor) -> None:
+        """Replace consecutive records."""
+        with self.lock:
+            self.drop()
+            self.home.write_(start, records)
+
+    def flush(self) -> None:
+        """Write home what has changed."""
+        with self.lock:
+            if self.computes_on.type == "cuda":
+                torch.cuda.synchronize(self.computes_on)
+            dirty = self.tags.dirty.nonzero().flatten()
+            for slots in torch.split(dirty, max(1, WRITE_BYTES // self.record.nbytes)):
+                self._write_home(slots, self.tags.row_of_slot[slots])
+                self.tags.dirty[slots] = 0
+            self._owe_nothing()
+
+    def drop(self) -> None:
+        """Write home what has changed, and be empty."""
+        with self.lock:
+            self.flush()
+            self._forget()
+
+    def retire(self) -> None:
+        """The same for good: the table is about to have another cache."""
+        with self.lock:
+            self.drop()
+            self.retired = True
+
+    def abandon(self) -> None:
+        """The same, but drop what has changed."""
+        with self.lock:
+            if self.computes_on.type == "cuda":
+                torch.cuda.synchronize(self.computes_on)
+            self._forget()
+            self._owe_nothing()
+            self.retired = True
+
+    def _forget(self) -> None:
+        self.section += 1
+        self.tags.forget()
+        if self.place is not None:
+            assert self.place.slot_of_row is not None
+            self.place.slot_of_row.fill_(-1)
+
+    def _owe_nothing(self) -> None:
+        self.owed.zero_()
+        self.n_owed = 0
+
+    def close(self) -> None:
+        """Give the memory back, and the home's."""
+        self.home.close()
+
+    # ---- what it has done, what it shall begin with
+
+    def stats(self) -> CacheStats:
+        """Counts so far."""
+        return CacheStats.of(self.tags.counts.tolist(), rows=self.n_slots, nbytes=self.record.nbytes)
+
+    def warm(self, rows: Tensor, counts: Tensor) -> None:
+        """Bring rows here, the most used last; `counts` says how often each is used."""
+        for start in range(0, len(rows), 1 << 16):
+            some = rows[start : start + (1 << 16)]
+            self.come(some)
+            if self.tags.policy == "lfu":
+                slots = self.tags.slot_of_row[some].long()
+                here = slots >= 0
+                self.tags.heat[slots[here]] += counts[start : start + (1 << 16)][here].float().log2()

@@ -1,0 +1,107 @@
+"""Ways through a cache that are laid out once and used again, for sizes of batches that come again."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatbed.kernels.cache import Tags
+from flatbed.kernels.rows import NARROW, Distinct, Place
+
+SIZES = 16  # kinds of batches that get a way of their own
+SOON = 2  # how often a kind has come before it gets one
+AT_ONCE = 8  # batches of a kind that are at work: if somebody keeps more, they do without
+
+
+class Lease:
+    """The use of a passage; it goes back when nobody needs what it has found any more."""
+
+    __slots__ = ("_home", "passage")
+
+    def __init__(self, passage: Any, home: list[Any]) -> None:
+        self.passage, self._home = passage, home
+
+    def __del__(self) -> None:
+        self._home.append(self.passage)
+
+    @property
+    def keys(self) -> Tensor:
+        """The ids as kernels take them."""
+        keys: Tensor = self.passage.keys
+        return keys
+
+    @property
+    def found(self) -> Distinct:
+        """Their distinct rows."""
+        found: Distinct = self.passage.found
+        return found
+
+    @property
+    def bad(self) -> Tensor | None:
+        """Where the place of the first id out of range is, if they were not looked at."""
+        bad: Tensor | None = self.passage.bad
+        return bad
+
+    def run(self, ids: Tensor) -> None:
+        """Let ids pass, in the current stream; (n,), on the host if that is where they are taken from."""
+        if self.passage.staging is not None:
+            self.passage.run(ids)
+            return
+        from flatbed.kernels._triton import rows
+
+        rows.narrow(ids, self.passage.n_rows, self.passage.keys)
+        self.passage.run(None)
+
+
+class Passages:
+    """All passages of one cache. A stream has its own: what they share must not be used by two."""
+
+    def __init__(self, tags: Tags, place: Place) -> None:
+        self.tags, self.place = tags, place
+        self.free: dict[Any, list[Any]] = {}
+        self.seen: Counter[Any] = Counter()
+        self.n_made: Counter[Any] = Counter()
+        self.pools: dict[int, Any] = {}
+        self.usable = tags.clock.is_cuda and len(tags.slot_of_row) <= NARROW
+
+    def lease(self, n: int, *, window: int, from_host: bool, checked: bool) -> Lease | None:
+        """A passage for so many ids; None if there is none, or not yet."""
+        if not self.usable or n == 0:
+            return None
+        stream = int(torch._C._cuda_getCurrentRawStream(self.tags.clock.device.index))
+        kind = (n, window, from_host, checked, stream)
+        free = self.free.get(kind)
+        if free is None:
+            if len(self.seen) > 100 * SIZES:
+                self.seen.clear()
+            self.seen[kind] += 1
+            if self.seen[kind] <= SOON or len(self.free) >= SIZES:
+                return None
+            free = self.free[kind] = []
+        passage = None
+        if free:
+            passage = free.pop()
+        elif self.n_made[kind] < AT_ONCE:
+            self.n_made[kind] += 1
+            passage = self._made(*kind)
+        return None if passage is None else Lease(passage, free)
+
+    def _made(self, n: int, window: int, from_host: bool, checked: bool, stream: int) -> Any:
+        from flatbed.kernels._triton.passage import Passage
+
+        if stream not in self.pools:
+            self.pools[stream] = torch.cuda.graph_pool_handle()
+        pool = self.pools[stream]
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return Passage(
+                    self.tags, self.place, n, window=window, from_host=from_host, checked=checked, pool=pool
+                )
+        except RuntimeError as error:  # another capture is under way, for example
+            warnings.warn(f"lookups go on in many small launches, since: {error}", stacklevel=2)
+            self.usable = False
+            return None

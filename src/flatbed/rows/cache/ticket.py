@@ -1,0 +1,71 @@
+"""A batch whose rows were brought into a cache ahead of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatbed.kernels.rows import Distinct
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Ids that a lookup will come with, and what has been found out about them.
+
+    As long as it is live, no other batch's coming may move its rows.
+    """
+
+    cache: Any
+    ids: Tensor
+    """The tensor that the model will look up, on the computing device."""
+    version: int
+    """Of that tensor: another one means that others were written into it."""
+    keys: Tensor
+    """The same, flat, as kernels take them."""
+    found: Distinct | None
+    section: int
+    """How many batches had come through the cache in the training stream."""
+    tick: int
+    """Which of all batches that came through the cache it is."""
+    done: torch.cuda.Event | None
+    rows: Tensor | None = None
+    """The distinct rows, on the host, if that has found them."""
+    lease: Any = None
+    """Of the memory that all of this is in."""
+    live: bool = True
+
+    def end(self) -> None:
+        """Its rows may go."""
+        self.live = False
+        self.cache.under_way.end(self)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Its tensors were made in another stream, and this one uses them."""
+        if self.lease is not None:
+            return  # they are not given back to the allocator
+        found = self.found
+        held: list[Tensor | None] = [self.keys]
+        if found is not None:
+            held += [found.rows, found.inverse, found.order, found.starts, found.rank]
+        for tensor in held:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)
+
+    @property
+    def n_ids(self) -> int:
+        return self.keys.numel()
+
+    def matches(self, ids: Tensor) -> bool:
+        """Whether these are the ids that it was made for."""
+        mine = self.ids
+        return ids is mine or (
+            ids.data_ptr() == mine.data_ptr()
+            and ids.dtype == mine.dtype
+            and ids.numel() == mine.numel()
+            and ids.device == mine.device
+            and ids.is_contiguous()
+            and mine.is_contiguous()
+        )

@@ -1,0 +1,209 @@
+"""Tables with a row cache, when something fails: nothing is lost, and a full disk stops no checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flatbed
+from flatbed.errors import FlatbedError
+from flatbed.rows.disk import DiskTier
+from flatbed.rows.disk.file import MappedFile, NoSpace
+from flatbed.rows.disk.journal import Journal
+from flatbed.rows.gradient import Packed
+from tests.rows.tables import everything
+from tests.rows.test_cache_tables import DIM, ROWS, Twins, embedding, step
+from tests.rows.test_disk_files import largest_file
+
+# ---- what can fail
+
+
+OUTSIDE: dict[str, Callable[[Any], Any]] = {
+    "set_cache": lambda emb: emb.table.set_cache(3),
+    "resize": lambda emb: emb.table.resize(ROWS + 1),
+    "save": lambda emb: emb.state_dict(),
+    "checkpoint": lambda emb: emb.table.checkpoint(),
+    "another optimizer": lambda emb: (emb.table.drop_state(), emb.read_rows([1])),
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_changed_rows_outlast_a_failure_to_bring_them_home(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins("disk", tmp_path).train()
+    expected = everything(twins.cached)[0]
+
+    def fail(self: DiskTier, ids: Tensor, records: Tensor) -> None:
+        raise FlatbedError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "scatter_", fail)
+        with pytest.raises(FlatbedError, match="no space left"):
+            OUTSIDE[what](twins.cached)
+    assert torch.equal(everything(twins.cached)[0], expected)
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_dropping_changes_needs_no_room(
+    discard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table on a full disk can be closed; its cached rows are dropped with the others."""
+    twins = Twins("disk", tmp_path).train()
+
+    def fail(self: DiskTier, ids: Tensor, records: Tensor) -> None:
+        raise FlatbedError("no space left")
+
+    monkeypatch.setattr(DiskTier, "scatter_", fail)
+    if discard:
+        twins.cached.table.close(discard=True)
+    else:
+        with pytest.warns(UserWarning, match=r"^7 rows of .* changed since its last checkpoint"):
+            twins.cached.table.close()
+
+
+# ---- full disks
+
+
+WIDE = 380  # records of 1,536 bytes: a file for changes begins with room for 682 of them
+MANY = 3000
+FIRST_ROOM = 682
+
+
+def wide(folder: Path, n_slots: int) -> tuple[Any, Any]:
+    emb = flatbed.HostEmbedding(MANY, WIDE, storage="disk", path=folder / "wide", cache_rows=n_slots)
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    step(emb, optimizer, [0])  # from here on there is a file for changes
+    return emb, optimizer
+
+
+def part(number: int) -> range:
+    return range(100 * number, 100 * number + 100)
+
+
+def until_full(change: Callable[[int], None], most: int = 20) -> int:
+    """How many changes there was room for."""
+    for number in range(most):
+        try:
+            change(number)
+        except FlatbedError as error:
+            assert "free some space" in str(error)  # noqa: PT017
+            return number
+    return most
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    """Training stops with an error, at a lookup or at a step; it goes on when there is room again."""
+    emb, optimizer = wide(tmp_path, 500)
+    plain = flatbed.HostEmbedding(MANY, WIDE, cache_rows=0)
+    other = flatbed.optim.SGD(plain, lr=0.1)
+    step(plain, other, [0])
+    every = torch.arange(MANY)
+    with largest_file((tmp_path / "wide.journal").stat().st_size):
+        done = until_full(lambda number: step(emb, optimizer, part(number)))
+        optimizer.zero_grad()
+        for number in range(done):
+            step(plain, other, part(number))
+        assert torch.equal(emb.read_rows(every), plain.read_rows(every))
+    assert FIRST_ROOM - 100 <= 100 * done < 20 * 100
+    for number in range(done, 20):
+        for module, one in ((emb, optimizer), (plain, other)):
+            step(module, one, part(number))
+    assert torch.equal(emb.read_rows(every), plain.read_rows(every))
+    emb.table.close(discard=True)
+
+
+@pytest.mark.parametrize("how", ["step", "write_rows"])
+def test_a_full_disk_does_not_stop_the_next_checkpoint(how: str, tmp_path: Path) -> None:
+    """Changes are refused while there is no room for them; those that were accepted can be made durable."""
+    emb, optimizer = wide(tmp_path, 2000)
+
+    def change(number: int) -> None:
+        if how == "step":
+            step(emb, optimizer, part(number))
+        else:
+            emb(part(number))
+            emb.write_rows(part(number), torch.full((100, WIDE), float(number)))
+
+    with largest_file((tmp_path / "wide.journal").stat().st_size):
+        assert until_full(change) == FIRST_ROOM // 100
+        optimizer.zero_grad()
+        change(0)  # rows that have changed already need no other room
+        expected = emb.read_rows(range(MANY))
+        emb.table.checkpoint()
+    assert torch.equal(emb.read_rows(range(MANY)), expected)
+    emb.table.close(discard=True)
+
+
+# ---- the room that changed rows need
+
+
+def check_room(emb: Any) -> None:
+    """Every changed row has a place in the file of changes, or room for one."""
+    store = emb.table.store
+    cache, tier = store.cache, store.disk
+    waiting = cache.tags.row_of_slot[cache.tags.dirty != 0]
+    owed = waiting[tier.unchanged(waiting)]
+    assert sorted(cache.tags.row_of_slot[cache.owed].tolist()) == sorted(owed.tolist())
+    assert cache.n_owed == len(owed)
+    journal = tier._held.journal
+    assert journal._capacity >= journal.n_slots + cache.n_owed
+    assert store.n_unsaved == journal.n_slots + len(owed)
+
+
+@pytest.mark.parametrize("n_slots", [3, 8, ROWS])
+def test_room_is_kept_for_changed_rows(n_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through steps of any kind, checkpoints, and batches that come ahead of time."""
+    reserve = MappedFile.reserve
+
+    def exactly(self: MappedFile, size: int) -> None:
+        if self.path.name.endswith(".journal") and size > exact[0]:
+            raise NoSpace("only what must be")
+        reserve(self, size)
+
+    exact = [0]
+    grow = Journal._grow
+
+    def note(self: Journal, needed: int, n_rows: int) -> None:
+        exact[0] = self._size(needed)
+        grow(self, needed, n_rows)
+
+    monkeypatch.setattr(Journal, "_grow", note)
+    monkeypatch.setattr(MappedFile, "reserve", exactly)
+    emb = embedding("disk", tmp_path, n_slots)
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    draw = torch.Generator().manual_seed(0)
+    for number in range(120):
+        ids = torch.randint(0, ROWS, (int(torch.randint(1, 9, (), generator=draw)),), generator=draw)
+        kind = number % 6
+        if kind == 4:
+            emb.write_rows(ids, torch.randn(len(ids), DIM))
+        elif kind == 5:
+            written_by_kernels(emb, torch.unique(ids))
+        else:
+            step(emb, optimizer, ids)
+        check_room(emb)
+        if number % 17 == 16:
+            emb.table.checkpoint()
+            check_room(emb)
+            assert emb.table.store.n_unsaved == 0
+        elif number % 23 == 22:
+            emb.table.store.settle(changing=number % 2 == 0)
+            check_room(emb)
+    emb.table.close(discard=True)
+
+
+def written_by_kernels(emb: Any, rows: Tensor) -> None:
+    """As a step on a GPU does it with rows that came ahead of time."""
+    store = emb.table.store
+    cache = store.cache
+    ticket = cache.come_early(rows)
+    if ticket is not None:
+        store.make_room(torch.tensor([-1]), ticket)
+        store.place_of(Packed(rows, torch.empty(0), ticket=ticket))
+        ticket.end()

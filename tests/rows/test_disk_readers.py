@@ -1,0 +1,156 @@
+"""A slow disk keeps whoever reads from it waiting, and nobody else; nothing goes while it is being read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatbed.rows.disk import DiskTier, tier
+from tests.rows.crash_model import NBYTES, everything, fill, filled, made, random_records
+
+SOON = 0.2
+LATE = 20.0
+
+
+class SlowDisk:
+    """Reads from the table's file that begin while it is slow do not end until it is not."""
+
+    def __init__(self) -> None:
+        self.slow = False
+        self.began, self.goes_on = threading.Event(), threading.Event()
+        self._take = tier.take
+
+    def take(self, *given: Any, **options: Any) -> None:
+        if self.slow:
+            self.slow = False
+            self.began.set()
+            assert self.goes_on.wait(LATE)
+        self._take(*given, **options)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    slow = SlowDisk()
+    monkeypatch.setattr(tier, "take", slow.take)
+    yield slow
+    slow.goes_on.set()
+
+
+class Doing(threading.Thread):
+    """Something that another thread does."""
+
+    def __init__(self, what: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.what, self.result, self.error = what, None, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self.what()
+        except BaseException as error:
+            self.error = error
+
+    def done(self) -> Any:
+        self.join(LATE)
+        assert not self.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def waits(self) -> bool:
+        self.join(SOON)
+        return self.is_alive()
+
+
+def slow_reader(table: DiskTier, disk: SlowDisk, rows: range) -> Doing:
+    disk.slow = True
+    reader = Doing(lambda: table.gather(torch.tensor(rows)))
+    assert disk.began.wait(LATE)
+    return reader
+
+
+def test_others_read_and_write_meanwhile(tmp_path: Path, disk: SlowDisk) -> None:
+    """A reader gets the rows as they were when it came."""
+    table = made(tmp_path)
+    before = random_records(5)
+    table.scatter_(torch.arange(5), before)
+    reader = slow_reader(table, disk, range(20))
+    assert torch.equal(table.gather(torch.arange(50, 60)), torch.from_numpy(filled(50, 60, NBYTES)))
+    after = random_records(10)
+    table.scatter_(torch.arange(10), after)
+    assert torch.equal(table.gather(torch.arange(10)), after)
+    assert reader.is_alive()
+    disk.goes_on.set()
+    expected = torch.cat([before, torch.from_numpy(filled(5, 20, NBYTES))])
+    assert torch.equal(reader.done(), expected)
+    table.close()
+
+
+ENDS: dict[str, Callable[[DiskTier], Any]] = {
+    "checkpoint": lambda table: table.checkpoint({"step": 1}),
+    "resize": lambda table: table.resize(200, fill=fill),
+    "rebuilt": lambda table: table.rebuilt(
+        table.record, fill=lambda start, stop, records: records.copy_(table.read(start, stop))
+    ).close(),
+    "close": lambda table: table.close(),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_the_file_stays_as_it_is_while_it_is_read(what: str, tmp_path: Path, disk: SlowDisk) -> None:
+    table = made(tmp_path)
+    expected = torch.from_numpy(everything(table).copy())
+    reader = slow_reader(table, disk, range(100))
+    table.scatter_(torch.arange(100), random_records(100))
+    other = Doing(lambda: ENDS[what](table))
+    assert other.waits()
+    disk.goes_on.set()
+    assert torch.equal(reader.done(), expected)
+    other.done()
+    table.close()
+
+
+def test_a_reader_that_fails_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = made(tmp_path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "take", fail)
+        with pytest.raises(MemoryError):
+            table.gather(torch.arange(10))
+    Doing(table.checkpoint).done()
+    Doing(table.close).done()
+
+
+def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
+    """Every row that is read is whole, and is never older than one that was read before."""
+    table = made(tmp_path)
+    table.scatter_(torch.arange(100), torch.zeros(100, NBYTES, dtype=torch.uint8))
+    stop = threading.Event()
+
+    def read() -> int:
+        n_reads, last = 0, torch.zeros(100, dtype=torch.uint8)
+        while not stop.is_set():
+            found = table.gather(torch.arange(100))
+            assert (found == found[:, :1]).all(), "a torn row"
+            assert (found[:, 0] >= last).all(), "an older row"
+            last, n_reads = found[:, 0], n_reads + 1
+        return n_reads
+
+    readers = [Doing(read) for _ in range(3)]
+    draw = torch.Generator().manual_seed(0)
+    for number in range(1, 101):
+        rows = torch.randperm(100, generator=draw)[:60]
+        table.scatter_(rows, torch.full((60, NBYTES), number, dtype=torch.uint8))
+        if number % 4 == 0:
+            table.checkpoint()
+    stop.set()
+    assert all(reader.done() > 0 for reader in readers)
+    table.close()

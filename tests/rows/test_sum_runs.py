@@ -1,0 +1,140 @@
+"""Gradients of ids that occur often: long runs are summed in chunks, the same way wherever they lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatbed.kernels.rows import LEAD, NONE, distinct, sum_runs
+
+N_ROWS = 50
+CHUNK = 64
+LENGTHS = [1, 63, 64, 65, 128, 129]
+BATCHES: dict[str, list[int]] = {
+    **{str(length): [length] for length in LENGTHS},
+    "all of them": LENGTHS,
+    "long after short": [5, 129, 1, 1, 200, 64, 2],
+    "at the ends of windows": [64, 64, 65, 63, 192, 1],
+    "short ones alone": [3] * 30,
+}
+"""How often each row of a batch occurs."""
+
+
+def keys_of(lengths: list[int], draw: torch.Generator) -> Tensor:
+    """Ids in some order; the rows are not consecutive."""
+    rows = torch.randperm(N_ROWS, generator=draw)[: len(lengths)].sort().values
+    keys = rows.repeat_interleave(torch.tensor(lengths))
+    return keys[torch.randperm(len(keys), generator=draw)]
+
+
+def expected(grads: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """One after the other in the order of the ids, in chunks that are then added up in order."""
+    wide = torch.promote_types(grads.dtype, torch.float32)
+    rows, sums = torch.unique(keys), []
+    for row in rows:
+        total = torch.zeros(grads.shape[1], dtype=wide)
+        for number, chunk in enumerate(torch.split(grads[keys == row].to(wide), CHUNK)):
+            part = torch.zeros_like(total)
+            for grad in chunk:
+                part = part + grad
+            total = part if number == 0 else total + part
+        sums.append(total)
+    return rows, torch.stack(sums) if sums else grads.new_zeros((0, grads.shape[1]))
+
+
+def check(keys: Tensor, dim: int, dtype: torch.dtype, device: str, padding_idx: int | None = None) -> None:
+    draw = torch.Generator().manual_seed(1)
+    sizes = 10 ** (4 * torch.rand(len(keys), 1, generator=draw) - 2)  # every order of adding has its own bits
+    grads = (torch.randn(len(keys), dim, generator=draw) * sizes).to(dtype)
+    found = distinct(keys.to(device), N_ROWS)
+    rows, sums = sum_runs(grads.to(device), found, padding_idx)
+    wanted_rows, wanted = expected(grads, keys)
+    if padding_idx is not None:
+        wanted[wanted_rows == padding_idx] = 0
+        wanted_rows = torch.where(wanted_rows == padding_idx, NONE, wanted_rows)
+    n = len(wanted_rows)
+    assert sums.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.equal(rows[:n].cpu(), wanted_rows)
+    assert (rows[n:] == NONE).all()
+    assert torch.equal(sums[:n].cpu(), wanted)
+    assert not sums[n:].any()
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_runs(name: str, kernel_device: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    check(keys_of(BATCHES[name], draw), 3, torch.float32, kernel_device)
+
+
+@pytest.mark.parametrize("n", [64, 65, 1000])
+def test_ids_that_are_all_equal(n: int, kernel_device: str) -> None:
+    check(torch.full((n,), 7), 1, torch.float32, kernel_device)
+
+
+def test_a_run_of_thousand_among_others(kernel_device: str) -> None:
+    draw = torch.Generator().manual_seed(2)
+    check(keys_of([10, 1000, 3], draw), 2, torch.float32, kernel_device)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [(torch.bfloat16, 5), (torch.float64, 8), (torch.float16, 1), (torch.float32, 130)],
+    ids=str,
+)
+def test_dtypes_and_dims(dtype: torch.dtype, dim: int, kernel_device: str) -> None:
+    draw = torch.Generator().manual_seed(3)
+    check(keys_of([2, 130, 1, 64], draw), dim, dtype, kernel_device)
+
+
+@pytest.mark.parametrize("padding", ["long", "short", "absent"])
+def test_the_padding_row(padding: str, kernel_device: str) -> None:
+    """It is nobody, and has no gradient, however often it occurs."""
+    draw = torch.Generator().manual_seed(4)
+    keys = keys_of([65, 200, 1, 70], draw)
+    rows = torch.unique(keys)
+    padding_idx = {"long": int(rows[1]), "short": int(rows[2]), "absent": N_ROWS - 1}[padding]
+    assert padding != "absent" or padding_idx not in rows
+    check(keys, 3, torch.float32, kernel_device, padding_idx)
+
+
+def test_nothing(kernel_device: str) -> None:
+    check(torch.empty(0, dtype=torch.int64), 4, torch.float32, kernel_device)
+
+
+def test_ids_that_are_none(kernel_device: str) -> None:
+    """A long run of them has no sum, and those behind it are what they should be."""
+    keys = torch.cat([torch.full((100,), LEAD), torch.full((70,), 3), torch.full((2,), 9)])
+    keys = keys[torch.randperm(len(keys), generator=torch.Generator().manual_seed(5))]
+    grads = torch.randn(len(keys), 2)
+    found = distinct(keys.to(kernel_device), N_ROWS)
+    rows, sums = sum_runs(grads.to(kernel_device), found, None)
+    _, wanted = expected(grads, keys)
+    assert rows[:3].tolist() == [NONE, 3, 9]
+    assert torch.equal(sums[1:3].cpu(), wanted[1:])
+    assert not sums[0].any()
+
+
+def test_the_sum_of_a_row_depends_on_its_own_ids_alone(kernel_device: str) -> None:
+    """So that a batch can be split by rows, or others be added, without another bit."""
+    grads = torch.randn(150, 3)
+    alone = torch.full((150,), 20)
+    sums = []
+    for others in ([], [3] * 17, [3] * 63 + [30] * 5):
+        keys = torch.cat([torch.tensor(others, dtype=torch.int64), alone])
+        given = torch.cat([torch.randn(len(others), 3), grads])
+        rows, found = sum_runs(given.to(kernel_device), distinct(keys.to(kernel_device), N_ROWS), None)
+        sums.append(found[rows == 20])
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+
+
+def test_the_reference_adds_in_the_order_of_ids() -> None:
+    """Torch's own, on a CPU, does so without chunks: short runs have the same bits."""
+    draw = torch.Generator().manual_seed(6)
+    keys = keys_of([1, 63, 64, 7], draw)
+    grads = torch.randn(len(keys), 3)
+    rows, sums = sum_runs(grads, distinct(keys, N_ROWS), None)
+    wanted_rows, wanted = expected(grads, keys)
+    assert torch.equal(rows, wanted_rows)
+    assert torch.equal(sums, wanted)
