@@ -22,8 +22,9 @@ from flatbed.bench.cache_ways import (
     CachedTable,
     Shape,
 )
+from flatbed.bench.options import CacheCase
 from flatbed.bench.rows import read_rows
-from flatbed.cli import CacheCase, app
+from flatbed.cli import app
 from tests.bench.samples import CPU, MACHINE
 
 invoke = CliRunner().invoke
@@ -92,13 +93,13 @@ def test_step_takes_every_way_through_every_cache() -> None:
     rows = [row for row in run("step") if isinstance(row, CacheRow)]
     for law in ("uniform", "zipf 1.05", "zipf 1.2"):
         ways = [(row.way, row.cache_rows, row.policy) for row in rows if row.distribution == law]
-        small = [("flatbed", 128, "lru")] if law == "uniform" else []
+        small = [("flatbed", 128, "lfu")] if law == "uniform" else []
         assert ways == [
             ("flatbed", 0, None),
             *small,
-            ("flatbed", 300, "lfu"),
             ("flatbed", 300, "lru"),
-            ("flatbed, prefetched", 300, "lru"),
+            ("flatbed", 300, "lfu"),
+            ("flatbed, prefetched", 300, "lfu"),
             ("torch sparse", 0, None),
         ]
     assert {row.storage for row in rows if row.way == SPARSE.name} == {"device"}
@@ -304,7 +305,7 @@ def test_a_way_that_fails_is_named_and_does_not_cost_the_others(monkeypatch: pyt
     said: list[str] = []
     rows = run("step", said=said)
     assert {row.way for row in rows} == {"torch sparse", "flatbed"}
-    assert {row.cache_rows for row in rows if isinstance(row, CacheRow) and row.policy == "lru"} == {128, 300}
+    assert {row.cache_rows for row in rows if isinstance(row, CacheRow) and row.policy == "lfu"} == {128, 300}
     assert said == ["flatbed, prefetched: RuntimeError: no thread"] * 3
     assert all(row.ok for row in rows)
     result = invoke(app, ["bench", "cache", "step", "--device", "cpu"])

@@ -21,6 +21,7 @@ from flatbed.bench import (
     tables_step,
     tables_ways,
 )
+from flatbed.bench.options import TableCase, TableOptimizer
 from flatbed.bench.rows import Record, write_rows
 from flatbed.bench.tables_rows import (
     CASES,
@@ -39,7 +40,7 @@ from flatbed.bench.tables_rows import (
 )
 from flatbed.bench.tables_table import tables as rich_tables
 from flatbed.bench.tables_table import to_markdown
-from flatbed.cli import TableCase, TableOptimizer, app
+from flatbed.cli import app
 from flatbed.kernels import rows as ops
 from flatbed.kernels.rows import Place
 from flatbed.rows.tiers import MemoryTier

@@ -200,10 +200,9 @@ def test_room_is_kept_for_changed_rows(n_slots: int, tmp_path: Path, monkeypatch
 
 def written_by_kernels(emb: Any, rows: Tensor) -> None:
     """As a step on a GPU does it with rows that came ahead of time."""
-    store = emb.table.store
-    cache = store.cache
+    access, cache = emb.table.access, emb.table.store.cache
     ticket = cache.come_early(rows)
     if ticket is not None:
-        store.make_room(torch.tensor([-1]), ticket)
-        store.place_of(Packed(rows, torch.empty(0), ticket=ticket))
+        access.make_room(torch.tensor([-1]), ticket)
+        access.place_of(Packed(rows, torch.empty(0), ticket=ticket))
         ticket.end()

@@ -151,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A step, or write_rows."""
         rows = self.ids(numbers)
         records = self.records(len(rows))
-        self.store.scatter_(rows, records)
+        self.table.access.scatter_(rows, records)
         self.remember(rows, records)
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=25), times=st.integers(1, 3))
@@ -167,13 +167,13 @@ class CacheMachine(RuleBasedStateMachine):
         values = torch.randn(len(rows), DIM, generator=self.draw)
         self.table.write_rows(rows, values)
         assert torch.equal(self.table.read_rows(rows), values)
-        self.remember(rows, self.store.gather(rows))  # the bytes behind a weight are nobody's
+        self.remember(rows, self.table.access.gather(rows))  # the bytes behind a weight are nobody's
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=12), short=st.booleans())
     def gather(self, numbers: list[int], short: bool) -> None:
         rows = self.ids(numbers)[torch.randperm(len(self.ids(numbers)), generator=self.draw)]
         nbytes = DIM * 4 if short else self.nbytes
-        found = self.store.gather(rows, nbytes)
+        found = self.table.access.gather(rows, nbytes)
         assert found.shape == (len(rows), nbytes)
         if len(rows):
             assert torch.equal(found, self.wanted(rows)[:, :nbytes])

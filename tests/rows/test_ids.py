@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import flatbed
-from flatbed.rows.table import NOWHERE
+from flatbed.rows.suspects import NOWHERE
 
 ROWS, DIM = 50, 6
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -172,7 +172,7 @@ def test_what_is_to_be_looked_at_does_not_pile_up() -> None:
     ids = torch.tensor([[1, 2], [ROWS, 4]])
     for _ in range(10):
         table.suspect(ids, torch.tensor([NOWHERE]))
-    assert len(table._suspects) == 1
+    assert len(table.suspects) == 1
     table.suspect(ids, torch.tensor([2]))
     with pytest.raises(IndexError, match=r"id 50 at position \(1, 0\)"):
         table.suspect(ids, torch.tensor([NOWHERE]))

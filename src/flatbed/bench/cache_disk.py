@@ -70,7 +70,7 @@ def run(
         trainee = CachedTable(shape, device=device, model=model)
         try:
             source = Source(ZIPF_105, shape.n_rows, shape.n_ids, device=device)
-            mix = Mix(cache_rows, "lru", (ways(depths),))
+            mix = Mix(cache_rows, "lfu", (ways(depths),))
             trainee.use(mix.cache_rows, mix.policy)
             warm_up(trainee, source, setting.plan.warm_up)
             setting.stage(", ".join(way.name for way in mix.ways))

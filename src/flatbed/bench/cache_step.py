@@ -67,8 +67,8 @@ def step_mixes(law: Distribution, shape: Shape, cache_rows: int, device: torch.d
         groups = (*groups, (CAPTURED, CAPTURED_PREFETCHED))
     mixes = [Mix(0, "lru")]
     if law is UNIFORM:
-        mixes.append(Mix(min(4 * shape.n_ids, shape.n_rows), "lru"))
-    return [*mixes, Mix(cache_rows, "lfu"), Mix(cache_rows, "lru", groups)]
+        mixes.append(Mix(min(4 * shape.n_ids, shape.n_rows), "lfu"))
+    return [*mixes, Mix(cache_rows, "lru"), Mix(cache_rows, "lfu", groups)]
 
 
 def run_step(setting: StepSetting, cache_rows: int) -> Iterator[CacheRow]:
@@ -111,10 +111,10 @@ def run_rows(
         sized = replace(setting, shape=replace(setting.shape, n_rows=n_rows))
         with _table(sized) as trainee:
             for law in (UNIFORM, ZIPF_105):
-                yield from _measured(sized, trainee, Mix(min(cache_rows, n_rows), "lru"), _source(sized, law))
+                yield from _measured(sized, trainee, Mix(min(cache_rows, n_rows), "lfu"), _source(sized, law))
             if n_rows == setting.shape.n_rows:
                 for size in sizes:
-                    yield from _measured(sized, trainee, Mix(size, "lru"), _source(sized, HALF_HITS))
+                    yield from _measured(sized, trainee, Mix(size, "lfu"), _source(sized, HALF_HITS))
 
 
 @contextmanager

@@ -81,8 +81,7 @@ def _measured(setting: MoveSetting, shape: Shape, make: Any) -> Iterator[MoveRow
 @contextmanager
 def _flatbed(n_rows: int, device: torch.device) -> Iterator[Peer]:
     emb = flatbed.HostEmbedding(n_rows, DIM, storage="host", device=device, init="zeros")
-    store = emb.table.store
-    tier = store.tier
+    tier = emb.table.store.tier
     try:
         assert isinstance(tier, MemoryTier)
         assert tier.memory is not None
@@ -90,7 +89,7 @@ def _flatbed(n_rows: int, device: torch.device) -> Iterator[Peer]:
         number_(memory.view(-1))
         kind = getattr(getattr(tier, "_held", None), "kind", "unknown")
         movers = [Mover(ROWS, kind, _as_is, emb.read_rows, emb.write_rows)]
-        if store.place is not None:
+        if emb.table.access.place is not None:
             kernel = Mover(
                 KERNEL,
                 kind,

@@ -123,7 +123,7 @@ class OwnedTables:
             packs.append(table.pending.packed())
         for member, pack in zip(self.members, packs, strict=True):
             if pack is not None:
-                member.table.store.make_room(pack.rows, pack.ticket)
+                member.table.access.make_room(pack.rows, pack.ticket)
         return packs
 
     def _follow_groups(self) -> None:

@@ -171,8 +171,9 @@ class TableSteps:
     def _launch(self, index: int, pack: Packed, settings: Settings) -> None:
         from flatbed.kernels._triton.row_stepper import Work
 
-        store = self.members[index].table.store
-        place = store.place_of(pack)
+        table = self.members[index].table
+        store, access = table.store, table.access
+        place = access.place_of(pack)
         if place is not None:
             fetched = pack.fetched
             weights = None if fetched is None or fetched.edition != store.edition else fetched.weights
@@ -180,10 +181,10 @@ class TableSteps:
             self._kernels.update(index, work, settings)
             store.writes += 1
             return
-        records = store.gather(pack.rows).contiguous()
+        records = access.gather(pack.rows).contiguous()
         self._kernels.update(index, Work(pack.rows, pack.grads, Place(records), staged=True), settings)
         if not bool(self.shared[SKIP]):
-            store.scatter_(pack.rows, records)
+            access.scatter_(pack.rows, records)
 
     # ---- as torch operations
 
@@ -210,20 +211,20 @@ class TableSteps:
             member.table.pending.clear()
 
     def _step(self, member: Member, pack: Packed, settings: Settings) -> None:
-        store = member.table.store
+        access = member.table.access
         before = {name: float(value) for name, value in member.scalars.items()}
         after = before
         # Whole vectors, so that a row's bits do not depend on where the chunks end.
         size = max(1, CHUNK_BYTES // (pack.grads.shape[1] * 64)) * 16
-        if not store.in_memory:  # all or nothing
+        if not access.store.in_memory:  # all or nothing
             size = max(1, len(pack.rows))
         for start in range(0, max(1, len(pack.rows)), size):  # a step without rows counts as well
             rows, grads = pack.rows[start : start + size], pack.grads[start : start + size]
-            taken = store.take(rows)
+            taken = access.take(rows)
             for part, numbers in _alike(taken, member.row_scalars):
                 seed = next(self._seeds) if settings.stochastic_rounding else None
                 after = self._run(member, taken, part, grads=grads, numbers=before | numbers, seed=seed)
-            store.put_(rows, taken)
+            access.put_(rows, taken)
         for name, value in member.scalars.items():
             value.fill_(after[name])
 

@@ -37,6 +37,7 @@ class Ahead:
         self.table = table
         self._stream: Any = None  # of the thread that stages
         self._after: torch.cuda.Event | None = None
+        self._side: torch.cuda.Stream | None = None  # in which batches come early
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +101,9 @@ class Ahead:
             late = bool(cache.captured)  # graphs do not say when they run: after the one launched last
             if (late and not front) or not cache.has_room(staged.n_ids):
                 return False
-            staged.tickets = [cache.come_early(as_ids(one), after) for one in ids]
+            if self._side is None and self.device.type == "cuda":
+                self._side = torch.cuda.current_stream(self.device)
+            staged.tickets = [cache.come_early(as_ids(one), after, self._side) for one in ids]
         staged.ready = True
         return True
 
@@ -119,6 +122,11 @@ class Ahead:
 
     def begin(self, staged: Staged) -> None:
         """The batch is about to be handed out, to the current stream."""
+        cache = staged.tickets[0].cache if staged.tickets else None
+        if isinstance(cache, DeviceCache) and cache.captured:
+            if cache.entered is None:  # graphs cannot wait by themselves
+                cache.wait()
+            return  # they find the rows there, and nothing else
         if staged.ready and staged.tickets:
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device)

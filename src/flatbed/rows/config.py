@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,15 @@ class Config:
             "seed": self.seed,
             "padding_idx": self.padding_idx,
         }
+
+
+def with_cache(config: Config, cache_rows: Any, cache_bytes: Any, cache_policy: str) -> Config:
+    """The same with a cache as it was asked for, checked."""
+    for name, value in (("cache_rows", cache_rows), ("cache_bytes", cache_bytes)):
+        if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
+            raise TypeError(f"{name} must be an integer or None; found {value!r}")
+    rows, nbytes = (None if value is None else int(value) for value in (cache_rows, cache_bytes))
+    return replace(config, cache_rows=rows, cache_bytes=nbytes, cache_policy=cache_policy)
 
 
 def check_device(device: torch.device) -> None:

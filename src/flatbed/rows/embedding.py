@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from flatbed.errors import FlatbedError
 from flatbed.rows import initial
-from flatbed.rows.config import Config
+from flatbed.rows.config import Config, with_cache
 from flatbed.rows.ids import as_ids
 from flatbed.rows.lookup import fetched, find, looked_up, recording
 from flatbed.rows.memory import available_bytes
 from flatbed.rows.record import WEIGHT
-from flatbed.rows.table import Table, make, with_cache
+from flatbed.rows.table import Table, make
 from flatbed.rows.view import WeightView
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class TableModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        self.table.check_graph_ids()
+        self.table.suspects.check_graphs()
         destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT)
 
     def _load_from_state_dict(
@@ -223,7 +223,7 @@ class HostEmbedding(TableModule):
         batch = find(table, input, training=record)
         if record:
             return looked_up(table, batch)
-        rows = table.store.weights(batch.found.rows)
+        rows = table.access.weights(batch.found.rows)
         return rows.index_select(0, batch.found.inverse).view(*batch.shape, self.embedding_dim)
 
 
@@ -300,7 +300,7 @@ class HostEmbeddingBag(TableModule):
         if len(batch.shape) not in (1, 2):
             raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(batch.shape)}")
         found = batch.found
-        rows = fetched(table, found.rows) if record else table.store.weights(found.rows)
+        rows = fetched(table, found.rows) if record else table.access.weights(found.rows)
         if offsets is not None:
             offsets = as_ids(offsets).to(device)
         if per_sample_weights is not None:

@@ -101,7 +101,7 @@ def _compare(table: Table, rows: Tensor, link: torch.device) -> None:
     """Unequal replicas would drift apart: look at the rows of this step, or at every n-th of many."""
     apart = -(-len(rows) // SAMPLE)
     table._exchanges += 1
-    records = table.store.gather(rows[table._exchanges % apart :: apart]).cpu()
+    records = table.access.gather(rows[table._exchanges % apart :: apart]).cpu()
     digest = hashlib.sha256(records.contiguous().numpy().tobytes()).digest()
     digests = _gather(torch.tensor(list(digest), dtype=torch.uint8, device=link))
     if any(not torch.equal(one, digests[0]) for one in digests):

@@ -63,6 +63,21 @@ def _place(at: int, shape: tuple[int, ...]) -> str:
     return f"position {place[0] if len(place) == 1 else place}"
 
 
+def most_used(rows: Tensor, counts: Any, n_rows: int) -> tuple[Tensor, Tensor]:
+    """Distinct rows, the most frequent first, and how often they occur."""
+    check_range(rows, n_rows)
+    rows, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
+    if counts is not None:
+        given = torch.as_tensor(counts, dtype=torch.float64, device="cpu").flatten()
+        if len(given) != len(which) or bool((given < 0).any()):
+            raise ValueError(
+                f"counts are one per id, none of them negative; found {len(given)} for {len(which)} ids"
+            )
+        times = torch.zeros(len(rows), dtype=torch.float64).index_add_(0, which, given)
+    order = times.argsort(descending=True, stable=True)
+    return rows[order], times[order].clamp(min=1)
+
+
 def to_device(ids: Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """The same on the computing device. Nothing waits: they go through pinned memory of their own."""
     if ids.device == device or device.type != "cuda" or ids.device.type != "cpu":

@@ -15,7 +15,8 @@ from flatbed.rows.cache import Cache, DeviceCache, Ticket
 from flatbed.rows.cache.passages import Lease
 from flatbed.rows.gradient import Fetched
 from flatbed.rows.ids import as_ids, check_range, to_device
-from flatbed.rows.table import NOWHERE, Table
+from flatbed.rows.suspects import NOWHERE
+from flatbed.rows.table import Table
 
 
 @dataclass(slots=True)
@@ -59,8 +60,8 @@ def find(table: Table, ids: Any, *, lead: bool = False, training: bool = False) 
             return Batch(lease.keys, given.shape, lease.found, cache, lease=lease)
     keys = _keys(given, n_rows, device, checked=checked).flatten()
     if training and not capturing:
-        table.prepare_capture()
-    bad = None if checked else table.bad_place(capturing=capturing)
+        table.suspects.prepare_capture()
+    bad = None if checked else table.suspects.bad_place(capturing=capturing)
     found = _distinct_led(table, keys, bad, cache) if lead else _come(cache, keys, n_rows, bad)
     if bad is not None and not capturing:
         table.suspect(given, bad)
@@ -77,7 +78,7 @@ def _keys(ids: Tensor, n_rows: int, device: torch.device, *, checked: bool) -> T
 
 def _check_capture(table: Table, ids: Tensor) -> None:
     store = table.store
-    if not store.laid_out or store.waiting or store.place is None:
+    if not store.laid_out or store.waiting or table.access.place is None:
         raise FlatbedError(
             "a lookup of this table cannot be part of a CUDA graph"
             + (
@@ -108,7 +109,7 @@ def _distinct_led(table: Table, keys: Tensor, bad: Tensor | None, cache: Cache |
     if padding is not None:
         keys = torch.where(keys == padding, none, keys)
     found = _come(cache, torch.cat([keys.new_full((1,), none), keys]), table.num_embeddings, bad)
-    if bad is not None and bad is not table._graph_bad:
+    if bad is not None and not table.suspects.of_graphs(bad):
         bad -= (bad != NOWHERE).to(torch.int64)
     return Distinct(found.rows, found.inverse[1:])  # the key that was put in front is not one of the ids
 
@@ -118,13 +119,13 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, table: Table, batch: Batch) -> Tensor:
-        store, found = table.store, batch.found
+        access, found = table.access, batch.found
         ctx.table, ctx.found, ctx.fetched, ctx.ticket = table, found, None, batch.ticket
         ctx.lease = batch.lease
-        out = store.look(batch.keys, batch.ticket, batch.cache)
+        out = access.look(batch.keys, batch.ticket, batch.cache)
         if out is None:
-            rows = store.weights(found.rows)
-            ctx.fetched = Fetched(rows, store.edition) if by_triton(rows.device) else None
+            rows = access.weights(found.rows)
+            ctx.fetched = Fetched(rows, table.store.edition) if by_triton(rows.device) else None
             out = rows.index_select(0, found.inverse)
         return out.view(*batch.shape, table.embedding_dim)
 
@@ -143,7 +144,7 @@ class Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Table, rows: Tensor) -> Tensor:
         ctx.table, ctx.rows = table, rows
-        return table.store.weights(rows)
+        return table.access.weights(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:

@@ -1,4 +1,4 @@
-"""A table's rows: what they are made of, where they live, and how they move from one place to another."""
+"""A table's rows: what they are made of, where they live, and how they move from one home to another."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels import rows as ops
-from flatbed.kernels.choose import by_triton
-from flatbed.kernels.rows import Place
 from flatbed.rows import initial
-from flatbed.rows.cache import Cache, DeviceCache, HostCache, Ticket, build, slots_for
+from flatbed.rows.cache import Cache, DeviceCache, HostCache, build, slots_for
 from flatbed.rows.config import Config, check_device, fill_state, fill_weights
 from flatbed.rows.disk import DiskTier
-from flatbed.rows.gradient import Packed
 from flatbed.rows.progress import progress
-from flatbed.rows.record import WEIGHT, Field, Record
+from flatbed.rows.record import Field, Record
 from flatbed.rows.tier import Tier
 from flatbed.rows.tiers import CPU, MemoryTier, device_tier, host_tier
 
@@ -47,7 +43,8 @@ class Store:
         self.writes = 0
         """Counts whatever may have changed rows."""
         self._tier: Tier | None = None
-        self._cache: Cache | None = None
+        self.cache: Cache | None = None
+        """Hot records on the computing device, once a batch has come through: `cache_for`."""
         self._retired: list[Any] = []  # CUDA graphs still use their memory
         self._begins_anew = False  # the next layout keeps weights alone
         self._laying_out = threading.RLock()
@@ -300,7 +297,7 @@ class Store:
     @property
     def n_unsaved(self) -> int:
         """How many rows of a file have changed since its last checkpoint."""
-        waiting = self._cache.n_owed if isinstance(self._cache, HostCache) else 0
+        waiting = self.cache.n_owed if isinstance(self.cache, HostCache) else 0
         return self._tier.dirty_rows + waiting if isinstance(self._tier, DiskTier) else 0
 
     def close(self) -> None:
@@ -314,22 +311,22 @@ class Store:
             _let_go(self._tier)
             self.version += 1
 
-    # ---- rows
+    # ---- the cache in front of them
 
     def settle(self, *, changing: bool = False) -> None:
         """Let all rows be at home, since the host is about to look, or to change them."""
-        if self._cache is not None:
+        if self.cache is not None:
             if changing:
-                self._cache.drop()
+                self.cache.drop()
             else:
-                self._cache.flush()
+                self.cache.flush()
         if self.device.type == "cuda" and self._tier is not None:
             torch.cuda.synchronize(self.device)
 
     def cache_for(self, n_ids: int) -> Cache | None:
         """The cache that a batch of so many ids comes through, if the table has one."""
         _ = self.tier  # rows may be laid out anew, and then there is no cache
-        cache = self._cache
+        cache = self.cache
         if cache is not None and (2 * n_ids <= cache.n_slots or self.config.sized or cache.tags.direct):
             return cache
         if self.config.cache_rows == 0 or self.config.storage == "device":
@@ -338,7 +335,7 @@ class Store:
 
     def _fit_cache(self, n_ids: int) -> Cache | None:
         with self._laying_out:
-            tier, cache = self.tier, self._cache
+            tier, cache = self.tier, self.cache
             if _capturing(self.device):  # nothing can be made now
                 return cache
             n_slots = slots_for(self.config, tier.record, self.device, n_ids)
@@ -346,24 +343,19 @@ class Store:
             if n_slots <= n_now:
                 return cache
             self.forget_cache()
-            self._cache = build(tier, n_slots, policy=self.config.cache_policy, device=self.device)
-            return self._cache
-
-    @property
-    def cache(self) -> Cache | None:
-        """The cache, if there is one yet."""
-        return self._cache
+            self.cache = build(tier, n_slots, policy=self.config.cache_policy, device=self.device)
+            return self.cache
 
     def forget_cache(self) -> None:
         """Bring all rows home; the next batch finds a new cache. If that fails, this one stays."""
-        cache = self._cache
+        cache = self.cache
         if cache is None:
             return
         if isinstance(cache, HostCache):
             cache.retire()
         else:
             cache.drop()
-        self._cache = None
+        self.cache = None
         if isinstance(cache, DeviceCache) and cache.captured:
             self._retired += [cache, self._tier]
             warnings.warn(
@@ -374,154 +366,11 @@ class Store:
 
     def abandon_cache(self) -> None:
         """Drop what is in the cache of a table on disk: its rows are to be those of a checkpoint."""
-        cache, self._cache = self._cache, None
+        cache, self.cache = self.cache, None
         if isinstance(cache, HostCache):
             cache.abandon()
 
-    @property
-    def place(self) -> Place | None:
-        """Where kernels and operations of the computing device find all records, if they can."""
-        tier, cache = self.tier, self._cache
-        if isinstance(cache, DeviceCache):
-            return cache.place
-        if cache is not None or not isinstance(tier, MemoryTier):
-            return None
-        tier.check()
-        if tier.device == self.device or (tier.reach == self.device and by_triton(self.device)):
-            return Place(tier.memory)
-        return None
-
-    def place_of(self, pack: Packed) -> Place | None:
-        """Where kernels find these rows to change them; None if they cannot."""
-        cache = self._cache
-        if cache is None or not cache.covers(pack.ticket):
-            self.wait()
-            return self.place
-        if isinstance(cache, HostCache):
-            assert pack.ticket is not None
-            assert pack.ticket.rows is not None
-            cache.changed(pack.ticket.rows)
-        return cache.place
-
-    def wait(self) -> None:
-        """Let what is issued next see rows as they are: see `DeviceCache.wait`."""
-        if isinstance(self._cache, DeviceCache):
-            self._cache.wait()
-
-    def gather(self, rows: Tensor, nbytes: int | None = None) -> Tensor:
-        """Records on the computing device; zeros for the row -1."""
-        nbytes = self.record.nbytes if nbytes is None else nbytes
-        place = self.place
-        if place is not None:
-            self.wait()
-            return ops.gather(place, rows, nbytes)
-        if not len(rows):
-            return torch.empty((0, nbytes), dtype=torch.uint8, device=self.device)
-        front = self._front
-        wanted = rows.to(front.device)
-        present = wanted >= 0
-        records = front.gather(wanted if bool(present.all()) else wanted[present], nbytes)
-        if len(records) < len(rows):
-            whole = torch.zeros((len(rows), nbytes), dtype=torch.uint8, device=records.device)
-            records = whole.index_copy_(0, present.nonzero().flatten().to(records.device), records)
-        if records.device == self.device:
-            return records
-        return records.pin_memory().to(self.device, non_blocking=True)
-
-    @property
-    def _front(self) -> Tier:
-        """Where rows are looked for first."""
-        tier = self.tier
-        return tier if self._cache is None else self._cache
-
-    def scatter_(self, rows: Tensor, records: Tensor) -> None:
-        """Replace records; those of the row -1 go nowhere."""
-        self.writes += 1
-        place = self.place
-        if place is not None:
-            self.wait()
-            ops.scatter_(place, rows, records)
-            return
-        front = self._front
-        wanted = rows.to(front.device)
-        present = wanted >= 0
-        if bool(present.all()):
-            front.scatter_(wanted, records)
-        else:
-            front.scatter_(wanted[present], records[present.to(records.device)])
-
-    def look(self, keys: Tensor, ticket: Ticket | None, cache: Cache | None) -> Tensor | None:
-        """The weights of ids whose rows have come through the cache, (n,) → (n, dim), if kernels can."""
-        field = self.config.weight
-        if isinstance(cache, DeviceCache) and cache is self._cache:
-            if not cache.covers(ticket):
-                cache.wait()
-            elif ticket is not None and ticket.done is not None:
-                torch.cuda.current_stream(self.device).wait_event(ticket.done)
-            return cache.look(keys, field.dtype, field.count)
-        if isinstance(cache, HostCache) and cache is self._cache and cache.covers(ticket):
-            return cache.look(keys, ticket, field.dtype, field.count)
-        return None
-
-    def weights(self, rows: Tensor) -> Tensor:
-        """The weights of rows: (n,) → (n, dim), on the computing device."""
-        field = self.config.weight
-        return self.gather(rows, field.nbytes).view(field.dtype)
-
-    def take(self, rows: Tensor) -> dict[str, Tensor]:
-        """All fields of rows that exist, as tensors of their own on the computing device."""
-        tier = self.tier
-        if self._cache is None and isinstance(tier, MemoryTier) and tier.device == self.device:
-            tier.check()
-            assert tier.memory is not None
-            views = {f.name: self.record.view(tier.memory, f.name) for f in self.record.fields}
-            return {name: view.index_select(0, rows) for name, view in views.items()}
-        records = self.gather(rows)
-        return {f.name: self.record.view(records, f.name).contiguous() for f in self.record.fields}
-
-    def put_(self, rows: Tensor, fields: Mapping[str, Tensor]) -> None:
-        """The inverse of `take`."""
-        self.writes += 1
-        tier = self.tier
-        if self._cache is None and isinstance(tier, MemoryTier) and tier.device == self.device:
-            assert tier.memory is not None
-            for name, values in fields.items():
-                self.record.view(tier.memory, name).index_copy_(0, rows, values)
-            return
-        records = torch.zeros((len(rows), self.record.nbytes), dtype=torch.uint8, device=self.device)
-        for name, values in fields.items():
-            self.record.view(records, name).copy_(values)
-        self.scatter_(rows, records)
-
-    def make_room(self, rows: Tensor, ticket: Ticket | None = None) -> None:
-        """See that these rows can be written: a full disk is to stop a step before it has begun.
-
-        With the ticket of a batch that came ahead of time, the host need not ask the GPU which they are.
-        """
-        tier, cache = self.tier, self._cache
-        if not isinstance(tier, DiskTier):
-            return
-        known = ticket.rows if ticket is not None and cache is not None and cache.covers(ticket) else None
-        if known is None:
-            known = rows.to(tier.device)
-            known = known[known >= 0]
-        if isinstance(cache, HostCache):
-            cache.make_room(known)
-        else:
-            tier.make_room(known)
-
-    def put_weights_(self, rows: Tensor, values: Tensor) -> None:
-        """Replace the weights of rows, which are distinct; their state stays."""
-        self.writes += 1
-        place, field = self.place, self.config.weight
-        if place is None:
-            self.put_(rows, self.take(rows) | {WEIGHT: values})
-            return
-        self.wait()
-        # The bytes between a weight and what comes next are nobody's.
-        beginnings = torch.zeros((len(rows), self.record.padded), dtype=torch.uint8, device=self.device)
-        beginnings[:, : field.nbytes].view(field.dtype).copy_(values)
-        ops.scatter_(place, rows, beginnings)
+    # ---- consecutive rows
 
     def read_field(self, name: str, start: int, stop: int) -> Tensor:
         """A field of consecutive rows, in host memory."""

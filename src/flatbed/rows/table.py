@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing.context
 import warnings
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -14,15 +13,15 @@ from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
 from flatbed.rows import exchange
+from flatbed.rows.access import Access
 from flatbed.rows.cache import CacheStats, Ticket
-from flatbed.rows.config import Config, check_device
+from flatbed.rows.config import Config, check_device, with_cache
 from flatbed.rows.gradient import Fetched, Packed, Pending
-from flatbed.rows.ids import as_ids, check_range, out_of_range, to_device
+from flatbed.rows.ids import as_ids, check_range, most_used, to_device
 from flatbed.rows.record import Field
 from flatbed.rows.store import Store
+from flatbed.rows.suspects import Suspects
 from flatbed.rows.view import WeightView
-
-NOWHERE = (1 << 63) - 1
 
 
 class Owner(Protocol):
@@ -41,6 +40,7 @@ class Table(nn.Parameter):
     """
 
     store: Store
+    access: Access
     pending: Pending
     replicate: bool
     numbers: dict[str, Tensor]
@@ -50,26 +50,23 @@ class Table(nn.Parameter):
         empty = torch.empty(0, dtype=config.dtype, device="cpu")
         table = torch.Tensor._make_subclass(cls, empty, True)
         table.store = Store(config, device)
+        table.access = Access(table.store)
         table.pending = Pending(config.n_rows)
         table.replicate = replicate
         table._owner = None
         table._orphaned = False
-        table._suspects = []
+        table.suspects = Suspects(table.store)
         table._exchanges = 0
         table.tickets = []
-        table._graph_bad = None
-        table._in_graphs = False
         table.numbers = {}
         return table
 
     _owner: weakref.ref[Any] | None
     _orphaned: bool
-    _suspects: list[Suspect]
+    suspects: Suspects
     _exchanges: int
     tickets: list[Ticket]
     """Of batches that are at hand, and whose rows came ahead of time."""
-    _graph_bad: Tensor | None
-    _in_graphs: bool
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """All is done by `__new__`, as tensors have it."""
@@ -178,6 +175,18 @@ class Table(nn.Parameter):
             self._orphaned = True
         self.pending.record(rows, grads, fetched, ticket)
 
+    def suspect(self, ids: Tensor, bad: Tensor) -> None:
+        """Remember a batch whose range was checked on the GPU. Without steps, too, they must not pile up."""
+        self.raise_bad_ids(wait=False)
+        self.suspects.add(ids, bad)
+
+    def raise_bad_ids(self, *, wait: bool = True) -> None:
+        """Raise if ids of a lookup were out of range, as far as is known; all gradients are dropped then."""
+        error = self.suspects.error(wait=wait)
+        if error is not None:
+            self.pending.clear()
+            raise error
+
     # ---- its optimizer
 
     @property
@@ -234,14 +243,14 @@ class Table(nn.Parameter):
     @property
     def weight(self) -> Tensor:
         """All weights as one tensor, without a copy, for reading and for initialising."""
-        self.check_graph_ids()
+        self.suspects.check_graphs()
         return WeightView.of(self)
 
     def read_rows(self, ids: Any) -> Tensor:
         """The weights of some rows: ids of any shape → (*shape, dim), a copy on the computing device."""
-        self.check_graph_ids()
+        self.suspects.check_graphs()
         wanted = self._checked(ids)
-        found = self.store.weights(wanted.flatten())
+        found = self.access.weights(wanted.flatten())
         return found.reshape(*wanted.shape, self.embedding_dim)
 
     def read_state(self, name: str, ids: Any) -> Tensor:
@@ -249,7 +258,7 @@ class Table(nn.Parameter):
         if name not in self.state_names:
             raise KeyError(f"there is no state {name!r}; found {', '.join(self.state_names) or 'none'}")
         wanted = self._checked(ids)
-        taken = self.store.take(wanted.flatten())[name]
+        taken = self.access.take(wanted.flatten())[name]
         return taken.reshape(*wanted.shape, taken.shape[1])
 
     @torch.no_grad()
@@ -269,7 +278,7 @@ class Table(nn.Parameter):
                 0, inverse, torch.arange(len(rows), device=rows.device), "amax"
             )
             rows, values = unique, values[last.to(values.device)]
-        self.store.put_weights_(rows, values.to(self.store.device, self.store.config.dtype))
+        self.access.put_weights_(rows, values.to(self.store.device, self.store.config.dtype))
 
     def _checked(self, ids: Any) -> Tensor:
         wanted = as_ids(ids)
@@ -282,30 +291,16 @@ class Table(nn.Parameter):
         """Fill the cache with the rows that are used most: ids as they occur, repeats and all, or distinct
         ones with `counts` of how often each does.
         """
-        rows, counts = self._most_used(as_ids(ids).cpu().flatten(), counts)
+        rows, counts = most_used(as_ids(ids).cpu().flatten(), counts, self.num_embeddings)
         cache = self.store.cache_for(len(rows))
         if cache is None:
             return
         n = min(len(rows), cache.n_slots)
         cache.warm(rows[:n].flip(0), counts[:n].flip(0))
 
-    def _most_used(self, rows: Tensor, counts: Any) -> tuple[Tensor, Tensor]:
-        """Distinct rows, the most frequent first, and how often they occur."""
-        check_range(rows, self.num_embeddings)
-        rows, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
-        if counts is not None:
-            given = torch.as_tensor(counts, dtype=torch.float64, device="cpu").flatten()
-            if len(given) != len(which) or bool((given < 0).any()):
-                raise ValueError(
-                    f"counts are one per id, none of them negative; found {len(given)} for {len(which)} ids"
-                )
-            times = torch.zeros(len(rows), dtype=torch.float64).index_add_(0, which, given)
-        order = times.argsort(descending=True, stable=True)
-        return rows[order], times[order].clamp(min=1)
-
     def cache_stats(self) -> CacheStats:
         """What the cache has done so far: hits, misses, evictions, bytes moved. Asking waits for the GPU."""
-        self.check_graph_ids()
+        self.suspects.check_graphs()
         cache = self.store.cache
         return CacheStats.of([0] * 5, rows=0, nbytes=0) if cache is None else cache.stats()
 
@@ -351,14 +346,14 @@ class Table(nn.Parameter):
 
     def checkpoint(self) -> None:
         """Make a disk table's rows and state durable, all or nothing: a crash leads back to here."""
-        self.check_graph_ids()
+        self.suspects.check_graphs()
         self.store.checkpoint(self.scalars())
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, bit by bit."""
         from flatbed.rows import saving
 
-        self.check_graph_ids()
+        self.suspects.check_graphs()
         saving.save(self, Path(path))
 
     def load(self, path: str | Path) -> None:
@@ -380,53 +375,6 @@ class Table(nn.Parameter):
             )
         self.store.close()
 
-    # ---- ids on a GPU: looked at without waiting
-
-    def prepare_capture(self) -> None:
-        """Make what a CUDA graph needs of the table before it is captured."""
-        if self._graph_bad is None and self.store.device.type == "cuda":
-            self._graph_bad = torch.full((1,), NOWHERE, dtype=torch.int64, device=self.store.device)
-
-    def check_graph_ids(self) -> None:
-        """Raise if a CUDA graph was replayed with ids out of range. Waits for the GPU, if there was one."""
-        bad = self._graph_bad
-        if bad is None or not self._in_graphs:
-            return
-        at = int(bad)
-        if at != NOWHERE:
-            bad.fill_(NOWHERE)
-            raise IndexError(
-                f"a CUDA graph was replayed with ids out of range for a table of {self.num_embeddings} rows "
-                f"(0 to {self.num_embeddings - 1}), the first of them at position {at} of its lookup: they "
-                f"were taken for rows of zeros, and got no gradient"
-            )
-
-    def bad_place(self, *, capturing: bool) -> Tensor:
-        """Where kernels write the place of the first bad id; graphs have one in common."""
-        if not capturing:
-            return torch.full((1,), NOWHERE, dtype=torch.int64, device=self.store.device)
-        if self._graph_bad is None:
-            raise FlatbedError("take a training step with this table before the capture of a CUDA graph")
-        self._in_graphs = True
-        return self._graph_bad
-
-    def suspect(self, ids: Tensor, bad: Tensor) -> None:
-        """Remember a batch whose range was checked on the GPU. Without steps, too, they must not pile up."""
-        self.raise_bad_ids(wait=False)
-        self._suspects.append(Suspect(ids, bad, self.num_embeddings))
-
-    def raise_bad_ids(self, *, wait: bool = True) -> None:
-        """Raise if ids of a lookup were out of range, as far as is known; all gradients are dropped then."""
-        suspects, self._suspects = self._suspects, []
-        for suspect in suspects:
-            if not (wait or suspect.known):
-                self._suspects.append(suspect)
-                continue
-            error = suspect.error()
-            if error is not None:
-                self.pending.clear()
-                raise error
-
     # ---- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
@@ -445,35 +393,6 @@ class Table(nn.Parameter):
                 "rows up in the training process, and let workers hand out ids"
             )
         return copying.rebuild, copying.parts(self)
-
-
-class Suspect:
-    """A batch of ids on a GPU, and the place of the first bad one, on its way to the host."""
-
-    def __init__(self, ids: Tensor, bad: Tensor, n_rows: int) -> None:
-        self.ids = ids.clone() if ids.is_cuda else ids  # the user may write others into them
-        self.n_rows = n_rows
-        self.bad = bad
-        self.arrived: torch.cuda.Event | None = None
-        if bad.is_cuda:
-            self.bad = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
-            self.bad.copy_(bad, non_blocking=True)
-            self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call,unused-ignore]
-            self.arrived.record()
-
-    @property
-    def known(self) -> bool:
-        """Whether the place has arrived."""
-        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call,unused-ignore]
-
-    def error(self) -> IndexError | None:
-        """What to raise, if anything. Waits."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        at = int(self.bad)
-        if at == NOWHERE:
-            return None
-        return out_of_range(int(self.ids.flatten()[at]), at, tuple(self.ids.shape), self.n_rows)
 
 
 _ALLOWED = {
@@ -499,12 +418,3 @@ def make(config: Config, device: Any, *, replicate: bool) -> Table:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return Table(config, device=device, replicate=replicate)
-
-
-def with_cache(config: Config, cache_rows: Any, cache_bytes: Any, cache_policy: str) -> Config:
-    """The same with a cache as it was asked for, checked."""
-    for name, value in (("cache_rows", cache_rows), ("cache_bytes", cache_bytes)):
-        if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
-            raise TypeError(f"{name} must be an integer or None; found {value!r}")
-    rows, nbytes = (None if value is None else int(value) for value in (cache_rows, cache_bytes))
-    return replace(config, cache_rows=rows, cache_bytes=nbytes, cache_policy=cache_policy)

@@ -40,12 +40,15 @@ class DeviceCache:
         self.under_way = UnderWay()
         self.foreign: tuple[Any, torch.cuda.Event] | None = None
         """The stream of a batch that came ahead of time, and when it is done."""
+        self.used = True
+        """Whether rows were used outside of graphs since a batch last came ahead of time."""
         self.captured: list[int] = []
         """Ids of each batch whose coming is part of a CUDA graph."""
         self.passages = Passages(self.tags, self.place)
-        self.entered = self.left = None
-        if device.type == "cuda":
-            self.entered, self.left = _external_event(), _external_event()
+        self.entered = _external_event() if device.type == "cuda" else None
+        """When the batch that came early last is there, for graphs; None where torch cannot tell them."""
+        self.left: list[Any] = []
+        """When each of the batches of a graph has come, for those ahead of time."""
 
     @property
     def n_slots(self) -> int:
@@ -55,6 +58,7 @@ class DeviceCache:
 
     def wait(self) -> None:
         """Let what is issued next see rows as they are: batches that came ahead of time are done then."""
+        self.used = True
         if self.foreign is None or torch.cuda.is_current_stream_capturing():
             return  # graphs have their own way
         stream, done = self.foreign
@@ -91,11 +95,12 @@ class DeviceCache:
         """Nobody on the host sees it come: those ahead of time are waited for, and told, in the graph."""
         stream = torch.cuda.current_stream(self.device)
         self.captured.append(len(keys))
-        if self.entered is not None and self.left is not None:
+        if self.entered is not None:
             stream.wait_event(self.entered)
         found = self._come(keys, bad, window=0)
-        if self.left is not None:
-            self.left.record(stream)
+        if self.entered is not None:
+            self.left.append(_external_event())
+            self.left[-1].record(stream)
         return found
 
     def pass_through(self, ids: Tensor, *, checked: bool) -> Lease | None:
@@ -113,17 +118,22 @@ class DeviceCache:
         taken = self.under_way.n_rows + sum(self.captured)
         return self.tags.direct or taken + n_ids <= self.n_slots
 
-    def come_early(self, ids: Tensor, after: torch.cuda.Event | None) -> Ticket:
+    def come_early(
+        self, ids: Tensor, after: torch.cuda.Event | None, stream: torch.cuda.Stream | None = None
+    ) -> Ticket:
         """The same ahead of time, in the current stream, which is not the training's; ids were checked."""
         window = self.under_way.window
         tick = self.under_way.come(ids.numel())
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        if stream is None and self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
         if stream is not None:
-            if self.captured and self.left is not None:
-                stream.wait_event(self.left)  # of the graph that was launched last; its rows stay
+            if self.left and not self.used:
+                for left in self.left:
+                    stream.wait_event(left)  # of the graph that was launched last; its rows stay
                 window = max(window, len(self.captured))
             elif after is not None:
                 stream.wait_event(after)
+        self.used = False
         lease = self.passages.lease(ids.numel(), window=window, from_host=False, checked=True)
         if lease is not None:
             lease.run(ids.reshape(-1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -39,6 +41,7 @@ class HostCache:
         self.n_owed = 0
         """How many have: so much room is kept for them there."""
         self.section = 0
+        self._last: torch.cuda.Event | None = None  # when what was issued last is done
         self.retired = False
         """Whether the table has another cache by now."""
         self.under_way = UnderWay()
@@ -61,7 +64,7 @@ class HostCache:
 
     def come(self, rows: Tensor) -> None:
         """Bring rows here, which are distinct and on the host."""
-        with self.lock:
+        with self._turn():
             self.section += 1
             self._come(rows, window=0)
 
@@ -71,7 +74,7 @@ class HostCache:
 
     def come_early(self, rows: Tensor) -> Ticket | None:
         """The same ahead of time; None if there is no room for all. The ids are yet to come."""
-        with self.lock:
+        with self._turn():
             if self.retired or not self.has_room(len(rows)):
                 return None
             tick = self._come(rows, window=self.under_way.window)
@@ -87,7 +90,7 @@ class HostCache:
             self._write_home(arrivals.slots[goes], arrivals.victims[goes])
         if len(arrivals.rows):
             slots = self._there(arrivals.slots)
-            records = self._there(self.home.gather(arrivals.rows))
+            records = self._from_home(arrivals.rows)
             self.records.index_copy_(0, slots, records)
             if self.place is not None:
                 assert self.place.slot_of_row is not None
@@ -97,14 +100,46 @@ class HostCache:
         take_in(self.tags, arrivals)
         return tick
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One after the other, on the device as well: each may be in a stream of its own."""
+        with self.lock:
+            if self.computes_on.type != "cuda":
+                yield
+                return
+            stream = torch.cuda.current_stream(self.computes_on)
+            if self._last is not None:
+                stream.wait_event(self._last)
+            try:
+                yield
+            finally:
+                self._last = stream.record_event()
+
+    def _from_home(self, rows: Tensor) -> Tensor:
+        """Records on the computing device."""
+        if self.computes_on.type != "cuda" or not isinstance(self.home, DiskTier) or not len(rows):
+            return self._there(self.home.gather(rows))
+        shape = (len(rows), self.record.nbytes)
+        pinned = torch.empty(shape, dtype=torch.uint8, device=CPU, pin_memory=True)
+        return self.home.gather(rows, into=pinned).to(self.computes_on, non_blocking=True)
+
     def _there(self, tensor: Tensor) -> Tensor:
         """On the computing device."""
         if self.computes_on.type != "cuda" or not tensor.numel():
             return tensor.to(self.computes_on)
         return tensor.pin_memory().to(self.computes_on, non_blocking=True)
 
+    def _here(self, records: Tensor) -> Tensor:
+        """On the host. Waits for them, and for nothing else."""
+        if not records.is_cuda:
+            return records
+        pinned = torch.empty(records.shape, dtype=torch.uint8, device=CPU, pin_memory=True)
+        pinned.copy_(records, non_blocking=True)
+        torch.cuda.current_stream(self.computes_on).synchronize()
+        return pinned
+
     def _write_home(self, slots: Tensor, rows: Tensor) -> None:
-        self.home.scatter_(rows, self.records.index_select(0, self._there(slots)).to(CPU))
+        self.home.scatter_(rows, self._here(self.records.index_select(0, self._there(slots))))
         if self.n_owed:
             self.n_owed -= int(self.owed[slots].sum())
             self.owed[slots] = False
@@ -147,7 +182,7 @@ class HostCache:
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
         """Copies of records, or of their first bytes, on the computing device; ids are on the host."""
         nbytes = self.record.nbytes if nbytes is None else nbytes
-        with self.lock:
+        with self._turn():
             slots = self.tags.slot_of_row[ids].long()
             here = slots >= 0
             held = self.records[:, :nbytes]
@@ -163,7 +198,7 @@ class HostCache:
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
         """Replace records where they are: those at home first, since that may fail."""
-        with self.lock:
+        with self._turn():
             self.make_room(ids)
             slots = self.tags.slot_of_row[ids].long()
             here = slots >= 0
@@ -174,8 +209,6 @@ class HostCache:
             at = here.nonzero().flatten()
             self.records.index_copy_(0, self._there(slots[at]), records.index_select(0, self._there(at)))
             self._changed(ids[at], slots[at])
-            if self.computes_on.type == "cuda":  # another stream may write them home next
-                torch.cuda.current_stream(self.computes_on).synchronize()
 
     def read(self, start: int, stop: int) -> Tensor:
         """A copy of consecutive records."""

@@ -24,9 +24,9 @@ Fill = Callable[[int, int, Tensor], None]
 into memory that is zero."""
 
 
-def empty(n_rows: int, nbytes: int) -> tuple[Records, NDArray[np.uint8]]:
+def empty(n_rows: int, nbytes: int, given: Tensor | None = None) -> tuple[Records, NDArray[np.uint8]]:
     """Memory for records, as such and as bytes: (n_rows,) and (n_rows, nbytes)."""
-    out = np.empty((n_rows, nbytes), np.uint8)
+    out: NDArray[np.uint8] = np.empty((n_rows, nbytes), np.uint8) if given is None else given.numpy()
     return as_records(out), out
 
 

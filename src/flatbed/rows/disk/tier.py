@@ -154,15 +154,18 @@ class DiskTier:
         """How many rows changed since the last completed checkpoint."""
         return self._held.journal.n_slots
 
-    def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
-        """Copies of the records of these rows, (n, nbytes) of uint8; or of their first `nbytes` bytes."""
+    def gather(self, ids: Tensor, nbytes: int | None = None, *, into: Tensor | None = None) -> Tensor:
+        """Copies of the records of these rows, (n, nbytes) of uint8; or of their first `nbytes` bytes.
+
+        `into`: memory for them, pinned for example.
+        """
         nbytes = self.record.nbytes if nbytes is None else nbytes
         if not 0 < nbytes <= self.record.nbytes:
             raise ValueError(f"a record has {self.record.nbytes} bytes, of which {nbytes} cannot be read")
         with ExitStack() as reading:
             with self._use():
                 rows, pool = self._rows(ids), self._held.pool
-                found, out = empty(len(rows), nbytes)
+                found, out = empty(len(rows), nbytes, into)
                 changed, slots = self._changed(rows)
                 if len(changed) == len(rows):
                     take(self._held.journal.records, slots, into=found, pool=pool)
