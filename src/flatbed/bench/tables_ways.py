@@ -97,7 +97,9 @@ class FlatbedTable(_Torchs):
         self, n_rows: int, dim: int, recipe: Recipe, *, device: torch.device, n_ids: int, storage: str
     ) -> None:
         self.way = {"host": HOST, "device": DEVICE}[storage]
-        self._emb = flatbed.HostEmbedding(n_rows, dim, storage=storage, device=device, init="zeros")
+        self._emb = flatbed.HostEmbedding(
+            n_rows, dim, storage=storage, device=device, init="zeros", cache_rows=0
+        )
         self._optimizer = recipe.flatbed_class(self._emb, **recipe.options)
         self.table_bytes = self._emb.table.nbytes_stored
 

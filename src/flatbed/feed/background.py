@@ -110,7 +110,7 @@ class Background(Generic[T]):
                     item = next(items)
                 except StopIteration:
                     break
-                self._ready.put(self._prepare(item))
+                self._ready.put(self._prepared(item))
                 del item  # while the next one is waited for
                 if self._was_stopped():  # it may have been put behind the back of who emptied the queue
                     self._drain()
@@ -120,6 +120,12 @@ class Background(Generic[T]):
         del items  # the loader's iterator, and its workers with it, before anyone hears of the end
         self._ready.put(last)
         del last  # the error's traceback has this frame
+
+    def _prepared(self, item: Any) -> T:
+        try:
+            return self._prepare(item)
+        except StopIteration as error:  # which would end the loop in silence
+            raise RuntimeError("a batch raised StopIteration while it was prepared") from error
 
     def _was_stopped(self) -> bool:
         return self.stopped  # by another thread, at any moment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,12 @@ class Moved:
     """Whatever has memory that the stream of the copies, or of the loader, owns."""
 
 
+@cache
+def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """A stream beside the training's, the same for all who want it: what is made for one is used again."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call,unused-ignore]
+
+
 class Mover:
     """Takes batches to a device, on a stream of its own that waits for nothing but the loader.
 
@@ -179,7 +185,7 @@ class Mover:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call,unused-ignore]
+        self.stream = side_stream(device, "batches") if device.type == "cuda" else None
 
     def load(self, batch: Any) -> Loaded:
         """The part that takes the host's time: in any thread."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatbed.feed import lookups
 from flatbed.feed.background import Background, Last
-from flatbed.feed.batches import Loaded, Moved, Mover, record_stream, recorded
+from flatbed.feed.batches import Loaded, Moved, Mover, record_stream, recorded, side_stream
 from flatbed.feed.lookups import AheadOfTable, IdsFunction, Lookups
 from flatbed.rows.embedding import TableModule
 from flatbed.rows.table import Table
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NAME = "flatbed-prefetch"
+MOST = 1024  # batches ahead
 LEFT_SECONDS = 60.0
 """How long a new iteration waits for the thread of an earlier one that is still in the loader."""
 
@@ -71,6 +72,8 @@ class Prefetcher:
             raise TypeError(f"depth must be an integer; found {depth!r}")
         if depth < 1:
             raise ValueError(f"depth must be 1 at least, the batch in use; found {depth}")
+        if depth > MOST:
+            raise ValueError(f"depth is how many batches are held at once, {MOST} at most; found {depth}")
         self.loader = loader
         self.depth = int(depth)
         self._functions = lookups.functions_of(ids)
@@ -82,6 +85,9 @@ class Prefetcher:
     def device(self) -> torch.device:
         """Where batches go: where the tables compute at present."""
         return lookups.common_device([*self._functions], self._wanted)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Prefetcher cannot be copied or pickled: make another one")
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -215,7 +221,7 @@ class Iteration:
         self.closed = False
         on_gpu = self.mover.stream is not None
         # Rows wait for earlier steps, and batches must not wait for rows: two streams.
-        self.stream = torch.cuda.Stream(self.mover.device) if on_gpu else None  # type: ignore[no-untyped-call,unused-ignore]
+        self.stream = side_stream(self.mover.device, "rows") if on_gpu else None
 
     def next(self) -> Any:
         """The batch in front, and work for those behind it."""

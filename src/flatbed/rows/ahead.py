@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatbed.errors import FlatbedError
 from flatbed.kernels.rows import distinct, narrow
 from flatbed.rows.cache import DeviceCache, HostCache, Ticket
-from flatbed.rows.disk import DiskTier
+from flatbed.rows.cache.ticket import version_of
 from flatbed.rows.ids import as_ids, check_range
 from flatbed.rows.table import Table
 
@@ -25,6 +27,14 @@ class Staged:
     tickets: list[Ticket] = field(default_factory=list)
     ready: bool = False
     """Whether lookups can make use of the tickets."""
+    doubtful: list[Tensor] = field(default_factory=list)
+    """Ids for which the table has no rows yet."""
+
+
+@functools.cache
+def _reading_stream(device: torch.device) -> torch.cuda.Stream:
+    """For what threads read from files. One for all: graphs and memory belong to a stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call,unused-ignore]
 
 
 class Ahead:
@@ -35,8 +45,6 @@ class Ahead:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        self._stream: Any = None  # of the thread that stages
-        self._after: torch.cuda.Event | None = None
         self._side: torch.cuda.Stream | None = None  # in which batches come early
 
     @property
@@ -47,40 +55,44 @@ class Ahead:
     def stage(self, ids: list[Tensor]) -> Staged:
         """Look at ids on the host, and read from disk what must be. For one thread, batch after batch."""
         wanted = [as_ids(one).flatten() for one in ids]
-        for one in wanted:
-            check_range(one, self.table.num_embeddings)
+        try:
+            for one in wanted:
+                check_range(one, self.table.num_embeddings)
+        except IndexError:
+            return Staged(0, doubtful=wanted)  # the table may have grown by then
         staged = Staged(sum(len(one) for one in wanted))
         store = self.table.store
         if store.config.storage != "disk" or staged.n_ids == 0:
             return staged
         if self.device.type == "cpu":
-            tier = store.tier
-            assert isinstance(tier, DiskTier)
-            for rows in torch.split(torch.unique(torch.cat(wanted)), AT_ONCE):
-                tier.gather(rows)  # into the system's memory
+            self._read(wanted)
             return staged
-        cache = store.cache_for(staged.n_ids)
+        cache = store.cache or store.cache_for(staged.n_ids)  # not another one: it may be in use
         if isinstance(cache, HostCache):
-            with torch.cuda.stream(self._own_stream()):
+            with torch.cuda.stream(_reading_stream(self.device)):
                 self._bring(cache, wanted, staged)
         return staged
 
-    def _own_stream(self) -> Any:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        return self._stream
+    def _read(self, wanted: list[Tensor]) -> None:
+        """Into the system's memory. The file may be replaced meanwhile, which is no reason to stop."""
+        for rows in torch.split(torch.unique(torch.cat(wanted)), AT_ONCE):
+            with suppress(FlatbedError):
+                self.table.store.tier.gather(rows)
 
     def _bring(self, cache: HostCache, wanted: list[Tensor], staged: Staged) -> None:
         """All or nothing, since a lookup uses rows that are here without looking."""
-        for ids in wanted:
-            if self._after is not None:
-                self._stream.wait_event(self._after)
-            ticket = cache.come_early(torch.unique(ids))
-            if ticket is None:
-                self.drop(staged)
-                return
-            ticket.done = self._stream.record_event()
-            staged.tickets.append(ticket)
+        try:
+            for ids in wanted:
+                ticket = cache.come_early(torch.unique(ids))
+                if ticket is None:
+                    self.drop(staged)
+                    return
+                ticket.done = _reading_stream(self.device).record_event()
+                staged.tickets.append(ticket)
+        except FlatbedError:
+            self.drop(staged)
+            if not cache.retired:  # else the file was replaced
+                raise
 
     def admit(
         self, staged: Staged, ids: list[Tensor], *, after: torch.cuda.Event | None, front: bool
@@ -98,12 +110,12 @@ class Ahead:
         if isinstance(cache, HostCache):
             self._complete(cache, staged, ids)
         elif isinstance(cache, DeviceCache):
-            late = bool(cache.captured)  # graphs do not say when they run: after the one launched last
+            late = bool(cache.graphs)  # graphs do not say when they run: after the one launched last
             if (late and not front) or not cache.has_room(staged.n_ids):
                 return False
             if self._side is None and self.device.type == "cuda":
                 self._side = torch.cuda.current_stream(self.device)
-            staged.tickets = [cache.come_early(as_ids(one), after, self._side) for one in ids]
+            staged.tickets = [cache.come_early(one, after, self._side) for one in ids]
         staged.ready = True
         return True
 
@@ -116,16 +128,16 @@ class Ahead:
         for ticket, one in zip(staged.tickets, ids, strict=False):
             assert ticket.done is not None
             stream.wait_event(ticket.done)
-            ticket.ids, ticket.version, ticket.keys = one, one._version, self._keys(one)
+            ticket.ids, ticket.version, ticket.keys = one, version_of(one), self._keys(one)
             ticket.found = distinct(ticket.keys, self.table.num_embeddings)
             ticket.done = stream.record_event()
 
     def begin(self, staged: Staged) -> None:
         """The batch is about to be handed out, to the current stream."""
+        for ids in staged.doubtful:
+            check_range(ids, self.table.num_embeddings)
         cache = staged.tickets[0].cache if staged.tickets else None
-        if isinstance(cache, DeviceCache) and cache.captured:
-            if cache.entered is None:  # graphs cannot wait by themselves
-                cache.wait()
+        if isinstance(cache, DeviceCache) and cache.graphs:
             return  # they find the rows there, and nothing else
         if staged.ready and staged.tickets:
             if self.device.type == "cuda":
@@ -136,7 +148,6 @@ class Ahead:
 
     def finish(self, staged: Staged, after: torch.cuda.Event | None) -> None:
         """The batch is done with: `after` this event, its rows may go."""
-        self._after = after
         self.drop(staged)
 
     def drop(self, staged: Staged) -> None:

@@ -44,6 +44,7 @@ class Store:
         """Counts whatever may have changed rows."""
         self._tier: Tier | None = None
         self.cache: Cache | None = None
+        self._fits = 0  # ids of the largest batch that the cache was made for
         """Hot records on the computing device, once a batch has come through: `cache_for`."""
         self._retired: list[Any] = []  # CUDA graphs still use their memory
         self._begins_anew = False  # the next layout keeps weights alone
@@ -327,7 +328,7 @@ class Store:
         """The cache that a batch of so many ids comes through, if the table has one."""
         _ = self.tier  # rows may be laid out anew, and then there is no cache
         cache = self.cache
-        if cache is not None and (2 * n_ids <= cache.n_slots or self.config.sized or cache.tags.direct):
+        if cache is not None and (n_ids <= self._fits or self.config.sized):
             return cache
         if self.config.cache_rows == 0 or self.config.storage == "device":
             return None
@@ -340,10 +341,12 @@ class Store:
                 return cache
             n_slots = slots_for(self.config, tier.record, self.device, n_ids)
             n_now = 0 if cache is None else cache.n_slots
-            if n_slots <= n_now:
-                return cache
-            self.forget_cache()
-            self.cache = build(tier, n_slots, policy=self.config.cache_policy, device=self.device)
+            if 2 * n_ids > n_now and n_slots > n_now:
+                self.forget_cache()
+                self.cache = build(tier, n_slots, policy=self.config.cache_policy, device=self.device)
+                if self.device.type == "cuda":  # other streams are to find it made
+                    torch.cuda.synchronize(self.device)
+            self._fits = n_ids if self.cache is not None else 0
             return self.cache
 
     def forget_cache(self) -> None:
@@ -356,7 +359,7 @@ class Store:
         else:
             cache.drop()
         self.cache = None
-        if isinstance(cache, DeviceCache) and cache.captured:
+        if isinstance(cache, DeviceCache) and cache.graphs:
             self._retired += [cache, self._tier]
             warnings.warn(
                 "a table that CUDA graphs were captured with has got another place or another cache: capture "

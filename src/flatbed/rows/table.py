@@ -15,6 +15,7 @@ from flatbed.errors import FlatbedError
 from flatbed.rows import exchange
 from flatbed.rows.access import Access
 from flatbed.rows.cache import CacheStats, Ticket
+from flatbed.rows.cache.ticket import version_of
 from flatbed.rows.config import Config, check_device, with_cache
 from flatbed.rows.gradient import Fetched, Packed, Pending
 from flatbed.rows.ids import as_ids, check_range, most_used, to_device
@@ -289,10 +290,11 @@ class Table(nn.Parameter):
 
     def warm(self, ids: Any, counts: Any = None) -> None:
         """Fill the cache with the rows that are used most: ids as they occur, repeats and all, or distinct
-        ones with `counts` of how often each does.
+        ones with `counts` of how often each does. A cache of no given size stays as large as it is.
         """
         rows, counts = most_used(as_ids(ids).cpu().flatten(), counts, self.num_embeddings)
-        cache = self.store.cache_for(len(rows))
+        sized = self.store.config.sized
+        cache = self.store.cache_for(len(rows)) if sized else self.store.cache
         if cache is None:
             return
         n = min(len(rows), cache.n_slots)
@@ -317,7 +319,7 @@ class Table(nn.Parameter):
     def ticket(self, ids: Tensor) -> Ticket | None:
         """What is known of these ids ahead of time, if it still holds."""
         for ticket in self.tickets:
-            if ticket.matches(ids) and ticket.version == ids._version and ticket.cache.covers(ticket):
+            if ticket.matches(ids) and ticket.version == version_of(ids) and ticket.cache.covers(ticket):
                 return ticket
         return None
 

@@ -202,6 +202,7 @@ def look(
     row = tl.load(ids_ptr + i, mask=i < n, other=-1).to(tl.int64)
     known = (row >= 0) & (row < n_rows)
     slot = tl.load(slot_of_row_ptr + row, mask=known, other=-1).to(tl.int64)
+    known = known & ((slot >= 0) | (slot * 0 + memory != 0))
     record = tl.where(slot >= 0, cached + slot * STRIDE, memory + row * STRIDE)
     weight = tl.load(field(record, 0, TYPE) + column, mask=known & (column < DIM), other=0.0)
     tl.store(out_ptr + i * DIM + column, weight, mask=(i < n) & (column < DIM))

@@ -165,11 +165,14 @@ def sum_chunks(
 
 @triton.jit
 def located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE: tl.constexpr, CHANGES: tl.constexpr):
-    """Where the records of rows are: at home, or in a cache, which is to know if they change."""
+    """Where the records of rows are: at home, or in a cache, which is to know if they change. 0 if they are
+    not in the cache, and home cannot be reached (`memory` is 0).
+    """
     slot = tl.load(slot_of_row_ptr + row, mask=row >= 0, other=-1).to(tl.int64)
     if CHANGES:
         tl.store(dirty_ptr + slot, tl.full(slot.shape, 1, tl.int32), mask=slot >= 0)
-    return tl.where(slot >= 0, cached + slot * STRIDE, memory + row * STRIDE)
+    home = tl.where(slot * 0 + memory != 0, memory + row * STRIDE, 0)
+    return tl.where(slot >= 0, cached + slot * STRIDE, home)
 
 
 @triton.jit(do_not_specialize=["memory", "cached", "n"])
@@ -241,6 +244,8 @@ def step(
         elif CACHED:
             changed = tl.where(there, row, -1)
             record = located(memory, cached, slot_of_row_ptr, dirty_ptr, changed, STRIDE, True)
+            there = there & (record != 0)
+            mask = there & inside
         else:
             record = memory + row * STRIDE
         g = tl.load(grads_ptr + i * DIM + column, mask=mask, other=0.0).to(COMPUTE)

@@ -36,6 +36,8 @@ def slots_for(config: Config, record: Record, device: torch.device, n_ids: int) 
 
 def build(home: Tier, n_slots: int, *, policy: str, device: torch.device) -> Cache:
     """A cache over a tier: kernels decide, if they reach its records."""
+    if isinstance(home, MemoryTier):
+        home.check()
     try:
         with torch.inference_mode(False):
             if isinstance(home, MemoryTier) and home.reach == device and by_triton(device):

@@ -10,10 +10,12 @@ from torch import Tensor
 from flatbed.kernels import rows as ops
 from flatbed.kernels.cache import Tags
 from flatbed.kernels.rows import Distinct, Place
+from flatbed.rows.cache.graphs import Graphs
 from flatbed.rows.cache.passages import Lease, Passages
 from flatbed.rows.cache.stats import CacheStats
-from flatbed.rows.cache.ticket import Ticket
+from flatbed.rows.cache.ticket import Ticket, version_of
 from flatbed.rows.cache.under_way import UnderWay
+from flatbed.rows.ids import as_ids
 from flatbed.rows.tiers import MemoryTier
 
 
@@ -36,19 +38,14 @@ class DeviceCache:
         self.records = torch.empty((n_slots, home.record.nbytes), dtype=torch.uint8, device=device)
         self.place = Place(home.memory, self.records, self.tags.slot_of_row, self.tags.dirty)
         self.section = 0
-        """How many batches have come through in the training stream."""
+        """How often tickets have become void, since their rows may be gone."""
         self.under_way = UnderWay()
         self.foreign: tuple[Any, torch.cuda.Event] | None = None
         """The stream of a batch that came ahead of time, and when it is done."""
         self.used = True
         """Whether rows were used outside of graphs since a batch last came ahead of time."""
-        self.captured: list[int] = []
-        """Ids of each batch whose coming is part of a CUDA graph."""
+        self.graphs = Graphs(device)
         self.passages = Passages(self.tags, self.place)
-        self.entered = _external_event() if device.type == "cuda" else None
-        """When the batch that came early last is there, for graphs; None where torch cannot tell them."""
-        self.left: list[Any] = []
-        """When each of the batches of a graph has come, for those ahead of time."""
 
     @property
     def n_slots(self) -> int:
@@ -58,11 +55,16 @@ class DeviceCache:
 
     def wait(self) -> None:
         """Let what is issued next see rows as they are: batches that came ahead of time are done then."""
-        self.used = True
-        if self.foreign is None or torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # graphs have their own way
+        self.used = True
+        self.graphs.outside()
+        if self.foreign is not None:
+            self._wait_for_foreign(torch.cuda.current_stream(self.device))
+
+    def _wait_for_foreign(self, current: torch.cuda.Stream) -> None:
+        assert self.foreign is not None
         stream, done = self.foreign
-        current = torch.cuda.current_stream(self.device)
         if done.query():  # type: ignore[no-untyped-call,unused-ignore]
             self.foreign = None
         elif current != stream:
@@ -77,11 +79,15 @@ class DeviceCache:
     def come(self, keys: Tensor, bad: Tensor | None) -> Distinct:
         """Find the distinct rows of a batch, and bring them here."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return self._come_in_graph(keys, bad)
+            stream = torch.cuda.current_stream(self.device)
+            self.graphs.enter(stream, len(keys))
+            found = self._come(keys, bad, window=0)
+            self.graphs.leave(stream)
+            return found
         self.wait()
-        self.section += 1
+        window = self._window(len(keys))
         self.under_way.come(len(keys))
-        return self._come(keys, bad, window=0)
+        return self._come(keys, bad, window=window)
 
     def _come(self, keys: Tensor, bad: Tensor | None, *, window: int) -> Distinct:
         from flatbed.kernels._triton import cache, rows
@@ -91,64 +97,67 @@ class DeviceCache:
         cache.admit(self.tags, found.rows, turn, self.place, window=window)
         return found
 
-    def _come_in_graph(self, keys: Tensor, bad: Tensor | None) -> Distinct:
-        """Nobody on the host sees it come: those ahead of time are waited for, and told, in the graph."""
-        stream = torch.cuda.current_stream(self.device)
-        self.captured.append(len(keys))
-        if self.entered is not None:
-            stream.wait_event(self.entered)
-        found = self._come(keys, bad, window=0)
-        if self.entered is not None:
-            self.left.append(_external_event())
-            self.left[-1].record(stream)
-        return found
+    def _window(self, n_ids: int) -> int:
+        """How many batches back rows stay, for a batch that does not come early: all that have a ticket, or
+        else none, and the tickets are void.
+        """
+        if not self.under_way.tickets:
+            return 0
+        if self.has_room(n_ids):
+            return self.under_way.window
+        self.section += 1
+        return 0
 
     def pass_through(self, ids: Tensor, *, checked: bool) -> Lease | None:
         """The same in one launch, if there is one for so many ids: checked ones on the host, or others."""
-        lease = self.passages.lease(ids.numel(), window=0, from_host=checked, checked=checked)
+        n = ids.numel()
+        window = self.under_way.window if self.under_way.tickets and self.has_room(n) else 0
+        lease = self.passages.lease(n, window=window, from_host=checked, checked=checked)
         if lease is not None:
             self.wait()
-            self.section += 1
-            self.under_way.come(ids.numel())
+            self._window(n)
+            self.under_way.come(n)
             lease.run(ids.flatten())
         return lease
 
     def has_room(self, n_ids: int) -> bool:
-        """Whether a batch may come ahead of time: all that are under way fit together."""
-        taken = self.under_way.n_rows + sum(self.captured)
-        return self.tags.direct or taken + n_ids <= self.n_slots
+        """Whether a batch may come beside those that are under way: all fit together."""
+        if self.graphs and not self.graphs.told:
+            return False
+        return self.tags.direct or self.under_way.n_rows + self.graphs.n_rows + n_ids <= self.n_slots
 
     def come_early(
         self, ids: Tensor, after: torch.cuda.Event | None, stream: torch.cuda.Stream | None = None
     ) -> Ticket:
         """The same ahead of time, in the current stream, which is not the training's; ids were checked."""
+        flat = as_ids(ids).reshape(-1)
         window = self.under_way.window
-        tick = self.under_way.come(ids.numel())
+        tick = self.under_way.come(len(flat))
         if stream is None and self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
         if stream is not None:
-            if self.left and not self.used:
-                for left in self.left:
-                    stream.wait_event(left)  # of the graph that was launched last; its rows stay
-                window = max(window, len(self.captured))
+            if self.foreign is not None:
+                self._wait_for_foreign(stream)
+            if self.graphs and not self.used:
+                self.graphs.wait(stream)  # the rows of the one that was launched last stay
+                window = max(window, self.graphs.n_batches)
             elif after is not None:
                 stream.wait_event(after)
         self.used = False
-        lease = self.passages.lease(ids.numel(), window=window, from_host=False, checked=True)
+        lease = self.passages.lease(len(flat), window=window, from_host=False, checked=True)
         if lease is not None:
-            lease.run(ids.reshape(-1))
+            lease.run(flat)
             keys, found = lease.keys, lease.found
         else:
-            keys = ops.narrow(ids.reshape(-1), self.n_rows)
+            keys = ops.narrow(flat, self.n_rows)
             found = self._come(keys, None, window=window)
         done = None
         if stream is not None:
             done = stream.record_event()
             self.foreign = (stream, done)
-            if self.captured and self.entered is not None:
-                self.entered.record(stream)
-        ticket = Ticket(self, ids, ids._version, keys, found, self.section, tick, done, lease=lease)
-        self.under_way.begin(ticket, ids.numel())
+            self.graphs.tell(stream)
+        ticket = Ticket(self, ids, version_of(ids), keys, found, self.section, tick, done, lease=lease)
+        self.under_way.begin(ticket, len(flat))
         return ticket
 
     # ---- rows
@@ -184,6 +193,8 @@ class DeviceCache:
         from flatbed.kernels._triton import cache
 
         self.wait()
+        if self.device.type == "cuda":  # whoever is at work, in whichever stream
+            torch.cuda.synchronize(self.device)
         cache.flush(self.tags, self.place)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -215,11 +226,3 @@ class DeviceCache:
                 weight = counts[start : start + (1 << 16)].to(self.device).float().log2()
                 here = slots >= 0
                 self.tags.heat[slots[here]] += weight[here]
-
-
-def _external_event() -> Any:
-    """An event that graphs record and wait for when they run; None where torch has none."""
-    try:
-        return torch.cuda.Event(external=True)  # type: ignore[call-arg,no-untyped-call,unused-ignore]
-    except TypeError:
-        return None

@@ -42,6 +42,7 @@ class HostCache:
         """How many have: so much room is kept for them there."""
         self.section = 0
         self._last: torch.cuda.Event | None = None  # when what was issued last is done
+        self._user: torch.cuda.Stream | None = None  # the training's
         self.retired = False
         """Whether the table has another cache by now."""
         self.under_way = UnderWay()
@@ -65,8 +66,10 @@ class HostCache:
     def come(self, rows: Tensor) -> None:
         """Bring rows here, which are distinct and on the host."""
         with self._turn():
-            self.section += 1
-            self._come(rows, window=0)
+            window = self.under_way.window if self.has_room(len(rows)) else 0
+            if self.under_way.tickets and not window:
+                self.section += 1  # their rows may have to go
+            self._come(rows, window=window)
 
     def has_room(self, n_ids: int) -> bool:
         """Whether a batch may come ahead of time: all that are under way fit together."""
@@ -74,7 +77,7 @@ class HostCache:
 
     def come_early(self, rows: Tensor) -> Ticket | None:
         """The same ahead of time; None if there is no room for all. The ids are yet to come."""
-        with self._turn():
+        with self._turn(early=True):
             if self.retired or not self.has_room(len(rows)):
                 return None
             tick = self._come(rows, window=self.under_way.window)
@@ -101,8 +104,10 @@ class HostCache:
         return tick
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One after the other, on the device as well: each may be in a stream of its own."""
+    def _turn(self, *, early: bool = False) -> Iterator[None]:
+        """One after the other, on the device as well: each may be in a stream of its own. Batches that come
+        early wait for all that the training stream was given: rows whose ticket has ended may be in it.
+        """
         with self.lock:
             if self.computes_on.type != "cuda":
                 yield
@@ -110,6 +115,10 @@ class HostCache:
             stream = torch.cuda.current_stream(self.computes_on)
             if self._last is not None:
                 stream.wait_event(self._last)
+            if not early:
+                self._user = stream
+            elif self._user is not None:
+                stream.wait_event(self._user.record_event())
             try:
                 yield
             finally:
@@ -175,8 +184,9 @@ class HostCache:
             return None
         from flatbed.kernels._triton import cache
 
+        self._user = torch.cuda.current_stream(self.computes_on)
         if ticket is not None and ticket.done is not None:
-            torch.cuda.current_stream(self.computes_on).wait_event(ticket.done)
+            self._user.wait_event(ticket.done)
         return cache.look(self.place, keys, dim, dtype, self.n_rows)
 
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:

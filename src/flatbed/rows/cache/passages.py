@@ -82,12 +82,12 @@ class Passages:
             if self.seen[kind] <= SOON or len(self.free) >= SIZES:
                 return None
             free = self.free[kind] = []
-        passage = None
-        if free:
-            passage = free.pop()
-        elif self.n_made[kind] < AT_ONCE:
-            self.n_made[kind] += 1
-            passage = self._made(*kind)
+        if free and (free[0].done.query() or self.n_made[kind] == AT_ONCE):  # the one used longest ago
+            return Lease(free.pop(0), free)
+        if self.n_made[kind] == AT_ONCE:
+            return None
+        self.n_made[kind] += 1
+        passage = self._made(*kind)
         return None if passage is None else Lease(passage, free)
 
     def _made(self, n: int, window: int, from_host: bool, checked: bool, stream: int) -> Any:

@@ -11,6 +11,11 @@ from torch import Tensor
 from flatbed.kernels.rows import Distinct
 
 
+def version_of(ids: Tensor) -> int:
+    """Its version; tensors made in inference mode have none."""
+    return -1 if ids.is_inference() else ids._version
+
+
 @dataclass(eq=False)
 class Ticket:
     """Ids that a lookup will come with, and what has been found out about them.
@@ -27,7 +32,7 @@ class Ticket:
     """The same, flat, as kernels take them."""
     found: Distinct | None
     section: int
-    """How many batches had come through the cache in the training stream."""
+    """How often tickets of the cache had become void."""
     tick: int
     """Which of all batches that came through the cache it is."""
     done: torch.cuda.Event | None
