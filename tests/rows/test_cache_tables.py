@@ -403,7 +403,7 @@ def test_another_size_of_cache(storage: str, where: str, tmp_path: Path) -> None
         ({"cache_bytes": 5 * twins.cached.table.store.record.nbytes + 1}, 5),
         ({"cache_rows": 1000}, ROWS),
         ({"cache_rows": 0}, 0),
-        ({"cache_bytes": 1}, 0),
+        ({"cache_bytes": 0}, 0),
     ):
         twins.cached.table.set_cache(**options)
         twins.check()
@@ -411,6 +411,15 @@ def test_another_size_of_cache(storage: str, where: str, tmp_path: Path) -> None
         twins.check()
         assert twins.cached.table.cache_stats().rows == n_slots
     assert twins.cached.table.store.config.cache_policy == "lru"  # as it was said last
+
+
+def test_too_few_bytes_for_a_record() -> None:
+    emb = flatbed.HostEmbedding(1000, 8, cache_bytes=100)
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    with pytest.raises(flatbed.FlatbedError, match="no room for a single record, which takes 128 bytes"):
+        step(emb, optimizer, [1, 2])
+    emb.table.set_cache(cache_bytes=0)
+    step(emb, optimizer, [1, 2])
 
 
 def test_bytes_for_the_cache(tmp_path: Path) -> None:

@@ -290,3 +290,75 @@ def test_accumulated_gradients_while_streams_are_late() -> None:
     theirs = trained(0, lambda model, optimizer: several(model, optimizer, batches(4)), adam)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
+
+
+class Shop(nn.Module):
+    """A bag and two lookups of a table, whose batches are of several sizes."""
+
+    def __init__(self, storage: str, folder: Any, cache_rows: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+
+        def made(name: str) -> dict[str, Any]:
+            path = {"path": folder / f"{name}-{cache_rows}.bed"} if storage == "disk" else {}
+            return {"device": "cuda", "storage": storage, "cache_rows": cache_rows, **path}
+
+        self.items = flatbed.HostEmbedding(N_ROWS, DIM, seed=1, **made("items"))
+        self.bag = flatbed.HostEmbeddingBag(N_ROWS, DIM, seed=2, mode="sum", **made("bag"))
+        self.top = nn.Linear(DIM, 1).cuda()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        both = self.items(ids) * self.bag(ids.unsqueeze(1)) + self.items(ids.flip(0) // 2)
+        loss: Tensor = self.top(both).square().mean()
+        return loss
+
+
+def days(model: Shop, optimizer: Any, *, depth: int) -> None:
+    """Epochs with an evaluation in the middle, one cut short, gradients of two batches for each step."""
+    chance = torch.Generator().manual_seed(3)
+    sizes = [20, 20, 70, 96, 20, 96, 96, 20]
+    given = [(torch.rand(n, generator=chance) ** 2 * N_ROWS).long() for n in sizes]
+    asked = {model.items: lambda b: [b, b.flip(0) // 2], model.bag: lambda b: b}
+
+    def over(batches: Any) -> Any:
+        return flatbed.Prefetcher(batches, asked, depth=depth) if depth else (ids.cuda() for ids in batches)
+
+    for epoch in range(4):
+        for n, ids in enumerate(over(given)):
+            if depth:
+                torch.cuda._sleep(int(torch.randint(0, 500_000, (), generator=chance)))
+            model(ids).backward()
+            if n % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            if n == 3:
+                with torch.no_grad():
+                    for other in over(given[:3]):
+                        model(other)
+                for other in over(given[5:7]):
+                    model(other).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if epoch == 1 and n == 5:
+                break
+        optimizer.zero_grad()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["host", "disk"])
+@pytest.mark.parametrize("cache_rows", [None, 60, 250, 1000])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_days_at_work(depth: int, cache_rows: int | None, storage: str, tmp_path: Any) -> None:
+    results = []
+    for rows, ahead in ((cache_rows, depth), (0, 0)):
+        model = Shop(storage, tmp_path, rows)
+        optimizer = flatbed.optim.Adam(model, lr=0.05)
+        days(model, optimizer, depth=ahead)
+        every = torch.arange(N_ROWS)
+        found = [table.read_rows(every).cpu() for table in flatbed.tables(model)]
+        found += [table.read_state("exp_avg_sq", every).cpu() for table in flatbed.tables(model)]
+        results.append(found)
+        for table in flatbed.tables(model):
+            table.close(discard=True)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

@@ -110,6 +110,8 @@ class Ahead:
         if isinstance(cache, HostCache):
             self._complete(cache, staged, ids)
         elif isinstance(cache, DeviceCache):
+            if not torch.is_grad_enabled():
+                return True  # evaluation leaves the cache as it is
             late = bool(cache.graphs)  # graphs do not say when they run: after the one launched last
             if (late and not front) or not cache.has_room(staged.n_ids):
                 return False
@@ -135,7 +137,10 @@ class Ahead:
     def begin(self, staged: Staged) -> None:
         """The batch is about to be handed out, to the current stream."""
         for ids in staged.doubtful:
-            check_range(ids, self.table.num_embeddings)
+            try:
+                check_range(ids, self.table.num_embeddings)
+            except IndexError as error:
+                raise IndexError(f"the ids function for {self.table!r}: {error}") from None
         cache = staged.tickets[0].cache if staged.tickets else None
         if isinstance(cache, DeviceCache) and cache.graphs:
             return  # they find the rows there, and nothing else

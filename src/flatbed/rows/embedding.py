@@ -98,6 +98,8 @@ class TableModule(nn.Module):
         parts += [f"storage={config.storage!r}"]
         parts += [] if config.path is None else [f"path='{config.path}'"]
         parts += [] if config.dtype == torch.float32 else [f"dtype={config.dtype}"]
+        parts += [] if config.cache_rows is None else [f"cache_rows={config.cache_rows}"]
+        parts += [] if config.cache_bytes is None else [f"cache_bytes={config.cache_bytes}"]
         return ", ".join(parts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

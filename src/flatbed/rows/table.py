@@ -234,7 +234,7 @@ class Table(nn.Parameter):
         """Raise if gradients were recorded that no optimizer will ever use."""
         if self._orphaned and self.owner is None:
             raise FlatbedError(
-                "this table receives gradients, but no optimizer has it, so that it would never learn: build "
+                f"{self!r} receives gradients, but no optimizer has it, so that it would never learn: build "
                 "the optimizer with the module (flatbed.optim.Adam(model)) or with emb.table among its "
                 "parameters, or freeze the table (emb.requires_grad_(False))"
             )

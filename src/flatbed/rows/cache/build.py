@@ -25,6 +25,11 @@ def slots_for(config: Config, record: Record, device: torch.device, n_ids: int) 
     if config.cache_rows is not None:
         return min(config.cache_rows, config.n_rows)
     if config.cache_bytes is not None:
+        if 0 < config.cache_bytes < record.nbytes:
+            raise FlatbedError(
+                f"cache_bytes={config.cache_bytes} has no room for a single record, which takes "
+                f"{record.nbytes} bytes: give more, or 0 for no cache"
+            )
         return min(config.cache_bytes // record.nbytes, config.n_rows)
     if device.type != "cuda":
         return 0
