@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from flatbed.kernels.streams import stream_for
 
 CPU = torch.device("cpu")
 ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
@@ -171,12 +173,6 @@ class Moved:
     """Whatever has memory that the stream of the copies, or of the loader, owns."""
 
 
-@cache
-def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """A stream beside the training's, the same for all who want it: what is made for one is used again."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call,unused-ignore]
-
-
 class Mover:
     """Takes batches to a device, on a stream of its own that waits for nothing but the loader.
 
@@ -185,7 +181,7 @@ class Mover:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = side_stream(device, "batches") if device.type == "cuda" else None
+        self.stream = stream_for(device, "batches") if device.type == "cuda" else None
 
     def load(self, batch: Any) -> Loaded:
         """The part that takes the host's time: in any thread."""

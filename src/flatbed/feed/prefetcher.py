@@ -14,8 +14,9 @@ from torch import Tensor
 
 from flatbed.feed import lookups
 from flatbed.feed.background import Background, Last
-from flatbed.feed.batches import Loaded, Moved, Mover, record_stream, recorded, side_stream
+from flatbed.feed.batches import Loaded, Moved, Mover, record_stream, recorded
 from flatbed.feed.lookups import AheadOfTable, IdsFunction, Lookups
+from flatbed.kernels.streams import stream_for
 from flatbed.rows.embedding import TableModule
 from flatbed.rows.table import Table
 
@@ -221,7 +222,7 @@ class Iteration:
         self.closed = False
         on_gpu = self.mover.stream is not None
         # Rows wait for earlier steps, and batches must not wait for rows: two streams.
-        self.stream = side_stream(self.mover.device, "rows") if on_gpu else None
+        self.stream = stream_for(self.mover.device, "rows") if on_gpu else None
 
     def next(self) -> Any:
         """The batch in front, and work for those behind it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels.rows import distinct, narrow
+from flatbed.kernels.streams import stream_for
 from flatbed.rows.cache import DeviceCache, HostCache, Ticket
 from flatbed.rows.cache.ticket import version_of
 from flatbed.rows.ids import as_ids, check_range
@@ -29,12 +29,6 @@ class Staged:
     """Whether lookups can make use of the tickets."""
     doubtful: list[Tensor] = field(default_factory=list)
     """Ids for which the table has no rows yet."""
-
-
-@functools.cache
-def _reading_stream(device: torch.device) -> torch.cuda.Stream:
-    """For what threads read from files. One for all: graphs and memory belong to a stream."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call,unused-ignore]
 
 
 class Ahead:
@@ -69,7 +63,7 @@ class Ahead:
             return staged
         cache = store.cache or store.cache_for(staged.n_ids)  # not another one: it may be in use
         if isinstance(cache, HostCache):
-            with torch.cuda.stream(_reading_stream(self.device)):
+            with torch.cuda.stream(stream_for(self.device, "files")):
                 self._bring(cache, wanted, staged)
         return staged
 
@@ -87,7 +81,7 @@ class Ahead:
                 if ticket is None:
                     self.drop(staged)
                     return
-                ticket.done = _reading_stream(self.device).record_event()
+                ticket.done = stream_for(self.device, "files").record_event()
                 staged.tickets.append(ticket)
         except FlatbedError:
             self.drop(staged)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flatbed.kernels._triton import elementary
+from flatbed.kernels.streams import another_than
 
 TYPES = {
     torch.float64: tl.float64,
@@ -252,7 +253,7 @@ def outside_of_capture(device: torch.device, after: torch.cuda.Event | None) -> 
     mode = ctypes.c_int(2)  # relaxed; it is the thread's own, and put back
     exchange(ctypes.byref(mode))
     try:
-        aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        aside = another_than(device, {torch.cuda.current_stream(device).cuda_stream})  # which is capturing
         with torch.cuda.stream(aside):
             if after is not None:
                 aside.wait_event(after)

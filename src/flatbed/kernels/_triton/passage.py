@@ -11,6 +11,7 @@ from torch import Tensor
 from flatbed.kernels._triton import cache, row_kernels, rows
 from flatbed.kernels.cache import Tags
 from flatbed.kernels.rows import Distinct, Place
+from flatbed.kernels.streams import stream_for
 
 
 class Passage:
@@ -39,7 +40,7 @@ class Passage:
         graph = torch.cuda.CUDAGraph()
         device = tags.clock.device
         self._bring()  # all other kernels have run before: none can be loaded during a capture
-        aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        aside = stream_for(device, "captures")
         aside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(aside):
             # Other threads may go on with whatever they do.
