@@ -92,9 +92,9 @@ class HostCache:
         if bool(goes.any()):
             self._write_home(arrivals.slots[goes], arrivals.victims[goes])
         if len(arrivals.rows):
-            slots = self._there(arrivals.slots)
             records = self._from_home(arrivals.rows)
-            self.records.index_copy_(0, slots, records)
+            slots = self._there(arrivals.slots)
+            _words(self.records).index_copy_(0, slots, _words(records))
             if self.place is not None:
                 assert self.place.slot_of_row is not None
                 gone = self.tags.row_of_slot[arrivals.slots]
@@ -148,7 +148,8 @@ class HostCache:
         return pinned
 
     def _write_home(self, slots: Tensor, rows: Tensor) -> None:
-        self.home.scatter_(rows, self._here(self.records.index_select(0, self._there(slots))))
+        found = _words(self.records).index_select(0, self._there(slots))
+        self.home.scatter_(rows, self._here(found.view(torch.uint8)))
         if self.n_owed:
             self.n_owed -= int(self.owed[slots].sum())
             self.owed[slots] = False
@@ -294,3 +295,8 @@ class HostCache:
                 slots = self.tags.slot_of_row[some].long()
                 here = slots >= 0
                 self.tags.heat[slots[here]] += counts[start : start + (1 << 16)][here].float().log2()
+
+
+def _words(records: Tensor) -> Tensor:
+    """Records as what is copied at a time: torch moves elements, and a byte takes it as long as eight."""
+    return records.view(torch.int64)
