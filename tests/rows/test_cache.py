@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import flatbed
 from flatbed.kernels.cache import COUNTS, Tags, choose, take_in
-from flatbed.rows.cache import DeviceCache, HostCache, build
+from flatbed.rows.cache import DeviceCache, HostCache, Ticket, build
+from flatbed.rows.cache.under_way import UnderWay
 from flatbed.rows.record import Field, Record
 from flatbed.rows.tiers import host_tier
 
@@ -385,3 +387,32 @@ def test_a_flush_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(cache.gather(torch.arange(6)), new)
     getattr(cache, method)()
     assert torch.equal(home.gather(torch.arange(6)), new)
+
+
+def test_empty_batches_take_no_turn(kernel_device: str) -> None:
+    """The host's count of batches is the device's: else rows are kept that nobody has counted."""
+    table = flatbed.HostEmbedding(40, 4, device=kernel_device, cache_rows=12).table
+    cache = table.store.cache_for(4)
+    assert isinstance(cache, DeviceCache)
+    early(cache, [0, 1, 2, 3])
+    for _ in range(2):
+        cache.come(torch.empty(0, dtype=torch.int64, device=kernel_device), None)
+    assert cache.under_way.tick == int(cache.tags.clock) == 1
+    assert cache.has_room(8)
+    early(cache, list(range(10, 18)))
+    assert int(cache.tags.counts[4]) == 0  # none had to stay at home
+
+
+def test_tickets_end_while_the_lock_is_held() -> None:
+    """The garbage collector may end one at any moment, in the thread that asks for others."""
+    way = UnderWay()
+    held = [Ticket(None, torch.zeros(1), 0, torch.zeros(1), None, 0, way.come(3), None) for _ in range(3)]
+    for ticket in held:
+        way.begin(ticket, 3)
+    with way._lock:
+        held[0].end()
+    assert (way.window, way.n_rows, len(way.tickets)) == (2, 6, 2)
+    held[2].end()
+    assert (way.window, way.n_rows) == (2, 6)  # what came after the oldest has not left either
+    held[1].end()
+    assert (way.window, way.n_rows, way.tickets) == (0, 0, [])

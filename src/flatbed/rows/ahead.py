@@ -58,7 +58,7 @@ class Ahead:
         store = self.table.store
         if store.config.storage != "disk" or staged.n_ids == 0:
             return staged
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or not torch.is_grad_enabled():
             self._read(wanted)
             return staged
         cache = store.cache or store.cache_for(staged.n_ids)  # not another one: it may be in use
@@ -100,12 +100,12 @@ class Ahead:
         store = self.table.store
         if self.device.type == "cpu" or staged.n_ids == 0:
             return True
+        if not torch.is_grad_enabled():
+            return True  # evaluation leaves the cache as it is
         cache = store.cache_for(staged.n_ids)
         if isinstance(cache, HostCache):
             self._complete(cache, staged, ids)
         elif isinstance(cache, DeviceCache):
-            if not torch.is_grad_enabled():
-                return True  # evaluation leaves the cache as it is
             late = bool(cache.graphs)  # graphs do not say when they run: after the one launched last
             if (late and not front) or not cache.has_room(staged.n_ids):
                 return False
@@ -147,12 +147,17 @@ class Ahead:
 
     def finish(self, staged: Staged, after: torch.cuda.Event | None) -> None:
         """The batch is done with: `after` this event, its rows may go."""
+        for ticket in staged.tickets:
+            if isinstance(ticket.cache, HostCache) and after is not None:
+                ticket.cache.done_with(after)
         self.drop(staged)
 
     def drop(self, staged: Staged) -> None:
         """The batch will not be looked up any more."""
         gone = staged.tickets
         staged.tickets = []
+        if gone and isinstance(gone[0].cache, HostCache) and self.device.type == "cuda":
+            gone[0].cache.done_with(None)
         for ticket in gone:
             ticket.end()
             if ticket in self.table.tickets:

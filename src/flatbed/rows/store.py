@@ -252,9 +252,10 @@ class Store:
         """Another device computes; the rows follow at the next use, if they must."""
         check_device(device)
         if device != self.device:
-            self.forget_cache()
-            self.settle()
-            self.device = device
+            with self._laying_out:
+                self.forget_cache()
+                self.settle()
+                self.device = device
 
     # ---- files
 
@@ -304,13 +305,14 @@ class Store:
     def close(self) -> None:
         """Give memory and files back. Rows of a file that changed since its last checkpoint are dropped."""
         if self._tier is not None and os.getpid() == self._process:
-            if isinstance(self._tier, DiskTier):
-                self.abandon_cache()
-            else:
-                self.forget_cache()
-            self.settle()
-            _let_go(self._tier)
-            self.version += 1
+            with self._laying_out:  # a thread may be fetching rows ahead of time
+                if isinstance(self._tier, DiskTier):
+                    self.abandon_cache()
+                else:
+                    self.forget_cache()
+                self.settle()
+                _let_go(self._tier)
+                self.version += 1
 
     # ---- the cache in front of them
 
@@ -337,8 +339,8 @@ class Store:
     def _fit_cache(self, n_ids: int) -> Cache | None:
         with self._laying_out:
             tier, cache = self.tier, self.cache
-            if _capturing(self.device):  # nothing can be made now
-                return cache
+            if _capturing(self.device) or (isinstance(cache, DeviceCache) and cache.graphs):
+                return cache  # nothing can be made now, or graphs have this one
             n_slots = slots_for(self.config, tier.record, self.device, n_ids)
             n_now = 0 if cache is None else cache.n_slots
             if 2 * n_ids > n_now and n_slots > n_now:
@@ -366,6 +368,12 @@ class Store:
                 "them again, since they would go on with what it was",
                 stacklevel=3,
             )
+
+    def change_cache(self, config: Config) -> None:
+        """Another cache from now on."""
+        with self._laying_out:
+            self.forget_cache()
+            self.config = config
 
     def abandon_cache(self) -> None:
         """Drop what is in the cache of a table on disk: its rows are to be those of a checkpoint."""

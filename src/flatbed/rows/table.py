@@ -310,11 +310,8 @@ class Table(nn.Parameter):
         self, cache_rows: int | None = None, cache_bytes: int | None = None, *, policy: str | None = None
     ) -> None:
         """Another size of cache, or another policy; it begins empty. 0: none; nothing given: the default."""
-        before = self.store.config
-        chosen = before.cache_policy if policy is None else policy
-        config = with_cache(before, cache_rows, cache_bytes, chosen)
-        self.store.forget_cache()
-        self.store.config = config
+        chosen = self.store.config.cache_policy if policy is None else policy
+        self.store.change_cache(with_cache(self.store.config, cache_rows, cache_bytes, chosen))
 
     def ticket(self, ids: Tensor) -> Ticket | None:
         """What is known of these ids ahead of time, if it still holds."""

@@ -71,8 +71,10 @@ class DeviceCache:
             current.wait_event(done)
 
     def covers(self, ticket: Ticket | None) -> bool:
-        """Whether a batch's rows stay where they are, whoever comes at the same time."""
-        return ticket is not None and ticket.live and ticket.cache is self and ticket.section == self.section
+        """Whether a batch's rows stay where they are, whoever comes at the same time. Graphs do not look."""
+        if ticket is None or self.graphs:
+            return False
+        return ticket.live and ticket.cache is self and ticket.section == self.section
 
     # ---- batches
 
@@ -85,16 +87,22 @@ class DeviceCache:
             self.graphs.leave(stream)
             return found
         self.wait()
-        window = self._window(len(keys))
-        self.under_way.come(len(keys))
+        window = 0
+        if len(keys):
+            window = self._window(len(keys))
+            self.under_way.come(len(keys))
         return self._come(keys, bad, window=window)
 
     def _come(self, keys: Tensor, bad: Tensor | None, *, window: int) -> Distinct:
         from flatbed.kernels._triton import cache, rows
 
-        turn = cache.Turn(self.tags, len(keys))
-        found = rows.distinct(keys, self.n_rows, bad, turn)
-        cache.admit(self.tags, found.rows, turn, self.place, window=window)
+        try:
+            turn = cache.Turn(self.tags, len(keys))
+            found = rows.distinct(keys, self.n_rows, bad, turn)
+            cache.admit(self.tags, found.rows, turn, self.place, window=window)
+        except BaseException:
+            self.section += 1  # who knows how far it came
+            raise
         return found
 
     def _window(self, n_ids: int) -> int:
@@ -132,7 +140,7 @@ class DeviceCache:
         """The same ahead of time, in the current stream, which is not the training's; ids were checked."""
         flat = as_ids(ids).reshape(-1)
         window = self.under_way.window
-        tick = self.under_way.come(len(flat))
+        tick = self.under_way.come(len(flat)) if len(flat) else self.under_way.tick
         if stream is None and self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
         if stream is not None:

@@ -60,7 +60,7 @@ class Graphs:
 
     def tell(self, stream: torch.cuda.Stream) -> None:
         """A batch has come early: graphs that are launched now wait for it."""
-        if self and self._entered is not None:
+        if self._entered is not None:
             self._entered.record(stream)
 
 

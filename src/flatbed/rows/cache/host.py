@@ -42,7 +42,7 @@ class HostCache:
         """How many have: so much room is kept for them there."""
         self.section = 0
         self._last: torch.cuda.Event | None = None  # when what was issued last is done
-        self._user: torch.cuda.Stream | None = None  # the training's
+        self._after: list[torch.cuda.Event] = []  # steps with rows that may go
         self.retired = False
         """Whether the table has another cache by now."""
         self.under_way = UnderWay()
@@ -85,6 +85,16 @@ class HostCache:
             self.under_way.begin(ticket, len(rows))
             return ticket
 
+    def done_with(self, after: torch.cuda.Event | None) -> None:
+        """A ticket is about to end; its rows may go after this event, or after all of the current stream."""
+        if self.place is None:
+            return
+        if after is None:
+            if torch.cuda.is_current_stream_capturing():
+                return
+            after = torch.cuda.current_stream(self.computes_on).record_event()
+        self._after.append(after)
+
     def _come(self, rows: Tensor, *, window: int) -> int:
         tick = self.under_way.come(len(rows))
         arrivals = choose(self.tags, rows, window=window)
@@ -106,7 +116,7 @@ class HostCache:
     @contextmanager
     def _turn(self, *, early: bool = False) -> Iterator[None]:
         """One after the other, on the device as well: each may be in a stream of its own. Batches that come
-        early wait for all that the training stream was given: rows whose ticket has ended may be in it.
+        early wait for the steps of those whose tickets have ended, whose rows may go now.
         """
         with self.lock:
             if self.computes_on.type != "cuda":
@@ -115,10 +125,9 @@ class HostCache:
             stream = torch.cuda.current_stream(self.computes_on)
             if self._last is not None:
                 stream.wait_event(self._last)
-            if not early:
-                self._user = stream
-            elif self._user is not None:
-                stream.wait_event(self._user.record_event())
+            if early:
+                while self._after:
+                    stream.wait_event(self._after.pop())
             try:
                 yield
             finally:
@@ -185,9 +194,8 @@ class HostCache:
             return None
         from flatbed.kernels._triton import cache
 
-        self._user = torch.cuda.current_stream(self.computes_on)
         if ticket is not None and ticket.done is not None:
-            self._user.wait_event(ticket.done)
+            torch.cuda.current_stream(self.computes_on).wait_event(ticket.done)
         return cache.look(self.place, keys, dim, dtype, self.n_rows)
 
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:

@@ -43,9 +43,8 @@ class Ticket:
     live: bool = True
 
     def end(self) -> None:
-        """Its rows may go."""
+        """Its rows may go. No lock is taken: the garbage collector may call this, whoever holds one."""
         self.live = False
-        self.cache.under_way.end(self)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Its tensors were made in another stream, and this one uses them."""

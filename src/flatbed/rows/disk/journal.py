@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,7 +116,7 @@ class Journal:
         slots: NDArray[np.int32] = self._slot_of_row[ids] - np.int32(1)
         return slots
 
-    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, pool: Executor) -> None:
+    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int) -> None:
         """Replace the records of distinct rows; nothing has changed when there is no room."""
         if self._slot_of_row is None:
             self._slot_of_row = anonymous(n_rows)
@@ -127,13 +127,9 @@ class Journal:
         slots[fresh] = np.arange(self.n_slots, after)
         # Interrupted between any two of these, slots are taken that no row knows of, and `rows` leaves out.
         self._row_of_slot[self.n_slots : after] = ids[fresh]
-        first, self.n_slots = self.n_slots, after
-        if self._file is not None and len(fresh):  # in one piece, without a fault for each new page
-            at = SLOTS_AT + first * self.nbytes
-            self._file.write(at, np.ascontiguousarray(records if len(fresh) == len(ids) else records[fresh]))
-        if self._file is not None and len(fresh) < len(ids):
-            known = np.flatnonzero(slots < first)
-            put(self._file, slots[known], records=records[known], pool=pool)
+        self.n_slots = after
+        if self._file is not None:
+            self._file.scatter(slots, records)
         self._slot_of_row[ids[fresh]] = slots[fresh] + 1
 
     def make_room(self, ids: NDArray[np.int64], *, also: int, n_rows: int) -> None:

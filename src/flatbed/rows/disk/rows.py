@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,12 @@ def spread(part: Callable[[slice], None], n_rows: int, *, nbytes: int, pool: Exe
         part(slice(0, n_rows))
         return
     step = -(-n_rows // n_parts)
-    list(pool.map(part, (slice(start, start + step) for start in range(0, n_rows, step))))
+    parts = [pool.submit(part, slice(start, start + step)) for start in range(0, n_rows, step)]
+    try:
+        for one in parts:
+            one.result()
+    finally:  # an interruption is not to leave threads at work
+        wait(parts)
 
 
 def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) -> None:

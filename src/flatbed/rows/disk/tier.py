@@ -187,7 +187,7 @@ class DiskTier:
             rows = self._rows(ids)
             given = self._given(records, len(rows))
             if len(rows):
-                self._held.journal.put(rows, given, n_rows=self.n_rows, pool=self._held.pool)
+                self._held.journal.put(rows, given, n_rows=self.n_rows)
 
     def make_room(self, ids: Tensor, *, also: int = 0) -> None:
         """Raise now if there is no room on the disk for changes of these rows, and of so many others."""
