@@ -334,3 +334,4 @@ def test_layouts_whose_memory_is_in_parts(cuda: torch.device) -> None:
     dense = torch.eye(4, device=cuda)
     for tensor in (dense, dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
         record_stream(tensor, torch.cuda.current_stream())
+        assert torch.equal(tensor.to_dense(), dense)

@@ -120,6 +120,7 @@ def test_a_disk_table_is_not_read_after_the_loop(tmp_path: Path) -> None:
             if n == i % 5:
                 break
         emb.table.close(discard=True)
+        assert n == i % 5
 
 
 def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:

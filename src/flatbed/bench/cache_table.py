@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from rich.table import Table
-from rich.text import Text
 
-from flatbed.bench.cache_rows import FLATBED, CacheRow, SwapRow, describe_cache, steps_of, swaps_of
-from flatbed.bench.rows import Record, describe_machine
+from flatbed.bench.cache_rows import CacheRow, SwapRow, describe_cache, steps_of, swaps_of
+from flatbed.bench.rows import Record
+from flatbed.bench.sheet import Sheet, marked_down
 from flatbed.bench.tables_rows import gigabytes
-from flatbed.bench.tables_table import Sheet
 
 # What a column shows of a row; None where there is nothing to show.
 TIMES: dict[str, Callable[[CacheRow], str | None]] = {
@@ -50,34 +49,12 @@ COLUMNS: dict[str, dict[str, Callable[[CacheRow], str | None]]] = {
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """One table per case and distribution."""
-    made = []
-    for sheet in sheets(records):
-        table = Table(title=sheet.title, caption=describe_machine(sheet.machine), title_style="bold")
-        for place, column in enumerate(sheet.columns):
-            table.add_column(column, justify="left" if place < sheet.n_names else "right")
-        for line in sheet.lines:
-            failed = any("FAILED" in cell for cell in line)
-            style = "red" if failed else "bold" if line[0].startswith(FLATBED) else ""
-            table.add_row(*map(Text, line), style=style)
-        made.append(table)
-    return made
+    return [sheet.drawn() for sheet in sheets(records)]
 
 
 def to_markdown(records: Sequence[Record]) -> str:
     """A markdown table per case and distribution, with the machine under it."""
-    made = []
-    for sheet in sheets(records):
-        lines = [
-            f"**{sheet.title}**",
-            "",
-            f"| {' | '.join(sheet.columns)} |",
-            f"|{'---|' * sheet.n_names}{'---:|' * (len(sheet.columns) - sheet.n_names)}",
-            *(f"| {' | '.join(line)} |" for line in sheet.lines),
-            "",
-            f"<sub>{describe_machine(sheet.machine)}</sub>",
-        ]
-        made.append("\n".join(lines))
-    return "\n\n".join(made) + "\n"
+    return marked_down(sheets(records))
 
 
 def sheets(records: Sequence[Record]) -> list[Sheet]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from rich.table import Table
-from rich.text import Text
 
-from flatbed.bench.rows import Machine, Record, describe_machine
+from flatbed.bench.rows import Record
+from flatbed.bench.sheet import Sheet, marked_down
 from flatbed.bench.tables_rows import (
     CUPY,
-    FLATBED,
     SPARSE,
     SPEEDTORCH,
     TORCH,
@@ -37,48 +35,14 @@ STEP_COLUMNS: dict[str, Callable[[TrainRow, Steps], str | None]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """A table as text, whatever it becomes."""
-
-    title: str
-    machine: Machine
-    columns: list[str]
-    lines: list[list[str]]
-    n_names: int = 1
-    """So many columns say what a line is about."""
-
-
 def tables(records: Sequence[Record]) -> list[Table]:
     """One table per case."""
-    made = []
-    for sheet in sheets(records):
-        table = Table(title=sheet.title, caption=describe_machine(sheet.machine), title_style="bold")
-        for place, column in enumerate(sheet.columns):
-            table.add_column(column, justify="left" if place < sheet.n_names else "right")
-        for line in sheet.lines:
-            failed = any("FAILED" in cell for cell in line)
-            style = "red" if failed else "bold" if line[0].startswith(FLATBED) else ""
-            table.add_row(*map(Text, line), style=style)
-        made.append(table)
-    return made
+    return [sheet.drawn() for sheet in sheets(records)]
 
 
 def to_markdown(records: Sequence[Record]) -> str:
     """A markdown table per case, with the machine under it."""
-    made = []
-    for sheet in sheets(records):
-        lines = [
-            f"**{sheet.title}**",
-            "",
-            f"| {' | '.join(sheet.columns)} |",
-            f"|{'---|' * sheet.n_names}{'---:|' * (len(sheet.columns) - sheet.n_names)}",
-            *(f"| {' | '.join(line)} |" for line in sheet.lines),
-            "",
-            f"<sub>{describe_machine(sheet.machine)}</sub>",
-        ]
-        made.append("\n".join(lines))
-    return "\n\n".join(made) + "\n"
+    return marked_down(sheets(records))
 
 
 def sheets(records: Sequence[Record]) -> list[Sheet]:
