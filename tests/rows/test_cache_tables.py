@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import warnings
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +97,11 @@ def test_more_rows_than_the_cache_holds(storage: str, where: str, tmp_path: Path
     twins.check()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("edit", ["write_rows", "load_state_dict", "weight", "drop_state"])
+EDITS = [*product(["write_rows", "load_state_dict", "drop_state"], STORAGES), ("weight", "host")]  # of memory
+
+
+@pytest.mark.parametrize(("edit", "storage"), EDITS)
 def test_edits_of_rows_that_are_cached(storage: str, edit: str, tmp_path: Path) -> None:
-    if edit == "weight" and storage == "disk":
-        pytest.skip("a table on disk has none")
     twins = Twins(storage, tmp_path).train()
     for emb in twins.both:
         if edit == "write_rows":

@@ -13,12 +13,12 @@ from flatbed.bench.options import (
     JsonPath,
     ModelName,
     OptimizerName,
+    PlotsOption,
     PngPath,
     PrecisionName,
     TableCase,
     TableOptimizer,
     TracePath,
-    drawable_folder,
     find_device,
     in_existing_folder,
 )
@@ -122,15 +122,7 @@ def tables(
             callback=in_existing_folder,
         ),
     ] = None,
-    plots: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw a chart per case into this folder.",
-            exists=True,
-            file_okay=False,
-            callback=drawable_folder,
-        ),
-    ] = None,
+    plots: PlotsOption = None,
 ) -> None:
     """Move and train rows of tables on the host, in flatbed's ways and in others'."""
     where = find_device(device)
@@ -196,15 +188,7 @@ def cache(
             file_okay=False,
         ),
     ] = None,
-    plots: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw a chart per case into this folder.",
-            exists=True,
-            file_okay=False,
-            callback=drawable_folder,
-        ),
-    ] = None,
+    plots: PlotsOption = None,
 ) -> None:
     """Train tables through a cache of hot rows: time, hits, and what prefetching and CUDA graphs do."""
     where = find_device(device)

@@ -120,6 +120,16 @@ TracePath = Annotated[
         callback=in_existing_folder,
     ),
 ]
+PlotsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plots",
+        help="Draw a chart per case into this folder.",
+        exists=True,
+        file_okay=False,
+        callback=drawable_folder,
+    ),
+]
 DeviceOption = Annotated[
     DeviceName | None, typer.Option("--device", help="Where; cuda if there is a GPU, unless given.")
 ]

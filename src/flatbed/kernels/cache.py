@@ -53,12 +53,6 @@ class Tags:
         """How far a miss moves the time in which uses age; one half-life is 1."""
         return 1.0 / (HALF_LIFE * self.n_slots)
 
-    @property
-    def nbytes(self) -> int:
-        """How much memory they take."""
-        held = (self.slot_of_row, self.row_of_slot, self.stamp, self.heat, self.dirty)
-        return sum(tensor.nbytes for tensor in held)
-
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:

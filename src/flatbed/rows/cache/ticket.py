@@ -58,10 +58,6 @@ class Ticket:
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)
 
-    @property
-    def n_ids(self) -> int:
-        return self.keys.numel()
-
     def matches(self, ids: Tensor) -> bool:
         """Whether these are the ids that it was made for."""
         mine = self.ids
