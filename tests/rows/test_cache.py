@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flatbed
-from flatbed.kernels.cache import COUNTS, Tags, choose, take_in
+from flatbed.kernels.cache import COUNTS, Tags, choose, let_go, take_in
 from flatbed.rows.cache import DeviceCache, HostCache, Ticket, build
 from flatbed.rows.cache.under_way import UnderWay
 from flatbed.rows.record import Field, Record
@@ -165,7 +165,7 @@ def test_counts_of_a_small_case(where: str) -> None:
 
 def test_nothing_but_times_changes_until_records_are_moved() -> None:
     tags = Tags(20, 4, policy="lru", device=CPU)
-    take_in(tags, choose(tags, torch.tensor([1, 2, 3])))
+    take_in(tags, choose(tags, torch.tensor([1, 2, 3])))  # slots that were free
     maps = tags.slot_of_row.clone(), tags.row_of_slot.clone(), tags.dirty.clone()
     arrivals = choose(tags, torch.tensor([3, 7, 8, 9]))
     assert all(
@@ -176,6 +176,8 @@ def test_nothing_but_times_changes_until_records_are_moved() -> None:
     assert len(set(arrivals.slots.tolist())) == 3
     assert arrivals.evicted == 2
     assert (arrivals.victims == -1).all()  # none of them has changed
+    let_go(tags, arrivals)
+    assert tags.slot_of_row.tolist().count(-1) == len(tags.slot_of_row) - 1  # row 3 stays
     take_in(tags, arrivals)
     assert set(tags.row_of_slot.tolist()) == {3, 7, 8, 9}
     assert (tags.slot_of_row >= 0).sum() == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,72 @@ def test_changed_rows_outlast_a_failure_to_bring_them_home(
         with pytest.raises(FlatbedError, match="no space left"):
             OUTSIDE[what](twins.cached)
     assert torch.equal(everything(twins.cached)[0], expected)
+
+
+def test_rows_that_could_not_be_written_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave in a thread of their own: whoever comes next hears of it, and nothing is lost."""
+    twins = Twins("disk", tmp_path, n_slots=4).train()
+    emb = twins.cached
+    everything(emb)  # which writes all home
+    twins.step([1, 2, 8, 29])
+    expected = everything(twins.plain)[0]
+    cache = emb.table.store.cache
+    n_failed = 0
+
+    def fail(self: DiskTier, ids: Tensor, records: Tensor) -> None:
+        nonlocal n_failed
+        n_failed += 1
+        raise FlatbedError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "scatter_", fail)
+        cache.come(torch.tensor([10, 11]))  # rows leave for these
+        for _ in range(2):
+            with pytest.raises(FlatbedError, match="the disk is gone"):
+                cache.come(torch.tensor([12]))
+        assert n_failed == 3
+    assert torch.equal(everything(emb)[0], expected)
+    emb.table.checkpoint()
+    assert torch.equal(everything(emb)[0], expected)
+    check_room(emb)
+
+
+def test_training_waits_for_nobody_who_moves_other_rows(tmp_path: Path) -> None:
+    """The lock may be held as long as the disk takes; rows that came ahead of time need it not."""
+    emb = embedding("disk", tmp_path, 8)
+    flatbed.optim.Adam(emb, lr=0.1)
+    emb(torch.arange(4)).sum().backward()  # the cache is made
+    access, cache = emb.table.access, emb.table.store.cache
+    rows = torch.tensor([1, 5])
+    cache.make_room(rows)  # as every first step does
+    ticket = cache.come_early(rows)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cache.lock:
+            held.set()
+            done.wait(20)
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    assert held.wait(20)
+    trained = threading.Event()
+
+    def train() -> None:
+        access.make_room(torch.tensor([-1]), ticket)
+        access.place_of(Packed(rows, torch.empty(0), ticket=ticket))
+        trained.set()
+
+    threading.Thread(target=train, daemon=True).start()
+    try:
+        assert trained.wait(20)
+        assert cache.tags.dirty[cache.tags.slot_of_row[rows].long()].all()
+    finally:
+        done.set()
+        holder.join(20)
+    emb.table.close(discard=True)
 
 
 @pytest.mark.parametrize("discard", [False, True])
@@ -147,13 +214,15 @@ def check_room(emb: Any) -> None:
     """Every changed row has a place in the file of changes, or room for one."""
     store = emb.table.store
     cache, tier = store.cache, store.disk
+    n_unsaved = store.n_unsaved
+    cache.arrive()  # what was sent home
     waiting = cache.tags.row_of_slot[cache.tags.dirty != 0]
     owed = waiting[tier.unchanged(waiting)]
     assert sorted(cache.tags.row_of_slot[cache.owed].tolist()) == sorted(owed.tolist())
     assert cache.n_owed == len(owed)
     journal = tier._held.journal
     assert journal._capacity >= journal.n_slots + cache.n_owed
-    assert store.n_unsaved == journal.n_slots + len(owed)
+    assert store.n_unsaved == n_unsaved == journal.n_slots + len(owed)
 
 
 @pytest.mark.parametrize("n_slots", [3, 8, ROWS])

@@ -106,14 +106,14 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.counted, self.counts = cache, dict.fromkeys(COUNTS, 0)
         if isinstance(cache, HostCache):
-            write = cache._write_home
+            send = cache._send_home
 
-            def seen(slots: Tensor, rows: Tensor) -> None:
+            def seen(slots: Tensor, rows: Tensor, records: Tensor) -> None:
                 assert cache.tags.dirty[slots].all(), "clean rows were written home"
                 self.home_writes += rows.tolist()
-                write(slots, rows)
+                send(slots, rows, records)
 
-            cache._write_home = seen  # type: ignore[method-assign]
+            cache._send_home = seen  # type: ignore[method-assign]
 
     # ---- what can be done
 
@@ -267,6 +267,8 @@ class CacheMachine(RuleBasedStateMachine):
     def every_row_is_what_it_should_be(self) -> None:
         if not hasattr(self, "table"):
             return
+        if isinstance(self.cache, HostCache):
+            self.cache.arrive()
         home = self.store.tier.gather(torch.arange(self.n_rows))
         for row, expected in self.expected.items():
             slot = -1 if self.cache is None else int(self.cache.tags.slot_of_row[row])

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 POLICIES = ("lru", "lfu")
@@ -58,9 +60,11 @@ class Tags:
 class Arrivals:
     """Rows that come, the slots they get, and which rows must go home from these (-1: none)."""
 
-    rows: Tensor
-    slots: Tensor
-    victims: Tensor
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    victims: NDArray[np.int64]
+    old: NDArray[np.int64]
+    """The rows that are in these slots until then (-1: none)."""
     evicted: int
     """How many rows leave, those among them that need not be written included."""
 
@@ -69,56 +73,79 @@ def choose(tags: Tags, rows: Tensor, *, window: int = 0) -> Arrivals:
     """Touch the rows that are here; find slots for the others. Rows are distinct and exist.
 
     Slots of this batch and of the last `window` batches are kept. A row for which none is left stays at home.
-    Beside times of use and counts nothing changes until `take_in`: whoever moves the records may fail.
+    Beside times of use and counts nothing changes until `let_go`: whoever moves the records may fail.
     """
+    # numpy, since torch would have all cores at work for each of these small steps, beside the training.
+    stamp, heat, counts = tags.stamp.numpy(), tags.heat.numpy(), tags.counts.numpy()
     tags.clock += 1
     tick = int(tags.clock)
-    slots = tags.slot_of_row[rows].long()
+    wanted = rows.numpy()
+    slots = tags.slot_of_row.numpy()[wanted]
     here = slots >= 0
     hits = slots[here]
-    tags.stamp[hits] = tick
-    now = float(tags.counts[1]) * tags.ageing
+    stamp[hits] = tick
     if tags.policy == "lfu":
-        tags.heat[hits] = torch.logaddexp2(tags.heat[hits], torch.tensor(now))
-    coming = rows[~here]
-    slots = coming if tags.direct else _slots_for(tags, len(coming), tick, tick - window)
-    coming = coming[: len(slots)]
-    old = tags.row_of_slot[slots]
-    n_missing = len(rows) - len(hits)
-    victims = torch.where(tags.dirty[slots] != 0, old, -1)
+        heat[hits] = _one_more(heat[hits], np.float32(counts[1] * tags.ageing))
+    coming = wanted[~here]
+    given = coming if tags.direct else _slots_for(tags, len(coming), tick, tick - window)
+    coming = coming[: len(given)]
+    old = tags.row_of_slot.numpy()[given]
+    n_missing = len(wanted) - len(hits)
+    victims = np.where(tags.dirty.numpy()[given] != 0, old, -1)
     evicted = int((old >= 0).sum())
-    counts = [len(hits), n_missing, evicted, int((victims >= 0).sum()), n_missing - len(coming)]
-    tags.counts += torch.tensor(counts)
-    return Arrivals(coming, slots, victims, evicted)
+    counts += [len(hits), n_missing, evicted, int((victims >= 0).sum()), n_missing - len(coming)]
+    return Arrivals(coming, given, victims, old, evicted)
+
+
+def let_go(tags: Tags, arrivals: Arrivals) -> None:
+    """The records that were in the slots of arrivals are safe elsewhere: nothing is there any more."""
+    old = arrivals.old
+    tags.slot_of_row.numpy()[old[old >= 0]] = -1
+    tags.row_of_slot.numpy()[arrivals.slots] = -1
+    tags.dirty.numpy()[arrivals.slots] = 0
 
 
 def take_in(tags: Tags, arrivals: Arrivals) -> None:
-    """The records have been moved."""
-    old = tags.row_of_slot[arrivals.slots]
-    tags.slot_of_row[old[old >= 0]] = -1
-    tags.slot_of_row[arrivals.rows] = arrivals.slots.to(torch.int32)
-    tags.row_of_slot[arrivals.slots] = arrivals.rows
-    tags.stamp[arrivals.slots] = tags.clock
-    tags.dirty[arrivals.slots] = 0
+    """The records of arrivals are in their slots, which were let go before."""
+    slots, rows = arrivals.slots, arrivals.rows
+    tags.stamp.numpy()[slots] = int(tags.clock)
     if tags.policy == "lfu":
-        tags.heat[arrivals.slots] = float(tags.counts[1]) * tags.ageing
+        tags.heat.numpy()[slots] = int(tags.counts[1]) * tags.ageing
+    tags.row_of_slot.numpy()[slots] = rows
+    tags.slot_of_row.numpy()[rows] = slots
 
 
-def _slots_for(tags: Tags, n_rows: int, tick: int, floor: int) -> Tensor:
+def _one_more(heat: NDArray[np.float32], now: np.float32) -> NDArray[np.float32]:
+    """log2(2^heat + 2^now), by functions that numpy has vector instructions for."""
+    high = np.maximum(heat, now)
+    low = np.minimum(heat, now)
+    low -= high
+    np.exp2(low, out=low)
+    low += 1
+    np.log2(low, out=low)
+    low += high
+    return low
+
+
+def _slots_for(tags: Tags, n_rows: int, tick: int, floor: int) -> NDArray[np.int64]:
     """Slots that are to go: of the next ones around the cache, `WAYS` times as many as needed, those with the
     lowest scores. Fewer if no more can.
     """
+    stamp = tags.stamp.numpy()
+    scores = tags.heat.numpy() if tags.policy == "lfu" else stamp
     chosen = []
     n_left, n_unseen = n_rows, tags.n_slots
     while n_left and n_unseen:
         n_seen = min(WAYS * n_left, n_unseen)
-        seen = torch.arange(tags.hand, tags.hand + n_seen) % tags.n_slots
+        seen = np.arange(tags.hand, tags.hand + n_seen)
+        seen[max(0, tags.n_slots - tags.hand) :] -= tags.n_slots
         tags.hand = (tags.hand + n_seen) % tags.n_slots
         n_unseen -= n_seen
-        seen = seen[tags.stamp[seen] < floor]
-        score = tags.heat[seen] if tags.policy == "lfu" else tags.stamp[seen]
-        found = seen[torch.topk(score, min(n_left, len(seen)), largest=False, sorted=False).indices]
-        tags.stamp[found] = tick
-        chosen.append(found)
-        n_left -= len(found)
-    return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64)
+        seen = seen[stamp[seen] < floor]
+        if n_left < len(seen):
+            score = scores[seen]
+            seen = seen[score <= np.partition(score, n_left - 1)[n_left - 1]][:n_left]
+        stamp[seen] = tick
+        chosen.append(seen)
+        n_left -= len(seen)
+    return np.concatenate(chosen) if chosen else np.empty(0, np.int64)

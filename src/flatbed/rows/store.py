@@ -299,7 +299,7 @@ class Store:
     @property
     def n_unsaved(self) -> int:
         """How many rows of a file have changed since its last checkpoint."""
-        waiting = self.cache.n_owed if isinstance(self.cache, HostCache) else 0
+        waiting = self.cache.n_waiting if isinstance(self.cache, HostCache) else 0
         return self._tier.dirty_rows + waiting if isinstance(self._tier, DiskTier) else 0
 
     def close(self) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from flatbed.kernels.cache import Tags, choose, take_in
+from flatbed.kernels.cache import Arrivals, Tags, choose, let_go, take_in
 from flatbed.kernels.choose import by_triton
 from flatbed.kernels.rows import Place
 from flatbed.rows.cache.stats import CacheStats
@@ -22,10 +26,21 @@ CPU = torch.device("cpu")
 WRITE_BYTES = 1 << 26  # of records on their way home at once
 
 
+@dataclass(slots=True)
+class Leaving:
+    """Changed records on their way home, in host memory. They are here until they have arrived there."""
+
+    rows: Tensor
+    records: Tensor
+    n_owed: int
+    there: Future[None]
+
+
 class HostCache:
     """Hot records in the memory of the device that computes, over any tier; which they are, the host knows.
 
-    Threads may come at the same time: all that looks at the map holds the lock.
+    Threads may come at the same time: whoever moves rows holds the lock. Rows of a live ticket do not move,
+    and who trains them takes no notice of it, since it may be held as long as the disk takes.
     """
 
     def __init__(self, home: Tier, n_slots: int, *, policy: str, device: torch.device) -> None:
@@ -39,7 +54,9 @@ class HostCache:
         self.owed = torch.zeros(n_slots, dtype=torch.bool, device=CPU)
         """Whether the row in a slot has changed, and has no place in the file of changes yet."""
         self.n_owed = 0
-        """How many have: so much room is kept for them there."""
+        """How many have, those on their way there included: so much room is kept for them."""
+        self._owing = threading.Lock()  # held for these two alone
+        self._leaving: Leaving | None = None
         self.section = 0
         self._last: torch.cuda.Event | None = None  # when what was issued last is done
         self._after: list[torch.cuda.Event] = []  # steps with rows that may go
@@ -98,20 +115,76 @@ class HostCache:
     def _come(self, rows: Tensor, *, window: int) -> int:
         tick = self.under_way.come(len(rows))
         arrivals = choose(self.tags, rows, window=window)
+        if not len(arrivals.rows):
+            return tick
         goes = arrivals.victims >= 0
-        if bool(goes.any()):
-            self._write_home(arrivals.slots[goes], arrivals.victims[goes])
-        if len(arrivals.rows):
-            records = self._from_home(arrivals.rows)
-            slots = self._there(arrivals.slots)
-            _words(self.records).index_copy_(0, slots, _words(records))
-            if self.place is not None:
-                assert self.place.slot_of_row is not None
-                gone = self.tags.row_of_slot[arrivals.slots]
-                self.place.slot_of_row.index_fill_(0, self._there(gone[gone >= 0]), -1)
-                self.place.slot_of_row.index_copy_(0, self._there(arrivals.rows), slots.to(torch.int32))
-        take_in(self.tags, arrivals)
+        leave, gone = arrivals.slots[goes], arrivals.old[arrivals.old >= 0]
+        leaving, *places = self._at_once(leave, arrivals.slots, arrivals.rows, gone)
+        changed = self._copies(leaving) if len(leave) else None  # meanwhile, the others are read
+        self.arrive()
+        records = self._from_home(torch.from_numpy(arrivals.rows))
+        if changed is not None:
+            self._send_home(torch.from_numpy(leave), torch.from_numpy(arrivals.victims[goes]), changed)
+        self._replace(arrivals, records, *places)
         return tick
+
+    def _replace(self, arrivals: Arrivals, records: Tensor, slots: Tensor, rows: Tensor, old: Tensor) -> None:
+        """Put records into their slots. Interrupted anywhere, no slot has one that is not its row's."""
+        let_go(self.tags, arrivals)
+        _words(self.records).index_copy_(0, slots, _words(records))
+        if self.place is not None:
+            assert self.place.slot_of_row is not None
+            self.place.slot_of_row.index_fill_(0, old, -1)
+            self.place.slot_of_row.index_copy_(0, rows, slots.to(torch.int32))
+        take_in(self.tags, arrivals)
+
+    # ---- changed rows on their way home
+
+    def _copies(self, slots: Tensor) -> Tensor:
+        """Of records, on the host: complete when the current stream has come so far. Slots are there."""
+        found = _words(self.records).index_select(0, slots).view(torch.uint8)
+        if not found.is_cuda:
+            return found
+        pinned = torch.empty(found.shape, dtype=torch.uint8, device=CPU, pin_memory=True)
+        return pinned.copy_(found, non_blocking=True)
+
+    def _complete(self) -> None:
+        if self.computes_on.type == "cuda":
+            torch.cuda.current_stream(self.computes_on).synchronize()
+
+    def _send_home(self, slots: Tensor, rows: Tensor, records: Tensor) -> None:
+        """Write copies home, for a file beside what comes next."""
+        self._complete()
+        if not isinstance(self.home, DiskTier):
+            self.home.scatter_(rows, records)
+            return
+        self.arrive()
+        with self._owing:
+            n_owed = int(self.owed[slots].sum()) if self.n_owed else 0
+            self._leaving = Leaving(rows, records, n_owed, self.home.send(rows, records))
+            self.owed[slots] = False  # they are others' now
+
+    def arrive(self) -> None:
+        """Wait until nothing is on its way home. What could not be written is tried again, whoever asks."""
+        with self.lock:
+            leaving = self._leaving
+            if leaving is None:
+                return
+            wait([leaving.there])
+            if leaving.there.exception() is not None:
+                self.home.scatter_(leaving.rows, leaving.records)
+            with self._owing:
+                self.n_owed -= leaving.n_owed
+                self._leaving = None
+
+    @property
+    def n_waiting(self) -> int:
+        """How many rows have changed and have no place in the file of changes."""
+        leaving = self._leaving
+        if leaving is not None:
+            wait([leaving.there])
+        arrived = leaving is not None and leaving.there.exception() is None
+        return self.n_owed - (leaving.n_owed if leaving is not None and arrived else 0)
 
     @contextmanager
     def _turn(self, *, early: bool = False) -> Iterator[None]:
@@ -147,46 +220,43 @@ class HostCache:
             return tensor.to(self.computes_on)
         return tensor.pin_memory().to(self.computes_on, non_blocking=True)
 
-    def _here(self, records: Tensor) -> Tensor:
-        """On the host. Waits for them, and for nothing else."""
-        if not records.is_cuda:
-            return records
-        pinned = torch.empty(records.shape, dtype=torch.uint8, device=CPU, pin_memory=True)
-        pinned.copy_(records, non_blocking=True)
-        torch.cuda.current_stream(self.computes_on).synchronize()
-        return pinned
-
-    def _write_home(self, slots: Tensor, rows: Tensor) -> None:
-        found = _words(self.records).index_select(0, self._there(slots))
-        self.home.scatter_(rows, self._here(found.view(torch.uint8)))
-        if self.n_owed:
-            self.n_owed -= int(self.owed[slots].sum())
-            self.owed[slots] = False
+    def _at_once(self, *numbers: NDArray[np.int64]) -> list[Tensor]:
+        """On the computing device, by one copy."""
+        if self.computes_on.type != "cuda":
+            return [torch.from_numpy(some) for some in numbers]
+        lengths = [len(some) for some in numbers]
+        pinned = torch.empty(sum(lengths), dtype=torch.int64, device=CPU, pin_memory=True)
+        np.concatenate(numbers, out=pinned.numpy())
+        return [*torch.split(pinned.to(self.computes_on, non_blocking=True), lengths)]
 
     # ---- rows
 
     def make_room(self, rows: Tensor) -> None:
         """Raise now if a full disk has no room for changes of these rows beside those that wait here."""
-        if not isinstance(self.home, DiskTier):
+        # In this order: what is on its way home is counted there before it is not counted here any more.
+        if not isinstance(self.home, DiskTier) or self.home.has_room(self.n_owed + len(rows)):
             return
         with self.lock:
+            self.arrive()
             slots = self.tags.slot_of_row[rows].long()
             counted = self.owed[slots] & (slots >= 0)
             self.home.make_room(rows[~counted], also=self.n_owed)
 
     def changed(self, rows: Tensor) -> None:
-        """Kernels are about to write to these rows, which are here, and which room was made for."""
-        with self.lock:
-            self._changed(rows, self.tags.slot_of_row[rows].long())
+        """Kernels are about to write to these rows, which are here and stay, and which room was made for."""
+        self._changed(rows, torch.from_numpy(self.tags.slot_of_row.numpy()[rows.numpy()]))
 
     def _changed(self, rows: Tensor, slots: Tensor) -> None:
         """Remember to write these home, and for which of them there must be room until then."""
+        dirty, at = self.tags.dirty.numpy(), slots.numpy()
+        clean = np.flatnonzero(dirty[at] == 0)
+        at = at[clean]
         if isinstance(self.home, DiskTier):
-            clean = self.tags.dirty[slots] == 0
-            owed = slots[clean][self.home.unchanged(rows[clean])]
-            self.n_owed += len(owed)
-            self.owed[owed] = True
-        self.tags.dirty[slots] = 1
+            owed = at[self.home.unchanged(torch.from_numpy(rows.numpy()[clean])).numpy()]
+            with self._owing:
+                self.n_owed += len(owed)
+                self.owed.numpy()[owed] = True
+        dirty[at] = 1
 
     def look(self, keys: Tensor, ticket: Ticket | None, dtype: torch.dtype, dim: int) -> Tensor | None:
         """The weights of a ticket's ids, (n,) → (n, dim), if kernels are at hand."""
@@ -202,6 +272,7 @@ class HostCache:
         """Copies of records, or of their first bytes, on the computing device; ids are on the host."""
         nbytes = self.record.nbytes if nbytes is None else nbytes
         with self._turn():
+            self.arrive()
             slots = self.tags.slot_of_row[ids].long()
             here = slots >= 0
             held = self.records[:, :nbytes]
@@ -218,6 +289,7 @@ class HostCache:
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
         """Replace records where they are: those at home first, since that may fail."""
         with self._turn():
+            self.arrive()
             self.make_room(ids)
             slots = self.tags.slot_of_row[ids].long()
             here = slots >= 0
@@ -248,8 +320,10 @@ class HostCache:
                 torch.cuda.synchronize(self.computes_on)
             dirty = self.tags.dirty.nonzero().flatten()
             for slots in torch.split(dirty, max(1, WRITE_BYTES // self.record.nbytes)):
-                self._write_home(slots, self.tags.row_of_slot[slots])
+                self._send_home(slots, self.tags.row_of_slot[slots], self._copies(self._there(slots)))
+                self.arrive()
                 self.tags.dirty[slots] = 0
+            self.arrive()
             self._owe_nothing()
 
     def drop(self) -> None:
@@ -269,6 +343,7 @@ class HostCache:
         with self.lock:
             if self.computes_on.type == "cuda":
                 torch.cuda.synchronize(self.computes_on)
+            self._let_leave()
             self._forget()
             self._owe_nothing()
             self.retired = True
@@ -281,11 +356,19 @@ class HostCache:
             self.place.slot_of_row.fill_(-1)
 
     def _owe_nothing(self) -> None:
-        self.owed.zero_()
-        self.n_owed = 0
+        with self._owing:
+            self.owed.zero_()
+            self.n_owed = 0
+
+    def _let_leave(self) -> None:
+        """Whether or not they arrive."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            wait([leaving.there])
 
     def close(self) -> None:
         """Give the memory back, and the home's."""
+        self._let_leave()
         self.home.close()
 
     # ---- what it has done, what it shall begin with

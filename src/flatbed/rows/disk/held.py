@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from flatbed.errors import FlatbedError
 from flatbed.rows.disk.file import MappedFile
 from flatbed.rows.disk.journal import Journal
-from flatbed.rows.disk.rows import THREADS
+from flatbed.rows.disk.rows import Hands
 
 
 class Held:
@@ -19,7 +18,7 @@ class Held:
     def __init__(self, descriptor: int, table: MappedFile, journal: Journal) -> None:
         self.table, self.journal = table, journal
         self.keep_journal = False
-        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="flatbed-disk")
+        self.readers, self.writers = Hands(), Hands()
         self._descriptor = descriptor
         self._process = os.getpid()
         _ALL.add(self)
@@ -49,7 +48,8 @@ class Held:
             return
         descriptor, self._descriptor = self._descriptor, -1
         try:
-            self.pool.shutdown(wait=False)
+            self.readers.close()
+            self.writers.close()
             self.journal.close(remove=not self.keep_journal)
             self.table.close()
         finally:

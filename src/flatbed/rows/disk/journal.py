@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from flatbed.rows.disk.header import (
     state_of,
     state_payload,
 )
-from flatbed.rows.disk.rows import THREADS, put
+from flatbed.rows.disk.rows import Hands, put, take
 
 SLOTS_AT = PAGE
 SEALED_ROOM = 2 * RECORDS_AT  # of JSON: a state, and the path of a decision
@@ -89,6 +89,7 @@ class Journal:
     def __init__(self, path: Path, table: str, *, nbytes: int) -> None:
         self.path, self.table, self.nbytes = path, table, nbytes
         self.n_slots = 0
+        self._n_lost = 0  # of them, that no row knows of
         self._capacity = -1
         self._file: MappedFile | None = None
         self._named = False  # durably
@@ -116,7 +117,11 @@ class Journal:
         slots: NDArray[np.int32] = self._slot_of_row[ids] - np.int32(1)
         return slots
 
-    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int) -> None:
+    def has_room(self, n_others: int, *, n_rows: int) -> bool:
+        """Whether so many rows can come, whichever they are. No lock is needed; False may be too careful."""
+        return self.n_slots + n_others <= self._capacity or n_rows + self._n_lost <= self._capacity
+
+    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, hands: Hands) -> None:
         """Replace the records of distinct rows; nothing has changed when there is no room."""
         if self._slot_of_row is None:
             self._slot_of_row = anonymous(n_rows)
@@ -126,11 +131,24 @@ class Journal:
         self._grow(after, n_rows)
         slots[fresh] = np.arange(self.n_slots, after)
         # Interrupted between any two of these, slots are taken that no row knows of, and `rows` leaves out.
+        self._n_lost += len(fresh)
         self._row_of_slot[self.n_slots : after] = ids[fresh]
         self.n_slots = after
         if self._file is not None:
-            self._file.scatter(slots, records)
+            put(self._file, slots, records=records, hands=hands)
         self._slot_of_row[ids[fresh]] = slots[fresh] + 1
+        self._n_lost -= len(fresh)
+
+    def take(
+        self,
+        slots: NDArray[np.int32],
+        *,
+        into: Records,
+        where: NDArray[np.int64] | None = None,
+        hands: Hands,
+    ) -> None:
+        """Copies of the records of some slots."""
+        take(self.records, slots, into=into, where=where, hands=hands)
 
     def make_room(self, ids: NDArray[np.int64], *, also: int, n_rows: int) -> None:
         """Have room for the records of these rows, and of so many others that have no slot either."""
@@ -214,7 +232,7 @@ class Journal:
             self._slot_of_row[self._row_of_slot[: self.n_slots]] = 0
         else:
             self._slot_of_row = None
-        self.n_slots = 0
+        self.n_slots = self._n_lost = 0
 
     def close(self, *, remove: bool) -> None:
         """Give memory and file back; a sealed journal must not be removed."""
@@ -288,9 +306,9 @@ def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state
     order = np.argsort(rows, kind="stable")
     order = order[np.searchsorted(rows, 0, sorter=order) :]
     step = max(1, CHUNK // records.dtype.itemsize)
-    with ThreadPoolExecutor(THREADS) as pool:
+    with closing(Hands()) as hands:
         for start in range(0, len(order), step):
             some = order[start : start + step]
-            put(table, rows[some], records=records[some], pool=pool)
+            put(table, rows[some], records=records[some], hands=hands)
     table.write(STATE_AT, encode_state(state))
     table.sync()

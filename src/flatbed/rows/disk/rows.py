@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from concurrent.futures import Executor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from flatbed.rows.record import Record
 
 CHUNK = 32 << 20
 THREADS = 16  # more than cores: they wait for the disk, which answers many at a time
+FEW = 4  # where nobody waits for a disk: more get into each other's way, in Python and in the system
 PART = 256 << 10
+SLOW = 5e-6, 2e-9  # seconds for a record, and for each of its bytes, that tell a disk from memory
 
 Fill = Callable[[int, int, Tensor], None]
 """fill(start, stop, records) writes the first records of rows start to stop, (stop - start, nbytes) of uint8,
@@ -44,43 +47,77 @@ def head(records: Records, nbytes: int) -> Records:
     return found
 
 
-def take(records: Records, at: NDArray[Any], *, into: Records, pool: Executor) -> None:
-    """Copy records, or as many of their first bytes as `into` takes; `at` is in range."""
+class Hands:
+    """Threads that copy parts of a whole, as many at a time as it takes: few in memory, many for a disk."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="flatbed-disk")
+        self.n_threads = THREADS
+        """How many copy at a time; told by how long the last ones took."""
+
+    def spread(self, part: Callable[[slice], None], n_rows: int, *, nbytes: int) -> None:
+        """Do something with all rows, large parts of them at a time by several threads, this one included."""
+        n_parts = min(self.n_threads, n_rows * nbytes // PART)
+        step = -(-n_rows // max(1, n_parts))
+        seconds: list[float] = []
+
+        def timed(start: int) -> None:
+            begin = time.perf_counter()
+            part(slice(start, min(start + step, n_rows)))
+            seconds.append(time.perf_counter() - begin)
+
+        if n_parts < 2:
+            part(slice(0, n_rows))
+            return
+        others = [self.pool.submit(timed, start) for start in range(step, n_rows, step)]
+        try:
+            timed(0)
+            for one in others:
+                one.result()
+        finally:  # an interruption is not to leave threads at work
+            wait(others)
+        record, byte = SLOW
+        self.n_threads = FEW if sum(seconds) < n_rows * (record + nbytes * byte) else THREADS
+
+    def close(self) -> None:
+        """Threads that are at work go on to the end."""
+        self.pool.shutdown(wait=False)
+
+
+def take(
+    records: Records,
+    at: NDArray[Any],
+    *,
+    into: Records,
+    where: NDArray[np.int64] | None = None,
+    hands: Hands,
+) -> None:
+    """Copy records, or as many of their first bytes as `into` takes; `at` is in range.
+
+    `where`: to which places of `into`; without it, to all.
+    """
     whole = into.dtype == records.dtype
     source = head(records, into.dtype.itemsize)
 
     def part(some: slice) -> None:
-        if whole:
+        if where is not None:
+            into[where[some]] = source[at[some]]
+        elif whole:
             # It has been seen to that nothing is clipped; only so numpy writes into `out` directly.
             np.take(source, at[some], out=into[some], mode="clip")
         else:
             into[some] = source[at[some]]  # np.take would first copy the whole table
 
-    spread(part, len(at), nbytes=into.dtype.itemsize, pool=pool)
+    hands.spread(part, len(at), nbytes=into.dtype.itemsize)
 
 
-def put(table: MappedFile, at: NDArray[np.int64], *, records: Records, pool: Executor) -> None:
+def put(table: MappedFile, at: NDArray[np.int64], *, records: Records, hands: Hands) -> None:
     """Replace records of a mapped file."""
 
     def part(some: slice) -> None:
         table.scatter(at[some], records[some])
 
-    spread(part, len(at), nbytes=records.dtype.itemsize, pool=pool)
-
-
-def spread(part: Callable[[slice], None], n_rows: int, *, nbytes: int, pool: Executor) -> None:
-    """Do something with all rows, large parts of them at a time by several threads."""
-    n_parts = min(THREADS, n_rows * nbytes // PART)
-    if n_parts < 2:
-        part(slice(0, n_rows))
-        return
-    step = -(-n_rows // n_parts)
-    parts = [pool.submit(part, slice(start, start + step)) for start in range(0, n_rows, step)]
-    try:
-        for one in parts:
-            one.result()
-    finally:  # an interruption is not to leave threads at work
-        wait(parts)
+    hands.spread(part, len(at), nbytes=records.dtype.itemsize)
 
 
 def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) -> None:

@@ -7,6 +7,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -33,7 +34,7 @@ from flatbed.rows.disk.header import (
 from flatbed.rows.disk.held import Held
 from flatbed.rows.disk.journal import Decision, Journal, apply, read_sealed
 from flatbed.rows.disk.recovery import journal_of, recover
-from flatbed.rows.disk.rows import Fill, as_records, empty, head, take, write_rows
+from flatbed.rows.disk.rows import Fill, as_records, empty, take, write_rows
 from flatbed.rows.record import Record
 
 
@@ -164,21 +165,19 @@ class DiskTier:
             raise ValueError(f"a record has {self.record.nbytes} bytes, of which {nbytes} cannot be read")
         with ExitStack() as reading:
             with self._use():
-                rows, pool = self._rows(ids), self._held.pool
+                rows, hands = self._rows(ids), self._held.readers
                 found, out = empty(len(rows), nbytes, into)
                 changed, slots = self._changed(rows)
                 if len(changed) == len(rows):
-                    take(self._held.journal.records, slots, into=found, pool=pool)
+                    self._held.journal.take(slots, into=found, hands=hands)
                     return torch.from_numpy(out)
-                newer = head(self._held.journal.records, nbytes)[slots[changed]]
+                if len(changed):
+                    self._held.journal.take(slots[changed], into=found, where=changed, hands=hands)
                 records = self._records
                 reading.enter_context(self._readers)
             # What follows may wait for the disk, and others need not wait for it.
-            if len(changed):  # do not read from the disk what is not wanted: read a wanted row again
-                rows = rows.copy()
-                rows[changed] = rows[np.argmin(slots >= 0)]
-            take(records, rows, into=found, pool=pool)
-            found[changed] = newer
+            others = np.flatnonzero(slots < 0) if len(changed) else None
+            take(records, rows if others is None else rows[others], into=found, where=others, hands=hands)
         return torch.from_numpy(out)
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
@@ -187,7 +186,21 @@ class DiskTier:
             rows = self._rows(ids)
             given = self._given(records, len(rows))
             if len(rows):
-                self._held.journal.put(rows, given, n_rows=self.n_rows)
+                self._held.journal.put(rows, given, n_rows=self.n_rows, hands=self._held.writers)
+
+    def send(self, ids: Tensor, records: Tensor) -> Future[None]:
+        """`scatter_` in another thread."""
+        self._held.check()
+        return self._held.writers.pool.submit(self.scatter_, ids, records)
+
+    def has_room(self, n_rows: int) -> bool:
+        """Whether it is plain, without waiting for anyone, that so many rows can change, whichever they are.
+
+        Else `make_room` finds out.
+        """
+        self._held.check()
+        usable = self._broken is None and self._sealed is None
+        return usable and self._held.journal.has_room(n_rows, n_rows=self.n_rows)
 
     def make_room(self, ids: Tensor, *, also: int = 0) -> None:
         """Raise now if there is no room on the disk for changes of these rows, and of so many others."""
@@ -195,11 +208,14 @@ class DiskTier:
             self._held.journal.make_room(self._rows(ids), also=also, n_rows=self.n_rows)
 
     def unchanged(self, ids: Tensor) -> Tensor:
-        """Which of these rows are as the last checkpoint has them: (n,) of bool. Others have their room."""
-        with self._use():
-            rows = self._rows(ids)
-            slots = self._held.journal.slots(rows)
-            return torch.from_numpy(np.ones(len(rows), np.bool_) if slots is None else slots < 0)
+        """Which of these rows are as the last checkpoint has them: (n,) of bool. Others have their room.
+
+        Waits for nobody: others may be writing, but not these rows.
+        """
+        self._held.check()
+        rows = self._rows(ids)
+        slots = self._held.journal.slots(rows)
+        return torch.from_numpy(np.ones(len(rows), np.bool_) if slots is None else slots < 0)
 
     def read(self, start: int, stop: int) -> Tensor:
         """A copy of consecutive records."""
