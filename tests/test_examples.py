@@ -10,25 +10,32 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_tables_that_are_killed_go_on() -> None:
+def run(name: str, *options: str) -> str:
     done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "examples" / "tables.py"),
-            "--users",
-            "500",
-            "--items",
-            "200",
-            "--steps",
-            "40",
-        ],
+        [sys.executable, str(ROOT / "examples" / name), *options],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
+    return done.stdout
+
+
+def test_tables_that_are_killed_go_on() -> None:
+    lines = run("tables.py", "--users", "500", "--items", "200", "--steps", "40").splitlines()
+    first, second = lines
     before, after = (float(word) for word in first.split()[1:4:2])
     assert after < before
     assert second.endswith("as without a crash: True")
+
+
+def test_speedtorch_word2vec_learns() -> None:
+    words = run("speedtorch_word2vec.py", "--steps", "100").splitlines()[0].split()
+    assert float(words[-1]) < float(words[-3])
+
+
+def test_glove_learns() -> None:
+    lines = run("glove.py", "--steps", "150", "start").splitlines()
+    assert float(lines[1].split()[3]) < float(lines[1].split()[1])
+    assert lines[2].startswith("start: ")

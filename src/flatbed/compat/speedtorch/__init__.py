@@ -1,0 +1,42 @@
+"""SpeedTorch's API over flatbed's tiers, without CuPy: `import flatbed.compat.speedtorch as SpeedTorch`.
+
+Names, arguments and the order of calls are SpeedTorch's. Rows that occur several times in a batch train
+correctly, which they do not there.
+"""
+
+from flatbed.compat.speedtorch.data import DataGadget, DataGadgetMM
+from flatbed.compat.speedtorch.matrix import COM, COMMM, CPUPytorchCOM, GPUPytorchCOM, PytorchCOM
+from flatbed.compat.speedtorch.model import (
+    CPUPytorchModelFactory,
+    GPUPytorchModelFactory,
+    ModelFactory,
+    ModelFactoryMM,
+    PytorchModelFactory,
+)
+from flatbed.compat.speedtorch.optimizer import (
+    CPUPytorchOptimizerFactory,
+    GPUPytorchOptimizerFactory,
+    OptimizerFactory,
+    OptimizerFactoryMM,
+    PytorchOptimizerFactory,
+)
+
+__all__ = [
+    "COM",
+    "COMMM",
+    "CPUPytorchCOM",
+    "CPUPytorchModelFactory",
+    "CPUPytorchOptimizerFactory",
+    "DataGadget",
+    "DataGadgetMM",
+    "GPUPytorchCOM",
+    "GPUPytorchModelFactory",
+    "GPUPytorchOptimizerFactory",
+    "ModelFactory",
+    "ModelFactoryMM",
+    "OptimizerFactory",
+    "OptimizerFactoryMM",
+    "PytorchCOM",
+    "PytorchModelFactory",
+    "PytorchOptimizerFactory",
+]

@@ -1,0 +1,180 @@
+"""What all switchers have in common: a collection of rows, and the batch of them that is out."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatbed.compat.speedtorch import files
+from flatbed.compat.speedtorch.collection import Collection, Column, Fill, Home, as_dtype, natural
+from flatbed.compat.speedtorch.slots import Batch, Slots, flatten
+from flatbed.errors import FlatbedError
+
+FileName = str | os.PathLike[str]
+
+
+class Switcher:
+    """Rows go out with `beforeForwardPass` and come home with `afterOptimizerStep`."""
+
+    _stacked = False
+    """Whether it has several tensors."""
+    _first_call = ""
+    """What has to be called first."""
+
+    def __init__(self, total_classes: int, embed_dimension: int, datatype: object, home: Home) -> None:
+        self.total_classes = natural("total_classes", total_classes)
+        self.embed_dimension = natural("embed_dimension", embed_dimension)
+        self.datatype = as_dtype(datatype, floating=True)
+        self._home = home
+        self._collection: Collection | None = None
+        self._out: Batch | None = None
+
+    # ---- to be said by each kind
+
+    def _variable(self) -> Tensor:
+        """The variable as it is now, checked."""
+        raise NotImplementedError
+
+    def _columns(self) -> list[Column]:
+        raise NotImplementedError
+
+    # ---- the collection
+
+    def _begin(self, fill: Fill | None = None) -> Collection:
+        """A new collection instead of the one there was."""
+        device = self._variable().device
+        made = Collection(self._columns(), self.total_classes, self._home, device, fill=fill)
+        if self._collection is not None:
+            self._collection.close()
+        self._collection, self._out = made, None
+        return made
+
+    def _rows(self) -> Collection:
+        if self._collection is None:
+            raise FlatbedError(
+                f"{type(self).__name__} has no rows yet: call {self._first_call} before anything else"
+            )
+        return self._collection
+
+    @property
+    def fileName(self) -> str | None:
+        """The collection's file, if it is on disk."""
+        path = None if self._collection is None else self._collection.path
+        return None if path is None else str(path)
+
+    def checkpoint(self) -> None:
+        """Let the file of a collection on disk hold all rows as they are now, all or nothing."""
+        self._rows().checkpoint()
+
+    def close(self) -> None:
+        """Give the collection's memory or file back. A file holds its last checkpoint."""
+        if self._collection is not None:
+            self._collection.close()
+        self._collection = self._out = None
+
+    # ---- rows of a batch
+
+    def _ids(self, positive: Any, negative: Any) -> Tensor:
+        return flatten(positive, negative, self.total_classes)
+
+    def _taken(self, positive: Any, negative: Any) -> Batch:
+        """The batch of an `afterOptimizerStep`: the one that is out."""
+        ids, batch = self._ids(positive, negative), self._out
+        if batch is None:
+            raise FlatbedError(
+                f"{type(self).__name__}.afterOptimizerStep() without a beforeForwardPass() since the last "
+                "one: there are no rows to bring home"
+            )
+        if not batch.same(ids):
+            raise FlatbedError(
+                "afterOptimizerStep() was given other ids than beforeForwardPass(): the variable holds the "
+                "rows of the latter; nothing was written"
+            )
+        if Slots.of(self._variable()).batch is not batch:
+            raise FlatbedError(
+                "another switcher of this variable was given other ids since beforeForwardPass(): give all "
+                "switchers of a variable the same ids; nothing was written"
+            )
+        return batch
+
+    # ---- all rows
+
+    def getNumpyVersion(self) -> Any:
+        """All rows as a numpy array, a copy; of an optimizer's, a dict of arrays by name."""
+        rows = self._rows()
+        found = {name: files.numpy_copy(rows.copied(name)) for name in rows.columns}
+        return found if self._stacked else next(iter(found.values()))
+
+    def getTorchVar(self) -> Any:
+        """All rows as a tensor over the collection's memory; of an optimizer's, a dict of them."""
+        rows = self._rows()
+        found = {name: rows.whole(name) for name in rows.columns}
+        if any(one is None for one in found.values()):
+            raise FlatbedError(
+                f"the collection is in {self.fileName}, not in memory: use getNumpyVersion() for a copy"
+            )
+        return found if self._stacked else next(iter(found.values()))
+
+    def getCupyVar(self) -> Any:
+        """The same as a CuPy array on a GPU, if CuPy is there, and as a numpy array on the host."""
+        found = self.getTorchVar()
+        if self._stacked:
+            return {name: files.as_array(one) for name, one in found.items()}
+        return files.as_array(found)
+
+    getCupyMM = getCupyVar
+
+    @property
+    def CUPYcorpus(self) -> Any:
+        """What `getCupyVar` gives."""
+        return self.getCupyVar()
+
+    def saveCupy(self, saveFileName: FileName) -> None:
+        """Write all rows to a .npy file; an optimizer's as (tensors, rows, dimension)."""
+        files.save_npy(saveFileName, self._rows(), stacked=self._stacked)
+
+    def loadCupy(self, loadFileName: FileName) -> None:
+        """Read what `saveCupy` has written. No other call is needed first."""
+        files.load_npy(loadFileName, self._collection or self._begin(), stacked=self._stacked)
+        self._has_loaded()
+
+    def saveTorch(self, saveFileName: FileName) -> None:
+        """Write all rows with torch.save: a tensor; an optimizer's as a dict of tensors."""
+        files.save_torch(saveFileName, self._rows(), stacked=self._stacked)
+
+    def loadTorch(self, loadFileName: FileName) -> None:
+        """Read what `saveTorch` has written. Only plain tensors are loaded."""
+        files.load_torch(loadFileName, self._collection or self._begin(), stacked=self._stacked)
+        self._has_loaded()
+
+    def _has_loaded(self) -> None:
+        """Rows are others than those that were made."""
+
+
+def dummy_inputs(batch_size: int, n_positive: int, n_negative: int | None) -> Any:
+    """Slots as (batch_size, n_positive), and those after them as (batch_size, n_negative)."""
+    size = natural("batchSize", batch_size)
+    positive = size * natural("posPerBatch", n_positive)
+    first = np.arange(positive).reshape(size, -1)
+    if n_negative is None:
+        return first
+    negative = size * natural("negPerBatch", n_negative)
+    return first, np.arange(positive, positive + negative).reshape(size, -1)
+
+
+def check_variable(variable: Tensor, embed_dimension: int, datatype: torch.dtype, what: str) -> None:
+    """Raise if rows of a collection do not fit into a variable."""
+    if variable.dim() != 2 or variable.shape[1] != embed_dimension:
+        raise ValueError(
+            f"{what} has shape {tuple(variable.shape)}; expected (rows of a batch, {embed_dimension}), since "
+            f"embed_dimension={embed_dimension}"
+        )
+    if variable.dtype != datatype:
+        raise ValueError(
+            f"{what} is of {variable.dtype}, but its collection of {datatype}: pass the variable's as the "
+            "switcher's datatype"
+        )

@@ -1,0 +1,226 @@
+"""A small word2vec, trained the SpeedTorch way and by torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import flatbed.compat.speedtorch as SpeedTorch
+
+N, DIM, BATCH, POS, NEG, STEPS = 40, 16, 12, 2, 3, 6
+RESTING = 8
+"""Rows from N - RESTING on come in the last steps only: they meet an optimizer that has begun."""
+
+O = torch.optim  # noqa: E741
+DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Adadelta": (O.Adadelta, {"lr": 0.5}),
+    "Adamax": (O.Adamax, {"lr": 0.05}),
+    "RMSprop": (O.RMSprop, {}),
+    "RMSprop centered momentum": (O.RMSprop, {"centered": True, "momentum": 0.9}),
+    "Rprop": (O.Rprop, {"lr": 0.02}),
+    "ASGD": (O.ASGD, {"lr": 0.1}),
+    "ASGD averaging": (O.ASGD, {"lr": 0.1, "t0": 1}),
+    "AdamW": (O.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    "Adam": (O.Adam, {"lr": 0.05}),
+    "Adam amsgrad": (O.Adam, {"lr": 0.05, "amsgrad": True}),
+    "Adam fused": (O.Adam, {"lr": 0.05, "fused": True}),
+    "Adam tensor lr": (O.Adam, {"lr": torch.tensor(0.05), "foreach": False}),
+    "NAdam": (O.NAdam, {"lr": 0.05}),
+    "RAdam": (O.RAdam, {"lr": 0.05}),
+    "Adagrad": (O.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    "SGD": (O.SGD, {"lr": 0.1}),
+    "SGD momentum": (O.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "SGD nesterov": (O.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "SGD dampening": (O.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+}
+SPARSE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SparseAdam": (O.SparseAdam, {"lr": 0.05}),
+    "Adagrad": (O.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    "SGD": (O.SGD, {"lr": 0.1}),
+    "SGD momentum": (O.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "SGD nesterov": (O.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+}
+REFUSED: dict[Any, str] = {
+    O.Adafactor: "Adafactor cannot be switched row by row: its state 'row_var'",
+    O.LBFGS: "LBFGS cannot be switched row by row: its step needs a closure",
+}
+if hasattr(O, "Muon"):  # since torch 2.9
+    REFUSED[O.Muon] = "Muon cannot be switched row by row: an element's update depends on other elements"
+HOMES = ("device", "host", "disk")
+
+
+class Trained(NamedTuple):
+    """Losses, all rows of both embeddings, and the optimizer's state of the second."""
+
+    losses: list[float]
+    u: Tensor
+    v: Tensor
+    state: dict[str, Tensor]
+
+
+class SkipGram(nn.Module):
+    """Embeddings with as many rows as a batch has ids, or with all of them."""
+
+    def __init__(self, n_u: int, n_v: int, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.u_embeddings = nn.Embedding(n_u, DIM, sparse=sparse)
+        self.v_embeddings = nn.Embedding(n_v, DIM, sparse=sparse)
+
+
+def loss_of(u: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """(batch, pos, dim) each, negative (batch, neg, dim)."""
+    near = (u * positive).sum(2)
+    far = torch.bmm(u, negative.transpose(1, 2))
+    return -(nn.functional.logsigmoid(near).sum() + nn.functional.logsigmoid(-far).sum())
+
+
+def batches(n: int = STEPS) -> Iterator[tuple[Any, Any, Any]]:
+    """Ids of u, and of v the positive and the negative ones: int32 of numpy, with many repeats."""
+    random = np.random.default_rng(5)
+    for step in range(n):
+        most = N if step >= n - 2 else N - RESTING
+        u, v, negative = (random.integers(0, most, (BATCH, k)).astype(np.int32) for k in (POS, POS, NEG))
+        u[3] = u[0]
+        v[4] = negative[4, 0]
+        negative[5:8] = negative[5, 1]
+        yield u, v, negative
+
+
+def touched() -> Tensor:
+    """The rows of the second embedding that training meets."""
+    return torch.tensor(
+        sorted({int(row) for _, v, negative in batches() for row in (*v.flat, *negative.flat)})
+    )
+
+
+def start() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(N, DIM, generator=generator), torch.randn(N, DIM, generator=generator)
+
+
+def factories(home: str, folder: Any) -> tuple[Any, Any]:
+    """Makers of switchers: of a variable, and of its state."""
+
+    def model(variable: Any, **options: Any) -> Any:
+        if home == "disk":
+            name = f"{folder}/variable"
+            return SpeedTorch.ModelFactoryMM(variable, N, DIM, diskname=name, **options)
+        return SpeedTorch.ModelFactory(variable, N, DIM, CPUPinn=home == "host", **options)
+
+    def state(optimizer: Any, whole: nn.Module, name: str, **options: Any) -> Any:
+        if home == "disk":
+            disk = f"{folder}/{name}"
+            return SpeedTorch.OptimizerFactoryMM(optimizer, N, DIM, whole, name, diskname=disk, **options)
+        return SpeedTorch.OptimizerFactory(optimizer, N, DIM, whole, name, CPUPinn=home == "host", **options)
+
+    return model, state
+
+
+def values(tensor: Tensor) -> Any:
+    """A custom init: these values."""
+
+    def fill(out: Tensor) -> None:
+        out.copy_(tensor)
+
+    return fill
+
+
+def switched(
+    kind: Any,
+    options: dict[str, Any],
+    home: str,
+    folder: Any,
+    *,
+    sparse: bool = False,
+    device: str = "cpu",
+    spare: int = 0,
+    dtype: torch.dtype = torch.float32,
+    as_ids: Any = lambda ids: ids,
+) -> Trained:
+    """After training with switchers, in the order of SpeedTorch's examples."""
+    model = SkipGram(BATCH * POS + spare, BATCH * (POS + NEG) + spare, sparse=sparse).to(device, dtype)
+    optimizer = kind(model.parameters(), **options)
+    make, make_state = factories(home, folder)
+    u_rows, v_rows = (make(m, datatype=dtype) for m in (model.u_embeddings, model.v_embeddings))
+    u_state, v_state = (
+        make_state(optimizer, model, name, dtype=dtype) for name in ("u_embeddings", "v_embeddings")
+    )
+    for rows, first in zip((u_rows, v_rows), start(), strict=True):
+        rows.customInit(values(first))
+    u_state.optInit()
+    v_state.optInit()
+    u_in = torch.from_numpy(u_rows.variableTransformer(BATCH, POS)).to(device)
+    v_in, n_in = (torch.from_numpy(x).to(device) for x in v_rows.variableTransformer(BATCH, POS, NEG))
+    losses = []
+    for batch in batches():
+        u, v, negative = (as_ids(ids) for ids in batch)
+        u_rows.beforeForwardPass(u)
+        u_state.beforeForwardPass(u)
+        v_rows.beforeForwardPass(v, negative)
+        v_state.beforeForwardPass(v, negative)
+        optimizer.zero_grad()
+        loss = loss_of(model.u_embeddings(u_in), model.v_embeddings(v_in), model.v_embeddings(n_in))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        u_rows.afterOptimizerStep(u)
+        u_state.afterOptimizerStep(u)
+        v_rows.afterOptimizerStep(v, negative)
+        v_state.afterOptimizerStep(v, negative)
+        losses.append(loss.item())
+    found = [torch.from_numpy(rows.getNumpyVersion()) for rows in (u_rows, v_rows)]
+    state = v_state.getNumpyVersion() if v_state.optVarList else {}
+    for switcher in (u_rows, v_rows, u_state, v_state):
+        switcher.close()
+    return Trained(losses, found[0], found[1], {n: torch.from_numpy(a) for n, a in state.items()})
+
+
+def whole(kind: Any, options: dict[str, Any], *, sparse: bool = False) -> Trained:
+    """The same with nn.Embedding of all rows: after each step, rows that no id named are put back.
+
+    So is their state, except after the first step, which makes it.
+    """
+    model = SkipGram(N, N, sparse=sparse)
+    with torch.no_grad():
+        for module, first in zip((model.u_embeddings, model.v_embeddings), start(), strict=True):
+            module.weight.copy_(first)
+    optimizer = kind(model.parameters(), **options)
+    losses = []
+    for u, v, negative in batches():
+        u, v, negative = (torch.from_numpy(ids).long() for ids in (u, v, negative))
+        both = torch.cat([v.flatten(), negative.flatten()])
+        optimizer.zero_grad()
+        looked_up = model.v_embeddings(both)
+        loss = loss_of(
+            model.u_embeddings(u),
+            looked_up[: v.numel()].view(BATCH, POS, DIM),
+            looked_up[v.numel() :].view(BATCH, NEG, DIM),
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        _restricted_step(optimizer, [(model.u_embeddings.weight, u), (model.v_embeddings.weight, both)])
+        losses.append(loss.item())
+    v = model.v_embeddings.weight
+    state = {n: s for n, s in optimizer.state.get(v, {}).items() if _per_element(s, v)}
+    return Trained(losses, model.u_embeddings.weight.detach(), v.detach(), state)
+
+
+def _restricted_step(optimizer: Any, touched: list[tuple[Tensor, Tensor]]) -> None:
+    before = []
+    for param, ids in touched:
+        rest = torch.ones(N, dtype=torch.bool)
+        rest[ids.flatten()] = False
+        held = {n: s.clone() for n, s in optimizer.state.get(param, {}).items() if _per_element(s, param)}
+        before.append((param, rest, param.detach().clone(), held))
+    optimizer.step()
+    with torch.no_grad():
+        for param, rest, values_before, held in before:
+            param[rest] = values_before[rest]
+            for name, value in held.items():
+                optimizer.state[param][name][rest] = value[rest]
+
+
+def _per_element(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and not value.is_sparse

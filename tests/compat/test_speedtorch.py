@@ -1,0 +1,350 @@
+"""SpeedTorch's loop trains as nn.Embedding of all rows does, under any optimizer, wherever rows live."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import flatbed.compat.speedtorch as SpeedTorch
+from flatbed.errors import FlatbedError
+from tests.compat.speedtorch_models import (
+    DENSE,
+    DIM,
+    HOMES,
+    REFUSED,
+    SPARSE,
+    N,
+    Trained,
+    factories,
+    start,
+    switched,
+    touched,
+    values,
+    whole,
+)
+
+
+@functools.cache
+def trained(name: str, *, sparse: bool = False) -> Trained:
+    kind, options = (SPARSE if sparse else DENSE)[name]
+    return whole(kind, options, sparse=sparse)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("name", DENSE)
+def test_training_is_that_of_all_rows(name: str, home: str, tmp_path: Path) -> None:
+    """Bit by bit: repeats are summed in the order in which nn.Embedding sums them."""
+    losses, u, v, state = switched(*DENSE[name], home, tmp_path)
+    expected = trained(name)
+    assert losses == expected.losses
+    assert torch.equal(u, expected.u)
+    assert torch.equal(v, expected.v)
+    assert set(state) == set(expected.state)
+    for kept, found in state.items():
+        # the reference's first step decays all rows a little, and averages of ASGD begin with those
+        rtol = 1e-4 if name == "ASGD averaging" else 0.0
+        assert torch.allclose(found[touched()], expected.state[kept][touched()], rtol=rtol, atol=0.0), kept
+    assert not torch.equal(u, start()[0])
+
+
+def test_every_optimizer_of_torch_is_known() -> None:
+    """Those that are neither compared here nor refused would be new."""
+    known = {kind for kind, _ in (*DENSE.values(), *SPARSE.values())} | set(REFUSED)
+    there = {kind for kind in vars(torch.optim).values() if isinstance(kind, type)}
+    there = {kind for kind in there if issubclass(kind, torch.optim.Optimizer)} - {torch.optim.Optimizer}
+    assert there <= known
+
+
+@pytest.mark.parametrize("name", ["Adam", "SparseAdam"])
+def test_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What GPUs run, interpreted."""
+    sparse = name in SPARSE
+    expected = trained(name, sparse=sparse)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    losses, u, v, _ = switched(*(SPARSE if sparse else DENSE)[name], "host", tmp_path, sparse=sparse)
+    assert losses == pytest.approx(expected[0], rel=1e-6)
+    assert torch.allclose(u, expected[1], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(v, expected[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own Adagrad
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_gradients(name: str, home: str, tmp_path: Path) -> None:
+    kind, options = SPARSE[name]
+    # torch's own momentum of sparse gradients moves rows of earlier batches, so dense ones are compared with
+    expected = trained(name, sparse=kind is not torch.optim.SGD)
+    losses, u, v, _ = switched(kind, options, home, tmp_path, sparse=True)
+    assert losses == pytest.approx(expected[0], rel=1e-6)
+    assert torch.allclose(u, expected[1], rtol=1e-6, atol=1e-6)
+    assert torch.allclose(v, expected[2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("spare", [3, -20])
+def test_a_variable_may_be_larger_or_smaller_than_the_batch(spare: int, tmp_path: Path) -> None:
+    kind, options = DENSE["Adam"]
+    expected = switched(kind, options, "host", tmp_path)
+    found = switched(kind, options, "host", tmp_path, spare=spare)
+    assert found[0] == expected[0]
+    assert torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize(
+    "as_ids",
+    [lambda ids: ids.tolist(), torch.from_numpy, lambda ids: ids.astype(np.int64), np.asfortranarray],
+    ids=["lists", "tensors", "int64", "fortran"],
+)
+def test_ids_come_as_people_have_them(as_ids: Any, tmp_path: Path) -> None:
+    kind, options = DENSE["Adagrad"]
+    expected = switched(kind, options, "device", tmp_path)
+    found = switched(kind, options, "device", tmp_path, as_ids=as_ids)
+    assert torch.equal(found[2], expected[2])
+
+
+def test_other_datatypes(tmp_path: Path) -> None:
+    kind, options = DENSE["Adamax"]
+    exact = switched(kind, options, "host", tmp_path, dtype=torch.float64)
+    plain = switched(kind, options, "host", tmp_path)
+    assert exact[1].dtype == torch.float64
+    assert torch.allclose(exact[1].float(), plain[1], atol=1e-4)
+    halves = switched(kind, options, "device", tmp_path, dtype=torch.bfloat16)
+    assert torch.allclose(halves[1], plain[1], atol=0.2)
+
+
+def one(n_slots: int = 6, *, sparse: bool = False, **options: Any) -> tuple[nn.Embedding, Any]:
+    embedding = nn.Embedding(n_slots, DIM, sparse=sparse)
+    rows = SpeedTorch.ModelFactory(embedding, N, DIM, **options)
+    rows.customInit(values(start()[0]))
+    return embedding, rows
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_copy_that_is_not_looked_up_moves_along(sparse: bool) -> None:
+    embedding, rows = one(sparse=sparse)
+    ids = [7, 9, 7, 7, 1, 9]
+    rows.beforeForwardPass(ids)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    slots = torch.tensor([2, 3, 4, 3])  # of row 7 twice and once again, and of row 1; none of row 9
+    embedding(slots).sum().backward()
+    optimizer.step()
+    moved = start()[0][ids] - embedding.weight.detach()
+    assert moved[:, 0].tolist() == pytest.approx([3, 0, 3, 3, 1, 0], abs=1e-6)
+    rows.afterOptimizerStep(ids)
+    after = torch.from_numpy(rows.getNumpyVersion())
+    assert torch.equal(after[ids], embedding.weight.detach())
+    rest = [row for row in range(N) if row not in ids]
+    assert torch.equal(after[rest], start()[0][rest])
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_accumulate_over_the_same_ids(sparse: bool, set_to_none: bool) -> None:
+    embedding, rows = one(sparse=sparse)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    for ids in ([3, 3, 5, 5, 5, 2], [8, 8, 8, 8, 8, 8]):
+        rows.beforeForwardPass(ids)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for _ in range(2):
+            (embedding(torch.arange(6)).sum() + embedding(torch.arange(4)).sum()).backward()
+        optimizer.step()
+        rows.afterOptimizerStep(ids)
+    moved = (start()[0] - torch.from_numpy(rows.getNumpyVersion()))[:, 0]
+    assert moved[[3, 5, 2, 8]].tolist() == pytest.approx([8, 10, 2, 20], abs=1e-5)
+
+
+def test_a_gradient_of_other_rows_is_not_added_to() -> None:
+    embedding, rows = one()
+    rows.beforeForwardPass([1, 2, 3])
+    embedding(torch.arange(3)).sum().backward()
+    rows.beforeForwardPass([4, 5, 6])
+    with pytest.raises(FlatbedError, match="zero_grad"):
+        embedding(torch.arange(3)).sum().backward()
+
+
+def test_slots_without_a_row_are_not_written_and_not_read() -> None:
+    for sparse in (False, True):
+        embedding, rows = one(sparse=sparse)
+        rows.beforeForwardPass([4, 4, 4, 4, 4, 0])
+        rows.beforeForwardPass([1, 2])
+        assert not embedding.weight[2:].any()
+        with pytest.raises(IndexError, match=r"slots from 2 on.*2 ids for the 6 slots"):
+            embedding(torch.arange(3)).sum().backward()
+        with torch.no_grad():
+            embedding.weight.fill_(5.0)
+        rows.afterOptimizerStep([1, 2])
+        after = torch.from_numpy(rows.getNumpyVersion())
+        assert after[[1, 2]].eq(5.0).all()
+        assert torch.equal(after[[0, 3, 4]], start()[0][[0, 3, 4]])
+
+
+def test_a_variable_grows_while_an_old_graph_lives() -> None:
+    embedding, rows = one(2)
+    optimizer = torch.optim.Adam(embedding.parameters())
+    state = SpeedTorch.OptimizerFactory(optimizer, N, DIM, nn.Sequential(embedding), "0")
+    state.optInit()
+    kept = []
+    for ids in ([1, 2], [3, 3, 4, 5], [1, 2, 3]):
+        rows.beforeForwardPass(ids)
+        state.beforeForwardPass(ids)
+        loss = embedding(torch.arange(len(ids))).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rows.afterOptimizerStep(ids)
+        state.afterOptimizerStep(ids)
+        kept.append(loss)
+    assert embedding.num_embeddings == 4
+    after = rows.getNumpyVersion()
+    assert (after[1:6] != start()[0][1:6].numpy()).all()
+    assert (state.getNumpyVersion()["exp_avg_sq"][:7].any(axis=1) == [0, 1, 1, 1, 1, 1, 0]).all()
+
+
+def test_a_step_that_was_skipped_leaves_state_as_it_began() -> None:
+    embedding, rows = one(2)
+    optimizer = torch.optim.Rprop(embedding.parameters(), lr=0.25)
+    state = SpeedTorch.OptimizerFactory(optimizer, N, DIM, nn.Sequential(embedding), "0")
+    state.optInit()
+    for switcher in (rows, state):
+        switcher.beforeForwardPass([1, 2])
+    for switcher in (rows, state):
+        switcher.afterOptimizerStep([1, 2])
+    assert np.array_equal(rows.getNumpyVersion(), start()[0].numpy())
+    assert (state.getNumpyVersion()["step_size"] == 0.25).all()
+    assert state.optVarList == ["prev", "step_size"]
+
+
+def test_an_optimizer_without_state_has_nothing_to_switch() -> None:
+    embedding, rows = one(2)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    state = SpeedTorch.OptimizerFactory(optimizer, N, DIM, nn.Sequential(embedding), "0")
+    state.optInit()
+    state.beforeForwardPass([1, 1])
+    rows.beforeForwardPass([1, 1])
+    embedding(torch.arange(2)).sum().backward()
+    optimizer.step()
+    state.afterOptimizerStep([1, 1])
+    rows.afterOptimizerStep([1, 1])
+    assert rows.getNumpyVersion()[1, 0] == pytest.approx(float(start()[0][1, 0]) - 2.0, abs=1e-6)
+    assert state.optVarList == []
+
+
+def test_the_learning_rate_may_change(tmp_path: Path) -> None:
+    embedding, rows = one(3)
+    optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
+    state = SpeedTorch.OptimizerFactory(optimizer, N, DIM, nn.Sequential(embedding), "0")
+    state.optInit()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step < 2))
+    seen = []
+    for _ in range(4):
+        rows.beforeForwardPass([1, 2, 2])
+        state.beforeForwardPass([1, 2, 2])
+        optimizer.zero_grad()
+        embedding(torch.arange(3)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+        rows.afterOptimizerStep([1, 2, 2])
+        state.afterOptimizerStep([1, 2, 2])
+        seen.append(rows.getNumpyVersion()[2, 0])
+    assert seen[0] != seen[1] == seen[2] == seen[3]
+
+
+def test_models_are_copied_and_saved_without_their_switchers(tmp_path: Path) -> None:
+    embedding, rows = one(2)
+    rows.beforeForwardPass([1, 1])
+    twin = copy.deepcopy(embedding)
+    twin(torch.arange(2)).sum().backward()
+    assert twin.weight.grad is not None
+    assert twin.weight.grad.eq(1.0).all()
+    torch.save(embedding, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded.weight, embedding.weight)
+
+
+def test_switchers_go_with_their_model() -> None:
+    embedding, rows = one(2)
+    rows.beforeForwardPass([1, 1])
+    gone = weakref.ref(embedding.weight)
+    del embedding, rows
+    gc.collect()
+    assert gone() is None
+
+
+def test_dummy_inputs_are_slots() -> None:
+    _, rows = one()
+    assert rows.variableTransformer(3, 2).tolist() == [[0, 1], [2, 3], [4, 5]]
+    positive, negative = rows.variableTransformer(2, 1, 3)
+    assert positive.tolist() == [[0], [1]]
+    assert negative.tolist() == [[2, 3, 4], [5, 6, 7]]
+    assert positive.dtype == negative.dtype == np.int64
+
+
+def test_first_values(tmp_path: Path) -> None:
+    for home in HOMES:
+        make, _ = factories(home, tmp_path)
+        rows = make(nn.Embedding(2, DIM))
+        torch.manual_seed(1)
+        rows.uniformDistributionInit(-1.0, 3.0)
+        uniform = rows.getNumpyVersion()
+        assert uniform.shape == (N, DIM)
+        assert -1.0 <= uniform.min() < -0.8 < 2.8 < uniform.max() < 3.0
+        torch.manual_seed(1)
+        rows.uniformDistributionInit(-1.0, 3.0)
+        assert np.array_equal(rows.getNumpyVersion(), uniform)
+        rows.normalDistributionInit(5.0, 0.5)
+        normal = rows.getNumpyVersion()
+        assert abs(normal.mean() - 5.0) < 0.1
+        assert abs(normal.std() - 0.5) < 0.1
+        rows.zerosInit()
+        assert not rows.getNumpyVersion().any()
+        rows.customInit(nn.init.constant_, 0.5)
+        assert (rows.getNumpyVersion() == 0.5).all()
+        rows.close()
+
+
+def test_both_orders_of_arguments() -> None:
+    embedding = nn.Embedding(2, DIM)
+    by_seed = SpeedTorch.ModelFactory(embedding, N, DIM, "mine", "float32", True)
+    later = SpeedTorch.ModelFactory(embedding, N, DIM, "float32", True)
+    typed = SpeedTorch.ModelFactory(embedding, N, DIM, torch.float)
+    assert (by_seed.diskname, by_seed.CPUPinn, later.CPUPinn, typed.CPUPinn) == ("mine", True, True, False)
+    assert by_seed.datatype == later.datatype == typed.datatype == torch.float32
+
+
+@pytest.mark.parametrize("prefix", ["GPUPytorch", "CPUPytorch", "Pytorch"])
+def test_variants(prefix: str) -> None:
+    embedding = nn.Embedding(3, DIM)
+    model = nn.Sequential(embedding)
+    optimizer = torch.optim.RMSprop(model.parameters())
+    rows = getattr(SpeedTorch, f"{prefix}ModelFactory")(embedding, N, DIM)
+    state = getattr(SpeedTorch, f"{prefix}OptimizerFactory")(optimizer, N, DIM, model, "0")
+    rows.customInit(values(start()[0]))
+    state.optInit()
+    for _ in range(2):
+        for switcher in (rows, state):
+            switcher.beforeForwardPass(np.array([[1], [4], [1]]))
+        optimizer.zero_grad()
+        embedding(torch.arange(3)).square().sum().backward()
+        optimizer.step()
+        for switcher in (rows, state):
+            switcher.afterOptimizerStep(np.array([[1], [4], [1]]))
+    assert state.getTorchVar()["square_avg"].any(1).nonzero().flatten().tolist() == [1, 4]
+    home = {"GPUPytorch": "device", "CPUPytorch": "host", "Pytorch": "device"}[prefix]
+    assert rows._home.kind == home
+
+
+def test_a_host_collection_by_device_type() -> None:
+    rows = SpeedTorch.PytorchModelFactory(nn.Embedding(3, DIM), N, DIM, deviceType="cpu", pinType=True)
+    assert rows._home.kind == "host"
+    with pytest.raises(ValueError, match="deviceType"):
+        SpeedTorch.PytorchModelFactory(nn.Embedding(3, DIM), N, DIM, deviceType="tpu")
+    with pytest.raises(ValueError, match="pinType"):
+        SpeedTorch.PytorchModelFactory(nn.Embedding(3, DIM), N, DIM, pinType=True)
