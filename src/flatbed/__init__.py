@@ -8,7 +8,7 @@ from flatbed._version import __version__
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.compat.contiguous_params import ContiguousParams
 from flatbed.errors import FlatbedError
-from flatbed.feed import Prefetcher
+from flatbed.feed import Feeder, Prefetcher, RowReader
 from flatbed.flat.checkpoint import state_dict
 from flatbed.flat.ema import EMA
 from flatbed.flat.health import Problem
@@ -22,6 +22,7 @@ from flatbed.rows.table import Table
 __all__ = [
     "EMA",
     "ContiguousParams",
+    "Feeder",
     "FlatParameter",
     "FlatParams",
     "FlatbedError",
@@ -29,6 +30,7 @@ __all__ = [
     "HostEmbeddingBag",
     "Prefetcher",
     "Problem",
+    "RowReader",
     "Segment",
     "Snapshot",
     "Table",

@@ -10,6 +10,7 @@ import typer
 from flatbed.bench.options import (
     CacheCase,
     DeviceOption,
+    FeedCase,
     JsonPath,
     ModelName,
     OptimizerName,
@@ -224,6 +225,32 @@ def cache(
             write_plot(rows, plots / f"{file_name(machine, name)}.png")
             typer.echo(f"wrote {plots / f'{file_name(machine, name)}.png'}")
     fail_on(list(dict.fromkeys(wrong)))
+
+
+@bench.command()
+def feed(
+    cases: Annotated[
+        list[FeedCase] | None,
+        typer.Argument(help="What to measure; all unless given.", metavar="CASES"),
+    ] = None,
+    device: DeviceOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, as without a GPU.")] = False,
+    samples: Annotated[int | None, typer.Option(min=1, help="Readings per way.")] = None,
+    json_path: JsonPath = None,
+    png: PngPath = None,
+) -> None:
+    """Bring numpy batches, and rows of numpy arrays, to the device, in flatbed's ways and in others'."""
+    where = find_device(device)
+    from flatbed.bench import feed as bench_feed
+
+    bench_feed.command(
+        where,
+        [case.value for case in cases or ()],
+        quick=quick,
+        samples=samples,
+        json_path=json_path,
+        png=png,
+    )
 
 
 @bench.command()

@@ -67,6 +67,14 @@ class CacheCase(str, Enum):
     DISK = "disk"
 
 
+class FeedCase(str, Enum):
+    """The cases of flatbed.bench.feed."""
+
+    BANDWIDTH = "bandwidth"
+    EPOCH = "epoch"
+    ROWS = "rows"
+
+
 class DeviceName(str, Enum):
     """Where to train."""
 

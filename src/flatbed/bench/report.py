@@ -7,8 +7,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from flatbed.bench import cache_table, floor_table, rows, table, tables_table
+from flatbed.bench import cache_table, feed_table, floor_table, rows, table, tables_table
 from flatbed.bench.cache_rows import CacheRow, SwapRow
+from flatbed.bench.feed_rows import BandwidthRow, EpochRow, ReadRow
 from flatbed.bench.floor import FloorRow
 from flatbed.bench.rows import Record, Row, read_rows
 from flatbed.bench.tables_rows import MoveRow, TrainRow, rows_of
@@ -16,7 +17,8 @@ from flatbed.bench.tables_rows import MoveRow, TrainRow, rows_of
 
 def read(path: Path) -> list[Record]:
     """The rows in a file; ValueError where it holds something else."""
-    return list(read_rows(path, Row, FloorRow, MoveRow, TrainRow, CacheRow, SwapRow))
+    kinds = (Row, FloorRow, MoveRow, TrainRow, CacheRow, SwapRow, BandwidthRow, EpochRow, ReadRow)
+    return list(read_rows(path, *kinds))
 
 
 def step_rows(records: Sequence[Record]) -> list[Row]:
@@ -36,6 +38,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         *floor_table.tables(floor_rows(records)),
         *tables_table.tables(rows_of(records)),
         *cache_table.tables(records),
+        *feed_table.tables(records),
     ]
 
 
@@ -46,5 +49,6 @@ def to_markdown(records: Sequence[Record]) -> str:
         floor_table.to_markdown(floor_rows(records)),
         tables_table.to_markdown(rows_of(records)),
         cache_table.to_markdown(records),
+        feed_table.to_markdown(records),
     )
     return "\n".join(text for text in texts if text.strip())

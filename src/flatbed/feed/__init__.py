@@ -1,5 +1,7 @@
 """Batches on their way to the device, ahead of time."""
 
+from flatbed.feed.feeder import Feeder
 from flatbed.feed.prefetcher import Prefetcher
+from flatbed.feed.row_reader import RowReader
 
-__all__ = ["Prefetcher"]
+__all__ = ["Feeder", "Prefetcher", "RowReader"]

@@ -122,7 +122,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 def from_numpy(array: np.ndarray[Any, Any], *, pinned: bool = False) -> Any:
     """Numbers as a tensor, without a copy where there can be one; any other array as it is."""
-    dtype = _torch_dtype(array.dtype)
+    dtype = torch_dtype(array.dtype)
     if dtype is None or isinstance(array, np.ma.MaskedArray):
         return array
     if pinned:
@@ -141,7 +141,8 @@ def _own(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @lru_cache(maxsize=64)
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """What torch calls these numbers; None if it does not know them."""
     if dtype.kind not in "biufc":
         return None
     try:
@@ -186,7 +187,7 @@ class Mover:
     def load(self, batch: Any) -> Loaded:
         """The part that takes the host's time: in any thread."""
         if self.stream is None:
-            return Loaded(mapped(batch, _to_host))
+            return Loaded(mapped(batch, to_host))
         origins: set[torch.device] = set()
 
         def pinned(leaf: Any) -> Any:
@@ -211,7 +212,7 @@ class Mover:
         tensors: dict[int, Tensor] = {}
 
         def there(leaf: Any) -> Any:
-            new = self._to_device(leaf)
+            new = to_device(leaf, self.device)
             tensors.update((id(t), t) for t in tensors_in(new) if t.is_cuda)
             return new
 
@@ -226,15 +227,6 @@ class Mover:
                 record_stream(tensor, self.stream)
         return Moved(batch, derived, recorded(self.stream), [*tensors.values()])
 
-    def _to_device(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(self.device, non_blocking=True)
-        if isinstance(leaf, np.ndarray):
-            return leaf
-        # Some change themselves and some are the loader's own: those that are mappings can well be copied.
-        moving: Any = copy.copy(leaf) if isinstance(leaf, Mapping) else leaf
-        return moving.to(self.device)
-
     def arrive(self, moved: Moved, current: torch.cuda.Stream | None = None) -> Any:
         """The batch, for the stream that is current: it waits for the copies, and shares their memory."""
         if moved.arrived is not None:
@@ -245,10 +237,22 @@ class Mover:
         return moved.batch
 
 
-def _to_host(leaf: Any) -> Any:
+def to_host(leaf: Any) -> Any:
+    """A leaf of a batch as a tensor on the CPU, without a copy where there can be one."""
     if isinstance(leaf, Tensor):
         return leaf if leaf.device.type == "cpu" else leaf.to(CPU)
     return from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf.to(CPU)
+
+
+def to_device(leaf: Any, device: torch.device) -> Any:
+    """Issue the copies of a leaf, on the stream that is current."""
+    if isinstance(leaf, Tensor):
+        return leaf.to(device, non_blocking=True)
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    # Some change themselves and some are the loader's own: those that are mappings can well be copied.
+    moving: Any = copy.copy(leaf) if isinstance(leaf, Mapping) else leaf
+    return moving.to(device)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -1,0 +1,393 @@
+"""The ring of pinned chunks, the threads that fill it, and how batches are divided, without a GPU."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flatbed.feed import packing, staging
+from flatbed.feed.packing import Slot, send, slot_of_array, slot_of_tensor
+from flatbed.feed.staging import Copied, Copiers, Piece, Ring, Stopped, Taken, n_threads, ring_for
+from tests.feed.fakes import wait_until
+from tests.feed.lanes import LateLane, Reached, lane, ring, threads
+
+
+def sent(slots: list[Slot], through: LateLane, of: Ring, n: int = 3) -> list[torch.Tensor]:
+    copiers = Copiers(of, through, n)
+    try:
+        owners = send(slots, copiers)
+    finally:
+        copiers.close()
+    through.settle()
+    return owners
+
+
+def slots_of(*arrays: Any) -> list[Slot]:
+    found = [slot_of_array(a) if isinstance(a, np.ndarray) else slot_of_tensor(a) for a in arrays]
+    assert all(slot is not None for slot in found)
+    return [slot for slot in found if slot is not None]
+
+
+def equal(slot: Slot, given: Any) -> bool:
+    want = (
+        torch.from_numpy(np.array(given, given.dtype.newbyteorder("=")))
+        if isinstance(given, np.ndarray)
+        else given
+    )
+    tensor = slot.tensor
+    assert tensor is not None
+    return tensor.dtype == want.dtype and tensor.shape == want.shape and torch.equal(tensor, want)
+
+
+# ---- the ring
+
+
+def test_a_chunk_is_not_written_to_before_its_copy_is_done() -> None:
+    """Three chunks for a hundred pieces, each of which is copied late."""
+    with lane(most_seconds=0.001) as through:
+        arrays = [np.full(4096, i, np.uint8) for i in range(100)]
+        slots = slots_of(*arrays)
+        sent(slots, through, ring(3))
+        assert all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True))
+        assert through.n_sent == 100
+
+
+def test_a_lane_that_marks_too_early_is_caught_by_that_test() -> None:
+    class Early(LateLane):
+        def mark(self, event: Any = None) -> Any:
+            return Reached()
+
+    through = Early(most_seconds=0.001)
+    try:
+        slots = slots_of(*(np.full(4096, i, np.uint8) for i in range(100)))
+        copiers = Copiers(ring(3), through, 3)
+        send(slots, copiers)
+        copiers.close()
+    finally:
+        through.close()
+    assert any(slot.tensor is not None and int(slot.tensor[0]) != i for i, slot in enumerate(slots))
+
+
+def test_chunks_are_shared_by_many_jobs_at_once() -> None:
+    """More threads than chunks, several users: nobody waits for ever."""
+    of = ring(2)
+    failures: list[str] = []
+
+    def use(seed: int) -> None:
+        chance = random.Random(seed)
+        with lane(seed=seed) as through:
+            copiers = Copiers(of, through, 4)
+            for k in range(15):
+                arrays = [np.full(chance.randrange(1, 9000), seed + k, np.uint8) for _ in range(5)]
+                slots = slots_of(*arrays)
+                send(slots, copiers)
+                through.settle()
+                if not all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True)):
+                    failures.append(f"{seed} {k}")
+            copiers.close()
+
+    users = [threading.Thread(target=use, args=(10 * i,)) for i in range(3)]
+    for user in users:
+        user.start()
+    for user in users:
+        user.join(60)
+    assert not failures
+    assert not threads()
+
+
+def test_the_ring_is_shared_and_goes_with_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_pinned", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(staging, "RING_BYTES", 1 << 20)
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 18)
+    place = torch.device("cuda", 0)
+    one, other = ring_for(place), ring_for(place)
+    assert one is other
+    assert one is not ring_for(torch.device("cuda", 1))
+    assert (one.n_chunks, one.chunk_bytes) == (4, 1 << 18)
+    gone = weakref.ref(one)
+    del one
+    assert gone() is not None
+    del other
+    gc.collect()
+    assert gone() is None
+
+
+# ---- division
+
+
+def test_small_arrays_share_one_copy_and_large_ones_have_several() -> None:
+    with lane(most_seconds=0) as through:
+        small = [np.arange(n, dtype=np.int32) for n in (1, 7, 0, 64, 3)]
+        slots = slots_of(*small)
+        owners = sent(slots, through, ring(3))
+        assert (len(owners), through.n_sent) == (1, 1)
+        assert all(equal(slot, array) for slot, array in zip(slots, small, strict=True))
+        for slot in slots:
+            assert slot.tensor is not None
+            if slot.tensor.numel():
+                assert (slot.tensor.data_ptr() - owners[0].data_ptr()) % packing.ALIGNMENT == 0
+        large = np.random.default_rng(0).normal(size=(100, 100))
+        (slot,) = slots_of(large)
+        sent([slot], through, ring(3))
+        assert equal(slot, large)
+        assert through.n_sent == 1 + -(-large.nbytes // 4096)
+
+
+def test_tensors_that_share_memory_are_not_views_of_each_other() -> None:
+    """To write into one must not make autograd complain about another that was saved for backward."""
+    with lane() as through:
+        slots = slots_of(np.ones(4, np.float32), np.ones(4, np.float32))
+        (owner,) = sent(slots, through, ring())
+        a, b = (slot.tensor for slot in slots)
+        assert a is not None
+        assert b is not None
+        assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() == owner.data_ptr()
+        loss = (b * torch.ones(4, requires_grad=True) * b).sum()
+        before = b._version
+        a.mul_(2)
+        assert b._version == before
+        loss.backward()
+        assert b.tolist() == [1, 1, 1, 1]
+
+
+KINDS = {
+    "contiguous": lambda: np.arange(60.0).reshape(3, 4, 5),
+    "fortran": lambda: np.asfortranarray(np.arange(5000.0).reshape(50, 100)),
+    "permuted": lambda: np.arange(6000).reshape(10, 20, 30).transpose(2, 0, 1),
+    "columns": lambda: np.arange(20000, dtype=np.float32).reshape(100, 200)[:, ::2],
+    "backward": lambda: np.arange(5000)[::-1],
+    "swapped": lambda: np.arange(3000.0).astype(">f8"),
+    "swapped rows": lambda: np.arange(3000.0).reshape(3, 1000).astype(">f8")[:, ::-1],
+    "swapped number": lambda: np.array(3, ">i4"),
+    "expanded": lambda: np.broadcast_to(np.arange(600), (30, 600)),
+    "locked": lambda: np.frombuffer(bytes(range(256)) * 40, np.uint16),
+    "number": lambda: np.array(2.5),
+    "bool": lambda: np.arange(99) % 3 == 0,
+    "complex": lambda: np.arange(900) * (1 + 2j),
+    "empty": lambda: np.zeros((3, 0, 2), np.int16),
+    "field": lambda: np.ones(900, [("a", "i1"), ("b", "f4")])["b"],
+    "one row": lambda: np.arange(5000.0).reshape(1, 5000)[:, ::1],
+    "tensor": lambda: torch.arange(3000),
+    "bfloat16": lambda: torch.arange(6000).to(torch.bfloat16),
+    "float8": lambda: torch.arange(90).to(torch.float8_e4m3fn).view(9, 10).t(),
+    "transposed": lambda: torch.arange(6000.0).view(60, 100).t(),
+    "slice": lambda: torch.arange(6000.0).view(60, 100)[:, 3:50],
+    "channels last": lambda: (
+        torch.arange(5040.0).view(2, 3, 20, 42).contiguous(memory_format=torch.channels_last)
+    ),
+    "conjugate": lambda: (torch.arange(900) * (1 + 2j)).conj(),
+    "negative": lambda: torch.imag((torch.arange(900) * (1 + 2j)).conj()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_arrives_bit_for_bit(kind: str) -> None:
+    given = KINDS[kind]()
+    with lane() as through:
+        (slot,) = slots_of(given)
+        sent([slot], through, ring())
+    tensor = slot.tensor
+    assert tensor is not None
+    native = (
+        np.array(given, given.dtype.newbyteorder("="), order="K") if isinstance(given, np.ndarray) else given
+    )
+    want = torch.from_numpy(native.copy(order="K")) if isinstance(native, np.ndarray) else native
+    want = want.resolve_conj().resolve_neg()
+    assert (tensor.dtype, tensor.shape) == (want.dtype, want.shape)
+    bits = [one.contiguous().reshape(-1).view(torch.uint8) for one in (tensor, want)]
+    assert torch.equal(*bits)
+    if kind in ("transposed", "channels last", "fortran", "permuted"):
+        assert tensor.stride() == want.stride(), "as with Tensor.to"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(3, requires_grad=True),
+        torch.ones(3, device="meta"),
+    ],
+    ids=["sparse", "parameter", "grad", "meta"],
+)
+def test_others_know_themselves_how_to_be_moved(tensor: torch.Tensor) -> None:
+    assert slot_of_tensor(tensor) is None
+
+
+@pytest.mark.parametrize(
+    "array", [np.array(["a"]), np.array([None]), np.ma.masked_array([1]), np.zeros(2, np.longdouble)]
+)
+def test_arrays_that_are_no_numbers(array: Any) -> None:
+    assert slot_of_array(array) is None
+
+
+def test_random_batches_through_random_rings() -> None:
+    chance = random.Random(3)
+    for seed in range(25):
+        of = ring(chance.randint(1, 5), 256 * chance.randint(1, 12))
+        with lane(seed=seed, most_seconds=0.0002) as through:
+            arrays = []
+            for _ in range(chance.randint(0, 12)):
+                shape = [chance.randint(0, 40) for _ in range(chance.randint(0, 3))]
+                arrays.append(
+                    np.random.default_rng(seed).integers(0, 99, shape).astype(chance.choice("iqbhfd"))
+                )
+                if chance.random() < 0.3:
+                    arrays[-1] = arrays[-1].T
+                if chance.random() < 0.3 and arrays[-1].ndim:
+                    arrays[-1] = arrays[-1][:: chance.choice([-1, 2])]
+            arrays = [np.asarray(array) for array in arrays]
+            slots = slots_of(*arrays)
+            sent(slots, through, of, chance.randint(1, 4))
+            assert all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True))
+
+
+def test_rows_taken_by_number() -> None:
+    rows = np.arange(300, dtype=np.uint8).reshape(30, 10)
+    ids = np.array([3, 29, 0, 3])
+    into = np.zeros(64, np.uint8)
+    Taken(8, rows, ids).write(into)
+    assert np.array_equal(into[8:48].reshape(4, 10), rows[ids])
+    assert not into[:8].any()
+    assert not into[48:].any()
+
+
+# ---- threads
+
+
+def test_threads_begin_when_needed_and_end() -> None:
+    with lane() as through:
+        copiers = Copiers(ring(3), through, 3)
+        send(slots_of(np.ones(3)), copiers)
+        assert not threads(), "one piece needs no help"
+        send(slots_of(np.ones(5000)), copiers)
+        assert threads() == [staging.NAME] * 2
+        assert wait_until(lambda: through.entered == {staging.NAME})
+        copiers.close()
+        copiers.close()
+        assert not threads()
+
+
+def test_sources_may_change_at_once() -> None:
+    with lane(most_seconds=0.002) as through:
+        copiers = Copiers(ring(40), through, 3)
+        array = np.ones(5000)
+        (slot,) = slots_of(array)
+        send([slot], copiers)
+        array[:] = 7
+        through.settle()
+        copiers.close()
+        assert slot.tensor is not None
+        assert bool((slot.tensor == 1).all())
+
+
+@pytest.mark.parametrize("fail_at", [1, 4])
+def test_an_error_of_any_thread_arrives_and_the_ring_is_whole(fail_at: int) -> None:
+    of = ring(3)
+    with lane() as through:
+        through.fail_at = fail_at
+        copiers = Copiers(of, through, 3)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            send(slots_of(np.ones(5000)), copiers)
+        array = np.arange(5000.0)
+        (slot,) = slots_of(array)
+        send([slot], copiers)
+        through.settle()
+        assert equal(slot, array)
+        copiers.close()
+    assert of._free.qsize() == 3
+
+
+def test_a_source_that_cannot_be_copied() -> None:
+    class Bad:
+        def write(self, into: Any) -> None:
+            raise MemoryError("no pages")
+
+    of = ring(3)
+    with lane() as through:
+        copiers = Copiers(of, through, 2)
+        target = torch.zeros(10, dtype=torch.uint8)
+        with pytest.raises(MemoryError, match="no pages"):
+            copiers.run([Piece(target, [Bad()]), *[Piece(target, [Copied(0, np.ones(10, np.uint8))])] * 5])
+        copiers.close()
+    assert of._free.qsize() == 3
+
+
+def test_stopped_in_the_middle() -> None:
+    with lane() as through:
+        through.stall.clear()
+        copiers = Copiers(ring(3), through, 2)
+        begun = time.monotonic()
+        threading.Timer(0.1, lambda: (copiers.stop(), through.stall.set())).start()
+        with pytest.raises(Stopped):
+            send(slots_of(np.ones(50_000)), copiers)
+        assert time.monotonic() - begun < 10
+        copiers.close()
+        assert not threads()
+        with pytest.raises(Stopped):
+            send(slots_of(np.ones(50_000)), copiers)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "message"),
+    [
+        (0, ValueError, "threads must be 1 to 256; found 0"),
+        (2.5, TypeError, "threads must be an integer, or None"),
+        (True, TypeError, "threads must be an integer"),
+    ],
+)
+def test_wrong_numbers_of_threads(wanted: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        n_threads(wanted)
+
+
+def test_threads_by_default() -> None:
+    assert 1 <= n_threads(None) <= staging.MOST_THREADS
+    assert n_threads(np.int64(3)) == 3
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+def test_the_ring_of_a_gpu_is_pinned_and_freed() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = ring_for(device)
+    chunk = found.take()
+    assert chunk.memory.is_pinned()
+    assert chunk.memory.data_ptr() % 4096 == 0
+    found.give(chunk)
+    gone = weakref.ref(found)
+    del found, chunk
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.gpu
+def test_a_ring_of_two_chunks_under_a_slow_stream() -> None:
+    from flatbed.feed.staging import CudaLane
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    through = CudaLane(device, torch.cuda.Stream())
+    of = Ring(torch.empty(2 << 20, dtype=torch.uint8, pin_memory=True), 1 << 20)
+    copiers = Copiers(of, through, 4)
+    for i in range(5):
+        arrays = [np.full(5_000_000 + k, i * 3 + k, np.uint8) for k in range(3)]
+        slots = slots_of(*arrays)
+        with through.within():
+            torch.cuda._sleep(5_000_000)
+            send(slots, copiers)
+        through.settle()
+        for slot, array in zip(slots, arrays, strict=True):
+            assert slot.tensor is not None
+            assert slot.tensor.device == device
+            assert torch.equal(slot.tensor.cpu(), torch.from_numpy(array))
+    copiers.close()
