@@ -6,21 +6,24 @@ import ctypes
 import platform
 import shutil
 import subprocess
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import cache, wraps
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from flatbed.bench.copies import Speed
+    from flatbed.bench.disk_reads import Reads
+    from flatbed.rows.sizing import Example, Rates
 
 MIB = 1 << 20
 GIB = 1 << 30
+GB = 10**9
 OLDEST_TORCH = (2, 7)
+BATCH = 65_536  # rows, in what is said of tables
 
 
 class Answer(NamedTuple):
@@ -222,66 +225,46 @@ def _cuda(answer: tuple[Any, ...]) -> Any:
 
 @probe("host copy")
 def _host_copy() -> Answer:
-    import torch
-
-    source = torch.ones(128 * MIB, dtype=torch.uint8)
-    return _speed(source, torch.empty_like(source), crossings=2)
+    return _answer(_measured("host"), within=True)
 
 
 @probe("device copy")
 def _device_copy() -> Answer:
-    if not _have_gpu():
-        return NEEDS_GPU
-    import torch
-
-    source = torch.ones(512 * MIB, dtype=torch.uint8, device="cuda:0")
-    return _speed(source, torch.empty_like(source), crossings=2)
+    return _answer(_measured("device"), within=True)
 
 
 @probe("pinned host → device")
 def _pinned_to_device() -> Answer:
-    return _across(to_device=True, pinned=True)
+    return _answer(_measured("pinned to device"))
 
 
 @probe("device → pinned host")
 def _device_to_pinned() -> Answer:
-    return _across(to_device=False, pinned=True)
+    return _answer(_measured("device to pinned"))
 
 
 @probe("pageable host → device")
 def _pageable_to_device() -> Answer:
-    return _across(to_device=True, pinned=False)
+    return _answer(_measured("pageable to device"))
 
 
-def _across(*, to_device: bool, pinned: bool) -> Answer:
-    if not _have_gpu():
+def _answer(speed: Speed | None, *, within: bool = False) -> Answer:
+    if speed is None:
         return NEEDS_GPU
-    import torch
-
-    host = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=pinned).fill_(1)
-    device = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda:0")
-    return _speed(host, device) if to_device else _speed(device, host)
+    meaning = "" if speed.ok else "The copy differs from its source: do not trust this machine."
+    return Answer(speed.ok, f"{speed.rate / GB:,.1f} GB/s{' read + write' if within else ''}", meaning)
 
 
-def _speed(source: Tensor, target: Tensor, *, crossings: int = 1) -> Answer:
-    """The best of a few copies. Within one memory each byte crosses its bus twice: read and written."""
-    import torch
+@cache  # several findings are about the same copies
+def _copied(way: str) -> Speed:
+    from flatbed.bench.copies import copied
 
-    def wait() -> None:
-        if source.is_cuda or target.is_cuda:
-            torch.cuda.synchronize()
+    return copied(way)
 
-    target.zero_()  # touches its pages, and makes the comparison below mean something
-    best = float("inf")
-    for _ in range(5):
-        wait()
-        begin = time.perf_counter()
-        target.copy_(source)
-        wait()
-        best = min(best, time.perf_counter() - begin)
-    ok = bool(torch.equal(target[:MIB].cpu(), source[:MIB].cpu()))
-    value = f"{crossings * source.nbytes / best / 1e9:,.1f} GB/s{' read + write' if crossings == 2 else ''}"
-    return Answer(ok, value, "" if ok else "The copy differs from its source: do not trust this machine.")
+
+def _measured(way: str) -> Speed | None:
+    """How fast copies of one kind are; None if they need a GPU and there is none."""
+    return _copied(way) if way == "host" or _have_gpu() else None
 
 
 @probe("RAM")
@@ -304,6 +287,106 @@ def _disk() -> Answer:
     ok = usage.free >= GIB
     meaning = "" if ok else "Little is left for checkpoints in this folder: free some, or work elsewhere."
     return Answer(ok, f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free here", meaning)
+
+
+@probe("disk reads")
+def _disk_reads() -> Answer:
+    reads = _read_at_random()
+    if reads.rate is None:
+        return Answer(None, "not measured", reads.why)
+    value = f"{reads.rate:,.0f} records of {_example().record.nbytes:,} bytes a second, at random"
+    return Answer(True, value, "What the system keeps of a file in memory is read much faster.")
+
+
+@cache
+def _read_at_random() -> Reads:
+    from flatbed.bench.disk_reads import read_at_random
+
+    return read_at_random(Path.cwd(), _example().record.nbytes)
+
+
+@probe("tables")
+def _tables() -> Answer:
+    from flatbed.rows.sizing import storage_for
+
+    free = _free_bytes()
+    found = {size: storage_for(size * GB, free) for size in (1, 10, 100)}
+    value = ", ".join(f"{size} GB: {storage or 'nowhere'}" for size, storage in found.items())
+    meaning = "storage= for a table of that size, optimizer state included."
+    if found[1] is None:
+        return Answer(False, value, f"{meaning} There is little memory and disk here: free some.")
+    return Answer(True, value, meaning)
+
+
+@probe("100 GB table")
+def _large_table() -> Answer:
+    from flatbed.rows.sizing import ROOM, Example, storage_for
+
+    example, free = _example(), _free_bytes()
+    parts = [
+        f"{storage} {example.nbytes / max(1, free[storage]):.0%}{'' if fits else ' (too large)'}"
+        for storage in ROOM
+        if storage in free
+        for fits in [storage_for(example.nbytes, {storage: free[storage]}) is not None]
+    ]
+    value = f"takes of what is free: {', '.join(parts)}"
+    meaning = f"{example.n_rows / 1e6:.0f} million rows × {example.dim} with Adam. {_batch_times(list(free))}"
+    if storage_for(example.nbytes, free) is not None:
+        return Answer(True, value, meaning)
+    less = Example(0, n_states=0, n_numbers=1).record.nbytes * example.n_rows / GB
+    remedy = f"Take less state (RowwiseAdagrad: {less:.0f} GB), bf16 weights, fewer rows, or a larger disk."
+    return Answer(False, value, f"It fits nowhere here. {remedy} {meaning}")
+
+
+def _batch_times(storages: list[str]) -> str:
+    """What a batch of the 100 GB table takes, from what was measured."""
+    from flatbed.rows.sizing import batch_seconds
+
+    record, rates = _example().record, _rates()
+    times = []
+    for storage in storages:
+        seconds = batch_seconds(storage, BATCH, record.nbytes, rates)
+        way = "to read" if storage == "disk" else "there and back"
+        times.append(f"{storage} not measured" if seconds is None else f"{storage} {_ms(seconds)} {way}")
+    moved = f"{BATCH:,} of its rows ({BATCH * record.nbytes / 1e6:.0f} MB) travel in at least"
+    return f"{moved}: {', '.join(times)}; the step itself comes on top, a millisecond or two on a GPU."
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.2g} ms"
+
+
+def _example() -> Example:
+    from flatbed.rows.sizing import Example
+
+    return Example(100 * GB)
+
+
+def _free_bytes() -> dict[str, int]:
+    """What each storage has left. Without a GPU, that of the device is the host's."""
+    import torch
+
+    free = {"host": _available_bytes(), "disk": shutil.disk_usage(Path.cwd()).free}
+    if not _have_gpu():
+        return free
+    kept = torch.cuda.memory_reserved(0) - torch.cuda.memory_allocated(0)  # by torch, after the copies above
+    return {"device": torch.cuda.mem_get_info(0)[0] + kept, **free}
+
+
+def _rates() -> Rates:
+    from flatbed.rows.sizing import Rates
+
+    def rate(way: str) -> float | None:
+        speed = _measured(way)
+        return None if speed is None else speed.rate
+
+    return Rates(
+        host=rate("host"),
+        device=rate("device"),
+        to_device=rate("pinned to device"),
+        from_device=rate("device to pinned"),
+        disk_records=_read_at_random().rate,
+    )
 
 
 @probe("matplotlib")
@@ -336,5 +419,8 @@ PROBES: tuple[Probe, ...] = (
     _pageable_to_device,
     _memory,
     _disk,
+    _disk_reads,
+    _tables,
+    _large_table,
     _matplotlib,
 )

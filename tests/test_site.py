@@ -1,0 +1,172 @@
+"""The pages: built without warnings, complete; links lead somewhere, and numbers are stored ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flatbed
+from flatbed import words
+from flatbed.compat import speedtorch
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+RESULTS = ROOT / "benchmarks" / "results"
+FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+MODULES = ("optim", "compat", "words")
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
+
+
+# ---- links
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors that a page has both where it is built and where the repository is shown."""
+    found = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", FENCE.sub("", page.read_text()), re.M):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
+        shown = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        ascii_only = unicodedata.normalize("NFKD", plain).encode("ascii", "ignore").decode()
+        built = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", ascii_only).strip())
+        found |= {shown} & {built}
+    return found
+
+
+def broken(page: Path, text: str) -> list[str]:
+    """The relative links of a page that lead nowhere."""
+    bad = []
+    for link in LINK.findall(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page if not path else page.parent / path
+        known = target.suffix != ".md" or not anchor or (target.exists() and anchor in slugs(target))
+        if not target.exists() or not known:
+            bad.append(link)
+    return bad
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken(page, prose(page)) == []
+
+
+def test_a_link_that_leads_nowhere_is_found() -> None:
+    text = "[a](docs/nowhere.md) [b](docs/cache.md#nowhere) [c](#nowhere) [d](docs/cache.md#cuda-graphs)"
+    assert broken(ROOT / "README.md", text) == ["docs/nowhere.md", "docs/cache.md#nowhere", "#nowhere"]
+
+
+# ---- what there is
+
+
+def documented() -> set[str]:
+    return set(re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.M))
+
+
+def test_every_public_name_is_in_the_api() -> None:
+    names = {f"flatbed.{name}" for name in flatbed.__all__ if name not in (*MODULES, "__version__")}
+    for module in (flatbed.optim, speedtorch, words):
+        names |= {f"{module.__name__}.{name}" for name in module.__all__}
+    assert names - documented() == set()
+
+
+def test_the_api_has_no_name_twice() -> None:
+    listed = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.M)
+    assert len(listed) == len(set(listed))
+
+
+def test_every_page_is_in_the_nav() -> None:
+    """Each once."""
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n\n")[0]
+    listed = re.findall(r": (\S+\.md)$", nav, re.M)
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+# ---- building
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs")
+def test_the_site_is_built_strictly_and_asks_nothing_from_elsewhere(tmp_path: Path) -> None:
+    done = subprocess.run(  # not with --quiet, under which warnings are not counted
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    pages = list(tmp_path.glob("*.html"))
+    assert len(pages) > len(list(DOCS.glob("*.md")))  # and the one for pages that are not there
+    elsewhere = re.compile(r"<(?:script|img|iframe|link)\b[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>")
+    for page in pages:
+        assert elsewhere.findall(page.read_text()) == [], page.name
+    api = (tmp_path / "api.html").read_text()
+    assert "&gt;&gt;&gt;" in api  # examples are code,
+    assert "<blockquote>" not in api  # not quotations
+
+
+# ---- numbers of "Choosing a tier"
+
+
+def cells(pattern: str) -> list[list[str]]:
+    """The rows of tables whose line matches."""
+    lines = re.findall(r"^\| (.+) \|$", (DOCS / "choosing-a-tier.md").read_text(), re.M)
+    return [
+        [cell.strip() for cell in re.split(r" ?\| ?", line)] for line in lines if re.search(pattern, line)
+    ]
+
+
+def times(row: dict[str, Any]) -> set[str]:
+    return {f"{value:.3g} ms" for name, value in row.items() if name.endswith("_ms") and value is not None}
+
+
+def test_what_a_step_costs_is_stored() -> None:
+    costs = cells(r"`\S+\.json`")
+    assert len(costs) > 5
+    for *_, where, time, file in [(row[0], *row[-2:]) for row in costs]:
+        rows = json.loads((RESULTS / file.strip("`")).read_text())
+        assert any(time in times(row) for row in rows), f"{where}: no stored row of {file} has {time}"
+
+
+@pytest.mark.parametrize(
+    ("label", "name", "options"),
+    [
+        ("SGD", "SGD", {}),
+        ("RowwiseAdagrad", "RowwiseAdagrad", {}),
+        ("SGD with momentum, Adagrad, Lion", "SGD", {"momentum": 0.9}),
+        ("SGD with momentum, Adagrad, Lion", "Adagrad", {}),
+        ("SGD with momentum, Adagrad, Lion", "Lion", {}),
+        ("Adam, AdamW, SparseAdam, Adamax", "Adam", {}),
+        ("Adam, AdamW, SparseAdam, Adamax", "AdamW", {}),
+        ("Adam, AdamW, SparseAdam, Adamax", "SparseAdam", {}),
+        ("Adam, AdamW, SparseAdam, Adamax", "Adamax", {}),
+        ("Adam with `amsgrad`", "Adam", {"amsgrad": True}),
+        ("Adam with `per_row_steps`", "Adam", {"per_row_steps": True}),
+    ],
+)
+def test_sizes_of_records_are_true(label: str, name: str, options: dict[str, Any]) -> None:
+    (found,) = [row for row in cells(r" B, [\d.]+ GB") if row[0] == label]
+    for cell, dtype in zip(found[2:], (torch.float32, torch.bfloat16), strict=True):
+        emb = flatbed.HostEmbedding(65_104_166, 128, dtype=dtype)  # nothing is allocated
+        getattr(flatbed.optim, name)([emb.table], **options)
+        stored = emb.table.nbytes_stored
+        assert cell == f"{stored // emb.num_embeddings:,} B, {stored / 1e9:.1f} GB"
