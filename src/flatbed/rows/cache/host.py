@@ -27,6 +27,14 @@ WRITE_BYTES = 1 << 26  # of records on their way home at once
 
 
 @dataclass(slots=True)
+class Copies:
+    """Records on the host, complete after an event."""
+
+    records: Tensor
+    complete: torch.cuda.Event | None = None
+
+
+@dataclass(slots=True)
 class Leaving:
     """Changed records on their way home, in host memory. They are here until they have arrived there."""
 
@@ -140,21 +148,20 @@ class HostCache:
 
     # ---- changed rows on their way home
 
-    def _copies(self, slots: Tensor) -> Tensor:
-        """Of records, on the host: complete when the current stream has come so far. Slots are there."""
+    def _copies(self, slots: Tensor) -> Copies:
+        """Of records, on the host; slots are there."""
         found = _words(self.records).index_select(0, slots).view(torch.uint8)
         if not found.is_cuda:
-            return found
+            return Copies(found)
         pinned = torch.empty(found.shape, dtype=torch.uint8, device=CPU, pin_memory=True)
-        return pinned.copy_(found, non_blocking=True)
+        pinned.copy_(found, non_blocking=True)
+        return Copies(pinned, torch.cuda.current_stream(self.computes_on).record_event())
 
-    def _complete(self) -> None:
-        if self.computes_on.type == "cuda":
-            torch.cuda.current_stream(self.computes_on).synchronize()
-
-    def _send_home(self, slots: Tensor, rows: Tensor, records: Tensor) -> None:
+    def _send_home(self, slots: Tensor, rows: Tensor, copies: Copies) -> None:
         """Write copies home, for a file beside what comes next."""
-        self._complete()
+        if copies.complete is not None:
+            copies.complete.synchronize()
+        records = copies.records
         if not isinstance(self.home, DiskTier):
             self.home.scatter_(rows, records)
             return
