@@ -1,6 +1,7 @@
 """Fill the tables of README and docs from stored rows: python benchmarks/fill_tables.py [--check].
 
-A table stands between `<!-- rows FILE -->` and `<!-- end rows -->`, FILE under benchmarks/results/.
+A table stands between `<!-- rows FILE -->` and `<!-- end rows -->`, FILE under benchmarks/results/; that
+of summary.py stands between `<!-- summary -->` and `<!-- end summary -->`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ import re
 import sys
 from pathlib import Path
 
+import summary
+
 from flatbed.bench.report import read, to_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end summary -->)", re.S)
 TABLE = re.compile(r"(<!-- rows (?P<file>\S+) -->\n).*?(<!-- end rows -->)", re.S)
 
 
@@ -23,7 +27,8 @@ def filled(text: str) -> str:
         rows = read(ROOT / "benchmarks" / "results" / match["file"])
         return f"{match[1]}{to_markdown(rows).strip()}\n{match[3]}"
 
-    return TABLE.sub(table, text)
+    text = TABLE.sub(table, text)
+    return SUMMARY.sub(lambda match: f"{match[1]}{summary.table()}\n{match[2]}", text)
 
 
 def main() -> int:

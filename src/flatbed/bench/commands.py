@@ -17,6 +17,7 @@ from flatbed.bench.options import (
     PlotsOption,
     PngPath,
     PrecisionName,
+    RowsTier,
     TableCase,
     TableOptimizer,
     TracePath,
@@ -153,6 +154,37 @@ def tables(
                 write_rows([one for some in found.values() for one in some], out)
         present(found[name], json_path=None, png=plots and plots / f"{file_name(machine, name)}.png")
     fail_on(list(dict.fromkeys(wrong)))
+
+
+@bench.command()
+def rows(
+    tiers: Annotated[
+        list[RowsTier] | None,
+        typer.Argument(help="Where tables are; all that the device offers unless given.", metavar="TIERS"),
+    ] = None,
+    device: DeviceOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny tables: to see that it runs.")] = False,
+    samples: Annotated[int | None, typer.Option(min=1, help="Readings per way.")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where the files of the tier disk are made.", exists=True, file_okay=False),
+    ] = None,
+    json_path: JsonPath = None,
+    png: PngPath = None,
+) -> None:
+    """Read and write random rows of tables by row size, table size and tier, in flatbed's way and others'."""
+    where = find_device(device)
+    from flatbed.bench import reach
+
+    reach.command(
+        where,
+        [tier.value for tier in tiers or ()],
+        quick=quick,
+        samples=samples,
+        folder=folder,
+        json_path=json_path,
+        png=png,
+    )
 
 
 @bench.command()

@@ -75,6 +75,14 @@ class FeedCase(str, Enum):
     ROWS = "rows"
 
 
+class RowsTier(str, Enum):
+    """The tiers of flatbed.bench.reach."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
 class DeviceName(str, Enum):
     """Where to train."""
 

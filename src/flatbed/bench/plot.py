@@ -49,13 +49,16 @@ def write_plot(records: Sequence[Record], path: Path) -> None:
     """Draw a line of panels per case, of rows of any benchmark."""
     if not have_matplotlib():
         raise ModuleNotFoundError(MISSING, name="matplotlib")
-    from flatbed.bench import cache_plot, feed_plot  # which use this one
+    from flatbed.bench import cache_plot, feed_plot, reach_plot  # which use this one
 
     if cache_plot.cache_cases(records):
         cache_plot.write_plot(records, path)
         return
     if feed_plot.feed_cases(records):
         feed_plot.write_plot(records, path)
+        return
+    if reach_plot.reach_cases(records):
+        reach_plot.write_plot(records, path)
         return
     # A figure of its own, without pyplot: no global state, no display.
     from matplotlib.figure import Figure

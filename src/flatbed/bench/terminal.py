@@ -50,7 +50,7 @@ def present(
 def fail_on(ways: Sequence[str]) -> None:
     """Leave with an error, if any way led to other weights."""
     if ways:
-        typer.echo(f"FAILED: other weights than the reference's, in {', '.join(ways)}", err=True)
+        typer.echo(f"FAILED: not what the reference gives, in {', '.join(ways)}", err=True)
         raise typer.Exit(1)
 
 
