@@ -310,7 +310,7 @@ def test_a_way_that_fails_is_named_and_does_not_cost_the_others(monkeypatch: pyt
     assert all(row.ok for row in rows)
     result = invoke(app, ["bench", "cache", "step", "--device", "cpu"])
     assert result.exit_code == 1
-    assert "FAILED: other weights than the reference's, in step: flatbed, prefetched" in result.output
+    assert "FAILED: not what the reference gives, in step: flatbed, prefetched" in result.output
 
 
 # ---- the command

@@ -265,7 +265,7 @@ def test_a_gather_of_other_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "FAILED" in summary(rows[0])
     code, output = bench("--case", "move")
     assert code == 1
-    assert "FAILED: other weights than the reference's, in move: flatbed kernel" in output
+    assert "FAILED: not what the reference gives, in move: flatbed kernel" in output
 
 
 def test_a_scatter_that_loses_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
