@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types unit gpu-test format clean
+.PHONY: demo test lint types docs unit gpu-test format clean
 
 # A stamp per extra: the demo needs no test tools.
 .venv/demo.stamp: pyproject.toml constraints.txt
@@ -15,11 +15,11 @@ BIN := .venv/bin
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@ .venv/demo.stamp
 
+# The main job; `flatbed word2vec --help` tells of texts of your own.
 demo: .venv/demo.stamp
-	$(BIN)/python examples/demo.py
-	$(BIN)/python examples/tables.py
+	$(BIN)/flatbed word2vec --out .venv/vectors.txt
 
-test: lint types unit
+test: lint types docs unit
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
@@ -27,6 +27,10 @@ lint: .venv/dev.stamp
 
 types: .venv/dev.stamp
 	$(BIN)/mypy
+
+# The variable silences what the theme says about another project.
+docs: .venv/dev.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .venv/site
 
 # One torch thread per worker: the tests are many and small.
 unit: .venv/dev.stamp

@@ -13,6 +13,7 @@ from rich.text import Text
 from flatbed._version import __version__
 from flatbed.bench.commands import bench
 from flatbed.bench.terminal import console
+from flatbed.words.commands import neighbors, word2vec
 
 if TYPE_CHECKING:
     from flatbed.doctor import Finding
@@ -24,6 +25,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(bench, name="bench")
+app.command()(word2vec)
+app.command()(neighbors)
 
 
 def _print_version(asked: bool) -> None:

@@ -286,6 +286,53 @@ def feed(
 
 
 @bench.command()
+def train(
+    cases: Annotated[
+        list[str] | None, typer.Argument(help="words, n-grams; all unless given.", metavar="CASES")
+    ] = None,
+    device: DeviceOption = None,
+    way: Annotated[
+        list[str] | None, typer.Option(help="A way to measure, by name; repeatable. All unless given.")
+    ] = None,
+    buckets: Annotated[int | None, typer.Option(min=1, help="Rows of n-grams.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Store the rows as they are found in this folder, a file per case, such as "
+            "h200-train-n-grams.json.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    plots: PlotsOption = None,
+) -> None:
+    """Train word vectors with tables on the host, on the device, and with torch's sparse gradients."""
+    where = find_device(device)
+    from flatbed.bench import train as bench_train
+    from flatbed.bench.rows import this_machine, write_rows
+    from flatbed.bench.train_rows import WordsRow, file_name, summary
+
+    machine = this_machine(where.type)
+    try:
+        chosen = bench_train.find_cases(where, cases or (), buckets=buckets)
+        ways = bench_train.find_ways(way or ())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    wrong: list[str] = []
+    for case in chosen:
+        found: list[WordsRow] = []
+        with progress_bar(f"{case.name} on {where.type}", 1 + len(ways)) as stage, out_of_memory():
+            for row in bench_train.run(case, where, machine, ways=ways, stage=stage):
+                found.append(row)
+                say(summary(row))
+                wrong += [] if row.ok else [f"{case.name}: {row.way}"]
+                if out is not None:
+                    write_rows(found, out / f"{file_name(machine, case.name)}.json")
+        present(found, json_path=None, png=plots and plots / f"{file_name(machine, case.name)}.png")
+    fail_on(wrong)
+
+
+@bench.command()
 def show(
     files: Annotated[
         list[Path],

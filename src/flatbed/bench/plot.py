@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from flatbed.bench import train_rows
 from flatbed.bench.floor import FloorRow
 from flatbed.bench.floor_table import group_floor
 from flatbed.bench.rows import FUSED, LOOP, Record, Row, describe_case, describe_machine, group
@@ -63,7 +64,7 @@ def write_plot(records: Sequence[Record], path: Path) -> None:
     # A figure of its own, without pyplot: no global state, no display.
     from matplotlib.figure import Figure
 
-    cases = [*_step_cases(records), *_floor_cases(records), *table_cases(records)]
+    cases = [*_step_cases(records), *_floor_cases(records), *table_cases(records), *_words_cases(records)]
     figure = Figure(figsize=(11, 0.4 + 3.2 * len(cases)))
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
     subfigures = figure.subfigures(len(cases), 1, squeeze=False)
@@ -77,6 +78,13 @@ def write_plot(records: Sequence[Record], path: Path) -> None:
             else:
                 draw_table(axis, panel)
     figure.savefig(str(path), dpi=160, facecolor="white")
+
+
+def _words_cases(records: Sequence[Record]) -> list[Case]:
+    return [
+        (train_rows.describe(rows[0]), describe_machine(rows[0].machine), train_rows.panels(rows))
+        for rows in train_rows.groups(records)
+    ]
 
 
 def _step_cases(records: Sequence[Record]) -> list[Case]:

@@ -7,18 +7,40 @@ from pathlib import Path
 
 from rich.table import Table
 
-from flatbed.bench import cache_table, feed_table, floor_table, reach_table, rows, table, tables_table
+from flatbed.bench import (
+    cache_table,
+    feed_table,
+    floor_table,
+    reach_table,
+    rows,
+    table,
+    tables_table,
+    train_rows,
+)
 from flatbed.bench.cache_rows import CacheRow, SwapRow
 from flatbed.bench.feed_rows import BandwidthRow, EpochRow, ReadRow
 from flatbed.bench.floor import FloorRow
 from flatbed.bench.reach_rows import ReachRow
 from flatbed.bench.rows import Record, Row, read_rows
 from flatbed.bench.tables_rows import MoveRow, TrainRow, rows_of
+from flatbed.bench.train_rows import WordsRow
 
 
 def read(path: Path) -> list[Record]:
     """The rows in a file; ValueError where it holds something else."""
-    kinds = (Row, FloorRow, MoveRow, TrainRow, CacheRow, SwapRow, BandwidthRow, EpochRow, ReadRow, ReachRow)
+    kinds = (
+        Row,
+        FloorRow,
+        MoveRow,
+        TrainRow,
+        CacheRow,
+        SwapRow,
+        BandwidthRow,
+        EpochRow,
+        ReadRow,
+        ReachRow,
+        WordsRow,
+    )
     return list(read_rows(path, *kinds))
 
 
@@ -41,6 +63,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         *cache_table.tables(records),
         *feed_table.tables(records),
         *reach_table.tables(records),
+        *train_rows.tables(records),
     ]
 
 
@@ -53,5 +76,6 @@ def to_markdown(records: Sequence[Record]) -> str:
         cache_table.to_markdown(records),
         feed_table.to_markdown(records),
         reach_table.to_markdown(records),
+        train_rows.to_markdown(records),
     )
     return "\n".join(text for text in texts if text.strip())

@@ -16,7 +16,9 @@ from flatbed.feed import lookups
 from flatbed.feed.background import Background, Last
 from flatbed.feed.batches import Loaded, Moved, Mover, record_stream, recorded
 from flatbed.feed.lookups import AheadOfTable, IdsFunction, Lookups
+from flatbed.feed.source import check_source, n_batches
 from flatbed.kernels.streams import stream_for
+from flatbed.rows.config import parsed
 from flatbed.rows.embedding import TableModule
 from flatbed.rows.table import Table
 
@@ -67,8 +69,7 @@ class Prefetcher:
         depth: int = 2,
         device: Any = None,
     ) -> None:
-        if not any(hasattr(type(loader), name) for name in ("__iter__", "__getitem__")):
-            raise TypeError(f"loader must be something to iterate over; found {type(loader).__name__}")
+        check_source("loader", loader)
         if isinstance(depth, bool) or not hasattr(depth, "__index__"):
             raise TypeError(f"depth must be an integer; found {depth!r}")
         if depth < 1:
@@ -78,7 +79,7 @@ class Prefetcher:
         self.loader = loader
         self.depth = int(depth)
         self._functions = lookups.functions_of(ids)
-        self._wanted = None if device is None else torch.device(device)
+        self._wanted = None if device is None else parsed(device)
         self._earlier: weakref.WeakSet[Background[Coming]] = weakref.WeakSet()
         _ = self.device  # an error, if any, while it is known who is to blame
 
@@ -91,7 +92,7 @@ class Prefetcher:
         raise TypeError("a Prefetcher cannot be copied or pickled: make another one")
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        return n_batches(self.loader)
 
     def __iter__(self) -> Prefetched:
         for earlier in list(self._earlier):
@@ -263,7 +264,16 @@ class Iteration:
             else:
                 self.coming.append(taken)
                 self.prepare.move(taken)
+                self._follow(taken)
                 self._admit(taken, after, front=len(self.coming) == 1)
+
+    def _follow(self, coming: Coming) -> None:
+        """Rows are fetched once the ids that say which have arrived."""
+        if self.stream is None or coming.moved is None or coming.moved.arrived is None:
+            return
+        self.stream.wait_event(coming.moved.arrived)
+        for ids in (ids for held in coming.held for ids in held.ids):
+            record_stream(ids, self.stream)
 
     def _admit(self, coming: Coming, after: torch.cuda.Event | None, *, front: bool) -> None:
         """Have the rows fetched, where they are not; in front once more."""
@@ -271,10 +281,6 @@ class Iteration:
         if not waiting or coming.tried_in_front:
             return
         coming.tried_in_front = front
-        if self.stream is not None and coming.moved is not None and coming.moved.arrived is not None:
-            self.stream.wait_event(coming.moved.arrived)
-            for ids in (ids for held in waiting for ids in held.ids):
-                record_stream(ids, self.stream)
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             for held in waiting:
                 held.fetched = held.ahead.admit(held.staged, held.ids, after=after, front=front)

@@ -1,0 +1,250 @@
+"""Training: batches in, vectors out; interrupted and resumed with the same result."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatbed import FlatbedError, load_checkpoint, save_checkpoint, tables
+from flatbed.words.corpus import Corpus
+from flatbed.words.model import block_loss
+from flatbed.words.ngrams import make_bags
+from flatbed.words.pairs import Batch, Batches
+from flatbed.words.settings import Settings
+from flatbed.words.tables import MakeTables, files_of, host_tables
+from flatbed.words.vectors import Vectors
+
+LAST_RATE = 1e-4
+"""What the learning rate falls to, of the one in the beginning."""
+REPORTS, MOST_STEPS = 500, 50
+"""About so many reports a training, but one in so many steps."""
+READ_WORDS = 8192
+ABOUT = "words.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a training is after a step. `words` are words of the text, thinned out or not."""
+
+    step: int
+    n_steps: int
+    epoch: int
+    words: int
+    n_words: int
+    loss: float
+    """Mean over the pairs of the steps since the last report: of a context and its negatives together."""
+    lr: float
+    words_per_second: float
+    """Of this run so far."""
+
+
+class Trainer:
+    """Skip-gram with negative sampling over a corpus.
+
+    Iterating trains, and yields `Progress` every few steps; a loop that is left can be entered again and goes
+    on where it was. `run()` is such a loop, and `stop()` ends it after the step that is under way. `save` and
+    `resume` carry a training over to another process.
+
+    `make_tables` makes other tables than those of the settings, to be compared with them;
+    `steps_per_report` is by default what gives about 500 reports, 50 at most.
+
+    >>> corpus = Corpus.from_sentences([["a", "cat", "and", "a", "dog"]] * 50)
+    >>> trainer = Trainer(corpus, Settings(dim=8, epochs=2, device="cpu"))
+    >>> for progress in trainer:
+    ...     pass
+    >>> progress.words
+    500
+    """
+
+    losses: list[tuple[int, float]]
+    """(words trained, mean loss since the one before) at every report."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        settings: Settings | None = None,
+        *,
+        make_tables: MakeTables = host_tables,
+        steps_per_report: int | None = None,
+    ) -> None:
+        self.settings = settings = settings or Settings()
+        self.corpus = corpus.frequent(settings.min_count)
+        if not self.corpus.words:
+            raise ValueError(
+                f"no word occurs min_count={settings.min_count} times in a text of {len(corpus):,} words: "
+                "give more text, or a lower min_count"
+            )
+        if len(self.corpus) < 2 or len(self.corpus.words) < 2:
+            raise ValueError("there is only one word in the text: there is nothing to learn from it")
+        self._fingerprint = self.corpus.fingerprint()
+        n_words = len(self.corpus.words)
+        self._bags = (
+            make_bags(self.corpus.words, settings.buckets, settings.ngrams) if settings.buckets else None
+        )
+        self._batches = Batches(
+            self.corpus,
+            window=settings.window,
+            subsample=settings.subsample,
+            batch_words=settings.words_per_step,
+            seed=settings.seed,
+            bags=self._bags,
+        )
+        self.n_steps = self._batches.per_epoch * settings.epochs
+        self._every = steps_per_report or min(max(self.n_steps // REPORTS, 1), MOST_STEPS)
+        self.step = 0
+        self.words = 0
+        self.losses = []
+        self._loss = torch.zeros((), dtype=torch.float64, device=settings.where)
+        self._n_pairs = 0
+        self._stopped = False
+        self._unknown = [file for file in files_of(settings) if file.exists()]
+        for file in files_of(settings):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        self.tables = make_tables(settings, n_words)
+        self._rates = [float(group["lr"]) for group in self.tables.optimizer.param_groups]
+
+    # ---- training
+
+    @property
+    def n_words(self) -> int:
+        """Words of text in the whole training."""
+        return len(self.corpus) * self.settings.epochs
+
+    def __iter__(self) -> Iterator[Progress]:
+        if self._unknown:
+            raise FlatbedError(
+                f"{self._unknown[0]} holds an earlier training: resume that one, or give another path"
+            )
+        self._stopped = False
+        every = self._every
+        began, before = time.perf_counter(), self.words
+        made = self._batches.range(self.step, self.n_steps)
+        batches = self.tables.batches(made, self.settings.where)
+        try:
+            for batch in batches:
+                self._train(batch)
+                if self.step % every == 0 or self.step == self.n_steps:
+                    yield self._report((self.words - before) / max(time.perf_counter() - began, 1e-9))
+                if self._stopped:
+                    return
+        finally:
+            batches.close()  # and its thread, and what that has fetched
+
+    def run(self, progress: Callable[[Progress], None] | None = None) -> None:
+        """Train to the end, or until `stop()`."""
+        for report in self:
+            if progress is not None:
+                progress(report)
+
+    def stop(self) -> None:
+        """Have the loop end after the step that is under way. For signal handlers and other threads, too."""
+        self._stopped = True
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are trained."""
+        return self.step == self.n_steps
+
+    def _train(self, batch: Batch) -> None:
+        """One step. The loss is a sum over pairs, so that a pair pulls as hard in any batch."""
+        tables, left = self.tables, max(1 - self.step / self.n_steps, LAST_RATE)
+        for group, rate in zip(tables.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * left
+        if batch.n_pairs:
+            where = (batch.inputs,) if batch.offsets is None else (batch.inputs, batch.offsets)
+            inputs, outputs = tables.model["inputs"](*where), tables.model["outputs"](batch.outputs)
+            loss = block_loss(inputs, outputs, batch, self.settings.negatives)  # type: ignore[arg-type]
+            loss.backward()  # type: ignore[no-untyped-call]
+            tables.optimizer.step()
+            tables.optimizer.zero_grad()
+            self._loss += loss.detach()
+        self._n_pairs += batch.n_pairs
+        self.step += 1
+        self.words += batch.n_words
+
+    def _report(self, words_per_second: float) -> Progress:
+        loss = float(self._loss) / max(self._n_pairs, 1)
+        if not math.isfinite(loss):
+            raise FlatbedError(
+                f"the loss is {loss} after step {self.step:,}: a lower lr (here {self._rates[0]:g}) or fewer "
+                f"batch_words ({self.settings.words_per_step:,}) keep {self.settings.optimizer} from that"
+            )
+        self.losses.append((self.words, loss))
+        self._loss.zero_()
+        self._n_pairs = 0
+        epoch = min(self.step // self._batches.per_epoch + 1, self.settings.epochs)
+        rate = self._rates[0] * max(1 - self.step / self.n_steps, LAST_RATE)
+        return Progress(
+            self.step, self.n_steps, epoch, self.words, self.n_words, loss, rate, words_per_second
+        )
+
+    # ---- results
+
+    @torch.no_grad()
+    def vectors(self) -> Vectors:
+        """The words' vectors as they are now."""
+        inputs, device, parts = self.tables.model["inputs"], self.settings.where, []
+        n_words = len(self.corpus.words)
+        for begin in range(0, n_words, READ_WORDS):
+            words = np.arange(begin, min(begin + READ_WORDS, n_words))
+            asked = (words,) if self._bags is None else self._bags.of(words)
+            parts.append(inputs(*(torch.from_numpy(ids).to(device) for ids in asked)).float().cpu())
+        return Vectors(list(self.corpus.words), torch.cat(parts).numpy(), self.corpus.counts)
+
+    def close(self) -> None:
+        """Give the tables' memory and files back. Of files, what was not saved is dropped."""
+        for table in tables(self.tables.model):
+            table.close(discard=True)
+
+    # ---- checkpoints
+
+    def save(self, folder: str | Path) -> None:
+        """Make a checkpoint: `resume` goes on from it with the same result."""
+        position: dict[str, Any] = {
+            **self._about(),
+            "step": self.step,
+            "words": self.words,
+            "losses": list(chain.from_iterable(self.losses)),
+            "loss": float(self._loss),
+            "pairs": self._n_pairs,
+        }
+        save_checkpoint(folder, self.tables.model, self.tables.optimizer, extra=position)
+        # The same beside it, to be compared before anything is loaded.
+        (Path(folder) / ABOUT).write_text(json.dumps(self._about()))
+
+    def resume(self, folder: str | Path) -> None:
+        """Go on from a checkpoint of a training with the same text and settings."""
+        about = Path(folder) / ABOUT
+        if not about.is_file():
+            raise FlatbedError(f"{folder} holds no checkpoint of a training of word vectors: check the path")
+        self._check_same(json.loads(about.read_text()), folder)
+        position = load_checkpoint(folder, self.tables.model, self.tables.optimizer)
+        self._check_same(position, folder)
+        self.step, self.words, self._n_pairs = position["step"], position["words"], position["pairs"]
+        flat = position["losses"]
+        self.losses = list(zip(map(int, flat[::2]), flat[1::2], strict=True))
+        self._loss.fill_(position["loss"])
+        self._unknown = []
+
+    def _about(self) -> dict[str, Any]:
+        return {"settings": self.settings.to_dict(), "text": self._fingerprint}
+
+    def _check_same(self, saved: dict[str, Any], folder: str | Path) -> None:
+        theirs, ours = saved["settings"], self.settings.to_dict()
+        differing = [name for name in ours if theirs.get(name) != ours[name]]
+        if differing:
+            found = ", ".join(f"{name}={theirs.get(name)} there and {ours[name]} here" for name in differing)
+            raise FlatbedError(f"{folder} is of a training with other settings: {found}")
+        if saved["text"] != self._fingerprint:
+            raise FlatbedError(
+                f"{folder} is of a training on another text: give the same files in the same order"
+            )

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import flatbed
+from flatbed.words import Settings, Trainer, Vectors, pictures, read_corpus
+from flatbed.words.commands import neighbors, word2vec
+
+from .texts import kinds_corpus
+
+app = typer.Typer()
+app.command()(word2vec)
+app.command()(neighbors)
+PROGRAM = """
+import typer
+from flatbed.words.commands import neighbors, word2vec
+app = typer.Typer()
+app.command()(word2vec)
+app.command()(neighbors)
+app()
+"""
+FEW = ["--dim", "8", "--epochs", "2", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The command sets torch's, which would stay so for the other tests."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    corpus = kinds_corpus()
+    begins = np.concatenate(([0], corpus.ends[:-1]))
+    lines = [
+        " ".join(corpus.words[i] for i in corpus.ids[a:b]) for a, b in zip(begins, corpus.ends, strict=True)
+    ]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    done = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert done.exit_code == code, done.output + repr(done.exception)
+    # Typer draws a frame around its errors, and breaks their lines.
+    return re.sub(r"[\s│]+", " ", done.output)
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_from_text_to_neighbours(binary: bool, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "v.out"
+    options = ["--dim", 16, "--epochs", 6, "--batch-words", 256, "--device", "cpu", "--subsample", 0]
+    said = run("word2vec", text, *options, "--out", out, *(["--binary"] if binary else []))
+    assert "12,000 words of text, 27 distinct" in said
+    assert "nearest neighbours" in said
+    assert "tables on the host, computed on cpu" in said
+    gensim = pytest.importorskip("gensim.models")
+    theirs = gensim.KeyedVectors.load_word2vec_format(str(out), binary=binary)
+    assert theirs.vectors.shape == (27, 16)
+    animals = {"dog", "horse", "cow", "eats", "sleeps", "runs", "barn", "fur"}
+    assert {word for word, _ in theirs.most_similar("cat", topn=4)} <= animals
+    said = run("neighbors", out, "cat", "red", "-n", 2)
+    assert len(re.findall(r"\d\.\d\d", said)) == 4
+    for name in ("v.loss.png", "v.map.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["v.loss.png", "v.map.png", "v.out"]
+
+
+def test_the_library_without_files(tmp_path: Path) -> None:
+    said = run("word2vec", *FEW, "--max-words", 20_000, "--out", tmp_path / "v.txt", "--no-pictures")
+    assert "Python's standard library: 20,000 words of text" in said
+    assert "self" in Vectors.load(tmp_path / "v.txt")
+
+
+def test_buckets_and_disk(text: Path, tmp_path: Path) -> None:
+    options = [*FEW, "--no-pictures", "--buckets", "1_000", "--ngrams", "3-4", "--storage", "disk"]
+    options += ["--path", tmp_path / "tables", "--optimizer", "Adagrad", "--out", tmp_path / "v.txt"]
+    run("word2vec", text, *options)
+    assert (tmp_path / "tables" / "inputs.bed").stat().st_size > 1027 * 8 * 4
+    said = run("word2vec", text, *options, code=1)
+    assert "inputs.bed holds an earlier training" in said
+    before = Vectors.load(tmp_path / "v.txt")
+    said = run("word2vec", text, *options, "--resume")
+    assert "going on at step 6 of 6" in said
+    np.testing.assert_array_equal(Vectors.load(tmp_path / "v.txt").matrix, before.matrix)
+
+
+def test_without_matplotlib(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "have_matplotlib", lambda: False)
+    said = run("word2vec", text, *FEW, "--out", tmp_path / "v.txt")
+    assert "no pictures: matplotlib is not installed" in said
+    assert "nearest neighbours" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["v.txt"]
+
+
+def test_a_map_of_two_words() -> None:
+    assert pictures.on_a_plane(np.array([[1.0], [2.0]])).shape == (2, 2)
+    plane = pictures.on_a_plane(np.random.default_rng(0).standard_normal((9, 5)))
+    np.testing.assert_allclose(plane.mean(0), 0, atol=1e-12)
+    assert plane[:, 0].var() >= plane[:, 1].var()
+    assert abs(plane[:, 0] @ plane[:, 1]) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["none.txt"], "none.txt is not a file"),
+        (["TEXT", "--out", "no/such/v.txt"], "the folder no/such does not exist"),
+        (["TEXT", "--out", "."], "is a folder"),
+        (["TEXT", "--dim", "0"], "dim must be 1 at least; found 0"),
+        (["TEXT", "--optimizer", "adamaxx"], "no optimizer 'adamaxx'"),
+        (["TEXT", "--storage", "cloud"], "storage must be one of"),
+        (["TEXT", "--storage", "disk"], "needs a path"),
+        (["TEXT", "--ngrams", "three"], "lengths are written as 3-6; found 'three'"),
+        (["TEXT", "--ngrams", "6-3", "--buckets", "9"], "least and the greatest length"),
+        (["TEXT", "--resume"], "there is no checkpoint"),
+        (["TEXT", "--device", "tpu9x"], "tpu9x"),
+        (["TEXT", "--threads", "0"], "--threads"),
+    ],
+)
+def test_wrong_options(arguments: list[str], match: str, text: Path, tmp_path: Path) -> None:
+    asked = [str(text) if one == "TEXT" else one for one in arguments]
+    out = [] if "--out" in asked else ["--out", str(tmp_path / "v.txt")]
+    said = run("word2vec", *asked, *out, code=2)
+    assert match in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_texts(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "short.txt").write_text("to be or not to be")
+    out = ["--out", tmp_path / "v.txt", *FEW]
+    assert "Error: there are no words in" in run("word2vec", tmp_path / "empty.txt", *out, code=1)
+    assert "no word occurs min_count=5 times" in run("word2vec", tmp_path / "short.txt", *out, code=1)
+    assert not (tmp_path / "v.txt").exists()
+
+
+def test_unknown_words_and_files(tmp_path: Path) -> None:
+    Vectors(["append", "extend"], np.ones((2, 3))).save(tmp_path / "v.txt")
+    said = run("neighbors", tmp_path / "v.txt", "apend", code=1)
+    assert "Error: 'apend' is not among the 2 words; close to it are append" in said
+    assert "there is no file" in run("neighbors", tmp_path / "none", "a", code=1)
+
+
+def test_ctrl_c_and_resume(text: Path, tmp_path: Path) -> None:
+    """A real SIGINT to a real process; what goes on later ends with the vectors of one left alone."""
+    settings = Settings(dim=16, epochs=25, batch_words=256, device="cpu")
+    whole = Trainer(read_corpus([text]), settings)
+    whole.run()
+    environment = {**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1])}
+    options = ["word2vec", str(text), "--dim", "16", "--epochs", "25", "--batch-words", "256"]
+    options += ["--device", "cpu", "--no-pictures", "--checkpoint", str(tmp_path / "run")]
+    options += ["--threads", str(torch.get_num_threads())]
+
+    def start(*more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PROGRAM, *options, *more]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment)
+
+    cut = start("--out", str(tmp_path / "cut.txt"))
+    assert cut.stdout is not None
+    while "computed on cpu" not in cut.stdout.readline():
+        pass
+    time.sleep(0.2)
+    cut.send_signal(signal.SIGINT)
+    said, _ = cut.communicate(timeout=120)
+    assert cut.returncode == 130, said
+    found = re.search(r"saved step ([\d,]+) of ([\d,]+) to \S+: go on with --resume", said)
+    assert found, said
+    step, n_steps = (int(number.replace(",", "")) for number in found.groups())
+    assert 0 < step < n_steps
+    assert not (tmp_path / "cut.txt").exists()
+    again = start("--out", str(tmp_path / "cut.txt"), "--resume")
+    said, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, said
+    found_matrix = Vectors.load(tmp_path / "cut.txt").matrix
+    np.testing.assert_array_equal(found_matrix, whole.vectors().matrix)
+
+
+def test_commands_are_light() -> None:
+    program = "import sys, flatbed; before = set(sys.modules); import flatbed.words.commands as c; print(\
+sorted(m for m in set(sys.modules) - before if m.startswith(('matplotlib', 'triton'))))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout == "[]\n"
