@@ -4,10 +4,10 @@ BIN := .venv/bin
 
 .PHONY: demo test lint types docs unit gpu-test format clean
 
-# A stamp per extra: the demo needs no test tools.
+# A stamp per purpose: the demo needs no test tools.
 .venv/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[plot]"
 	touch $@
 
 .venv/dev.stamp: pyproject.toml constraints.txt

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatbed.feed import feeder, staging
-from flatbed.feed.feeder import Fed, Iteration, Sent
-from flatbed.feed.staging import Copiers, Ring
+from flatbed.feed import feeder
+from flatbed.feed.conveyor import Sent
+from flatbed.feed.feeder import Fed, Iteration
+from flatbed.feed.staging import Ring
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,6 @@ class LateLane:
         self.todo: SimpleQueue[Any] = SimpleQueue()
         self.n_sent = 0
         self.n_arrived = 0
-        self.entered: set[str] = set()
         self.fail_at: int | None = None
         self.stall = threading.Event()
         self.stall.set()
@@ -66,9 +66,6 @@ class LateLane:
             # would take that for an error.
             target.numpy()[...] = source.numpy()
             del one, target, source
-
-    def enter(self) -> None:
-        self.entered.add(threading.current_thread().name)
 
     def within(self) -> Any:
         return nullcontext()
@@ -95,13 +92,16 @@ class LateLane:
     def wait(self, events: list[Any], tensors: list[Tensor]) -> None:
         raise AssertionError("nothing is on a GPU")
 
-    def arrive(self, sent: Sent) -> Any:
+    def current(self) -> Any:
+        return None
+
+    def reached(self, current: Any, event: Any = None) -> Any:
+        return Reached() if event is None else event
+
+    def arrive(self, sent: Sent, current: Any) -> Any:
         sent.arrived.synchronize()
         self.n_arrived += 1
         return sent.batch
-
-    def reached(self) -> Any:
-        return Reached()
 
     def close(self) -> None:
         self.stall.set()
@@ -123,13 +123,11 @@ def ring(n_chunks: int = 3, chunk_bytes: int = 4096) -> Ring:
 
 
 def fed(
-    batches: Any, through: LateLane, *, of: Ring | None = None, depth: int = 2, n_threads: int = 3
+    batches: Any, through: LateLane, *, of: Ring | None = None, depth: int = 2, at_once: bool = False
 ) -> Fed:
     """An iteration as for a GPU."""
-    copiers = Copiers(of or ring(), through, n_threads)
-    return Fed(Iteration(iter(batches), through, copiers, depth))
+    return Fed(Iteration(iter(batches), of or ring(), through, depth, at_once=at_once))
 
 
 def threads() -> list[str]:
-    names = (feeder.NAME, staging.NAME)
-    return [thread.name for thread in threading.enumerate() if thread.name in names]
+    return [thread.name for thread in threading.enumerate() if thread.name == feeder.NAME]

@@ -165,7 +165,6 @@ def test_over_a_data_loader_on_a_cpu(workers: int) -> None:
         (([1], "cpu", {"depth": 0}), ValueError, "1 to 1024; found 0"),
         (([1], "cpu", {"depth": 1.5}), TypeError, "depth must be an integer; found 1.5"),
         (([1], "cpu", {"depth": True}), TypeError, "depth must be an integer; found True"),
-        (([1], "cpu", {"threads": -1}), ValueError, "threads must be 1 to 256; found -1"),
         (([1], "meta"), ValueError, 'device must be "cpu" or "cuda"; found "meta"'),
     ],
 )
@@ -185,21 +184,23 @@ def test_a_gpu_that_is_not_there() -> None:
 def test_not_for_copies() -> None:
     with pytest.raises(TypeError, match="cannot be copied or pickled: make another one"):
         pickle.dumps(Feeder([1], "cpu"))
-    assert repr(Feeder([1], "cpu", threads=2)) == "Feeder(list, 'cpu', depth=2, threads=2)"
+    assert repr(Feeder([1], "cpu")) == "Feeder(list, 'cpu', depth=2)"
 
 
 # ---- the whole way, through a lane that is late
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_all_batches_arrive_in_order_and_whole(depth: int) -> None:
+def test_all_batches_arrive_in_order_and_whole(depth: int, at_once: bool) -> None:
     with lane() as through:
-        found = list(fed((batch(i) for i in range(12)), through, depth=depth))
+        found = list(fed((batch(i) for i in range(12)), through, depth=depth, at_once=at_once))
         assert len(found) == 12
         assert all(same(one, i) for i, one in enumerate(found)), "though they are held until the end"
 
 
-def test_a_source_that_writes_into_its_batches_again() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_source_that_writes_into_its_batches_again(at_once: bool) -> None:
     own = np.zeros(5000)
 
     def source() -> Iterator[Any]:
@@ -208,7 +209,7 @@ def test_a_source_that_writes_into_its_batches_again() -> None:
             yield own
 
     with lane(most_seconds=0.001) as through:
-        for i, found in enumerate(fed(source(), through, of=ring(20))):
+        for i, found in enumerate(fed(source(), through, of=ring(20), at_once=at_once)):
             assert bool((found == i).all())
 
 
@@ -230,45 +231,91 @@ def test_never_further_ahead_than_asked() -> None:
         found.close()
 
 
+class Stepped(LateLane):
+    """The steps of the loop are reached when told."""
+
+    def __init__(self) -> None:
+        super().__init__(most_seconds=0)
+        self.steps: list[Reached] = []
+
+    def reached(self, current: Any, event: Any = None) -> Any:
+        self.steps.append(Reached())
+        self.steps[-1].flag.clear()
+        return self.steps[-1]
+
+    def close(self) -> None:
+        for step in self.steps:
+            step.flag.set()
+        super().close()
+
+
 def test_memory_waits_for_the_steps_of_earlier_batches() -> None:
     """The loop may issue steps far ahead of the device; batches may not go there as far ahead."""
-    steps: list[Reached] = []
-
-    class Slow(LateLane):
-        def reached(self) -> Any:
-            steps.append(Reached())
-            steps[-1].flag.clear()
-            return steps[-1]
-
-    through = Slow(most_seconds=0)
+    through = Stepped()
     try:
         found = fed((np.array([i]) for i in range(20)), through, depth=2)
         next(found)  # 0; the device has not even begun
         assert int(next(found)) == 1  # what was issued at first has room
         time.sleep(0.05)
         assert through.n_sent == 2
-        steps[0].flag.set()
+        through.steps[0].flag.set()
         assert wait_until(lambda: through.n_sent == 3)
         assert int(next(found)) == 2
         time.sleep(0.05)
         assert through.n_sent == 3
-        for step in steps:
+        for step in through.steps:
             step.flag.set()
         assert wait_until(lambda: through.n_sent == 5)
         found.close()
     finally:
-        for step in steps:
-            step.flag.set()
         through.close()
 
 
-def test_an_error_comes_in_its_turn_with_its_traceback() -> None:
+def test_without_a_thread_batches_are_ahead_as_far_as_there_is_room() -> None:
+    through = Stepped()
+    try:
+        found = fed((np.array([i]) for i in range(20)), through, depth=3, at_once=True)
+        assert (int(next(found)), through.n_sent) == (0, 3)
+        assert (int(next(found)), through.n_sent) == (1, 3), "the step of 0 is not reached, and 2 is there"
+        assert (int(next(found)), through.n_sent) == (2, 3)
+        for step in through.steps[:2]:
+            step.flag.set()
+        assert (int(next(found)), through.n_sent) == (3, 5), "so many as room is known of"
+        assert (int(next(found)), through.n_sent) == (4, 5)
+        threading.Timer(0.05, through.steps[2].flag.set).start()
+        assert (int(next(found)), through.n_sent) == (5, 6), "nothing was there: it waits"
+        assert not threads()
+        found.close()
+        assert list(found) == []
+    finally:
+        through.close()
+
+
+def test_small_batches_of_a_list_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(batches: Any) -> bool:
+        return Feeder(batches, "cpu")._at_once()
+
+    small, large = (
+        {"a": [np.zeros(100), torch.zeros(3)], "b": "x"},
+        np.zeros(feeder.AT_ONCE_BYTES + 1, np.uint8),
+    )
+    assert at_once([small, large])
+    assert at_once((large[1:],))
+    assert not at_once([large, small])
+    assert not at_once([])
+    assert not at_once(iter([small]))
+    assert not at_once(DataLoader([small], batch_size=None))
+    assert not at_once([{"a": Known(torch.zeros(1))}]), "who knows what it does"
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_error_comes_in_its_turn_with_its_traceback(at_once: bool) -> None:
     def failing() -> Iterator[Any]:
         yield np.ones(3)
         raise KeyError("here")
 
     with lane() as through:
-        found = fed(failing(), through)
+        found = fed(failing(), through, at_once=at_once)
         assert next(found).tolist() == [1, 1, 1]
         with pytest.raises(KeyError, match="here") as caught:
             next(found)
@@ -276,15 +323,17 @@ def test_an_error_comes_in_its_turn_with_its_traceback() -> None:
         assert list(found) == []
 
 
-def test_errors_on_the_way_arrive() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_errors_on_the_way_arrive(at_once: bool) -> None:
     with lane() as through:
         through.fail_at = 5
         with pytest.raises(RuntimeError, match="the device is gone"):
-            list(fed((np.ones(3) for _ in range(20)), through))
+            list(fed((np.ones(3) for _ in range(20)), through, at_once=at_once))
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("how", ["break", "error", "close", "with", "collected", "not begun"])
-def test_every_early_end_leaves_nothing(how: str) -> None:
+def test_every_early_end_leaves_nothing(how: str, at_once: bool) -> None:
     gone: list[bool] = []
 
     class Source:
@@ -299,7 +348,7 @@ def test_every_early_end_leaves_nothing(how: str) -> None:
 
     of = ring(4)
     with lane() as through:
-        found = fed(Source(), through, of=of)
+        found = fed(Source(), through, of=of, at_once=at_once)
         if how == "break":
             for _ in found:
                 break
@@ -344,7 +393,7 @@ def test_ten_thousand_steps_do_not_grow() -> None:
             yield given
 
     with lane(most_seconds=0) as through:
-        steps = iter(fed(source(10_500), through, n_threads=2))
+        steps = iter(fed(source(10_500), through))
         for _ in range(500):
             next(steps)
         gc.collect()
@@ -358,7 +407,7 @@ def test_ten_thousand_steps_do_not_grow() -> None:
 
 def test_random_ends_and_delays() -> None:
     chance = random.Random(1)
-    for seed in range(25):
+    for seed in range(40):
         with lane(seed=seed, most_seconds=0.0003) as through:
             n = chance.randrange(12)
             found = fed(
@@ -366,6 +415,7 @@ def test_random_ends_and_delays() -> None:
                 through,
                 of=ring(chance.randint(1, 4)),
                 depth=chance.randint(1, 4),
+                at_once=chance.random() < 0.5,
             )
             for i in range(chance.randrange(14)):
                 one = next(found, None)
@@ -454,9 +504,13 @@ def cuda() -> torch.device:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_every_kind_arrives_on_a_gpu(cuda: torch.device, depth: int) -> None:
+def test_every_kind_arrives_on_a_gpu(
+    cuda: torch.device, depth: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = []
+    monkeypatch.setattr(Feeder, "_at_once", lambda self: at_once)
     for i, found in enumerate(Feeder((batch(i, 4000) for i in range(12)), depth=depth)):
         assert found["x"].device == cuda
         assert same(found, i, 4000)
@@ -485,8 +539,12 @@ def test_awkward_leaves_on_a_gpu(cuda: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_slow_consumers_and_slow_copies(cuda: torch.device) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_slow_consumers_and_slow_copies(
+    cuda: torch.device, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sums of batches that were let go at once, computed late, with late copies."""
+    monkeypatch.setattr(Feeder, "_at_once", lambda self: at_once)
     chance = random.Random(0)
     stream = feeder.stream_for(cuda, "batches")
     sums = []
@@ -542,8 +600,10 @@ def test_ends_on_a_gpu(how: str) -> None:
 
 
 @pytest.mark.gpu
-def test_memory_of_the_gpu_is_bounded_by_the_depth() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_memory_of_the_gpu_is_bounded_by_the_depth(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However far ahead the loop issues its steps."""
+    monkeypatch.setattr(Feeder, "_at_once", lambda self: at_once)
     n = 8 << 20
     given = np.ones(n, np.uint8)
     list(Feeder([given] * 3))
@@ -592,16 +652,17 @@ def test_over_a_data_loader_on_a_gpu(cuda: torch.device, workers: int, pin: bool
 def test_a_graph_is_captured_while_batches_come(cuda: torch.device) -> None:
     x, graph = torch.zeros(1000, device=cuda), torch.cuda.CUDAGraph()
     (x + 1).sum()
-    sums = []
+    ends = []
     for i, found in enumerate(Feeder(np.full(3_000_000 + 1000 * i, i, np.float32) for i in range(30))):
         if i == 3:
             with torch.cuda.graph(graph):
                 for _ in range(200):
                     x += 1
-        sums.append(found.mean())
+        found = found.int()
+        ends.append(torch.stack([found.min(), found.max()]))
     graph.replay()
     assert float(x[0]) == 200
-    assert [float(one) for one in sums] == list(range(30))
+    assert [one.tolist() for one in ends] == [[i, i] for i in range(30)]
 
 
 @pytest.mark.gpu
@@ -630,6 +691,27 @@ next(found)
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60, env=env
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_thread_copies_with_as_many_threads_as_the_loop_less_one() -> None:
+    """A DataLoader's thread that pins memory sets 1 for itself, and so for all that begin later."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+
+    def in_a_thread(work: Any) -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    try:
+        in_a_thread(lambda: torch.set_num_threads(1))
+        with lane() as through:
+            assert list(fed((torch.get_num_threads() for _ in range(3)), through)) == [3, 2, 2]
+        later: list[int] = []
+        in_a_thread(lambda: later.append(torch.get_num_threads()))
+        assert (torch.get_num_threads(), later) == (3, [3])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_threads_are_named() -> None:

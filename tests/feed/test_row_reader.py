@@ -18,7 +18,7 @@ from flatbed.errors import FlatbedError
 from flatbed.feed import row_ways
 from flatbed.feed.row_reader import RowReader
 from flatbed.feed.row_ways import Addressed, Layout, OnHost, Registered, copied, find_way, gathered, in_place
-from flatbed.feed.staging import Copiers
+from flatbed.feed.staging import Carrier
 from flatbed.rows.cuda_host import DriverError
 from tests.feed.lanes import CPU, lane, ring, threads
 
@@ -204,8 +204,6 @@ def test_wrong_files(tmp_path: Path) -> None:
 def test_wrong_options() -> None:
     with pytest.raises(TypeError, match="copy must be True, False or None; found 'yes'"):
         RowReader(numbers(3, 3), device="cpu", copy="yes")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="threads must be 1 to 256; found 0"):
-        RowReader(numbers(3, 3), device="cpu", threads=0)
     with pytest.raises(TypeError, match="cannot be copied or pickled: make another one"):
         pickle.dumps(RowReader(numbers(3, 3), device="cpu"))
 
@@ -272,7 +270,7 @@ def test_rows_with_gaps(columns: tuple[int, int]) -> None:
 def test_a_copy_is_dense_and_in_order() -> None:
     for name in ("swapped", "fortran", "columns", "backward", "matrix"):
         array = ARRAYS[name]()
-        way = copied(array, CPU, 2)
+        way = copied(array, CPU)
         assert way is not None
         assert (way.name, way.memory) == ("copied", "plain")
         flat = way._blocks.view(-1)[: array.size * array.itemsize]
@@ -289,10 +287,8 @@ def test_rows_through_the_ring(name: str) -> None:
     array = ARRAYS[name]()
     ids = np.random.default_rng(0).integers(0, 10, 700)
     with lane() as through:
-        copiers = Copiers(ring(3), through, 3)
-        found = gathered(array, ids, copiers)
+        found = gathered(array, torch.from_numpy(ids), Carrier(ring(3), through))
         through.settle()
-        copiers.close()
     want = expected(array, ids)
     assert same(found.view(want.dtype).view(want.shape), want)
     assert not threads()
@@ -301,10 +297,8 @@ def test_rows_through_the_ring(name: str) -> None:
 def test_rows_that_are_larger_than_a_chunk() -> None:
     array = numbers(10, 3000)
     with lane() as through:
-        copiers = Copiers(ring(3, 4096), through, 3)
-        found = gathered(array, np.array([9, 0, 9]), copiers)
+        found = gathered(array, torch.tensor([9, 0, 9]), Carrier(ring(3, 4096), through))
         through.settle()
-        copiers.close()
     assert same(found.view(torch.float32), expected(array, [9, 0, 9]))
 
 
@@ -353,7 +347,7 @@ GPU = torch.device("cuda", 0)
 
 
 def chosen(array: Any, copy: bool | None) -> Any:
-    return find_way(array, GPU, copy=copy, n_threads=2)
+    return find_way(array, GPU, copy=copy)
 
 
 def test_pages_of_an_array_are_pinned_once_and_unpinned_with_its_last_reader(driver: Driver) -> None:
@@ -493,7 +487,7 @@ def test_files_on_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_staged_rows_on_a_gpu(cuda: torch.device) -> None:
     array = numbers(50_000, 129)
-    way = row_ways.Staged(array, cuda, 4)
+    way = row_ways.Staged(array, cuda)
     for seed in range(5):
         ids = torch.from_numpy(np.random.default_rng(seed).integers(0, 50_000, 30_000))
         torch.cuda._sleep(2_000_000)

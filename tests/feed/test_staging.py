@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -15,17 +14,12 @@ import torch
 
 from flatbed.feed import packing, staging
 from flatbed.feed.packing import Slot, send, slot_of_array, slot_of_tensor
-from flatbed.feed.staging import Copied, Copiers, Piece, Ring, Stopped, Taken, n_threads, ring_for
-from tests.feed.fakes import wait_until
-from tests.feed.lanes import LateLane, Reached, lane, ring, threads
+from flatbed.feed.staging import Carrier, Ring, ring_for
+from tests.feed.lanes import LateLane, Reached, lane, ring
 
 
-def sent(slots: list[Slot], through: LateLane, of: Ring, n: int = 3) -> list[torch.Tensor]:
-    copiers = Copiers(of, through, n)
-    try:
-        owners = send(slots, copiers)
-    finally:
-        copiers.close()
+def sent(slots: list[Slot], through: LateLane, of: Ring) -> list[torch.Tensor]:
+    owners = send(slots, Carrier(of, through))
     through.settle()
     return owners
 
@@ -68,31 +62,26 @@ def test_a_lane_that_marks_too_early_is_caught_by_that_test() -> None:
     through = Early(most_seconds=0.001)
     try:
         slots = slots_of(*(np.full(4096, i, np.uint8) for i in range(100)))
-        copiers = Copiers(ring(3), through, 3)
-        send(slots, copiers)
-        copiers.close()
+        send(slots, Carrier(ring(3), through))
     finally:
         through.close()
     assert any(slot.tensor is not None and int(slot.tensor[0]) != i for i, slot in enumerate(slots))
 
 
-def test_chunks_are_shared_by_many_jobs_at_once() -> None:
-    """More threads than chunks, several users: nobody waits for ever."""
+def test_chunks_are_shared_by_many_users_at_once() -> None:
+    """More users than chunks: nobody waits for ever."""
     of = ring(2)
     failures: list[str] = []
 
     def use(seed: int) -> None:
         chance = random.Random(seed)
         with lane(seed=seed) as through:
-            copiers = Copiers(of, through, 4)
             for k in range(15):
                 arrays = [np.full(chance.randrange(1, 9000), seed + k, np.uint8) for _ in range(5)]
                 slots = slots_of(*arrays)
-                send(slots, copiers)
-                through.settle()
+                sent(slots, through, of)
                 if not all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True)):
                     failures.append(f"{seed} {k}")
-            copiers.close()
 
     users = [threading.Thread(target=use, args=(10 * i,)) for i in range(3)]
     for user in users:
@@ -100,7 +89,6 @@ def test_chunks_are_shared_by_many_jobs_at_once() -> None:
     for user in users:
         user.join(60)
     assert not failures
-    assert not threads()
 
 
 def test_the_ring_is_shared_and_goes_with_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,112 +234,68 @@ def test_random_batches_through_random_rings() -> None:
                     arrays[-1] = arrays[-1][:: chance.choice([-1, 2])]
             arrays = [np.asarray(array) for array in arrays]
             slots = slots_of(*arrays)
-            sent(slots, through, of, chance.randint(1, 4))
+            sent(slots, through, of)
             assert all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True))
 
 
-def test_rows_taken_by_number() -> None:
-    rows = np.arange(300, dtype=np.uint8).reshape(30, 10)
-    ids = np.array([3, 29, 0, 3])
-    into = np.zeros(64, np.uint8)
-    Taken(8, rows, ids).write(into)
-    assert np.array_equal(into[8:48].reshape(4, 10), rows[ids])
-    assert not into[:8].any()
-    assert not into[48:].any()
+# ---- copies on the host
 
 
-# ---- threads
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_arrays_are_copied_by_torchs_threads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kinds, bit for bit, where numpy copies only what torch cannot read."""
+    by_numpy: list[Any] = []
+    monkeypatch.setattr(packing, "PARALLEL_BYTES", 1)
+    copy = np.copyto
+    monkeypatch.setattr(packing.np, "copyto", lambda *pair: (by_numpy.append(pair), copy(*pair)))
+    test_every_kind_arrives_bit_for_bit(kind)
+    assert bool(by_numpy) == (kind in ("backward", "swapped", "swapped number", "field"))
 
 
-def test_threads_begin_when_needed_and_end() -> None:
-    with lane() as through:
-        copiers = Copiers(ring(3), through, 3)
-        send(slots_of(np.ones(3)), copiers)
-        assert not threads(), "one piece needs no help"
-        send(slots_of(np.ones(5000)), copiers)
-        assert threads() == [staging.NAME] * 2
-        assert wait_until(lambda: through.entered == {staging.NAME})
-        copiers.close()
-        copiers.close()
-        assert not threads()
+def test_arrays_that_are_locked_are_read_without_a_warning() -> None:
+    array = np.arange(4000, dtype=np.uint16).reshape(40, 100)[3:, ::2]
+    array.flags.writeable = False
+    over = packing.tensor_over(array)
+    assert over is not None
+    assert over.data_ptr() == array.__array_interface__["data"][0]
+    assert np.array_equal(over.numpy(), array)
+
+
+# ---- the way through
 
 
 def test_sources_may_change_at_once() -> None:
     with lane(most_seconds=0.002) as through:
-        copiers = Copiers(ring(40), through, 3)
         array = np.ones(5000)
         (slot,) = slots_of(array)
-        send([slot], copiers)
+        send([slot], Carrier(ring(40), through))
         array[:] = 7
         through.settle()
-        copiers.close()
-        assert slot.tensor is not None
         assert bool((slot.tensor == 1).all())
 
 
 @pytest.mark.parametrize("fail_at", [1, 4])
-def test_an_error_of_any_thread_arrives_and_the_ring_is_whole(fail_at: int) -> None:
+def test_an_error_of_the_device_arrives_and_the_ring_is_whole(fail_at: int) -> None:
     of = ring(3)
     with lane() as through:
         through.fail_at = fail_at
-        copiers = Copiers(of, through, 3)
         with pytest.raises(RuntimeError, match="the device is gone"):
-            send(slots_of(np.ones(5000)), copiers)
+            send(slots_of(np.ones(5000)), Carrier(of, through))
         array = np.arange(5000.0)
         (slot,) = slots_of(array)
-        send([slot], copiers)
-        through.settle()
+        sent([slot], through, of)
         assert equal(slot, array)
-        copiers.close()
     assert of._free.qsize() == 3
 
 
 def test_a_source_that_cannot_be_copied() -> None:
-    class Bad:
-        def write(self, into: Any) -> None:
-            raise MemoryError("no pages")
+    def fill(chunk: Any) -> None:
+        raise MemoryError("no pages")
 
     of = ring(3)
-    with lane() as through:
-        copiers = Copiers(of, through, 2)
-        target = torch.zeros(10, dtype=torch.uint8)
-        with pytest.raises(MemoryError, match="no pages"):
-            copiers.run([Piece(target, [Bad()]), *[Piece(target, [Copied(0, np.ones(10, np.uint8))])] * 5])
-        copiers.close()
-    assert of._free.qsize() == 3
-
-
-def test_stopped_in_the_middle() -> None:
-    with lane() as through:
-        through.stall.clear()
-        copiers = Copiers(ring(3), through, 2)
-        begun = time.monotonic()
-        threading.Timer(0.1, lambda: (copiers.stop(), through.stall.set())).start()
-        with pytest.raises(Stopped):
-            send(slots_of(np.ones(50_000)), copiers)
-        assert time.monotonic() - begun < 10
-        copiers.close()
-        assert not threads()
-        with pytest.raises(Stopped):
-            send(slots_of(np.ones(50_000)), copiers)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "error", "message"),
-    [
-        (0, ValueError, "threads must be 1 to 256; found 0"),
-        (2.5, TypeError, "threads must be an integer, or None"),
-        (True, TypeError, "threads must be an integer"),
-    ],
-)
-def test_wrong_numbers_of_threads(wanted: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        n_threads(wanted)
-
-
-def test_threads_by_default() -> None:
-    assert 1 <= n_threads(None) <= staging.MOST_THREADS
-    assert n_threads(np.int64(3)) == 3
+    with lane() as through, pytest.raises(MemoryError, match="no pages"):
+        Carrier(of, through).carry(torch.zeros(10, dtype=torch.uint8), fill)
+    assert (of._free.qsize(), through.n_sent) == (3, 0)
 
 
 # ---- on a GPU
@@ -378,16 +322,14 @@ def test_a_ring_of_two_chunks_under_a_slow_stream() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     through = CudaLane(device, torch.cuda.Stream())
     of = Ring(torch.empty(2 << 20, dtype=torch.uint8, pin_memory=True), 1 << 20)
-    copiers = Copiers(of, through, 4)
     for i in range(5):
         arrays = [np.full(5_000_000 + k, i * 3 + k, np.uint8) for k in range(3)]
         slots = slots_of(*arrays)
         with through.within():
             torch.cuda._sleep(5_000_000)
-            send(slots, copiers)
+            send(slots, Carrier(of, through))
         through.settle()
         for slot, array in zip(slots, arrays, strict=True):
             assert slot.tensor is not None
             assert slot.tensor.device == device
             assert torch.equal(slot.tensor.cpu(), torch.from_numpy(array))
-    copiers.close()

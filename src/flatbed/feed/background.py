@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,16 +63,14 @@ class Background(Generic[T]):
 
     def take(self, *, wait: bool) -> T | Last | None:
         """The next item, in order; None if there is none yet and nobody waits. After `Last`, no more."""
+        if self._ready.empty() and wait and os.getpid() != self._process:
+            raise FlatbedError(
+                "this iteration began in another process, and its thread is there: iterate anew here"
+            )
         try:
-            taken = self._ready.get_nowait()
+            taken = self._ready.get(block=wait)
         except Empty:
-            if not wait:
-                return None
-            if os.getpid() != self._process:
-                raise FlatbedError(
-                    "this iteration began in another process, and its thread is there: iterate anew here"
-                ) from None
-            taken = self._ready.get()
+            return None
         self._room.put(True)
         return taken
 
@@ -140,6 +139,65 @@ class Background(Generic[T]):
                 self._drop(item)
 
 
+class Foreground(Generic[T]):
+    """The same without a thread, for iterators that cost nothing: whoever takes an item prepares those ahead.
+
+    Nothing is prepared beyond what is taken unless there is room for it, which `has_room` says at once.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[Any],
+        prepare: Callable[[Any], T],
+        *,
+        depth: int,
+        has_room: Callable[[], bool],
+    ) -> None:
+        self.stopped = False
+        self._items: Iterator[Any] | None = items
+        self._prepare = prepare
+        self._depth = depth
+        self._has_room = has_room
+        self._ready: deque[T | Last] = deque()
+
+    def start(self) -> None:
+        """There is nothing to begin."""
+
+    def take(self, *, wait: bool) -> T | Last | None:
+        """The next item, in order. After `Last`, no more."""
+        while self._items is not None and len(self._ready) < self._depth:
+            if self._ready and not self._has_room():
+                break
+            self._advance(self._items)
+        return self._ready.popleft() if self._ready else Last()
+
+    def _advance(self, items: Iterator[Any]) -> None:
+        try:
+            item = next(items)
+        except Exception as error:  # for whoever takes the item that it is instead of
+            self._items = None
+            self._ready.append(Last(None if isinstance(error, StopIteration) else error))
+            return
+        try:
+            self._ready.append(self._prepare(item))
+        except Exception as error:
+            self._items = None
+            self._ready.append(Last(error))
+
+    def stop(self) -> None:
+        """Let the iterator go, and what was not taken."""
+        self.stopped = True
+        self._items = None
+        self._ready.clear()
+
+    def join(self, seconds: float | None = None) -> None:
+        """There is no thread to wait for."""
+
+    def close(self) -> None:
+        """The same as `stop`."""
+        self.stop()
+
+
 def end_workers(items: Any) -> None:
     """Those of a `DataLoader`'s iterator after an error, whose traceback would keep both alive."""
     shut_down = getattr(items, "_shutdown_workers", None)
@@ -151,10 +209,15 @@ def end_workers(items: Any) -> None:
 def _surroundings() -> Callable[[], None]:
     """What torch keeps per thread and a loader may depend on, as it is here, to be set up elsewhere."""
     grad, device = torch.is_grad_enabled(), torch.get_default_device()
+    n_threads = torch.get_num_threads()
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call,unused-ignore]
 
     def set_up() -> None:
         torch.set_grad_enabled(grad)
+        if (
+            n_threads != torch.get_num_threads()
+        ):  # a thread of a DataLoader that pins leaves 1 to all new ones
+            torch.set_num_threads(n_threads)
         if gpu is not None:
             torch.cuda.set_device(gpu)
         if device != torch.get_default_device():

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
+from math import inf
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -39,17 +41,19 @@ def _mapped(value: Any, leaf: Callable[[Any], Any], seen: dict[int, tuple[Any, A
     if id(value) in seen:
         return seen[id(value)][1]
     new = value
-    if issubclass(kind, Tensor | np.ndarray) or moves_itself(value):
+    what = _kind(kind)  # type: ignore[arg-type,unused-ignore]
+    if what == "leaf":
         new = leaf(value)
-    elif issubclass(kind, Mapping):
-        parts = {key: _mapped(part, leaf, seen) for key, part in value.items()}
-        changed = {key: part for key, part in parts.items() if part is not value[key]}
+    elif what == "mapping":
+        given = dict(value.items())  # once: some make their values when asked for them
+        parts = {key: _mapped(part, leaf, seen) for key, part in given.items()}
+        changed = {key: part for key, part in parts.items() if part is not given[key]}
         new = _mapping_like(value, parts, changed) if changed else value
-    elif issubclass(kind, list | tuple):
+    elif what == "sequence":
         items = [_mapped(item, leaf, seen) for item in value]
-        if any(a is not b for a, b in zip(items, value, strict=True)):
+        if not all(map(is_, items, value)):
             new = _sequence_like(value, items)
-    elif is_dataclass(value) and not isinstance(value, type):
+    elif what == "dataclass":
         present = [(f.name, getattr(value, f.name)) for f in fields(value) if hasattr(value, f.name)]
         parts = {name: _mapped(part, leaf, seen) for name, part in present}
         if any(parts[name] is not part for name, part in present):
@@ -58,9 +62,30 @@ def _mapped(value: Any, leaf: Callable[[Any], Any], seen: dict[int, tuple[Any, A
     return new
 
 
-def moves_itself(value: Any) -> bool:
-    """Whether this is an object, other than a tensor, that knows how to go to a device."""
-    return callable(getattr(type(value), "to", None)) and not isinstance(value, type | Tensor)
+@lru_cache(maxsize=256)
+def _kind(kind: type) -> str:
+    """What values of a type are in a batch."""
+    if issubclass(kind, type):
+        return "other"
+    if issubclass(kind, Tensor | np.ndarray) or callable(getattr(kind, "to", None)):
+        return "leaf"  # or an object that knows how to go to a device
+    if issubclass(kind, Mapping):
+        return "mapping"
+    if issubclass(kind, list | tuple):
+        return "sequence"
+    return "dataclass" if is_dataclass(kind) else "other"
+
+
+def nbytes_in(batch: Any) -> float:
+    """Of its arrays and tensors; without end if there are objects that move themselves."""
+    found: list[float] = []
+
+    def count(leaf: Any) -> Any:
+        found.append(leaf.nbytes if isinstance(leaf, Tensor | np.ndarray) else inf)
+        return leaf
+
+    mapped(batch, count)
+    return sum(found)
 
 
 def _mapping_like(value: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.rows.ahead import Ahead
-from flatbed.rows.config import check_device
+from flatbed.rows.config import check_device, present
 from flatbed.rows.embedding import TableModule
 from flatbed.rows.ids import INTEGERS, as_ids, to_device
 from flatbed.rows.table import Table
@@ -125,8 +125,8 @@ def common_device(tables: list[Table], wanted: torch.device | None) -> torch.dev
         device = tables[0].store.device
     check_device(device)
     index: int | None = device.index
-    if device.type == "cuda" and index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    if index is None:
+        device = present(device)
     for table in tables:
         if table.store.device != device:
             other = f"{tables[0]!r}" if wanted is None else "batches are to go"
@@ -134,4 +134,4 @@ def common_device(tables: list[Table], wanted: torch.device | None) -> torch.dev
                 f"{table!r} computes on {table.store.device}, and {other} on {device}: move the module "
                 f"with .to(), or use a prefetcher for each device"
             )
-    return device
+    return present(device)

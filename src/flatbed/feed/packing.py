@@ -1,80 +1,72 @@
-"""How the arrays of a batch are divided among chunks: large ones in several, many small ones in one."""
+"""How the arrays of a batch go through chunks: large ones through several, many small ones through one."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flatbed.feed.batches import torch_dtype
-from flatbed.feed.staging import Array, Copied, Copiers, Piece
+from flatbed.feed.staging import Array, Carrier
 
 ALIGNMENT = 256  # of tensors that share memory on the device: that of torch's own is no larger
+PACKED_BYTES = 1 << 20  # less shares memory, and a copy, with others
+PARALLEL_BYTES = 1 << 18  # from here on it pays to wake torch's threads
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """A place in a batch whose tensor is on its way. `mapped` takes it for a leaf, since it has a `to`."""
-
-    source: Array
-    """Flat bytes; or, where memory has gaps or another byte order, the array itself."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """On the device."""
-    tensor: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes
-
-    @property
-    def dense(self) -> bool:
-        """Whether it is in memory as it will be on the device."""
-        return self.source.dtype == np.uint8 and self.source.flags.c_contiguous and self.source.ndim == 1
-
-    def to(self, device: Any) -> Any:
-        return self.tensor
 
 
 # ---- from leaves to slots
 
 
-def slot_of_array(array: Array) -> Slot | None:
-    """For an array of numbers; None for any other."""
-    dtype = torch_dtype(array.dtype)
-    if dtype is None or isinstance(array, np.ma.MaskedArray):
+@dataclass(frozen=True, eq=False, slots=True)
+class Form:
+    """What arrays that look alike have in common: found once, looked up ever after."""
+
+    dtype: torch.dtype
+    native: np.dtype[Any]
+    """The same for numpy, in this machine's byte order."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """On the device, without gaps: memory that has none keeps its order, as with `Tensor.to`."""
+    strides: tuple[int, ...]
+    """The same in bytes."""
+    order: tuple[int, ...] | None
+    """Axes as they are in memory; None if that is not as it will be on the device."""
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def form_of(
+    dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...], own: torch.dtype | None = None
+) -> Form | None:
+    """Of arrays with these attributes; None if they are no numbers. `own`: what torch calls them."""
+    own = torch_dtype(dtype) if own is None else own
+    if own is None:
         return None
-    return _slot(np.asarray(array), dtype)
+    axes = tuple(range(len(shape)))
+    orders = (axes, tuple(sorted(axes, key=lambda axis: -strides[axis]))) if dtype.isnative else ()
+    nbytes = dtype.itemsize
+    for n in shape:
+        nbytes *= n
+    order = next((o for o in orders if not nbytes or _is_dense(o, shape, strides, dtype.itemsize)), None)
+    stride = _strides(shape, axes if order is None else order)
+    strides = tuple(dtype.itemsize * n for n in stride)
+    return Form(own, dtype.newbyteorder("="), shape, stride, strides, order, nbytes)
 
 
-def slot_of_tensor(tensor: Tensor) -> Slot | None:
-    """For a plain tensor on the host; None for any other, which knows itself how to be moved."""
-    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        return None
-    if tensor.requires_grad or tensor.is_quantized:
-        return None
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    plain = INTEGERS.get(tensor.dtype.itemsize)  # numpy does not know all of torch's numbers
-    return _slot((tensor if plain is None else tensor.view(plain)).numpy(), tensor.dtype)
-
-
-def _slot(array: Array, dtype: torch.dtype) -> Slot:
-    """Memory without gaps keeps its order, as with `Tensor.to`; what has gaps becomes contiguous."""
-    order: Sequence[int] = range(array.ndim)
-    flat = array if array.dtype.isnative else None
-    if flat is not None and not array.flags.c_contiguous:
-        order = sorted(order, key=lambda axis: -array.strides[axis])
-        flat = array.transpose(order)
-    if flat is None or not flat.flags.c_contiguous:
-        return Slot(array, dtype, array.shape, _strides(array.shape, range(array.ndim)))
-    return Slot(flat.reshape(-1).view(np.uint8), dtype, array.shape, _strides(array.shape, order))
+def _is_dense(order: Sequence[int], shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    step = itemsize
+    for axis in reversed(order):
+        if shape[axis] != 1 and strides[axis] != step:
+            return False
+        step *= shape[axis]
+    return True
 
 
 def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
@@ -86,84 +78,216 @@ def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+class Slot:
+    """A place in a batch whose tensor is on its way. `mapped` takes it for a leaf, since it has a `to`."""
+
+    __slots__ = ("form", "source", "tensor")
+
+    def __init__(self, source: Array, form: Form) -> None:
+        self.source = source
+        self.form = form
+        self.tensor: Any = None
+
+    def to(self, device: Any) -> Any:
+        return self.tensor
+
+
+def slot_of_array(array: Array) -> Slot | None:
+    """For an array of numbers; None for any other."""
+    if type(array) is not np.ndarray:
+        if isinstance(array, np.ma.MaskedArray):
+            return None
+        array = np.asarray(array)
+    form = form_of(array.dtype, array.shape, array.strides)
+    return None if form is None else Slot(array, form)
+
+
+def slot_of_tensor(tensor: Tensor) -> Slot | None:
+    """For a plain tensor on the host; None for any other, which knows itself how to be moved."""
+    if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout != torch.strided:
+        return None
+    if tensor.requires_grad or tensor.is_quantized:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    plain = INTEGERS.get(tensor.dtype.itemsize)  # numpy does not know all of torch's numbers
+    array = (tensor if plain is None else tensor.view(plain)).numpy()
+    form = form_of(array.dtype, array.shape, array.strides, tensor.dtype)
+    return None if form is None else Slot(array, form)
+
+
 # ---- from slots to tensors
 
 
-def send(slots: Sequence[Slot], copiers: Copiers) -> list[Tensor]:
+def send(slots: Sequence[Slot], carrier: Carrier) -> list[Tensor]:
     """Give each slot a tensor on the device and issue the copies; returns the memory that they share.
 
-    A tensor of its own has half a chunk or more; smaller ones share memory, a chunk of it at most.
+    Small ones share memory, a chunk of it at most; each of the others has its own.
     """
-    chunk_bytes = copiers.ring.chunk_bytes
+    small = min(PACKED_BYTES, carrier.ring.chunk_bytes // 2)
     owners: list[Tensor] = []
-    pieces: list[Piece] = []
-    for group in _groups(slots, chunk_bytes):
-        places, nbytes = _placed(group)
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=copiers.lane.device)
-        for slot, place in zip(group, places, strict=True):
-            slot.tensor = _tensor(memory, slot, place)
-        owners.append(memory)
-        if len(group) == 1:
-            pieces += _pieces(group[0], memory, chunk_bytes)
-        elif nbytes:
-            parts = [Copied(place, slot.source) for slot, place in zip(group, places, strict=True)]
-            pieces.append(Piece(memory, parts))
-    copiers.run(pieces)
+    groups: dict[Form, list[Slot]] = {}
+    for slot in slots:
+        form = slot.form
+        if form.nbytes >= small:
+            owners.append(_send_alone(slot, carrier))
+        elif form in groups:
+            groups[form].append(slot)
+        else:
+            groups[form] = [slot]
+    for runs, nbytes in _packed(groups, carrier.ring.chunk_bytes):
+        owners.append(_send_together(runs, nbytes, carrier))
     return owners
 
 
-def _groups(slots: Sequence[Slot], chunk_bytes: int) -> Iterator[list[Slot]]:
-    """The large ones by themselves, then the small ones, as many together as fit into a chunk."""
-    small: list[Slot] = []
-    for slot in slots:
-        if 2 * slot.nbytes >= chunk_bytes:
-            yield [slot]
+def _send_alone(slot: Slot, carrier: Carrier) -> Tensor:
+    """Through as many chunks as it takes, about equally full."""
+    form, chunk_bytes = slot.form, carrier.ring.chunk_bytes
+    memory = torch.empty(form.nbytes, dtype=torch.uint8, device=carrier.lane.device)
+    if form.nbytes <= chunk_bytes:
+        carrier.carry(memory, lambda chunk: _write(chunk, slot.source, form))
+    else:
+        for target, lines in _pieces(slot, memory, chunk_bytes):
+            carrier.carry(target, lambda chunk: copy_into(_over(chunk, lines), lines))  # noqa: B023
+    slot.tensor = memory.view(form.dtype).as_strided(form.shape, form.stride).data
+    return memory
+
+
+def _write(chunk: Array, source: Array, form: Form) -> None:
+    if form.order is None:
+        copy_into(chunk[: form.nbytes].view(form.native).reshape(form.shape), source)
+    else:
+        copy_into(chunk[: form.nbytes], _flat(source, form.order))
+
+
+def _flat(source: Array, order: Sequence[int]) -> Array:
+    """The bytes as they are in memory, which has no gaps."""
+    flat: Array = source.transpose(order).reshape(-1).view(np.uint8)
+    return flat
+
+
+def _over(chunk: Array, lines: Array) -> Array:
+    """The first bytes of a chunk, as what they are to be."""
+    over: Array = chunk[: lines.nbytes].view(lines.dtype.newbyteorder("=")).reshape(lines.shape)
+    return over
+
+
+def _pieces(slot: Slot, memory: Tensor, chunk_bytes: int) -> Iterator[tuple[Tensor, Array]]:
+    """A slot divided along its first axis, or anywhere if it is as it will be; and where each part goes."""
+    source, order = slot.source, slot.form.order
+    if order is None and source.nbytes > chunk_bytes * len(source):  # a row is larger than a chunk
+        source = np.array(source, slot.form.native, order="C")
+        order = tuple(range(source.ndim))
+    lines = source if order is None else _flat(source, order)
+    line_bytes = lines.nbytes // len(lines)
+    step = -(-len(lines) // -(-lines.nbytes // chunk_bytes))
+    step = min(_aligned(step) if line_bytes == 1 else step, max(1, chunk_bytes // line_bytes))
+    for first in range(0, len(lines), step):
+        part = lines[first : first + step]
+        yield memory[first * line_bytes : first * line_bytes + part.nbytes], part
+
+
+# ---- many small ones
+
+
+class Run(NamedTuple):
+    """Slots of one form, one after the other in memory that is shared."""
+
+    form: Form
+    slots: list[Slot]
+    begin: int
+    each: int
+    """Bytes from the begin of one to that of the next."""
+
+    def write(self, chunk: Array) -> None:
+        """All of them, where they belong in the chunk."""
+        form, slots = self.form, self.slots
+        shape, strides = (len(slots), *form.shape), (self.each, *form.strides)
+        places = np.ndarray(shape, form.native, chunk, self.begin, strides)  # type: ignore[arg-type,unused-ignore]
+        if form.nbytes < PARALLEL_BYTES:
+            for i, slot in enumerate(slots):
+                places[i] = slot.source
         else:
-            small.append(slot)
-    group: list[Slot] = []
-    taken = 0
-    for slot in small:
-        if taken + slot.nbytes > chunk_bytes:
-            yield group
-            group, taken = [], 0
-        group.append(slot)
-        taken += _aligned(slot.nbytes)
-    if group:
-        yield group
+            for i, slot in enumerate(slots):
+                copy_into(places[i, ...], slot.source)
+
+    def place(self, memory: Tensor) -> None:
+        """Give each its tensor. No views: writing into one must not mark the others as changed."""
+        form, slots, itemsize = self.form, self.slots, self.form.native.itemsize
+        first = self.begin // itemsize
+        if len(slots) == 1:
+            slots[0].tensor = memory.as_strided(form.shape, form.stride, first).data
+            return
+        shape, stride = (len(slots), *form.shape), (self.each // itemsize, *form.stride)
+        for slot, view in zip(slots, memory.as_strided(shape, stride, first).unbind(), strict=True):
+            slot.tensor = view.data
 
 
-def _placed(group: Sequence[Slot]) -> tuple[list[int], int]:
-    """Where each begins, and where the last ends."""
-    places, end = [], 0
-    for slot in group:
-        places.append(_aligned(end))
-        end = places[-1] + slot.nbytes
-    return places, end
+def _packed(groups: dict[Form, list[Slot]], chunk_bytes: int) -> Iterator[tuple[list[Run], int]]:
+    """As many together as fit into a chunk, and how many bytes they take."""
+    runs: list[Run] = []
+    end = 0
+    for form, slots in groups.items():
+        each = _aligned(max(1, form.nbytes))
+        while slots:
+            n = (chunk_bytes - end) // each
+            if n:
+                runs.append(Run(form, slots[:n], end, each))
+                end += each * len(runs[-1].slots)
+                slots = slots[n:]
+            else:
+                yield runs, end
+                runs, end = [], 0
+    if runs:
+        yield runs, end
 
 
-def _tensor(memory: Tensor, slot: Slot, place: int) -> Tensor:
-    """A tensor over memory that it shares. No view: writing into one must not mark the others as changed."""
-    made = torch.empty(0, dtype=slot.dtype, device=memory.device)
-    return made.set_(memory.untyped_storage(), place // slot.dtype.itemsize, slot.shape, slot.stride)  # type: ignore[call-overload,no-any-return,unused-ignore]
+def _send_together(runs: list[Run], nbytes: int, carrier: Carrier) -> Tensor:
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=carrier.lane.device)
 
+    def write(chunk: Array) -> None:
+        for run in runs:
+            run.write(chunk)
 
-def _pieces(slot: Slot, memory: Tensor, chunk_bytes: int) -> Iterator[Piece]:
-    """One slot through as many chunks as it takes, about equally full."""
-    source = slot.source
-    if source.nbytes <= chunk_bytes:
-        if source.nbytes:
-            yield Piece(memory, [Copied(0, source)])
-        return
-    if source.nbytes > chunk_bytes * len(source):  # a row is larger than a chunk, and not even in order
-        source = np.array(source, source.dtype.newbyteorder("="), order="C").reshape(-1).view(np.uint8)
-    row_bytes = source.nbytes // len(source)
-    step = -(-len(source) // -(-source.nbytes // chunk_bytes))
-    step = min(_aligned(step) if row_bytes == 1 else step, max(1, chunk_bytes // row_bytes))
-    for first in range(0, len(source), step):
-        part = source[first : first + step]
-        target = memory[first * row_bytes : first * row_bytes + part.nbytes]
-        yield Piece(target, [Copied(0, part)])
+    carrier.carry(memory, write)
+    typed: dict[torch.dtype, Tensor] = {}
+    for run in runs:
+        dtype = run.form.dtype
+        if dtype not in typed:
+            typed[dtype] = memory.view(dtype)
+        run.place(typed[dtype])
+    return memory
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+# ---- copies on the host
+
+
+def copy_into(target: Array, source: Array) -> None:
+    """Numbers of equal shape, in this machine's order: by all of torch's threads, where that pays."""
+    over = tensor_over(source) if source.nbytes >= PARALLEL_BYTES else None
+    if over is None:
+        np.copyto(target, source)
+    else:
+        torch.from_numpy(target).copy_(over)
+
+
+def tensor_over(array: Array) -> Tensor | None:
+    """The memory of an array that is not empty, to be read and not written; None if torch cannot have it."""
+    dtype, itemsize = torch_dtype(array.dtype), array.dtype.itemsize
+    if dtype is None or not array.dtype.isnative or any(n < 0 or n % itemsize for n in array.strides):
+        return None
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    # torch warns of arrays that are locked, and has no tensors that are.
+    extent = itemsize + sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
+    over = bytes_at(int(array.__array_interface__["data"][0]), extent).view(dtype)
+    return over.as_strided(array.shape, [n // itemsize for n in array.strides])
+
+
+def bytes_at(address: int, nbytes: int) -> Tensor:
+    """Bytes of whoever keeps them, to be read and not written."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

@@ -14,7 +14,7 @@ from flatbed.errors import FlatbedError
 from flatbed.feed.batches import torch_dtype
 from flatbed.feed.feeder import device_for
 from flatbed.feed.row_ways import Way, find_way
-from flatbed.feed.staging import Array, n_threads
+from flatbed.feed.staging import Array
 from flatbed.rows.ids import as_ids, check_range
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class RowReader:
     - None: the array's own, which is pinned where it is ("in place"). If the driver refuses that, as it may
       for files, the array is copied once, if there is room ("copied").
     - True: always a copy, in memory that GPUs read fastest in random order.
-    - False: never a copy. Where the array cannot be pinned, `threads` of the host gather rows ("staged").
+    - False: never a copy. Where the array cannot be pinned, threads of the host gather rows ("staged").
 
     To pin a file brings all of it into memory: one that does not fit is staged. The array must not be
     written to while rows are read. `close()`, or the garbage collector, gives everything back; a process that
@@ -53,7 +53,6 @@ class RowReader:
         *,
         device: Any = None,
         copy: bool | None = None,
-        threads: int | None = None,
     ) -> None:
         if copy is not None and not isinstance(copy, bool):
             raise TypeError(f"copy must be True, False or None; found {copy!r}")
@@ -62,7 +61,7 @@ class RowReader:
         self.shape: tuple[int, ...] = found.shape
         self.dtype = _dtype(found)
         self._process = os.getpid()
-        self._way: Way | None = find_way(found, self.device, copy=copy, n_threads=n_threads(threads))
+        self._way: Way | None = find_way(found, self.device, copy=copy)
 
     @property
     def way(self) -> str:
@@ -158,6 +157,8 @@ def _dtype(array: Array) -> torch.dtype:
 
 
 def _mapped(path: Path) -> Any:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file at {path}: check the path")
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import gcd
 from typing import Any, Protocol
@@ -15,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.errors import FlatbedError
 from flatbed.feed.batches import record_stream
-from flatbed.feed.packing import send, slot_of_array
-from flatbed.feed.staging import Array, Copiers, CudaLane, Piece, Taken, ring_for
+from flatbed.feed.packing import bytes_at, copy_into, send, slot_of_array
+from flatbed.feed.staging import Array, Carrier, CudaLane, ring_for
 from flatbed.kernels import rows as ops
 from flatbed.kernels.choose import by_triton
 from flatbed.kernels.rows import Place
@@ -31,6 +28,7 @@ BLOCK = 16  # bytes that kernels read at a time, and what their addresses are mu
 SPAN = 2048  # bytes of a row that a program has in flight: more take too many registers
 READ_ONLY = 8  # CU_MEMHOSTREGISTER_…
 COPIED_AT_ONCE = 64 << 20
+GATHERED_AT_ONCE = 4 << 20  # the bus takes one while the next is gathered
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -48,7 +46,7 @@ class Way(Protocol):
         """Give everything back."""
 
 
-def find_way(array: Array, device: torch.device, *, copy: bool | None, n_threads: int) -> Way:
+def find_way(array: Array, device: torch.device, *, copy: bool | None) -> Way:
     """The best that there is."""
     if device.type == "cpu" or not array.nbytes:
         return OnHost(array)
@@ -59,21 +57,16 @@ def find_way(array: Array, device: torch.device, *, copy: bool | None, n_threads
             except DriverError:
                 pass  # other ways are left
         if copy is True or (copy is None and array.nbytes < memory.available_bytes() // 2):
-            way = copied(array, device, n_threads)
+            way = copied(array, device)
             if way is not None:
                 return way
-    return Staged(array, device, n_threads)
+    return Staged(array, device)
 
 
 def _rows_are_whole(array: Array) -> bool:
     """Whether each row is a run of bytes, one further on than the other, numbers in the machine's order."""
     row = array[0]
     return bool(array.dtype.isnative and row.flags.c_contiguous and array.strides[0] >= row.nbytes)
-
-
-def _bytes_at(address: int, nbytes: int) -> Tensor:
-    """Bytes of whoever keeps them, to be read and not written: torch warns of arrays that are locked."""
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def _address(array: Array) -> int:
@@ -96,24 +89,31 @@ class OnHost:
 
     def __init__(self, array: Array) -> None:
         self.array = array
-        self.words: Tensor | None = None
-        if array.nbytes and _rows_are_whole(array):
-            n, stride, row_bytes, address = len(array), array.strides[0], array[0].nbytes, _address(array)
-            word = gcd(8, stride, row_bytes, address)
-            flat = _bytes_at(address, _extent(array)).view(torch.uint8)
-            rows = flat.as_strided((n, row_bytes), (stride, 1))
-            self.words = rows.view(WORDS[word])
+        self.words = words_over(array) if array.nbytes and _rows_are_whole(array) else None
 
     def gather(self, ids: Tensor) -> Tensor:
         ids = ids.cpu()
         if self.words is not None:
             return self.words.index_select(0, ids).view(torch.uint8)
-        found = self.array[ids.numpy()]
-        found = np.ascontiguousarray(found, found.dtype.newbyteorder("="))
-        return torch.from_numpy(found.reshape(len(found), -1).view(np.uint8))
+        return torch.from_numpy(in_order(self.array, ids.numpy()))
 
     def close(self) -> None:
         self.words = None
+
+
+def words_over(array: Array) -> Tensor:
+    """The memory of rows that are whole, as words as large as can be: (rows, words of a row)."""
+    n, stride, row_bytes, address = len(array), array.strides[0], array[0].nbytes, _address(array)
+    word = gcd(8, stride, row_bytes, address)
+    rows = bytes_at(address, _extent(array)).as_strided((n, row_bytes), (stride, 1))
+    return rows.view(WORDS[word])
+
+
+def in_order(array: Array, ids: Array) -> Array:
+    """Rows of any array, as bytes in the machine's order."""
+    found = array[ids]
+    found = np.ascontiguousarray(found, found.dtype.newbyteorder("="))
+    return found.reshape(len(found), -1).view(np.uint8)
 
 
 # ---- read by a kernel
@@ -133,7 +133,7 @@ class Addressed:
         self._owner = owner  # whose end gives the memory back
         self._into = address % BLOCK
         self._n_blocks = -(-(self._into + layout.extent) // BLOCK)
-        self._blocks = _bytes_at(address - self._into, self._n_blocks * BLOCK).view(-1, BLOCK)
+        self._blocks = bytes_at(address - self._into, self._n_blocks * BLOCK).view(-1, BLOCK)
 
     def gather(self, ids: Tensor) -> Tensor:
         stride, row_bytes, device = self.layout.stride, self.layout.row_bytes, self.layout.device
@@ -278,10 +278,10 @@ class Borrowed:
 
 def _was_pinned(address: int, nbytes: int) -> bool:
     ends = (address, address + nbytes - 1)
-    return all(_bytes_at(end, 1).is_pinned() for end in ends)
+    return all(bytes_at(end, 1).is_pinned() for end in ends)
 
 
-def copied(array: Array, device: torch.device, n_threads: int) -> Addressed | None:
+def copied(array: Array, device: torch.device) -> Addressed | None:
     """A copy in memory that kernels read fastest; None where they cannot reach any."""
     row_bytes = array[0].nbytes
     extent = len(array) * row_bytes
@@ -292,9 +292,8 @@ def copied(array: Array, device: torch.device, n_threads: int) -> Addressed | No
         return None
     target = held.tensor[:extent].numpy().view(array.dtype.newbyteorder("=")).reshape(array.shape)
     step = max(1, COPIED_AT_ONCE // max(1, row_bytes))
-    with ThreadPoolExecutor(n_threads) as pool:
-        parts = range(0, len(array), step)
-        list(pool.map(lambda i: np.copyto(target[i : i + step], array[i : i + step]), parts))
+    for i in range(0, len(array), step):
+        copy_into(target[i : i + step], array[i : i + step])
     return Addressed("copied", held.kind, held.tensor.data_ptr(), layout, owner=held)
 
 
@@ -310,47 +309,47 @@ def _is_file(array: Any) -> bool:
 
 
 class Staged:
-    """Rows that threads of the host gather into pinned memory, from where they are copied."""
+    """Rows that torch's threads gather into pinned memory, from where they are copied."""
 
     name = "staged"
     memory: str | None = None
 
-    def __init__(self, array: Array, device: torch.device, n_threads: int) -> None:
-        self.array = array
-        self.lane = CudaLane(device, stream_for(device, "batches"))
-        self.copiers = Copiers(ring_for(device), self.lane, n_threads)
-        self._end = weakref.finalize(self, self.copiers.close)
+    def __init__(self, array: Array, device: torch.device) -> None:
+        self.array: Array | None = array
+        self.carrier = Carrier(ring_for(device), CudaLane(device, stream_for(device, "batches")))
 
     def gather(self, ids: Tensor) -> Tensor:
-        with self.lane.within():
-            found = gathered(self.array, ids.cpu().numpy(), self.copiers)
-            arrived = self.lane.mark()
-        current = torch.cuda.current_stream(self.lane.device)
+        assert self.array is not None
+        lane = self.carrier.lane
+        with lane.within():
+            found = gathered(self.array, ids.cpu(), self.carrier)
+            arrived = lane.mark()
+        current = torch.cuda.current_stream(lane.device)
         current.wait_event(arrived)
         record_stream(found, current)
         return found
 
     def close(self) -> None:
-        self._end()
+        self.array = None
 
 
-def gathered(array: Array, ids: Array, copiers: Copiers) -> Tensor:
+def gathered(array: Array, ids: Tensor, carrier: Carrier) -> Tensor:
     """Rows through the ring: (n,) → (n, bytes of a row) on the device."""
-    row_bytes, chunk_bytes = array[0].nbytes, copiers.ring.chunk_bytes
-    if not array.flags.c_contiguous or not array.dtype.isnative or row_bytes > chunk_bytes:
-        slot = slot_of_array(np.ascontiguousarray(array[ids]))
-        if slot is None:
-            raise FlatbedError(f"an array of {array.dtype} has no rows that torch knows")
-        send([slot], copiers)
-        assert slot.tensor is not None
-        return slot.tensor.view(len(ids), -1).view(torch.uint8)
-    rows = array.reshape(len(array), -1).view(np.uint8)
-    found = torch.empty((len(ids), row_bytes), dtype=torch.uint8, device=copiers.lane.device)
-    flat = found.view(-1)
-    step = min(chunk_bytes // row_bytes, max(1, -(-len(ids) // copiers.n_threads)))
-    pieces = [
-        Piece(flat[i * row_bytes : (i + step) * row_bytes], [Taken(0, rows, ids[i : i + step])])
-        for i in range(0, len(ids), step)
-    ]
-    copiers.run(pieces)
+    row_bytes, chunk_bytes = array[0].nbytes, carrier.ring.chunk_bytes
+    if not _rows_are_whole(array) or row_bytes > chunk_bytes:
+        slot = slot_of_array(in_order(array, ids.numpy()))
+        assert slot is not None
+        send([slot], carrier)
+        return slot.tensor  # type: ignore[no-any-return]
+    words = words_over(array)
+    found = torch.empty((len(ids), row_bytes), dtype=torch.uint8, device=carrier.lane.device)
+    step = max(1, min(GATHERED_AT_ONCE, chunk_bytes) // row_bytes)
+    for first in range(0, len(ids), step):
+        target, part = found[first : first + step], ids[first : first + step]
+
+        def gather(chunk: Array) -> None:
+            lines = torch.from_numpy(chunk[: target.numel()]).view(target.shape)  # noqa: B023
+            torch.index_select(words, 0, part, out=lines.view(words.dtype))  # noqa: B023
+
+        carrier.carry(target.view(-1), gather)
     return found

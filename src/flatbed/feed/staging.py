@@ -1,17 +1,15 @@
-"""Pinned memory that bytes pass through on their way to a GPU, and the threads that fill it.
+"""Pinned memory that bytes pass through on their way to a GPU.
 
-The memory is a ring of chunks. A thread takes a free one, fills it, issues its copy to the GPU and gives it
+It is a ring of chunks. Whoever has bytes takes a free one, fills it, issues its copy to the GPU and gives it
 back with an event: whoever takes it next waits until the copy is done. No thread ever holds two.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,11 +26,9 @@ from flatbed.rows.cuda_host import DriverError
 
 Array = np.ndarray[Any, Any]
 
-CHUNK_BYTES = 4 << 20  # long enough for Python to keep up with the bus, short enough to begin early
+CHUNK_BYTES = 16 << 20  # long enough for Python to keep up with the bus, short enough to begin early
 RING_BYTES = 128 << 20
-NAME = "flatbed-copy"
-MOST_THREADS = 8  # these fill memory faster than PCIe 5 empties it
-JOIN_SECONDS = 5.0
+SPARED = 1  # of torch's threads, for the loop: a copy is as late as the one that shares a core with it
 
 
 # ---- where bytes go
@@ -49,12 +45,9 @@ class Event(Protocol):
 
 
 class Lane(Protocol):
-    """A stream of copies to a device, used by several threads."""
+    """A stream of copies to a device."""
 
     device: torch.device
-
-    def enter(self) -> None:
-        """Once in each thread of ours."""
 
     def within(self) -> AbstractContextManager[Any]:
         """What is allocated and issued inside belongs to the lane."""
@@ -75,12 +68,6 @@ class CudaLane:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.device = device
         self.stream = stream
-
-    def enter(self) -> None:
-        """Threads of ours live on the stream, and may allocate while another captures a CUDA graph."""
-        torch.cuda.set_device(self.device)
-        torch.cuda.set_stream(self.stream)
-        relax_capture()
 
     def within(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = torch.cuda.stream(self.stream)
@@ -114,6 +101,16 @@ def _exchange_capture_mode() -> Any:
     return None
 
 
+def spare_the_loop() -> None:
+    """Let this thread copy with fewer threads than torch has, and all others have as many as ever."""
+    n_threads = torch.get_num_threads()
+    if SPARED and n_threads > SPARED:
+        torch.set_num_threads(n_threads - SPARED)  # of this thread, and of all that begin later
+        restore = threading.Thread(target=torch.set_num_threads, args=(n_threads,))
+        restore.start()
+        restore.join()
+
+
 # ---- pinned memory
 
 
@@ -142,7 +139,7 @@ class Ring:
         """A chunk that may be written to. Waits for the one whose copy was issued first."""
         chunk = self._free.get()
         try:
-            if chunk.gone is not None:
+            if chunk.gone is not None and not chunk.gone.query():
                 chunk.gone.synchronize()
         except BaseException:
             self._free.put(chunk)
@@ -174,167 +171,26 @@ def _pinned(nbytes: int, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-# ---- what chunks are filled with
+# ---- the way through
 
 
-class Part(Protocol):
-    """Bytes to be, somewhere in a chunk."""
+class Carrier:
+    """Takes bytes through a ring, in whichever thread brings them."""
 
-    def write(self, into: Array) -> None:
-        """Into the chunk's bytes, where they belong."""
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """An array as it is, or in order and in this machine's byte order, if it is not."""
-
-    at: int
-    source: Array
-
-    def write(self, into: Array) -> None:
-        source = self.source
-        target = into[self.at : self.at + source.nbytes]
-        if source.dtype != np.uint8 or source.ndim != 1:
-            target = target.view(source.dtype.newbyteorder("=")).reshape(source.shape)
-        np.copyto(target, source)
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Rows of an array, (n, bytes), by number."""
-
-    at: int
-    source: Array
-    rows: Array
-
-    def write(self, into: Array) -> None:
-        shape = (len(self.rows), self.source.shape[1])
-        target = into[self.at : self.at + shape[0] * shape[1]].reshape(shape)
-        np.take(self.source, self.rows, axis=0, out=target, mode="clip")  # other modes copy twice
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What goes through one chunk: parts of it filled on the host, then one copy to the device."""
-
-    target: Tensor
-    """Bytes on the device, as many as are copied."""
-    parts: Sequence[Part]
-
-
-# ---- threads
-
-
-class Stopped(Exception):
-    """There will be no more copies."""
-
-
-class Job:
-    """Pieces that threads carry out together."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces = deque(pieces)
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-        self._n_left = len(pieces)
-        self._lock = threading.Lock()
-
-    def next(self) -> Piece | None:
-        """A piece that nobody has begun."""
-        try:
-            return self.pieces.popleft()
-        except IndexError:
-            return None
-
-    def end(self, error: BaseException | None = None) -> None:
-        """One is done, or has failed, and the others need not begin."""
-        with self._lock:
-            self._n_left -= 1
-            if error is not None:
-                self.error = self.error or error
-                while self.next() is not None:
-                    self._n_left -= 1
-            if self._n_left == 0:
-                self.done.set()
-
-
-class Copiers:
-    """Threads that take pieces through a ring. Whoever brings them takes part, as one of `n_threads`."""
-
-    def __init__(self, ring: Ring, lane: Lane, n_threads: int) -> None:
+    def __init__(self, ring: Ring, lane: Lane) -> None:
         self.ring = ring
         self.lane = lane
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self.n_threads = n_threads
-        self._helpers: list[threading.Thread] = []
-        self._stopped = False
 
-    def run(self, pieces: Sequence[Piece]) -> None:
-        """Fill chunks and issue their copies. Sources may change once it returns; copies may go on."""
-        job = Job(pieces)
-        if not pieces:
-            return
-        wanted = min(self.n_threads, len(pieces)) - 1
-        while len(self._helpers) < wanted and not self._stopped:
-            thread = threading.Thread(target=self._help, name=NAME, daemon=True)
-            self._helpers.append(thread)
-            thread.start()
-        for _ in range(wanted):
-            self._jobs.put(job)
-        self._work(job)
-        job.done.wait()
-        if job.error is not None:
-            error, job.error = job.error, None  # the error's traceback has this frame
-            raise error
+    def carry(self, target: Tensor, fill: Callable[[Array], None]) -> None:
+        """Have a chunk filled, and issue the copy of its first bytes to `target`, bytes on the device.
 
-    def is_mine(self) -> bool:
-        """Whether the current thread is one of those that help."""
-        return threading.current_thread() in self._helpers
-
-    def stop(self) -> None:
-        """Begin no piece any more. Waits for nothing."""
-        self._stopped = True
-        for _ in self._helpers:
-            self._jobs.put(None)
-
-    def close(self) -> None:
-        """Stop, and wait for the threads. Call it as often as you like."""
-        self.stop()
-        for helper in self._helpers:
-            if helper is not threading.current_thread():
-                helper.join(JOIN_SECONDS)
-
-    def _help(self) -> None:
-        try:
-            self.lane.enter()
-            failed: BaseException | None = None
-        except BaseException as error:  # for whoever waits
-            failed = error
-        while (job := self._jobs.get()) is not None:
-            if failed is None:
-                self._work(job)
-            elif job.next() is not None:
-                job.end(failed)
-            del job  # with what it was to copy, while another is waited for
-
-    def _work(self, job: Job) -> None:
-        while (piece := job.next()) is not None:
-            try:
-                if self._stopped:
-                    raise Stopped
-                self._carry(piece)
-            except BaseException as error:  # for whoever waits
-                job.end(error)
-                return
-            job.end()
-
-    def _carry(self, piece: Piece) -> None:
+        What it was filled from may change once this returns; the copy may go on.
+        """
         chunk = self.ring.take()
         try:
-            for part in piece.parts:
-                part.write(chunk.array)
+            fill(chunk.array)
             try:
-                self.lane.send(piece.target, chunk.memory[: piece.target.numel()])
+                self.lane.send(target, chunk.memory[: target.numel()])
                 chunk.gone = self.lane.mark(chunk.gone)
             except BaseException:  # whatever became of the copy
                 with suppress(Exception):
@@ -342,21 +198,3 @@ class Copiers:
                 raise
         finally:
             self.ring.give(chunk)
-
-
-def n_threads(wanted: Any) -> int:
-    """How many threads copy: those asked for, or as many as pay."""
-    if wanted is None:
-        return min(MOST_THREADS, _usable_cores())
-    if isinstance(wanted, bool) or not hasattr(wanted, "__index__"):
-        raise TypeError(f"threads must be an integer, or None for as many as pay; found {wanted!r}")
-    if not 1 <= wanted <= 256:
-        raise ValueError(f"threads must be 1 to 256; found {wanted}")
-    return int(wanted)
-
-
-def _usable_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS and Windows
-        return os.cpu_count() or 1

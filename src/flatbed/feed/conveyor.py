@@ -1,0 +1,212 @@
+"""What becomes of one batch: its leaves on their way to the device, and an event behind them."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatbed.feed.batches import mapped, record_stream, recorded, tensors_in, to_device
+from flatbed.feed.packing import Slot, send, slot_of_array, slot_of_tensor
+from flatbed.feed.staging import Carrier, CudaLane, Event, Lane, Ring, relax_capture, spare_the_loop
+
+STRAIGHT_BYTES = 1 << 16  # what is pinned goes straight from here on; less is packed with the rest
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A batch whose copies are issued."""
+
+    batch: Any
+    arrived: Any
+    owners: list[Tensor] = field(default_factory=list)
+    """Whatever has memory that the stream of the copies, or of the source, owns."""
+
+    def drop(self) -> None:
+        """Nobody takes it: its memory is free after its copies, on their own stream."""
+
+
+class Crossing(Lane, Protocol):
+    """A lane, and how what it carries changes hands."""
+
+    def made(self, origins: set[torch.device]) -> list[Any]:
+        """Events behind what the source has made on GPUs."""
+
+    def wait(self, events: list[Any], tensors: list[Tensor]) -> None:
+        """Let the lane wait, and share the memory of these tensors."""
+
+    def current(self) -> Any:
+        """The stream that the loop issues its steps on."""
+
+    def reached(self, current: Any, event: Any = None) -> Event:
+        """An event behind what the loop has issued; the same one again, if given."""
+
+    def arrive(self, sent: Sent, current: Any) -> Any:
+        """The batch, for the loop's stream: it waits for the copies, and shares their memory."""
+
+
+class FeedLane(CudaLane):
+    """A stream of a GPU, between the streams of the source and of the loop."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        super().__init__(device, stream)
+        self._within = super().within()  # one for all batches: only one thread is ever in it
+
+    def within(self) -> AbstractContextManager[Any]:
+        return self._within
+
+    def made(self, origins: set[torch.device]) -> list[Any]:
+        return [recorded(torch.cuda.current_stream(origin)) for origin in origins]
+
+    def wait(self, events: list[Any], tensors: list[Tensor]) -> None:
+        for event in events:
+            self.stream.wait_event(event)
+        for tensor in tensors:
+            record_stream(tensor, self.stream)
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def reached(self, current: Any, event: Any = None) -> Event:
+        event = torch.cuda.Event(blocking=True) if event is None else event  # type: ignore[no-untyped-call,unused-ignore]
+        event.record(current)
+        return event  # type: ignore[no-any-return,unused-ignore]
+
+    def arrive(self, sent: Sent, current: Any) -> Any:
+        current.wait_event(sent.arrived)
+        for tensor in sent.owners:
+            record_stream(tensor, current)
+        return sent.batch
+
+
+class Itself:
+    """A place in a batch whose value is moved by its own `to`, or is in pinned memory already."""
+
+    __slots__ = ("tensor", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.tensor: Any = None
+
+    def to(self, device: Any) -> Any:
+        return self.tensor
+
+
+PLACES = frozenset({Slot, Itself})
+
+
+class Leaves:
+    """Those of one batch. What stands for them there is filled once they are on their way."""
+
+    def __init__(self, batch: Any, device: torch.device) -> None:
+        self.slots: list[Slot] = []
+        self.others: list[Itself] = []
+        self._device = device
+        self._marked = mapped(batch, self._mark)
+
+    def filled(self) -> Any:
+        """The batch, with what has become of its leaves."""
+        return mapped(self._marked, lambda leaf: leaf.tensor if type(leaf) in PLACES else leaf)
+
+    def _mark(self, leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            slot = slot_of_array(leaf)
+            if slot is None:
+                return leaf  # no numbers
+        elif isinstance(leaf, Tensor):
+            slot = slot_of_tensor(leaf)
+        else:
+            slot = None
+        if slot is not None and (slot.form.nbytes < STRAIGHT_BYTES or not self._is_pinned(slot)):
+            self.slots.append(slot)
+            return slot
+        if slot is not None:
+            leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+        elif callable(pin := getattr(leaf, "pin_memory", None)) and not isinstance(leaf, Tensor):
+            leaf = pin()
+        self.others.append(Itself(leaf))
+        return self.others[-1]
+
+    def _is_pinned(self, slot: Slot) -> bool:
+        """Whether the GPU can copy it as it is."""
+        if self._device.type != "cuda" or slot.form.order is None or not slot.source.flags.writeable:
+            return False
+        return torch.from_numpy(slot.source).is_pinned()
+
+
+class Conveyor:
+    """What is done with each batch, in one thread at a time."""
+
+    def __init__(self, ring: Ring, lane: Crossing, depth: int, *, in_thread: bool) -> None:
+        self.lane = lane
+        self.carrier = Carrier(ring, lane)
+        self.steps: SimpleQueue[Event] = SimpleQueue()
+        """Behind each batch, in order, an event that the loop has issued its step before."""
+        self.spare_steps: list[Event] = []
+        self.spare_arrivals: list[Event] = []
+        """Events to be used again: one thread puts them here, one other takes them."""
+        self._room = depth
+        self._step: Event | None = None
+        """The next of `steps`, if it was looked at."""
+        self._read: deque[tuple[Any, list[Any]]] = deque()
+        """Pinned memory of others that copies may still read."""
+        self._entered = not in_thread
+
+    def __call__(self, batch: Any) -> Sent:
+        if not self._entered:  # the thread that iterates: its streams are the source's own business
+            self._entered = True
+            relax_capture()
+            spare_the_loop()
+        self._wait_for_room()
+        leaves = Leaves(batch, self.lane.device)
+        others = leaves.others
+        found = [tensor for other in others for tensor in tensors_in(other.value) if tensor.is_cuda]
+        made = self.lane.made({tensor.device for tensor in found}) if found else []
+        owners: dict[int, Tensor] = {}
+        with self.lane.within():
+            if made:
+                self.lane.wait(made, found)
+            for other in others:
+                other.tensor = to_device(other.value, self.lane.device)
+                owners.update((id(t), t) for t in tensors_in(other.tensor) if t.is_cuda)
+            shared = send(leaves.slots, self.carrier)
+            arrived = self.lane.mark(self.spare_arrivals.pop() if self.spare_arrivals else None)
+            self._keep([other.value for other in others])
+        return Sent(leaves.filled(), arrived, [*shared, *owners.values()])
+
+    def has_room(self) -> bool:
+        """Whether the device has room for one more batch by now: waits for the loop, not for the device."""
+        if self._room:
+            return True
+        if self._step is None:
+            self._step = self.steps.get()
+        return self._step.query()
+
+    def _wait_for_room(self) -> None:
+        """The loop issues its steps ahead of the GPU; memory must not go there as far ahead."""
+        if not self.has_room() and self._step is not None:
+            self._step.synchronize()
+        if self._step is None:
+            self._room -= 1
+        else:
+            self.spare_steps.append(self._step)
+            self._step = None
+
+    def _keep(self, read: list[Any]) -> None:
+        """Hold on to what copies read: not all pinned memory is torch's, which waits by itself."""
+        while self._read and self._read[0][0].query():
+            self._read.popleft()
+        if read:
+            self._read.append((self.lane.mark(), read))
+
+    def close(self) -> None:
+        while self._read:
+            with suppress(Exception):  # of the GPU; the loop will hear of it
+                self._read[-1][0].synchronize()
+            self._read.clear()
