@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from flatbed.rows.disk import DiskTier
 from flatbed.rows.embedding import named_tables
 from flatbed.rows.ranks import Ranks
 from flatbed.rows.table import Table
-from flatbed.rows.tensor_file import read_tensors, sync_folder, write_tensors, write_text
+from flatbed.rows.tensor_file import as_path, read_tensors, sync_folder, write_tensors, write_text
 
 FORMAT, FORMAT_VERSION = "flatbed-checkpoint", 1
 CURRENT = "CURRENT.json"
@@ -57,10 +57,14 @@ class Training:
     def of(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> Training:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}")
-        given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        given: list[Any] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        given = [] if optimizer is None else given
         for one in given:
             if not isinstance(one, Optimizer):
-                raise TypeError(f"optimizer must be a torch.optim.Optimizer, or several; found {one!r}")
+                raise TypeError(
+                    f"optimizer must be a torch.optim.Optimizer, or several; found {type(one).__name__} "
+                    f"(what JSON can hold, such as the epoch, goes into extra={{…}})"
+                )
         tables = dict(named_tables(model))
         known = {id(table) for table in tables.values()}
         for one in given:
@@ -71,6 +75,14 @@ class Training:
                         "module that holds all of them, nn.ModuleList([model, embedding]) for example"
                     )
         return Training(model, tuple(given), tables)
+
+
+def _as_folder(folder: Any) -> Path:
+    if isinstance(folder, nn.Module):
+        raise TypeError(
+            f"the folder comes first, and then the model; found {type(folder).__name__} as the folder"
+        )
+    return as_path(folder, "folder").absolute()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,7 @@ def save_checkpoint(
     folder, as those of other tables are. With torch.distributed, all ranks call this, and the first one
     writes, to a folder that all of them see.
     """
-    folder, training, ranks = Path(folder).absolute(), Training.of(model, optimizer), Ranks()
+    folder, training, ranks = _as_folder(folder), Training.of(model, optimizer), Ranks()
     text = _json(extra)
     in_place = [t for t in training.tables.values() if t.storage_kind == "disk" and not copy_disk_tables]
     if ranks.many:
@@ -255,7 +267,7 @@ def load_checkpoint(
     Everything is checked first, and nothing changes if it does not fit. Without optimizers, their state is
     left out. With torch.distributed, all ranks call this.
     """
-    folder, training = Path(folder).absolute(), Training.of(model, optimizer)
+    folder, training = _as_folder(folder), Training.of(model, optimizer)
     current = _current(folder)
     path = folder / current.version
     manifest = _manifest(path, current)

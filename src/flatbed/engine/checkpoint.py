@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,11 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any], *, with_tables: bool 
     Tensors are copied into the optimizer's own memory in the dtype they come in (or in `state_dtype`):
     torch's own loading would cast fp32 moments down to a bf16 parameter's dtype.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"a state dict is what optimizer.state_dict() returned; found {type(state_dict).__name__} (a "
+            f"file is read by torch.load first)"
+        )
     if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
         raise ValueError(
             f"an optimizer's state dict has 'state' and 'param_groups'; found no {' and no '.join(missing)} "

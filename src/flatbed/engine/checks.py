@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,80 @@ def _check_number(name: str, value: Any, good: Callable[[float], bool], range_: 
         raise ValueError(f"{name} must be {range_}; found {value}")
 
 
+def check_known(kind: type, unknown: Iterable[str], extras: Iterable[str]) -> None:
+    """Raise for options that an optimizer does not have."""
+    if named := ", ".join(map(repr, unknown)):
+        own = [name for name in inspect.signature(kind).parameters if name not in ("params", "extras")]
+        raise TypeError(f"{kind.__name__} has no option {named}; it has {', '.join([*own, *extras])}")
+
+
+def check_closure(closure: Any) -> None:
+    """Raise for what cannot be called, such as a loss."""
+    if not callable(closure):
+        raise TypeError(
+            f"closure must be a function that computes the loss again; found {type(closure).__name__}: call "
+            f"loss.backward(), and then step()"
+        )
+
+
+def check_set_to_none(set_to_none: Any) -> None:
+    """Raise for parameters, or a module, in its place."""
+    if not isinstance(set_to_none, bool):
+        raise TypeError(
+            f"set_to_none must be True or False; found {type(set_to_none).__name__}: call zero_grad()"
+        )
+
+
+def check_params(params: Any) -> None:
+    """Raise for what is no list of parameters, or of groups of them."""
+    if isinstance(params, Tensor):
+        raise TypeError(
+            f"params must be a module, or an iterable of Tensors or dicts, but got "
+            f"{torch.typename(params)}: put it in a list"
+        )
+    wrong = isinstance(params, str | bytes | Mapping) or not isinstance(params, Iterable)
+    if wrong and not isinstance(params, nn.Module):
+        raise TypeError(
+            f"params must be a module, an iterable of parameters or of (name, parameter), or of groups; "
+            f"found {type(params).__name__}: give the module itself"
+        )
+
+
+def check_members(params: Any) -> None:
+    """Raise for what is no parameter among those of a group."""
+    for one in params if isinstance(params, list | tuple) else ():
+        param = one[1] if isinstance(one, tuple) and len(one) == 2 else one
+        if not isinstance(param, Tensor):
+            module = isinstance(param, nn.Module)
+            remedy = "its .parameters(), or its .table if it has one" if module else "parameters"
+            raise TypeError(f"a {type(param).__name__} is among the parameters, and is none: give {remedy}")
+
+
+def check_new_group(group: Any, known: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for what is no param group, and for parameters that are in another one already."""
+    if not isinstance(group, dict) or "params" not in group:
+        found = (
+            f"a dict with {', '.join(group) or 'nothing'}"
+            if isinstance(group, dict)
+            else type(group).__name__
+        )
+        raise TypeError(f"a param group is a dict with 'params', {{'params': […], 'lr': 0.1}}; found {found}")
+    if isinstance(group["params"], nn.Module | str | Mapping):
+        raise TypeError(
+            f"'params' of a group are parameters; found {type(group['params']).__name__}: give its "
+            f".parameters(), or [its .table]"
+        )
+    check_members(group["params"])
+    taken = {id(param): number for number, other in enumerate(known) for param in other["params"]}
+    for i, one in enumerate(group["params"] if isinstance(group["params"], list | tuple) else ()):
+        param = one[1] if isinstance(one, tuple) else one
+        if id(param) in taken:
+            raise ValueError(
+                f"some parameters appear in more than one parameter group: number {i} of the new one is in "
+                f"group {taken[id(param)]} already; leave it out"
+            )
+
+
 def check_param(param: Tensor, name: str) -> None:
     """Parameters that no step could update are refused when they are handed over."""
     if isinstance(param, WeightView):
@@ -138,8 +213,13 @@ def check_settings(
     state_dtype: torch.dtype | None,
     master_weights: bool,
     stochastic_rounding: bool,
+    **switches: bool,
 ) -> None:
     """The options that torch's optimizers do not have."""
+    switches |= {"master_weights": master_weights, "stochastic_rounding": stochastic_rounding}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False; found {value!r}")
     check_max_norm(max_norm)
     if ema_decay is not None and not (isinstance(ema_decay, numbers.Real) and 0 <= float(ema_decay) < 1):
         raise ValueError(f"ema_decay must be in [0, 1), or None; found {ema_decay!r}")

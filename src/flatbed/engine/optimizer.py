@@ -68,7 +68,10 @@ class Optimizer(torch.optim.Optimizer):
         state_dtype: torch.dtype | None = None,
         ema_decay: float | None = None,
         per_row_steps: bool = False,
+        **unknown: Any,
     ) -> None:
+        checks.check_known(type(self), unknown, Extras.__annotations__)
+        checks.check_params(params)
         not_options = ("self", "params", "extras", "__class__")
         defaults = {name: value for name, value in options.items() if name not in not_options}
         checks.check_group(defaults)
@@ -78,6 +81,8 @@ class Optimizer(torch.optim.Optimizer):
             state_dtype=state_dtype,
             master_weights=master_weights,
             stochastic_rounding=stochastic_rounding,
+            skip_nonfinite=skip_nonfinite,
+            per_row_steps=per_row_steps,
         )
         rounded_state = state_dtype == torch.bfloat16
         self.settings = Settings(max_norm, skip_nonfinite, stochastic_rounding, rounded_state, ema_decay)
@@ -87,6 +92,8 @@ class Optimizer(torch.optim.Optimizer):
         self._forget()
         if isinstance(params, nn.Module):
             params = named_trainables(params)
+        elif isinstance(params, list | tuple):
+            checks.check_members([one for one in params if not isinstance(one, dict)])
         try:
             super().__init__(params, defaults)
         except ValueError as error:
@@ -94,7 +101,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise
             raise ValueError(
                 "empty parameter list: there is nothing to train. Tables are not among "
-                "module.parameters(): give the module itself, or emb.table"
+                "module.parameters(), which can be read once: give the module itself, or emb.table"
             ) from error
         self.state = States(Flag(), self.state)
         if self.rule.eager:
@@ -127,6 +134,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own."""
+        checks.check_new_group(param_group, self.param_groups)
         if own := [name for name in param_group if name in Extras.__annotations__]:
             raise ValueError(
                 f"{', '.join(own)}: an option of the whole optimizer, not of a param group; found in a group"
@@ -172,6 +180,7 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
+            checks.check_closure(closure)
             with torch.enable_grad():
                 loss = closure()
         if self._on_loan:
@@ -189,6 +198,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero."""
+        checks.check_set_to_none(set_to_none)
         if not set_to_none:
             for (
                 member
@@ -449,6 +459,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def set_table_scalars(self, table: Table, scalars: Mapping[str, float]) -> None:
         """Go on from these numbers of state; those that are not given begin anew."""
+        if not any(member.table is table for member in self._tables.members):
+            raise ValueError(
+                f"{type(self).__name__} does not have this table; found {table!r}: give it to it first"
+            )
         self._tables.restore(self._tables[table], scalars)
 
     def state_dict_without_tables(self) -> dict[str, Any]:

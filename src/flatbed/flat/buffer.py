@@ -276,11 +276,16 @@ class Buffer:
 
     def set_grad(self, value: torch.Tensor) -> None:
         """Assigning a tensor to the flat `.grad`: it becomes every original's gradient."""
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"the gradient of a flat parameter is a tensor of its shape {tuple(self.data.shape)}, or "
+                f"None; found {value!r}"
+            )
         if value.shape != self.data.shape or value.is_sparse or value.dtype != self.data.dtype:
             raise ValueError(
                 f"the gradient of a flat parameter of {self.data.dtype} and shape {tuple(self.data.shape)} "
                 f"was assigned a {'sparse ' if value.is_sparse else ''}tensor of {value.dtype} and shape "
-                f"{tuple(value.shape)}"
+                f"{tuple(value.shape)}: assign one like it, or None"
             )
         if not self.views:
             self._make_views()

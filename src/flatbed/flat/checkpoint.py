@@ -41,6 +41,11 @@ def state_dict(module: nn.Module, *, tied: bool = True) -> StateDict:
     >>> [(name, tuple(t.shape)) for name, t in state_dict(model).items()]
     [('weight', (3, 2)), ('bias', (3,))]
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"state_dict takes a torch.nn.Module; found {type(module).__name__}: give the model itself (an "
+            f"optimizer has a state_dict() of its own)"
+        )
     plain = StateDict()
     copies: dict[Any, torch.Tensor] = {}
     own = module.state_dict()
@@ -71,6 +76,7 @@ class Place:
 
 def optimizer_state_dict(flat: FlatParams, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """See `FlatParams.optimizer_state_dict`."""
+    check_optimizer(optimizer)
     packed = optimizer.state_dict()
     numbers = _numbers(optimizer, packed)
     state: dict[int, Any] = {}
@@ -107,6 +113,7 @@ def load_optimizer_state_dict(
     flat: FlatParams, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
     """See `FlatParams.load_optimizer_state_dict`. All is checked before the optimizer changes."""
+    check_optimizer(optimizer)
     flat._heal()  # a model cast meanwhile has another layout
     own = optimizer.state_dict()
     numbers = _numbers(optimizer, own)
@@ -129,7 +136,25 @@ def load_optimizer_state_dict(
                 built[numbers[key]] = joined
         kept = {k: v for k, v in own["param_groups"][number].items() if k in ("params", "param_names")}
         groups.append({**{k: v for k, v in given.items() if k not in ("params", "param_names")}, **kept})
-    optimizer.load_state_dict({**state, "state": built, "param_groups": groups})
+    before = optimizer.state, optimizer.param_groups
+    try:
+        optimizer.load_state_dict({**state, "state": built, "param_groups": groups})
+    except KeyError as error:  # torch replaces what it has, and then looks for what it needs
+        optimizer.state, optimizer.param_groups = before
+        held = ", ".join(dict.fromkeys(repr(key) for value in built.values() for key in value))
+        raise FlatbedError(
+            f"the state is of another optimizer than {type(optimizer).__name__}: it has "
+            f"{held or 'nothing'}, and lacks {error}; load it into the optimizer that it was saved from"
+        ) from error
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise for what is none, such as a state dict in its place."""
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise TypeError(
+            f"optimizer must be one of torch's, built over flat.parameters() or flat.groups(); found "
+            f"{type(optimizer).__name__}"
+        )
 
 
 def _numbers(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[int, int]:
@@ -212,12 +237,16 @@ def _part(
 
 def _check_sizes(places: list[list[Place]], state: dict[str, Any]) -> None:
     if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
-        raise ValueError("expected a dict with 'state' and 'param_groups', as optimizer.state_dict() returns")
-    found = [len(group.get("params", ())) for group in state["param_groups"]]
-    expected = [len(group) for group in places]
-    if found != expected:
+        found = ", ".join(map(repr, list(state)[:4])) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
-            f"the state is of groups with {found} parameters, the optimizer's groups have {expected}; "
+            f"expected a dict with 'state' and 'param_groups', as optimizer.state_dict() returns; found "
+            f"{found}"
+        )
+    n_found = [len(group.get("params", ())) for group in state["param_groups"]]
+    expected = [len(group) for group in places]
+    if n_found != expected:
+        raise ValueError(
+            f"the state is of groups with {n_found} parameters, the optimizer's groups have {expected}; "
             f"it must come from the same parameters in the same groups"
         )
 

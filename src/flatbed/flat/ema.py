@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import numbers
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,10 +29,9 @@ class EMA:
     """
 
     def __init__(self, flat: FlatParams, decay: float = 0.999) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"decay must be in [0, 1); found {decay}")
         if not isinstance(flat, FlatParams):
             raise TypeError(f"EMA averages a FlatParams; found {type(flat).__name__}: EMA(FlatParams(model))")
+        _check_decay(decay)
         self.flat = flat
         self.decay = decay
         self.n_updates = 0
@@ -79,6 +79,13 @@ class EMA:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, for the same parameters."""
         self._refuse_swapped("load_state_dict()")
+        keys = ("decay", "n_updates", "weights")
+        if not isinstance(state, Mapping) or any(key not in state for key in keys):
+            held = list(state)[:6] if isinstance(state, Mapping) else [type(state).__name__]
+            raise ValueError(
+                f"expected what ema.state_dict() returned, with {', '.join(keys)}; found {', '.join(held)}"
+            )
+        _check_decay(state["decay"])
         self._follow()
         expected = {s.name: s.shape for s in self._segments}
         found = {name: tuple(t.shape) for name, t in state["weights"].items()}
@@ -92,7 +99,9 @@ class EMA:
 
     def _refuse_swapped(self, call: str) -> None:
         if self._swapped:
-            raise FlatbedError(f"{call} inside `with ema.weights()`: the model holds the averages already")
+            raise FlatbedError(
+                f"{call} inside `with ema.weights()`: the model holds the averages already; call it outside"
+            )
 
     @torch.no_grad()
     def _copy_in(self) -> None:
@@ -116,6 +125,11 @@ class EMA:
             view(moved[segment.buffer], segment).copy_(view(self._averages[source.buffer], source))
         self._averages = moved
         self._segments = self.flat.segments
+
+
+def _check_decay(decay: Any) -> None:
+    if not isinstance(decay, numbers.Real) or not 0.0 <= float(decay) < 1.0:
+        raise ValueError(f"decay must be in [0, 1); found {decay!r}")
 
 
 def _average_of(buffer: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from flatbed.flat.buffer import Buffer
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Raise unless gradients can be clipped to this."""
+    single = isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1
+    if not (single or isinstance(max_norm, numbers.Real)):
+        raise TypeError(f"max_norm must be a number; found {max_norm!r} (parameters are not given again)")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must not be negative; found {max_norm}")
+
+
+def as_norm_type(norm_type: Any) -> float:
+    """The kind of norm as a number: torch takes "inf", too."""
+    try:
+        return float(norm_type)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"norm_type must be a number such as 2.0, or 'inf' for the largest element; found {norm_type!r}"
+        ) from None
 
 
 def param_norms(buffer: Buffer, norm_type: float = 2.0) -> torch.Tensor:

@@ -30,6 +30,11 @@ class FlatParameter(nn.Parameter):
     _owner: FlatParams
     _index: int
 
+    def __new__(cls, *_: Any, **__: Any) -> FlatParameter:
+        raise TypeError(
+            "a FlatParameter is made by a FlatParams, not by hand: FlatParams(model).parameters()"
+        )
+
     @staticmethod
     def over(data: torch.Tensor, owner: FlatParams, index: int) -> FlatParameter:
         """A flat parameter over `data`, the memory of `owner`'s buffer number `index`."""

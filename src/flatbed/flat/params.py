@@ -162,14 +162,15 @@ class FlatParams:
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients, a tensor on their device; parameters are summed in torch's order."""
-        return self._total_norm(self._gathered(), norm_type)
+        return self._total_norm(self._gathered(), norms.as_norm_type(norm_type))
 
     @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, bit for bit, in one pass per buffer; returns the norm."""
-        _check_max_norm(max_norm)
+        norms.check_max_norm(max_norm)
+        norm_type = norms.as_norm_type(norm_type)
         gathered = self._gathered()
         if error_if_nonfinite:
             total = self._total_norm(gathered, norm_type)
@@ -202,7 +203,9 @@ class FlatParams:
         counts when there are thousands of small ones. Returns the norm if `max_norm` was given.
         """
         if max_norm is not None:
-            _check_max_norm(max_norm)
+            norms.check_max_norm(max_norm)
+        norm_type = norms.as_norm_type(norm_type)
+        checkpoint.check_optimizer(optimizer)
         held = {id(p) for p in hooks.flat_parameters(optimizer)}
         if not all(id(p) in held for p in self.parameters()):
             raise ValueError(
@@ -270,6 +273,11 @@ class FlatParams:
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         """Put a snapshot's values back, one copy per buffer."""
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(
+                f"restore takes what flat.snapshot() returned; found {type(snapshot).__name__} (a state "
+                f"dict is loaded by the model: model.load_state_dict)"
+            )
         self._heal()
         if snapshot.segments != self.segments:
             raise ValueError(
@@ -397,11 +405,6 @@ class FlatParams:
             f"FlatParams({len(self._entries)} parameters, {n_elements} elements, "
             f"{n_buffers} buffer{'s' * (n_buffers != 1)}, grads={self.grads!r})"
         )
-
-
-def _check_max_norm(max_norm: float) -> None:
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must not be negative; found {max_norm}")
 
 
 def _spec(entry: Entry) -> Spec:

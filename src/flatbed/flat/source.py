@@ -13,9 +13,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatbed.layout import is_dense, overlaps_itself
+from flatbed.rows.table import Table
 
 Source: TypeAlias = (
     "nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]"
+)
+
+_NEEDS = (
+    "FlatParams needs a module, an iterable of parameters or of (name, parameter), or a list of param groups"
 )
 
 
@@ -46,23 +51,18 @@ def read(source: Source) -> Given:
         slots = _slots(source)
         entries = [Entry(n, p, 0, slots[id(p)]) for n, p in source.named_parameters()]
         given = Given(entries, [{}], module=source)
-    elif isinstance(source, (torch.Tensor, Mapping)):
-        raise TypeError(
-            f"FlatParams needs a module, an iterable of parameters or of (name, parameter), or a list of "
-            f"param groups; found a single {type(source).__name__}: put it in a list"
-        )
-    elif not isinstance(source, Iterable):
-        raise TypeError(
-            f"FlatParams needs a module, an iterable of parameters or of (name, parameter), or a list of "
-            f"param groups; found {type(source).__name__}"
-        )
+    elif isinstance(source, torch.Tensor) or (isinstance(source, Mapping) and "params" in source):
+        raise TypeError(f"{_NEEDS}; found a single {type(source).__name__}: put it in a list")
+    elif not isinstance(source, Iterable) or isinstance(source, str | bytes | Mapping):
+        raise TypeError(f"{_NEEDS}; found {type(source).__name__}: give the module itself")
     else:
         given = _read_items(list(source))
     _refuse_unfit(given.entries)
     if not any(entry.parameter.requires_grad for entry in given.entries):
         raise ValueError(
-            f"FlatParams found no trainable parameter among {len(given.entries)}: frozen parameters are "
-            f"left alone, so there is nothing to flatten"
+            f"FlatParams found no trainable parameter among {len(given.entries)}, so there is nothing to "
+            f"flatten: frozen parameters are left alone, tables are not among a module's parameters, and an "
+            f"iterator such as model.parameters() can be read once"
         )
     return given
 
@@ -94,7 +94,16 @@ def _named(params: Any, *, first: int) -> Iterator[tuple[str | None, torch.Tenso
     for position, item in enumerate(items, first):
         name, parameter = item if isinstance(item, tuple) else (None, item)
         if not isinstance(parameter, torch.Tensor):
-            raise TypeError(f"item {position} of the source is a {type(parameter).__name__}, not a parameter")
+            remedy = "its .parameters()" if isinstance(parameter, nn.Module) else "parameters, or the module"
+            raise TypeError(
+                f"item {position} of the source is a {type(parameter).__name__}, not a parameter: give "
+                f"{remedy}"
+            )
+        if isinstance(parameter, Table):
+            raise TypeError(
+                f"item {position} of the source is {parameter!r}, whose rows have a home of their own: give "
+                f"it to an optimizer of flatbed.optim, and the other parameters to FlatParams"
+            )
         yield name, parameter
 
 

@@ -94,6 +94,38 @@ def with_cache(config: Config, cache_rows: Any, cache_bytes: Any, cache_policy: 
     return replace(config, cache_rows=rows, cache_bytes=nbytes, cache_policy=cache_policy)
 
 
+def device_of(device: Any) -> torch.device:
+    """The device that was asked for, with its number, if it is here; by default torch's default device."""
+    found = torch.get_default_device() if device is None else parsed(device)
+    check_device(found)
+    return present(found)
+
+
+def parsed(device: Any) -> torch.device:
+    """A device by torch's name for it."""
+    try:
+        if not isinstance(device, bool):
+            return torch.device(device)
+    except (RuntimeError, TypeError):
+        pass
+    found = repr(device) if isinstance(device, str | int) else type(device).__name__
+    raise FlatbedError(f'device must be "cpu", "cuda" or "cuda:1", for example; found {found}')
+
+
+def present(found: torch.device) -> torch.device:
+    """The same with its number, if it is here."""
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f'torch sees no CUDA GPU, and "{found}" was asked for: give device="cpu"')
+    index: int | None = found.index
+    if index is not None and index >= torch.cuda.device_count():
+        raise ValueError(
+            f'there are {torch.cuda.device_count()} GPUs, from "cuda:0" on; found device "{found}"'
+        )
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
 def check_device(device: torch.device) -> None:
     """Refuse devices that no lookup can be computed on."""
     if device.type not in ("cpu", "cuda"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flatbed.errors import FlatbedError
-from flatbed.rows import initial
-from flatbed.rows.config import Config, with_cache
+from flatbed.rows.asked import FIXED, configured, refuse
+from flatbed.rows.config import with_cache
 from flatbed.rows.ids import as_ids
 from flatbed.rows.lookup import fetched, find, looked_up, recording
 from flatbed.rows.memory import available_bytes
@@ -23,16 +24,6 @@ from flatbed.rows.view import WeightView
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-REFUSED = {
-    "max_norm": (None, "renormalise rows with read_rows and write_rows"),
-    "norm_type": (2.0, "it goes with max_norm"),
-    "scale_grad_by_freq": (False, "divide the loss of frequent ids instead"),
-    "sparse": (False, "only the rows of the batch are ever updated here; leave it out"),
-    "_weight": (None, "use from_pretrained, or write to emb.weight"),
-    "_freeze": (False, "use emb.requires_grad_(False)"),
-}
-"""Arguments of torch's modules that there is no equivalent for: torch's default, and what to do instead."""
 
 
 class TableModule(nn.Module):
@@ -61,6 +52,8 @@ class TableModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "table":
             raise AttributeError("a module's table cannot be replaced: use from_table to make another module")
+        if name in FIXED:
+            raise AttributeError(f"{name} cannot be set: {FIXED[name]}")
         if name == "weight":
             if isinstance(value, WeightView) and value._table is self.table:
                 return  # emb.weight += 1: it is done
@@ -89,6 +82,8 @@ class TableModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the recorded gradients."""
+        if not isinstance(set_to_none, bool):
+            raise TypeError(f"set_to_none must be True or False; found {type(set_to_none).__name__}")
         self.table.grad = None
 
     def extra_repr(self) -> str:
@@ -150,6 +145,13 @@ class TableModule(nn.Module):
                 f"from_table takes a flatbed.Table; found {type(table).__name__} (for a tensor of weights: "
                 f"from_pretrained)"
             )
+        allowed = inspect.signature(cls._options).parameters.keys() - {"self"}
+        for name in options.keys() - allowed:
+            raise TypeError(
+                f"{cls.__name__}.from_table has no option {name!r} (it takes "
+                f"{', '.join(sorted(allowed)) or 'none'})"
+                f": the table is as it was made"
+            )
         made = cls.__new__(cls)
         TableModule.__init__(made, table)
         made._options(**options)
@@ -201,7 +203,7 @@ class HostEmbedding(TableModule):
         cache_policy: str = "lfu",
         **refused: Any,
     ) -> None:
-        refuse(type(self).__name__, refused)
+        refuse(type(self), refused)
         config = configured(num_embeddings, embedding_dim, padding_idx, storage, path, dtype, init, seed)
         config = with_cache(config, cache_rows, cache_bytes, cache_policy)
         super().__init__(make(config, device, replicate=replicate))
@@ -266,7 +268,7 @@ class HostEmbeddingBag(TableModule):
         cache_policy: str = "lfu",
         **refused: Any,
     ) -> None:
-        refuse(type(self).__name__, refused)
+        refuse(type(self), refused)
         config = configured(num_embeddings, embedding_dim, padding_idx, storage, path, dtype, init, seed)
         config = with_cache(config, cache_rows, cache_bytes, cache_policy)
         _check_mode(mode)
@@ -306,6 +308,11 @@ class HostEmbeddingBag(TableModule):
         if offsets is not None:
             offsets = as_ids(offsets).to(device)
         if per_sample_weights is not None:
+            if not isinstance(per_sample_weights, Tensor):
+                raise TypeError(
+                    f"per_sample_weights must be a tensor of the ids' shape; found "
+                    f"{type(per_sample_weights).__name__}"
+                )
             per_sample_weights = per_sample_weights.to(device)
         return functional.embedding_bag(
             found.inverse.view(batch.shape),
@@ -330,59 +337,15 @@ def _check_mode(mode: str) -> None:
         raise ValueError(f"mode must be 'sum', 'mean' or 'max'; found {mode!r}")
 
 
-def refuse(name: str, options: dict[str, Any]) -> None:
-    """Raise for arguments that would have an effect in torch's module and have none here."""
-    for option, value in options.items():
-        if option not in REFUSED:
-            raise TypeError(f"{name} has no argument {option!r}")
-        default, remedy = REFUSED[option]
-        if value is not default and value != default:
-            raise TypeError(f"{name} does not support {option}={value!r}: {remedy}")
-
-
-def configured(
-    num_embeddings: Any,
-    embedding_dim: Any,
-    padding_idx: int | None,
-    storage: str,
-    path: str | Path | None,
-    dtype: torch.dtype | None,
-    init: Any,
-    seed: int,
-) -> Config:
-    """What was asked for, checked."""
-    for what, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{what} must be an integer; found {value!r}")
-    n_rows, dim = int(num_embeddings), int(embedding_dim)
-    if padding_idx is not None:
-        if isinstance(padding_idx, bool) or not hasattr(padding_idx, "__index__"):
-            raise TypeError(f"padding_idx must be an integer or None; found {padding_idx!r}")
-        padding_idx = int(padding_idx)
-        if not -n_rows <= padding_idx < n_rows:
-            raise ValueError(f"padding_idx must be within the {n_rows} rows; found {padding_idx}")
-        padding_idx %= n_rows
-    if storage == "disk" and path is None:
-        raise ValueError('storage="disk" needs a path: path="items.bed", for example')
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"seed must be an integer; found {seed!r}")
-    config = Config(
-        n_rows=n_rows,
-        dim=dim,
-        dtype=torch.get_default_dtype() if dtype is None else dtype,
-        storage=storage,
-        path=None if path is None else Path(path).absolute(),
-        init=initial.parse(init),
-        seed=int(seed),
-        padding_idx=padding_idx,
-    )
-    nothing = torch.empty((0, dim), dtype=config.dtype, device="cpu")
-    initial.fill_(nothing, first_row=0, init=config.init, seed=config.seed)  # refuses what does not fit
-    return config
-
-
 def pretrained(cls: Any, embeddings: Any, freeze: bool, **options: Any) -> Any:
     """A module with given weights."""
+    if isinstance(embeddings, nn.Module | dict | str | Path):
+        raise TypeError(
+            f"embeddings must be a tensor or an array (num_embeddings, embedding_dim); found "
+            f"{type(embeddings).__name__}: give the weight that is in it"
+        )
+    if "init" in options:
+        raise TypeError(f"from_pretrained has its weights, and no init; found init={options['init']!r}")
     if not isinstance(embeddings, Tensor):
         embeddings = torch.as_tensor(embeddings, device="cpu")
     if embeddings.dim() != 2:
@@ -455,4 +418,9 @@ def tables(module: nn.Module) -> list[Table]:
     >>> tables(nn.Sequential(HostEmbedding(10, 4), nn.Linear(4, 1)))
     [Table(10 × 4, torch.float32, host)]
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"tables takes a torch.nn.Module; found {type(module).__name__}: give the model itself, or an "
+            f"nn.ModuleList of several"
+        )
     return [table for _, table in named_tables(module)]

@@ -22,7 +22,7 @@ def as_ids(ids: Any) -> Tensor:
         return torch.from_numpy(np.require(ids, np.int64, ["C", "W"]))
     if not isinstance(ids, Tensor):
         if isinstance(ids, (list, tuple, range, int, np.integer)):
-            return as_ids(np.asarray(ids) if np.size(ids) else np.zeros(np.shape(ids), np.int64))
+            return as_ids(_as_array(ids))
         raise TypeError(
             f"ids must be integers in a tensor, a numpy array or a list; found {type(ids).__name__}"
         )
@@ -33,6 +33,16 @@ def as_ids(ids: Any) -> Tensor:
     if ids.dtype not in INTEGERS:
         raise TypeError(f"ids must be integers; found a tensor of {ids.dtype}")
     return ids.detach().to(torch.int64)
+
+
+def _as_array(ids: Any) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(ids) if np.size(ids) else np.zeros(np.shape(ids), np.int64)
+    except ValueError:
+        raise ValueError(
+            "ids in lists must have one shape; found lists of different lengths: pad them, or give a "
+            "HostEmbeddingBag one flat list and offsets"
+        ) from None
 
 
 def check_range(ids: Tensor, n_rows: int) -> None:
@@ -63,16 +73,34 @@ def _place(at: int, shape: tuple[int, ...]) -> str:
     return f"position {place[0] if len(place) == 1 else place}"
 
 
+def as_values(values: Any, shape: tuple[int, ...]) -> Tensor:
+    """Numbers for rows, of this shape, as a tensor where they are."""
+    try:
+        given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"values must be a tensor, an array or lists of numbers, of shape {shape}; found "
+            f"{type(values).__name__}"
+        ) from None
+    if tuple(given.shape) != shape:
+        raise ValueError(f"values for these ids must have shape {shape}; found {tuple(given.shape)}")
+    if not given.is_floating_point():
+        raise TypeError(f"values must be floating point numbers; found {given.dtype}: convert with .float()")
+    return given
+
+
 def most_used(rows: Tensor, counts: Any, n_rows: int) -> tuple[Tensor, Tensor]:
     """Distinct rows, the most frequent first, and how often they occur."""
     check_range(rows, n_rows)
     rows, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
     if counts is not None:
         given = torch.as_tensor(counts, dtype=torch.float64, device="cpu").flatten()
-        if len(given) != len(which) or bool((given < 0).any()):
+        if len(given) != len(which):
             raise ValueError(
                 f"counts are one per id, none of them negative; found {len(given)} for {len(which)} ids"
             )
+        if bool((given < 0).any()):
+            raise ValueError(f"counts are one per id, none of them negative; found {given.min().item():g}")
         times = torch.zeros(len(rows), dtype=torch.float64).index_add_(0, which, given)
     order = times.argsort(descending=True, stable=True)
     return rows[order], times[order].clamp(min=1)

@@ -17,11 +17,12 @@ from flatbed.errors import FlatbedError
 from flatbed.rows import initial
 from flatbed.rows.config import Config
 from flatbed.rows.disk import DiskTier
+from flatbed.rows.disk.header import TABLE
 from flatbed.rows.disk.rows import Fill
 from flatbed.rows.progress import progress
 from flatbed.rows.record import DTYPES, NAMES, WEIGHT, Field, Record
 from flatbed.rows.store import Store
-from flatbed.rows.tensor_file import Entry, entries_of, opened, writing
+from flatbed.rows.tensor_file import Entry, as_path, entries_of, opened, writing
 
 if TYPE_CHECKING:
     from flatbed.rows.table import Table
@@ -111,6 +112,8 @@ def load(table: Table, path: Path) -> None:
 
 def look(path: Path) -> Contents:
     """What a file holds, checked: one that `save` has written, or any with a tensor "weight" alone."""
+    if path.is_file() and _begins(path, len(TABLE)) == TABLE:
+        raise FlatbedError(f'{path} is the file of a table with storage="disk": use flatbed.open_table')
     with opened(path, "table's file") as reader:
         metadata, found = reader.metadata() or {}, entries_of(reader)
         n_tensors = len(reader.keys())
@@ -138,6 +141,14 @@ def look(path: Path) -> Contents:
                 f"{path} does not hold what it says ({error}): it is damaged; restore it from a copy"
             ) from error
     return contents
+
+
+def _begins(path: Path, n_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(n_bytes)
+    except OSError:
+        return b""  # whoever opens it next says why
 
 
 def _foreign(path: Path, found: Mapping[str, Entry], n_tensors: int) -> Contents:
@@ -286,8 +297,8 @@ def load_table(
     """
     if (storage == "disk") != (to is not None):
         raise ValueError(f'`to` names the new file of storage="disk"; found storage={storage!r}, to={to}')
-    found = look(Path(path))
-    config = configured(found, storage, None if to is None else Path(to).absolute())
+    found = look(as_path(path))
+    config = configured(found, storage, None if to is None else as_path(to, "to").absolute())
     if config.path is None:
         table = blank(config, found.record, device=device, replicate=replicate)
         read_in(table, found)
@@ -311,7 +322,11 @@ def open_table(path: str | Path, *, device: Any = None, replicate: bool = True) 
     """The table of a file of ``storage="disk"``, as its last checkpoint left it."""
     from flatbed.rows.table import make
 
-    path = Path(path).absolute()
+    path = as_path(path).absolute()
+    if path.is_file() and _begins(path, 9)[8:] == b"{":
+        raise FlatbedError(
+            f"{path} is a safetensors file, such as table.save() writes: use flatbed.load_table"
+        )
     tier = DiskTier.open(path)
     weight = tier.record.weight
     about = {"num_embeddings": tier.n_rows, **tier.meta.get("table", {})}

@@ -16,12 +16,13 @@ from flatbed.rows import exchange
 from flatbed.rows.access import Access
 from flatbed.rows.cache import CacheStats, Ticket
 from flatbed.rows.cache.ticket import version_of
-from flatbed.rows.config import Config, check_device, with_cache
+from flatbed.rows.config import Config, device_of, with_cache
 from flatbed.rows.gradient import Fetched, Packed, Pending
-from flatbed.rows.ids import as_ids, check_range, most_used, to_device
+from flatbed.rows.ids import as_ids, as_values, check_range, most_used, to_device
 from flatbed.rows.record import Field
 from flatbed.rows.store import Store
 from flatbed.rows.suspects import Suspects
+from flatbed.rows.tensor_file import as_path
 from flatbed.rows.view import WeightView
 
 
@@ -47,7 +48,15 @@ class Table(nn.Parameter):
     numbers: dict[str, Tensor]
     """The optimizer's numbers of state for this table; they stay when the optimizer goes."""
 
-    def __new__(cls, config: Config, *, device: torch.device, replicate: bool = True) -> Table:
+    def __new__(
+        cls, config: Config, *others: Any, device: torch.device | None = None, replicate: bool = True
+    ) -> Table:
+        if others or device is None or not isinstance(config, Config):
+            given = ", ".join(type(one).__name__ for one in (config, *others))
+            raise TypeError(
+                f"a Table is not made by hand; found Table({given}): use flatbed.HostEmbedding(rows, "
+                f"dim).table, flatbed.open_table(path) or flatbed.load_table(path)"
+            )
         empty = torch.empty(0, dtype=config.dtype, device="cpu")
         table = torch.Tensor._make_subclass(cls, empty, True)
         table.store = Store(config, device)
@@ -140,6 +149,8 @@ class Table(nn.Parameter):
             self.pending.clear()  # not the ids to be checked: a bad batch is raised, dropped or not
             self._orphaned = False  # whoever drops them knows of them
             return
+        if not isinstance(value, Tensor):
+            raise TypeError(f"a table's gradient is set to None, or to a tensor like it; found {value!r}")
         packed = self._whole()
         if packed is None or value.shape != packed.grads.shape:
             found = "none" if packed is None else tuple(packed.grads.shape)
@@ -257,7 +268,8 @@ class Table(nn.Parameter):
     def read_state(self, name: str, ids: Any) -> Tensor:
         """The optimizer state of some rows: ids of any shape → (*shape, dim)."""
         if name not in self.state_names:
-            raise KeyError(f"there is no state {name!r}; found {', '.join(self.state_names) or 'none'}")
+            found = ", ".join(self.state_names) or "none (an optimizer that has the table brings it)"
+            raise KeyError(f"there is no state {name!r}; found {found}")
         wanted = self._checked(ids)
         taken = self.access.take(wanted.flatten())[name]
         return taken.reshape(*wanted.shape, taken.shape[1])
@@ -266,12 +278,7 @@ class Table(nn.Parameter):
     def write_rows(self, ids: Any, values: Any) -> None:
         """Replace the weights of some rows: ids of any shape, values (*shape, dim). State stays as it is."""
         wanted = self._checked(ids)
-        shape = (*wanted.shape, self.embedding_dim)
-        given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
-        if tuple(given.shape) != shape:
-            raise ValueError(f"values for these ids must have shape {shape}; found {tuple(given.shape)}")
-        if not given.is_floating_point():
-            raise TypeError(f"values must be floating point numbers; found {given.dtype}")
+        given = as_values(values, (*wanted.shape, self.embedding_dim))
         rows, values = wanted.flatten(), given.reshape(-1, self.embedding_dim)
         unique, inverse = torch.unique(rows, return_inverse=True)
         if len(unique) != len(rows):  # the last one counts
@@ -353,13 +360,13 @@ class Table(nn.Parameter):
         from flatbed.rows import saving
 
         self.suspects.check_graphs()
-        saving.save(self, Path(path))
+        saving.save(self, as_path(path))
 
     def load(self, path: str | Path) -> None:
         """Read what `save` has written, from a table of any storage; nothing changes if it does not fit."""
         from flatbed.rows import saving
 
-        saving.load(self, Path(path))
+        saving.load(self, as_path(path))
 
     def close(self, *, discard: bool = False) -> None:
         """Give memory and files back. Changes of a disk table since its last checkpoint are dropped.
@@ -412,8 +419,6 @@ _ALLOWED = {
 
 def make(config: Config, device: Any, *, replicate: bool) -> Table:
     """A table that computes on `device`."""
-    device = torch.device(device) if device is not None else torch.get_default_device()
-    check_device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return Table(config, device=device, replicate=replicate)
+    if not isinstance(replicate, bool):
+        raise TypeError(f"replicate must be True or False; found {replicate!r}")
+    return Table(config, device=device_of(device), replicate=replicate)

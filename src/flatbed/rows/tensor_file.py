@@ -137,6 +137,13 @@ def check_plain(tensor: Tensor, name: str) -> None:
         )
 
 
+def as_path(path: Any, what: str = "path") -> Path:
+    """The path that was given."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{what} must be a string or a pathlib.Path; found {type(path).__name__}")
+    return Path(path)
+
+
 def kind_of(dtype: torch.dtype, name: str) -> str:
     """Safetensors' word for a dtype."""
     if dtype not in KINDS:

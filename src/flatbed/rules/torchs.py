@@ -107,7 +107,8 @@ def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: An
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise TypeError(
-            f"from_torch takes a class of torch.optim, such as torch.optim.Adamax; found {kind!r}"
+            f"from_torch takes a class of torch.optim, such as torch.optim.Adamax, and then what to train; "
+            f"found {repr(kind) if isinstance(kind, type) else f'an object of {type(kind).__name__}'}"
         )
     if issubclass(kind, Optimizer):
         raise TypeError(f"{kind.__name__} is flatbed's own and takes tables as it is: {kind.__name__}(model)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,16 @@ class Home:
     """Where a collection lives: in the computing device's memory, the host's, or a file."""
 
     kind: Literal["device", "host", "disk"]
-    diskname: str = ""
+    diskname: str | os.PathLike[str] = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.diskname, str | os.PathLike):
+            raise TypeError(
+                f"diskname must be the beginning of a file's path; found {type(self.diskname).__name__}"
+            )
+        folder = Path(f"{self.diskname}0.bed").absolute().parent
+        if self.kind == "disk" and not folder.is_dir():
+            raise FlatbedError(f"there is no folder {folder} to make a file in: make it first")
 
     def path(self) -> Path:
         """The first file `DISKNAME0.bed`, `DISKNAME1.bed`, … that does not exist yet."""

@@ -21,6 +21,7 @@ from flatbed.compat.speedtorch.collection import (
 from flatbed.compat.speedtorch.homes import cupy_home
 from flatbed.errors import FlatbedError
 from flatbed.rows.ids import as_ids, check_range, to_device
+from flatbed.rows.tensor_file import as_path
 
 DATA = "data"
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -33,9 +34,24 @@ def ids_of(indexes: Any) -> Tensor | None:
         indexes = np.asarray(indexes)
     if isinstance(indexes, np.ndarray) and indexes.ndim and indexes.dtype.kind in "iu":
         return as_ids(indexes)
+    if isinstance(indexes, np.ndarray) and indexes.dtype.kind in "fc":
+        raise TypeError(
+            f"indexes must be integers, slices or a mask; found an array of {indexes.dtype} (insertData "
+            "takes the data first)"
+        )
     if isinstance(indexes, Tensor) and indexes.dim() and indexes.dtype not in (torch.bool, torch.uint8):
         return as_ids(indexes)
     return None
+
+
+def as_values(values: Any) -> Tensor:
+    """Numbers as a tensor."""
+    try:
+        return values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"values must be numbers in a tensor, an array or a list; found {type(values).__name__}"
+        ) from None
 
 
 def as_index(indexes: Any, *, to_torch: bool, device: torch.device) -> Any:
@@ -103,8 +119,7 @@ class Rows:
     def insertData(self, dataObject: Any, indexes: Any) -> None:
         """Replace rows, or any part, by a tensor's or an array's values. Of repeated rows the last counts."""
         rows, ids = self._rows(), ids_of(indexes)
-        is_tensor = isinstance(dataObject, Tensor)
-        given = dataObject.detach() if is_tensor else torch.as_tensor(np.asarray(dataObject))
+        given = as_values(dataObject)
         dtype = rows.columns[DATA].dtype
         if not torch.can_cast(given.dtype, dtype):
             raise TypeError(f"values of {given.dtype} cannot be stored among {dtype}: convert them first")
@@ -205,7 +220,9 @@ class DataGadget(Rows):
 
 
 def _mode(name: str | os.PathLike[str]) -> str:
-    forbidden = os.path.exists(name) and not os.access(name, os.W_OK)
+    path = files.npy_path(name)
+    path = path if path.exists() else as_path(name, "the file's name")
+    forbidden = path.exists() and not os.access(path, os.W_OK)
     return "r" if forbidden else "r+"
 
 
@@ -270,6 +287,8 @@ class DataGadgetMM:
         path = files.npy_path(saveFileName)
         if path.exists() and path.samefile(files.npy_path(self.fileName)):
             raise ValueError(f"{path} is the file itself, which holds the data already: choose another name")
+        if not path.parent.is_dir():
+            raise FlatbedError(f"there is no folder {path.parent} to write {path.name} to: make it first")
         np.save(path, self._mapped(), allow_pickle=False)
 
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatbed.compat.speedtorch.collection import Collection
 from flatbed.errors import FlatbedError
-from flatbed.rows.tensor_file import replacing, write_at
+from flatbed.rows.tensor_file import as_path, replacing, write_at
 
 BFLOAT = torch.bfloat16  # which numpy does not know: it is given float32 instead, which loses nothing
 
@@ -38,7 +38,7 @@ def numpy_copy(values: Tensor) -> np.ndarray[Any, Any]:
 
 def npy_path(name: str | os.PathLike[str]) -> Path:
     """Numpy adds .npy to names that do not end so."""
-    path = Path(name)
+    path = as_path(name, "the file's name")
     return path if path.suffix == ".npy" else path.with_name(path.name + ".npy")
 
 
@@ -64,7 +64,7 @@ def save_npy(
 
 def open_npy(name: str | os.PathLike[str], *, mode: Any = "r") -> np.ndarray[Any, Any]:
     """An array in a file, mapped into memory."""
-    path = Path(name)
+    path = as_path(name, "the file's name")
     path = path if path.exists() else npy_path(name)
     if not path.is_file():
         raise FlatbedError(f"there is no array at {path}: check the path")
@@ -95,7 +95,9 @@ def load_npy(name: str | os.PathLike[str], rows: Collection, *, stacked: bool) -
 
 def save_torch(name: str | os.PathLike[str], rows: Collection, *, stacked: bool) -> None:
     """All rows by torch.save: a tensor, or with `stacked` a dict of them."""
-    path = Path(name)
+    path = as_path(name, "the file's name")
+    if path.is_dir() or not path.parent.is_dir():
+        raise FlatbedError(f"{path} cannot be written: it must be the name of a file in a folder that exists")
     values = {column: rows.copied(column) for column in rows.columns}
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -107,7 +109,7 @@ def save_torch(name: str | os.PathLike[str], rows: Collection, *, stacked: bool)
 
 def load_torch(name: str | os.PathLike[str], rows: Collection, *, stacked: bool) -> None:
     """The inverse of `save_torch`, of plain tensors alone; nothing changes if they do not fit."""
-    path = Path(name)
+    path = as_path(name, "the file's name")
     if not path.is_file():
         raise FlatbedError(f"there is no file at {path}: check the path")
     try:

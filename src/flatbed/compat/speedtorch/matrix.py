@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatbed.compat.speedtorch.collection import Home, as_dtype, natural
-from flatbed.compat.speedtorch.data import DATA, Rows, _signed
+from flatbed.compat.speedtorch.data import DATA, Rows, _signed, as_values
 from flatbed.compat.speedtorch.homes import cupy_home, torch_home
 from flatbed.rows.ids import as_ids, check_range
 
@@ -26,7 +26,7 @@ class _Matrix(Rows):
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Begin with zeros; with `CPUPinn`, in host memory."""
-        if CPUPinn:
+        if cupy_home(CPUPinn).kind == "host":
             self._home = Home("host") if self._home.kind == "device" else self._home
         self._begin((self.total_classes, self.total_classes), self.datatype)
 
@@ -41,7 +41,7 @@ class _Matrix(Rows):
         for ids in (rows, columns):
             check_range(ids, self.total_classes)
         given = np.ones(len(rows)) if counts is None else counts
-        values = torch.as_tensor(given).detach().cpu().reshape(-1)
+        values = as_values(given).cpu().reshape(-1)
         if not len(rows) == len(columns) == len(values):
             raise ValueError(
                 f"rows, columns and counts must be as many; found {len(rows)}, {len(columns)}, {len(values)}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatbed.compat.speedtorch.collection import Collection, Column, Fill, Home
+from flatbed.compat.speedtorch.collection import Collection, Column, Home
 from flatbed.compat.speedtorch.homes import cupy_home, torch_home
 from flatbed.compat.speedtorch.slots import Slots
 from flatbed.compat.speedtorch.switcher import Switcher, check_variable, dummy_inputs
@@ -52,10 +52,9 @@ class _ModelFactory(Switcher):
     def _columns(self) -> list[Column]:
         return [Column(WEIGHT, self.datatype, self.embed_dimension)]
 
-    def _begin(self, fill: Fill | None = None) -> Collection:
-        made = super()._begin(fill)
+    def _adopt(self, made: Collection) -> None:
+        super()._adopt(made)
         Slots.of(self._variable()).weights = weakref.ref(made)
-        return made
 
     # ---- first values
 
@@ -81,16 +80,31 @@ class _ModelFactory(Switcher):
 
     def customInit(self, initFunction: Callable[..., object], *args: Any) -> None:
         """All rows begin as `initFunction(tensor, *args)` leaves them, such as nn.init.xavier_uniform_."""
-        rows = self._begin()
-        with torch.no_grad():
-            whole = rows.whole(WEIGHT)
-            if whole is not None:
-                initFunction(whole, *args)
-                return
-            whole = rows.copied(WEIGHT)
-            initFunction(whole, *args)
-            for start, stop in rows.blocks():
-                rows.write_(WEIGHT, start, whole[start:stop])
+        if not callable(initFunction):
+            raise TypeError(
+                f"initFunction must be a function such as nn.init.xavier_uniform_, not called yet; found "
+                f"{type(initFunction).__name__}"
+            )
+        rows = self._made()
+        try:
+            self._fill_by(rows, initFunction, args)
+        except BaseException:  # the rows that there were stay
+            rows.close()
+            if rows.path is not None:
+                rows.path.unlink()
+            raise
+        self._adopt(rows)
+
+    @torch.no_grad()
+    def _fill_by(self, rows: Collection, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+        whole = rows.whole(WEIGHT)
+        if whole is not None:
+            function(whole, *args)
+            return
+        whole = rows.copied(WEIGHT)
+        function(whole, *args)
+        for start, stop in rows.blocks():
+            rows.write_(WEIGHT, start, whole[start:stop])
 
     # ---- the loop
 

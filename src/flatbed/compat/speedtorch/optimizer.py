@@ -171,6 +171,8 @@ def _installed(held: Any, value: Tensor, shape: tuple[int, int], n: int) -> Tens
 
 def variable_of(model: nn.Module, name: str) -> nn.Parameter:
     """The weight of the module of this name, or the parameter itself."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be the module that has the variable; found {type(model).__name__}")
     known = dict(model.named_parameters(remove_duplicate=False))
     found = known.get(f"{name}.weight", known.get(name))
     if found is None:

@@ -46,12 +46,18 @@ class Switcher:
 
     def _begin(self, fill: Fill | None = None) -> Collection:
         """A new collection instead of the one there was."""
+        made = self._made(fill)
+        self._adopt(made)
+        return made
+
+    def _made(self, fill: Fill | None = None) -> Collection:
         device = self._variable().device
-        made = Collection(self._columns(), self.total_classes, self._home, device, fill=fill)
+        return Collection(self._columns(), self.total_classes, self._home, device, fill=fill)
+
+    def _adopt(self, made: Collection) -> None:
         if self._collection is not None:
             self._collection.close()
         self._collection, self._out = made, None
-        return made
 
     def _rows(self) -> Collection:
         if self._collection is None:

@@ -1,0 +1,239 @@
+"""Mistakes with averages and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import flatbed
+from flatbed import FlatbedError
+from tests.mistakes.mistake import Mistake, embedding, mistake, model, unchanged, weights
+
+
+def flat() -> flatbed.FlatParams:
+    return flatbed.FlatParams(model())
+
+
+def inside_weights(call: Callable[[flatbed.EMA], object]) -> Callable[[Path], object]:
+    def attempt(folder: Path) -> None:
+        average = flatbed.EMA(flat())
+        with average.weights():
+            call(average)
+
+    return attempt
+
+
+def load_average(state: Callable[[flatbed.EMA], Any]) -> Callable[[Path], object]:
+    def attempt(folder: Path) -> None:
+        average = flatbed.EMA(flat())
+        with unchanged(average.state_dict):
+            average.load_state_dict(state(average))
+
+    return attempt
+
+
+def contiguous(in_groups: bool = False) -> flatbed.ContiguousParams:
+    module = model()
+    groups = [{"params": [p]} for p in module.parameters()]
+    return flatbed.ContiguousParams(groups if in_groups else module.parameters())
+
+
+def moved_away(folder: Path) -> None:
+    module = model()
+    parameters = flatbed.ContiguousParams(module.parameters())
+    module[0].weight.data = torch.ones(4, 4)
+    parameters.assert_buffer_is_valid()
+
+
+AVERAGES = [
+    mistake(
+        "EMA",
+        "the model",
+        lambda _: flatbed.EMA(model()),  # type: ignore[arg-type]
+        TypeError,
+        r"EMA averages a FlatParams; found Sequential: EMA\(FlatParams\(model\)\)",
+    ),
+    mistake(
+        "EMA",
+        "a decay in percent",
+        lambda _: flatbed.EMA(flat(), 99.9),
+        ValueError,
+        r"decay must be in \[0, 1\); found 99.9",
+    ),
+    mistake(
+        "EMA.update",
+        "inside weights",
+        inside_weights(lambda ema: ema.update()),
+        FlatbedError,
+        r"update\(\) inside `with ema.weights\(\)`.*call it outside",
+    ),
+    mistake(
+        "EMA.weights",
+        "inside weights",
+        inside_weights(lambda ema: ema.weights().__enter__()),
+        FlatbedError,
+        r"weights\(\) inside `with ema.weights\(\)`.*call it outside",
+    ),
+    mistake(
+        "EMA.load_state_dict",
+        "the model's",
+        load_average(lambda ema: model().state_dict()),
+        ValueError,
+        r"expected what ema.state_dict\(\) returned, with decay, n_updates, weights; found 0.weight",
+    ),
+    mistake(
+        "EMA.load_state_dict",
+        "of another model",
+        load_average(lambda ema: flatbed.EMA(flatbed.FlatParams(nn.Linear(3, 3))).state_dict()),
+        ValueError,
+        r"the averages are of other parameters: .*0.bias, .* differ",
+    ),
+    mistake(
+        "ContiguousParams",
+        "a method",
+        lambda _: flatbed.ContiguousParams(model().parameters),  # type: ignore[arg-type]
+        TypeError,
+        r"an iterable of parameters.*found method: give the module itself",
+    ),
+    mistake(
+        "ContiguousParams.assert_buffer_is_valid",
+        "after p.data",
+        moved_away,
+        ValueError,
+        r"param 0 \(4, 4\): its values lie outside the buffer.*Remedy: call rebind\(\)",
+    ),
+    mistake(
+        "ContiguousParams.param_buffer",
+        "of several",
+        lambda _: contiguous(in_groups=True).param_buffer,
+        ValueError,
+        r"param_buffer is one tensor, but there are 4 buffers.*use .flat.buffers",
+    ),
+    mistake(
+        "ContiguousParams.gradient_buffer",
+        "of several",
+        lambda _: contiguous(in_groups=True).gradient_buffer,
+        ValueError,
+        r"gradient_buffer is one tensor, but there are 4 buffers.*use .flat.grad_buffers",
+    ),
+]
+
+
+def load_into(make: Callable[[], nn.Module]) -> Callable[[Path], object]:
+    def attempt(folder: Path) -> None:
+        flatbed.save_checkpoint(folder / "run", model())
+        other = make()
+        with unchanged(lambda: weights(other)):
+            flatbed.load_checkpoint(folder / "run", other)
+
+    return attempt
+
+
+def load_optimizers(folder: Path) -> None:
+    module = model()
+    flatbed.save_checkpoint(folder, module, flatbed.optim.Adam(module))
+    flatbed.load_checkpoint(folder, module, [flatbed.optim.Adam(module), flatbed.optim.Adam(module)])
+
+
+def with_a_scheduler(folder: Path) -> None:
+    module = model()
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(module.parameters()), 1)
+    with unchanged(lambda: list(folder.iterdir())):
+        flatbed.save_checkpoint(folder / "run", module, schedule)  # type: ignore[arg-type]
+
+
+def without_its_table(folder: Path) -> None:
+    emb = embedding()
+    flatbed.save_checkpoint(folder / "run", model(), flatbed.optim.Adam(emb))
+
+
+def extra_tensor(folder: Path) -> None:
+    with unchanged(lambda: list(folder.iterdir())):
+        flatbed.save_checkpoint(folder / "run", model(), extra={"loss": torch.ones(2)})
+
+
+CHECKPOINTS = [
+    mistake(
+        "state_dict",
+        "a FlatParams",
+        lambda _: flatbed.state_dict(flat()),  # type: ignore[arg-type]
+        TypeError,
+        r"takes a torch.nn.Module; found FlatParams: give the model itself",
+    ),
+    mistake(
+        "save_checkpoint",
+        "the wrong way round",
+        lambda folder: flatbed.save_checkpoint(model(), folder),  # type: ignore[arg-type]
+        TypeError,
+        r"the folder comes first, and then the model; found Sequential as the folder",
+    ),
+    mistake(
+        "save_checkpoint",
+        "parameters",
+        lambda folder: flatbed.save_checkpoint(folder, model().parameters()),  # type: ignore[arg-type]
+        TypeError,
+        r"model must be a torch.nn.Module; found generator",
+    ),
+    mistake(
+        "save_checkpoint",
+        "a scheduler",
+        with_a_scheduler,
+        TypeError,
+        r"optimizer must be a torch.optim.Optimizer, or several; found StepLR",
+    ),
+    mistake(
+        "save_checkpoint",
+        "a tensor in extra",
+        extra_tensor,
+        TypeError,
+        r"extra must be a dict that JSON can hold: Object of type Tensor",
+    ),
+    mistake(
+        "save_checkpoint",
+        "without the table",
+        without_its_table,
+        FlatbedError,
+        r"Adam has a table that is not in the model.*pass a module that holds all of them",
+    ),
+    mistake(
+        "load_checkpoint",
+        "a folder that does not exist",
+        lambda folder: flatbed.load_checkpoint(folder / "missing", model()),
+        FlatbedError,
+        r"missing holds no checkpoint.*check the path",
+    ),
+    mistake(
+        "load_checkpoint",
+        "no folder",
+        lambda folder: flatbed.load_checkpoint(None, model()),  # type: ignore[arg-type]
+        TypeError,
+        r"folder must be a string or a pathlib.Path; found NoneType",
+    ),
+    mistake(
+        "load_checkpoint",
+        "of another model",
+        load_into(lambda: nn.Linear(3, 3)),
+        FlatbedError,
+        r"is of another model.*the checkpoint lacks \['weight', 'bias'\], and the model lacks \['0.weight'",
+    ),
+    mistake(
+        "load_checkpoint",
+        "of another size",
+        load_into(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))),
+        FlatbedError,
+        r"0.weight.*\(4, 4\).*\(3, 4\)|0.weight.*\(3, 4\).*\(4, 4\)",
+    ),
+    mistake(
+        "load_checkpoint",
+        "too many optimizers",
+        load_optimizers,
+        FlatbedError,
+        r"holds the state of 1 optimizers; found 2.*Pass as many, in the same order, or none",
+    ),
+]
+
+SAVING: list[Mistake] = [*AVERAGES, *CHECKPOINTS]

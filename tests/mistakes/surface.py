@@ -1,0 +1,100 @@
+"""All that is public: what a test of mistakes has to think of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+
+import typer
+
+import flatbed
+import flatbed.compat.speedtorch
+from flatbed.cli import app
+
+MODULES: tuple[ModuleType, ...] = (flatbed, flatbed.optim, flatbed.compat.speedtorch)
+CALLED = ("__call__", "__getitem__", "__setitem__", "__iter__", "__len__")
+
+NO_MISTAKE = {
+    "takes no argument, looks at what there is, and changes nothing": (
+        "flatbed.EMA.state_dict",
+        "flatbed.ContiguousParams.contiguous",
+        "flatbed.ContiguousParams.original",
+        "flatbed.ContiguousParams.buffer_is_valid",
+        "flatbed.FlatParams.__iter__",
+        "flatbed.FlatParams.check",
+        "flatbed.FlatParams.grad_norms",
+        "flatbed.FlatParams.groups",
+        "flatbed.FlatParams.is_valid",
+        "flatbed.FlatParams.nonfinite",
+        "flatbed.FlatParams.norms",
+        "flatbed.FlatParams.originals",
+        "flatbed.FlatParams.parameters",
+        "flatbed.FlatParams.snapshot",
+        "flatbed.HostEmbedding.extra_repr",
+        "flatbed.HostEmbeddingBag.extra_repr",
+        "flatbed.RowReader.__len__",
+        "flatbed.Table.cache_stats",
+        "flatbed.Table.scalars",
+        "flatbed.optim.*.nonfinite",
+        "flatbed.optim.*.state_dict",
+        "flatbed.optim.*.state_dict_without_tables",
+    ),
+    "takes no argument, and can be called at any time and as often as one likes": (
+        "flatbed.ContiguousParams.make_params_contiguous",
+        "flatbed.RowReader.close",
+        "flatbed.Table.drop_state",
+        "flatbed.Table.raise_bad_ids",
+        "flatbed.Table.share_gradients",
+        "flatbed.compat.speedtorch.*.close",
+        "flatbed.compat.speedtorch.*.optInit",
+        "flatbed.compat.speedtorch.*.zerosInit",
+        "flatbed.optim.*.refresh_masters",
+        "flatbed.optim.Adagrad.share_memory",
+    ),
+    "is for lookups and optimizers to call, at every step, and for nobody else": (
+        "flatbed.FlatParameter.over",
+        "flatbed.FlatParameter.show_grad",
+        "flatbed.Table.attach",
+        "flatbed.Table.check_attach",
+        "flatbed.Table.record",
+        "flatbed.Table.suspect",
+        "flatbed.Table.ticket",
+    ),
+    "is what is raised": ("flatbed.FlatbedError",),
+}
+"""What needs no mistake, by the reason."""
+
+
+def public() -> Iterator[str]:
+    """Every function, class and method, and every property that can be set."""
+    for module in MODULES:
+        for name in module.__all__:
+            found = getattr(module, name)
+            if callable(found):
+                yield f"{module.__name__}.{name}"
+            if inspect.isclass(found):
+                yield from (f"{module.__name__}.{name}.{method}" for method in _methods(found))
+
+
+def _methods(kind: type) -> Iterator[str]:
+    """Those of the package: torch's own are torch's."""
+    seen = set()
+    for base in kind.__mro__:
+        for name, value in vars(base).items() if base.__module__.startswith("flatbed") else ():
+            settable = isinstance(value, property) and value.fset is not None
+            function = isinstance(value, staticmethod | classmethod) or inspect.isfunction(value)
+            if name not in seen and (settable or function) and (name in CALLED or not name.startswith("_")):
+                yield name
+            seen.add(name)
+
+
+def commands(group: typer.Typer = app, before: str = "") -> Iterator[str]:
+    """Every command, as it is typed."""
+    for command in group.registered_commands:
+        function = command.callback
+        assert function is not None
+        yield f"{before}{command.name or function.__name__}"
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None
+        yield from commands(inner.typer_instance, f"{before}{inner.name} ")
