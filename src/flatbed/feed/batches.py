@@ -77,11 +77,12 @@ def _kind(kind: type) -> str:
 
 
 def nbytes_in(batch: Any) -> float:
-    """Of its arrays and tensors; without end if there are objects that move themselves."""
+    """Of its arrays and dense tensors; without end if there is anything else that can be moved."""
     found: list[float] = []
 
     def count(leaf: Any) -> Any:
-        found.append(leaf.nbytes if isinstance(leaf, Tensor | np.ndarray) else inf)
+        dense = leaf.layout == torch.strided if isinstance(leaf, Tensor) else isinstance(leaf, np.ndarray)
+        found.append(leaf.nbytes if dense else inf)
         return leaf
 
     mapped(batch, count)
