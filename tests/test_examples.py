@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +40,10 @@ def test_glove_learns() -> None:
     lines = run("glove.py", "--steps", "150", "start").splitlines()
     assert float(lines[1].split()[3]) < float(lines[1].split()[1])
     assert lines[2].startswith("start: ")
+
+
+def test_ratings_come_near_the_noise() -> None:
+    sizes = ["--users", "200", "--items", "100", "--ratings", "20000", "--batch", "500"]
+    last = run("ratings.py", *sizes).splitlines()[-1]
+    plain, found, noise = (float(n) for n in re.findall(r"\d\.\d{3}", last))
+    assert noise < found < 0.4 < plain  # seen: 1.008, 0.328, 0.300

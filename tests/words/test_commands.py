@@ -97,7 +97,7 @@ def test_buckets_and_disk(text: Path, tmp_path: Path) -> None:
     assert "inputs.bed holds an earlier training" in said
     before = Vectors.load(tmp_path / "v.txt")
     said = run("word2vec", text, *options, "--resume")
-    assert "going on at step 6 of 6" in said
+    assert re.search(r"going on at step (\d+) of \1\b", said)
     np.testing.assert_array_equal(Vectors.load(tmp_path / "v.txt").matrix, before.matrix)
 
 

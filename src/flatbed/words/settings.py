@@ -26,7 +26,7 @@ class Recipe:
 
 RECIPES = {
     # A row's momentum would be from its last visit, which for a rare word is thousands of steps ago.
-    "adamax": Recipe(0.03, 4096, {"betas": (0.0, 0.99)}),
+    "adamax": Recipe(0.045, 4096, {"betas": (0.0, 0.99)}),
     "sgd": Recipe(0.025, 1024),  # word2vec's own; in larger batches the sums for frequent words run away
     "adagrad": Recipe(0.1, 4096),
     "adam": Recipe(0.02, 4096),
@@ -45,7 +45,7 @@ class Settings:
     - `min_count`: rarer words are left out. `subsample`: frequent words are thinned out above this frequency
       (0: none is).
     - `epochs`: passes over the text. `batch_words`: words of text in a step; by default what suits the
-      optimizer.
+      optimizer, or a hundredth of a small text.
     - `optimizer`: a name of `flatbed.optim` or `torch.optim`, "adamax" say. `lr`: its learning rate at the
       beginning, from where it falls linearly; by default what suits it.
     - `storage`: where rows live, "host", "device" or "disk". `path`: the folder of their files, for "disk".
@@ -57,7 +57,7 @@ class Settings:
     - `cache_rows`: of each table, on a GPU; see `flatbed.HostEmbedding`.
 
     >>> Settings(optimizer="adamax", dim=100).learning_rate
-    0.03
+    0.045
     """
 
     dim: int = 128

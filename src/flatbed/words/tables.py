@@ -65,7 +65,7 @@ def host_tables(settings: Settings, n_words: int) -> Tables:
     if settings.storage != "device":
         options["cache_rows"] = settings.cache_rows
     paths: list[Any] = [*files_of(settings)] or [None, None]
-    small: Any = ("uniform", -0.5 / dim, 0.5 / dim)
+    small: Any = ("uniform", -1 / dim, 1 / dim)  # as gensim begins
     inputs: HostEmbedding | HostEmbeddingBag
     if settings.buckets:
         n_rows = n_words + settings.buckets

@@ -27,6 +27,8 @@ LAST_RATE = 1e-4
 """What the learning rate falls to, of the one in the beginning."""
 REPORTS, MOST_STEPS = 500, 50
 """About so many reports a training, but one in so many steps."""
+LEAST_STEPS, LEAST_WORDS = 100, 128
+"""Steps of an epoch: in a small text they are of fewer words than suit the optimizer, but of so many."""
 READ_WORDS = 8192
 ABOUT = "words.json"
 
@@ -90,11 +92,14 @@ class Trainer:
         self._bags = (
             make_bags(self.corpus.words, settings.buckets, settings.ngrams) if settings.buckets else None
         )
+        self.batch_words = settings.batch_words or min(
+            settings.words_per_step, max(LEAST_WORDS, len(self.corpus) // LEAST_STEPS)
+        )
         self._batches = Batches(
             self.corpus,
             window=settings.window,
             subsample=settings.subsample,
-            batch_words=settings.words_per_step,
+            batch_words=self.batch_words,
             seed=settings.seed,
             bags=self._bags,
         )
@@ -176,7 +181,7 @@ class Trainer:
         if not math.isfinite(loss):
             raise FlatbedError(
                 f"the loss is {loss} after step {self.step:,}: a lower lr (here {self._rates[0]:g}) or fewer "
-                f"batch_words ({self.settings.words_per_step:,}) keep {self.settings.optimizer} from that"
+                f"batch_words ({self.batch_words:,}) keep {self.settings.optimizer} from that"
             )
         self.losses.append((self.words, loss))
         self._loss.zero_()

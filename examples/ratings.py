@@ -1,0 +1,172 @@
+"""Guess what users would say of items: two tables on the host, any optimizer, ratings made of hidden factors.
+
+Run: python examples/ratings.py [--optimizer adam] [--model factors|ncf] [--users 2000] [--items 500]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import flatbed
+
+NOISE = 0.3  # what nobody can guess: the best possible error
+LEARNING_RATES = {
+    "sgd": 20.0,
+    "asgd": 20.0,
+    "adadelta": 50.0,
+    "adagrad": 0.3,
+    "rowwiseadagrad": 0.3,
+    "adamax": 0.05,
+    "lion": 0.005,
+}
+"""Those that suit the optimizer; 0.02 suits the others."""
+
+
+@dataclass(frozen=True)
+class Ratings:
+    """Who rated what, and how: three tensors of the same length."""
+
+    users: Tensor
+    items: Tensor
+    values: Tensor
+
+    def batches(self, size: int, seed: int) -> Iterator[Ratings]:
+        """In random order."""
+        order = torch.randperm(len(self.values), generator=torch.Generator().manual_seed(seed))
+        for begin in range(0, len(order), size):
+            chosen = order[begin : begin + size].to(self.values.device)
+            yield Ratings(self.users[chosen], self.items[chosen], self.values[chosen])
+
+
+def make_ratings(n_users: int, n_items: int, n_ratings: int, *, seed: int) -> tuple[Ratings, Ratings]:
+    """Nine tenths to learn from, one to be tested with. Users and items have 4 hidden factors and a bias."""
+    random = torch.Generator().manual_seed(seed)
+    tastes, traits = (torch.randn(n, 4, generator=random) * 0.6 for n in (n_users, n_items))
+    user_bias, item_bias = (torch.randn(n, generator=random) * 0.4 for n in (n_users, n_items))
+    users = torch.randint(n_users, (n_ratings,), generator=random)
+    items = (torch.rand(n_ratings, generator=random) ** 2 * n_items).long()  # some are rated far more often
+    liked = (tastes[users] * traits[items]).sum(1) + user_bias[users] + item_bias[items]
+    values = 3.5 + liked + NOISE * torch.randn(n_ratings, generator=random)
+    cut = n_ratings // 10
+    return Ratings(users[cut:], items[cut:], values[cut:]), Ratings(users[:cut], items[:cut], values[:cut])
+
+
+class Factors(nn.Module):
+    """Matrix factorisation: two biases and a product of vectors. A row holds a bias and a vector."""
+
+    def __init__(self, n_users: int, n_items: int, dim: int, mean: float) -> None:
+        super().__init__()
+        self.users = flatbed.HostEmbedding(n_users, dim + 1, init=("normal", 0.0, 0.2))
+        self.items = flatbed.HostEmbedding(n_items, dim + 1, init=("normal", 0.0, 0.2))
+        self.mean = mean
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        user, item = self.users(users), self.items(items)
+        products: Tensor = user[:, 1:] * item[:, 1:]
+        biases: Tensor = user[:, 0] + item[:, 0]
+        return products.sum(1) + biases + self.mean
+
+
+class NeuralFactors(Factors):
+    """Neural collaborative filtering: a network looks at both vectors and adds what the product misses."""
+
+    def __init__(self, n_users: int, n_items: int, dim: int, mean: float) -> None:
+        super().__init__(n_users, n_items, dim, mean)
+        self.network = nn.Sequential(nn.Linear(2 * dim, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        both = torch.cat((self.users(users)[:, 1:], self.items(items)[:, 1:]), 1)
+        seen: Tensor = self.network(both).squeeze(1)
+        return super().forward(users, items) + seen
+
+
+def classes(module: ModuleType) -> dict[str, Any]:
+    """The optimizers in a module, by their names in small letters."""
+    found = {name: getattr(module, name) for name in module.__all__}
+    return {
+        name.lower(): kind for name, kind in found.items() if isinstance(kind, type) and name != "Optimizer"
+    }
+
+
+def make_optimizer(name: str, model: nn.Module, lr: float | None) -> torch.optim.Optimizer:
+    """Any of flatbed's by its name, or any of torch's: tables and dense parameters alike."""
+    ours, torchs = classes(flatbed.optim), classes(torch.optim)
+    lr = LEARNING_RATES.get(name, 0.02) if lr is None else lr
+    try:
+        if name in ours:
+            made: torch.optim.Optimizer = ours[name](model, lr=lr)
+            return made
+        if name in torchs:
+            params = [*model.parameters(), *flatbed.tables(model)]
+            return flatbed.optim.from_torch(torchs[name], params, lr=lr)
+    except (TypeError, flatbed.FlatbedError) as error:  # not for tables, or for nothing else
+        raise SystemExit(str(error)) from error
+    raise SystemExit(f"no optimizer is called {name!r}; there are {', '.join(sorted({*ours, *torchs}))}")
+
+
+@torch.no_grad()
+def error(model: nn.Module, ratings: Ratings) -> float:
+    """Root of the mean squared error."""
+    guessed = model(ratings.users, ratings.items)
+    return float(nn.functional.mse_loss(guessed, ratings.values).sqrt())
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, known: Ratings, *, epochs: int, size: int
+) -> None:
+    n_steps = epochs * -(-len(known.values) // size)
+    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=n_steps)
+    for epoch in range(epochs):
+        for batch in known.batches(size, seed=epoch):
+            loss = nn.functional.mse_loss(model(batch.users, batch.items), batch.values)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            falling.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--users", type=int, default=2_000)
+    parser.add_argument("--items", type=int, default=500)
+    parser.add_argument("--ratings", type=int, default=200_000)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=2_000)
+    parser.add_argument("--dim", type=int, default=6)
+    parser.add_argument("--model", choices=("factors", "ncf"), default="factors")
+    parser.add_argument(
+        "--optimizer", type=str.lower, default="adam", help="a name of flatbed.optim or torch.optim"
+    )
+    parser.add_argument("--lr", type=float, help="at the beginning; it falls to almost nothing")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parts = make_ratings(options.users, options.items, options.ratings, seed=0)
+    known, new = (
+        Ratings(part.users.to(device), part.items.to(device), part.values.to(device)) for part in parts
+    )
+
+    kind = NeuralFactors if options.model == "ncf" else Factors
+    mean = float(known.values.mean())
+    model = kind(options.users, options.items, options.dim, mean).to(device)
+    optimizer = make_optimizer(options.optimizer, model, options.lr)
+    plain = float((new.values - mean).square().mean().sqrt())
+    train(model, optimizer, known, epochs=options.epochs, size=options.batch)
+    found = error(model, new)
+    print(f"{options.model} with {type(optimizer).__name__} on {device}; {flatbed.tables(model)}")
+    print(
+        f"error on new ratings: {plain:.3f} for the plain mean, {found:.3f} trained, {NOISE:.3f} is the noise"
+    )
+    if not found < plain:
+        raise SystemExit("nothing was learnt: try another --lr")
+
+
+if __name__ == "__main__":
+    main()
