@@ -132,6 +132,24 @@ LINES = [
         "torch index on the CPU, .to()",
         also=ROWS,
     ),
+    Line(
+        "word2vec with 10 M × 128 hashed n-grams (16 GB)",
+        "h200-train-n-grams.json",
+        "flatbed host, prefetched",
+        SPARSE,
+        "p50_words_per_s",
+        more_is_better=True,
+        unit="words/s",
+    ),
+    Line(
+        "word2vec, tables that fit",
+        "h200-train-words.json",
+        "flatbed host, prefetched",
+        SPARSE,
+        "p50_words_per_s",
+        more_is_better=True,
+        unit="words/s",
+    ),
 ]
 
 
