@@ -181,3 +181,10 @@ def test_the_command_line_alone_loads_no_benchmark_and_no_plotting() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     words = {f"flatbed.bench.{name}" for name in ("commands", "options", "terminal")}  # how they are asked
     assert set(done.stdout.split()) == words
+
+
+def test_the_package_is_a_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flatbed", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"flatbed {__version__}\n"

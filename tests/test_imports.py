@@ -12,7 +12,7 @@ import flatbed
 SOURCE = Path(flatbed.__file__).parent
 ORDER = [
     *("_version", "errors", "layout", "rule", "kernels", "rows", "feed", "engine", "rules", "optim"),
-    *("flat", "checkpoint", "compat", "words", "bench", "doctor", "cli"),
+    *("flat", "checkpoint", "compat", "words", "bench", "doctor", "cli", "__main__"),
 ]
 RANK = {name: rank for rank, name in enumerate(ORDER)}
 
