@@ -367,6 +367,30 @@ def test_pages_of_an_array_are_pinned_once_and_unpinned_with_its_last_reader(dri
     assert not driver.held
 
 
+def test_neighbours_in_one_page_share_its_pin(driver: Driver) -> None:
+    """Memory of the heap does not begin with a page: three arrays, the middle one pinned last."""
+    memory = numbers(9000, 30)
+    first, middle, last = memory[:3000], memory[3000:6000], memory[6000:]
+    ways = [chosen(array, False) for array in (first, last, middle)]
+    assert [way.name for way in ways] == ["in place"] * 3
+    pages = sorted((begin, begin + nbytes) for begin, (nbytes, _) in driver.held.items())
+    assert len(pages) == 3
+    assert pages[0][1] == pages[1][0]
+    assert pages[1][1] == pages[2][0]
+    for way, n_left in zip(ways, (3, 3, 0), strict=True):  # the middle one needs its neighbours' pages
+        way.close()
+        assert len(driver.held) == n_left
+
+
+def test_why_an_array_is_not_read_in_place(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons: list[Any] = []
+    monkeypatch.setattr(row_ways, "Staged", lambda array, device, why: reasons.append(why))
+    driver.refuse = True
+    chosen(numbers(1000, 30), False)
+    chosen(ARRAYS["fortran"](), False)
+    assert reasons == ["refused", None]
+
+
 def test_an_array_is_kept_while_it_is_pinned(driver: Driver) -> None:
     array = numbers(1000, 30)
     held = weakref.ref(array.base)
@@ -520,3 +544,17 @@ def test_two_readers_of_one_array_and_an_array_that_is_pinned() -> None:
     with RowReader(pinned, copy=False) as reader:
         assert reader.way == "in place"
         assert same(reader[[9999, 0]], expected(pinned, [9999, 0]))
+
+
+@pytest.mark.gpu
+def test_neighbours_in_one_page_are_all_read_in_place() -> None:
+    memory = numbers(9000, 33)
+    parts = memory[:3000], memory[6000:], memory[3000:6000]
+    readers = [RowReader(part, copy=False) for part in parts]
+    for reader, part in zip(readers, parts, strict=True):
+        assert reader.way == "in place", repr(reader)
+        assert same(reader[[2999, 0, 17]], expected(part, [2999, 0, 17]))
+    readers[0].close()
+    readers[1].close()
+    assert same(readers[2][[2999, 0]], expected(parts[2], [2999, 0]))
+    readers[2].close()

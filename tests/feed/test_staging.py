@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,28 @@ import torch
 
 from flatbed.feed import packing, staging
 from flatbed.feed.packing import Slot, send, slot_of_array, slot_of_tensor
-from flatbed.feed.staging import Carrier, Ring, ring_for
-from tests.feed.lanes import LateLane, Reached, lane, ring
+from flatbed.feed.staging import Carrier, Copiers, Ring, Stopped, ring_for
+from tests.feed.fakes import wait_until
+from tests.feed.lanes import LateLane, Reached, lane, ring, threads
 
 
-def sent(slots: list[Slot], through: LateLane, of: Ring) -> list[torch.Tensor]:
-    owners = send(slots, Carrier(of, through))
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert wait_until(lambda: not threads()), "a thread is left"
+
+
+def carrier(of: Ring, through: Any, n_threads: int) -> Carrier:
+    """For the loop's thread, if there is only that."""
+    return Carrier(of, through) if n_threads == 1 else Copiers(of, through, n_threads)
+
+
+def sent(slots: list[Slot], through: LateLane, of: Ring, n_threads: int = 3) -> list[torch.Tensor]:
+    by = carrier(of, through, n_threads)
+    try:
+        owners = send(slots, by)
+    finally:
+        by.close()
     through.settle()
     return owners
 
@@ -44,17 +62,19 @@ def equal(slot: Slot, given: Any) -> bool:
 # ---- the ring
 
 
-def test_a_chunk_is_not_written_to_before_its_copy_is_done() -> None:
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_a_chunk_is_not_written_to_before_its_copy_is_done(n_threads: int) -> None:
     """Three chunks for a hundred pieces, each of which is copied late."""
     with lane(most_seconds=0.001) as through:
         arrays = [np.full(4096, i, np.uint8) for i in range(100)]
         slots = slots_of(*arrays)
-        sent(slots, through, ring(3))
+        sent(slots, through, ring(3), n_threads)
         assert all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True))
         assert through.n_sent == 100
 
 
-def test_a_lane_that_marks_too_early_is_caught_by_that_test() -> None:
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_a_lane_that_marks_too_early_is_caught_by_that_test(n_threads: int) -> None:
     class Early(LateLane):
         def mark(self, event: Any = None) -> Any:
             return Reached()
@@ -62,14 +82,16 @@ def test_a_lane_that_marks_too_early_is_caught_by_that_test() -> None:
     through = Early(most_seconds=0.001)
     try:
         slots = slots_of(*(np.full(4096, i, np.uint8) for i in range(100)))
-        send(slots, Carrier(ring(3), through))
+        by = carrier(ring(3), through, n_threads)
+        send(slots, by)
+        by.close()
     finally:
         through.close()
     assert any(slot.tensor is not None and int(slot.tensor[0]) != i for i, slot in enumerate(slots))
 
 
 def test_chunks_are_shared_by_many_users_at_once() -> None:
-    """More users than chunks: nobody waits for ever."""
+    """More users and threads than chunks: nobody waits for ever."""
     of = ring(2)
     failures: list[str] = []
 
@@ -79,7 +101,7 @@ def test_chunks_are_shared_by_many_users_at_once() -> None:
             for k in range(15):
                 arrays = [np.full(chance.randrange(1, 9000), seed + k, np.uint8) for _ in range(5)]
                 slots = slots_of(*arrays)
-                sent(slots, through, of)
+                sent(slots, through, of, 1 + k % 4)
                 if not all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True)):
                     failures.append(f"{seed} {k}")
 
@@ -95,10 +117,14 @@ def test_the_ring_is_shared_and_goes_with_its_last_user(monkeypatch: pytest.Monk
     monkeypatch.setattr(staging, "_pinned", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(staging, "RING_BYTES", 1 << 20)
     monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr(staging, "PIECES_BYTES", 1 << 20)
+    monkeypatch.setattr(staging, "PIECE_BYTES", 1 << 17)
     place = torch.device("cuda", 0)
-    one, other = ring_for(place), ring_for(place)
+    one, other = ring_for(place, in_pieces=False), ring_for(place, in_pieces=False)
     assert one is other
-    assert one is not ring_for(torch.device("cuda", 1))
+    assert len(staging._rings) == 1
+    assert one is not ring_for(torch.device("cuda", 1), in_pieces=False)
+    assert ring_for(place, in_pieces=True).n_chunks == 8
     assert (one.n_chunks, one.chunk_bytes) == (4, 1 << 18)
     gone = weakref.ref(one)
     del one
@@ -176,12 +202,13 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_arrives_bit_for_bit(kind: str) -> None:
+def test_every_kind_arrives_bit_for_bit(kind: str, n_threads: int) -> None:
     given = KINDS[kind]()
     with lane() as through:
         (slot,) = slots_of(given)
-        sent([slot], through, ring())
+        sent([slot], through, ring(), n_threads)
     tensor = slot.tensor
     assert tensor is not None
     native = (
@@ -234,8 +261,25 @@ def test_random_batches_through_random_rings() -> None:
                     arrays[-1] = arrays[-1][:: chance.choice([-1, 2])]
             arrays = [np.asarray(array) for array in arrays]
             slots = slots_of(*arrays)
-            sent(slots, through, of)
+            sent(slots, through, of, chance.randint(1, 4))
             assert all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mib", "n_threads", "want"),
+    [
+        (64, 16, 16),
+        (64, 12, 24),
+        (64, 8, 16),
+        (64, 1, 16),
+        (16, 16, 8),
+        (4, 16, 2),
+        (3, 16, 1),
+        (100, 16, 32),
+    ],
+)
+def test_threads_have_as_many_pieces_each(mib: int, n_threads: int, want: int) -> None:
+    assert packing.n_pieces(mib << 20, 4 << 20, n_threads) == want
 
 
 # ---- copies on the host
@@ -248,8 +292,38 @@ def test_large_arrays_are_copied_by_torchs_threads(kind: str, monkeypatch: pytes
     monkeypatch.setattr(packing, "PARALLEL_BYTES", 1)
     copy = np.copyto
     monkeypatch.setattr(packing.np, "copyto", lambda *pair: (by_numpy.append(pair), copy(*pair)))
-    test_every_kind_arrives_bit_for_bit(kind)
+    test_every_kind_arrives_bit_for_bit(kind, 1)
     assert bool(by_numpy) == (kind in ("backward", "swapped", "swapped number", "field"))
+
+
+def test_threads_of_ours_never_wake_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "PARALLEL_BYTES", 1)
+    monkeypatch.setattr(packing, "copy_into", None)
+    for kind in ("contiguous", "columns", "tensor", "number"):
+        test_every_kind_arrives_bit_for_bit(kind, 3)
+
+
+def test_memory_is_pinned_if_it_is_beside_the_pages_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = packing.mmap.PAGESIZE
+    memory = torch.zeros(9 * page, dtype=torch.uint8)
+    base = -(-memory.data_ptr() // page) * page
+    pages: set[int] = set()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: (tensor.data_ptr() - base) // page in pages)
+    begin, nbytes = base + page // 2, 5 * page  # pages 0 to 5, the ends of which are others', too
+    for some, want in (
+        (set(), False),
+        ({0}, False),
+        ({5}, False),
+        ({0, 5}, False),
+        ({1, 2, 3, 4}, False),
+        ({0, 1, 2, 3, 4, 5}, True),
+    ):
+        pages = some
+        assert packing.is_pinned(begin, nbytes) == want
+    pages = {0}
+    assert packing.is_pinned(begin, 1)
+    assert packing.is_pinned(begin, page // 2)
+    assert not packing.is_pinned(begin, page)
 
 
 def test_arrays_that_are_locked_are_read_without_a_warning() -> None:
@@ -264,27 +338,34 @@ def test_arrays_that_are_locked_are_read_without_a_warning() -> None:
 # ---- the way through
 
 
-def test_sources_may_change_at_once() -> None:
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_sources_may_change_at_once(n_threads: int) -> None:
     with lane(most_seconds=0.002) as through:
         array = np.ones(5000)
         (slot,) = slots_of(array)
-        send([slot], Carrier(ring(40), through))
+        by = carrier(ring(40), through, n_threads)
+        send([slot], by)
         array[:] = 7
         through.settle()
+        by.close()
         assert bool((slot.tensor == 1).all())
 
 
+@pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize("fail_at", [1, 4])
-def test_an_error_of_the_device_arrives_and_the_ring_is_whole(fail_at: int) -> None:
+def test_an_error_of_the_device_arrives_and_the_ring_is_whole(fail_at: int, n_threads: int) -> None:
     of = ring(3)
     with lane() as through:
         through.fail_at = fail_at
+        by = carrier(of, through, n_threads)
         with pytest.raises(RuntimeError, match="the device is gone"):
-            send(slots_of(np.ones(5000)), Carrier(of, through))
+            send(slots_of(np.ones(5000), np.ones(5)), by)
         array = np.arange(5000.0)
         (slot,) = slots_of(array)
-        sent([slot], through, of)
+        send([slot], by)
+        through.settle()
         assert equal(slot, array)
+        by.close()
     assert of._free.qsize() == 3
 
 
@@ -298,13 +379,139 @@ def test_a_source_that_cannot_be_copied() -> None:
     assert (of._free.qsize(), through.n_sent) == (3, 0)
 
 
+# ---- threads
+
+
+def test_threads_begin_when_needed_and_end() -> None:
+    with lane() as through:
+        copiers = Copiers(ring(3), through, 3)
+        send(slots_of(np.ones(3), np.ones(4), np.ones(0)), copiers)
+        assert not threads(), "one piece needs no help"
+        send(slots_of(np.ones(5000)), copiers)
+        assert threads() == [staging.NAME] * 2
+        assert wait_until(lambda: through.entered == {staging.NAME})
+        copiers.close()
+        copiers.close()
+        assert not threads()
+
+
+class Odd:
+    """A piece that does as it is told."""
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+    def go(self, carrier: Carrier) -> None:
+        self.what()
+
+
+def failing() -> None:
+    raise MemoryError("no pages")
+
+
+@pytest.mark.parametrize("which", ["first", "last", "own"])
+def test_after_an_error_nobody_is_at_work(which: str) -> None:
+    """Though the others may be in the middle of a piece: they read what the source may change."""
+    done: list[int] = []
+
+    def slow() -> None:
+        time.sleep(0.02)
+        done.append(1)
+
+    pieces = [Odd(slow) for _ in range(6)]
+    if which != "own":
+        pieces[0 if which == "first" else -1] = Odd(failing)
+    with lane() as through:
+        copiers = Copiers(ring(3), through, 3)
+        with pytest.raises(MemoryError, match="no pages"):
+            copiers.run(pieces, [Odd(failing if which == "own" else slow)])
+        n = len(done)
+        time.sleep(0.05)
+        assert len(done) == n
+        copiers.run([Odd(slow), Odd(slow)], [])
+        assert len(done) == n + 2
+        copiers.close()
+
+
+def test_a_thread_that_cannot_use_the_device() -> None:
+    class Closed(LateLane):
+        def enter(self) -> None:
+            raise RuntimeError("no context")
+
+    through = Closed()
+    copiers = Copiers(ring(3), through, 2)
+    with pytest.raises(RuntimeError, match="no context"):
+        copiers.run([Odd(lambda: time.sleep(0.01)) for _ in range(50)])
+    copiers.close()
+    through.close()
+
+
+def test_a_system_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    with lane() as through:
+        monkeypatch.setattr(staging.threading, "Thread", Refused)
+        array = np.arange(5000)
+        (slot,) = slots_of(array)
+        sent([slot], through, ring(3), 4)
+        assert equal(slot, array)
+
+
+def test_stopped_in_the_middle() -> None:
+    with lane() as through:
+        through.stall.clear()
+        copiers = Copiers(ring(3), through, 2)
+        begun = time.monotonic()
+        timer = threading.Timer(0.1, lambda: (copiers.stop(), through.stall.set()))
+        timer.start()
+        with pytest.raises(Stopped):
+            send(slots_of(np.ones(50_000)), copiers)
+        assert time.monotonic() - begun < 10
+        timer.join()
+        copiers.close()
+        assert not threads()
+        for n in (5, 50_000):
+            with pytest.raises(Stopped):
+                send(slots_of(np.ones(n)), copiers)
+
+
+def test_a_helper_that_closes_does_not_wait_for_itself() -> None:
+    """As the garbage collector may have it."""
+    with lane() as through:
+        copiers = Copiers(ring(3), through, 2)
+        here = threading.get_ident()
+        closed = threading.Event()
+
+        def close() -> None:
+            if threading.get_ident() == here:
+                assert closed.wait(10)
+            else:
+                assert copiers.is_helper()
+                copiers.close()
+                closed.set()
+
+        begun = time.monotonic()
+        copiers.run([Odd(close), Odd(close)])
+        assert time.monotonic() - begun < 3
+        copiers.close()
+
+
+def test_as_many_threads_as_cores_but_not_more_than_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 <= staging.most_threads() <= staging.MOST_THREADS
+    monkeypatch.setattr(staging, "_usable_cores", lambda: 200)
+    assert staging.most_threads() == staging.MOST_THREADS == 16
+
+
 # ---- on a GPU
 
 
 @pytest.mark.gpu
-def test_the_ring_of_a_gpu_is_pinned_and_freed() -> None:
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_the_ring_of_a_gpu_is_pinned_and_freed(in_pieces: bool) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    found = ring_for(device)
+    found = ring_for(device, in_pieces=in_pieces)
     chunk = found.take()
     assert chunk.memory.is_pinned()
     assert chunk.memory.data_ptr() % 4096 == 0
@@ -316,20 +523,23 @@ def test_the_ring_of_a_gpu_is_pinned_and_freed() -> None:
 
 
 @pytest.mark.gpu
-def test_a_ring_of_two_chunks_under_a_slow_stream() -> None:
+@pytest.mark.parametrize("n_threads", [1, 4])
+def test_a_ring_of_two_chunks_under_a_slow_stream(n_threads: int) -> None:
     from flatbed.feed.staging import CudaLane
 
     device = torch.device("cuda", torch.cuda.current_device())
     through = CudaLane(device, torch.cuda.Stream())
     of = Ring(torch.empty(2 << 20, dtype=torch.uint8, pin_memory=True), 1 << 20)
+    by = carrier(of, through, n_threads)
     for i in range(5):
         arrays = [np.full(5_000_000 + k, i * 3 + k, np.uint8) for k in range(3)]
         slots = slots_of(*arrays)
         with through.within():
             torch.cuda._sleep(5_000_000)
-            send(slots, Carrier(of, through))
+            send(slots, by)
         through.settle()
         for slot, array in zip(slots, arrays, strict=True):
             assert slot.tensor is not None
             assert slot.tensor.device == device
             assert torch.equal(slot.tensor.cpu(), torch.from_numpy(array))
+    by.close()

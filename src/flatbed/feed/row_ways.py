@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from math import gcd
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flatbed.feed.batches import record_stream
-from flatbed.feed.packing import bytes_at, copy_into, send, slot_of_array
+from flatbed.feed.packing import bytes_at, copy_into, is_pinned, send, slot_of_array
 from flatbed.feed.staging import Array, Carrier, CudaLane, ring_for
 from flatbed.kernels import rows as ops
 from flatbed.kernels.choose import by_triton
@@ -37,7 +38,7 @@ class Way(Protocol):
 
     name: str
     memory: str | None
-    """What kind of memory they come from, where that is not the array's own."""
+    """What kind of memory they come from, or why, where that is not the array's own."""
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows of these numbers, int64 on any device: (n,) → (n, bytes of a row), contiguous."""
@@ -50,17 +51,18 @@ def find_way(array: Array, device: torch.device, *, copy: bool | None) -> Way:
     """The best that there is."""
     if device.type == "cpu" or not array.nbytes:
         return OnHost(array)
+    why: str | None = None
     if by_triton(device):
         if copy is not True and _rows_are_whole(array):
             try:
                 return in_place(array, device)
-            except DriverError:
-                pass  # other ways are left
+            except DriverError as error:  # other ways are left
+                why = str(error)
         if copy is True or (copy is None and array.nbytes < memory.available_bytes() // 2):
             way = copied(array, device)
             if way is not None:
                 return way
-    return Staged(array, device)
+    return Staged(array, device, why)
 
 
 def _rows_are_whole(array: Array) -> bool:
@@ -202,7 +204,11 @@ _pinned: weakref.WeakSet[Registered] = weakref.WeakSet()
 
 
 class Registered:
-    """Pages of somebody else's memory, pinned for GPUs to address; unpinned at its end, whose it is kept."""
+    """Pages of somebody else's memory, pinned for GPUs to address; unpinned at its end, whose it is kept.
+
+    The first and the last of them may have bytes of neighbours, too, and a page is pinned only once: who is
+    found to be pinned in part shares what there is, and pins the rest.
+    """
 
     def __init__(self, array: Array, begin: int, end: int, gpu: int, driver: cuda_host.Driver) -> None:
         self.begin, self.end = begin, end
@@ -257,12 +263,36 @@ def in_place(array: Array, device: torch.device) -> Addressed:
     page = mmap.PAGESIZE
     begin = _address(array) // page * page
     end = -(-(_address(array) + layout.extent) // page) * page
-    owner = next((one for one in list(_pinned) if one.begin <= begin and end <= one.end), None)
-    if owner is None and _was_pinned(_address(array), layout.extent):
+    shared = [one for one in list(_pinned) if one.begin < end and begin < one.end]
+    if not shared and _was_pinned(_address(array), layout.extent):
         return Addressed("in place", None, _address(array), layout, owner=Borrowed(array))
-    owner = Registered(array, begin, end, gpu, driver) if owner is None else owner
-    owner.users += 1
+    holders = [*shared, *(Registered(array, *gap, gpu, driver) for gap in _gaps(begin, end, shared))]
+    for one in holders:
+        one.users += 1
+    owner = holders[0] if len(holders) == 1 else Holders(holders)
     return Addressed("in place", None, _address(array), layout, owner=owner)
+
+
+def _gaps(begin: int, end: int, taken: list[Registered]) -> Iterator[tuple[int, int]]:
+    """What is left of a range."""
+    for one in sorted(taken, key=lambda one: one.begin):
+        if begin < one.begin:
+            yield begin, one.begin
+        begin = max(begin, one.end)
+    if begin < end:
+        yield begin, end
+
+
+class Holders:
+    """All that an array's pages are pinned by, where a part of them is shared with a neighbour."""
+
+    def __init__(self, holders: list[Registered]) -> None:
+        self._holders = holders
+
+    def close(self) -> None:
+        """By one of the users of each."""
+        for one in self._holders:
+            one.close()
 
 
 class Borrowed:
@@ -277,8 +307,8 @@ class Borrowed:
 
 
 def _was_pinned(address: int, nbytes: int) -> bool:
-    ends = (address, address + nbytes - 1)
-    return all(bytes_at(end, 1).is_pinned() for end in ends)
+    """By torch or anybody else: to pin it again would be refused."""
+    return is_pinned(address, nbytes)
 
 
 def copied(array: Array, device: torch.device) -> Addressed | None:
@@ -312,11 +342,12 @@ class Staged:
     """Rows that torch's threads gather into pinned memory, from where they are copied."""
 
     name = "staged"
-    memory: str | None = None
 
-    def __init__(self, array: Array, device: torch.device) -> None:
+    def __init__(self, array: Array, device: torch.device, why: str | None = None) -> None:
         self.array: Array | None = array
-        self.carrier = Carrier(ring_for(device), CudaLane(device, stream_for(device, "batches")))
+        self.memory = None if why is None else f"not in place: {why}"
+        ring = ring_for(device, in_pieces=True)
+        self.carrier = Carrier(ring, CudaLane(device, stream_for(device, "batches")))
 
     def gather(self, ids: Tensor) -> Tensor:
         assert self.array is not None
