@@ -51,7 +51,8 @@ def _only(rows: list[Row], wanted: Mapping[str, Any], file: str) -> Row:
     return found[0]
 
 
-STEP = {"part": "step"}
+OPTIM, FUSED = "flatbed.optim", "torch fused"
+STEP, OPTIMIZER = {"part": "step"}, {"part": "optimizer"}
 UNIFORM, ZIPF_105, ZIPF_12 = ({"distribution": name} for name in ("uniform", "zipf 1.05", "zipf 1.2"))
 LARGE = {"policy": "lfu", "cache_rows": 2_000_000}
 BATCH = {"case": "bandwidth", "batch_bytes": 64 << 20}
@@ -86,12 +87,13 @@ LINES = [
     Line(
         "whole training step, ResNet-50", "h200-resnet-like.json", "flatbed.optim", "torch fused", also=STEP
     ),
+    Line("clip + AdamW, 2,000 small ones, 2 CPU cores", "cpu-many-small.json", OPTIM, FUSED, also=OPTIMIZER),
     Line(
-        "clip + AdamW on 2 CPU cores, 2,000 small parameters",
+        "the same with `FlatParams`, gradients bound",
         "cpu-many-small.json",
         "flat bound, one call",
-        "torch fused",
-        also={"part": "optimizer"},
+        FUSED,
+        also=OPTIMIZER,
     ),
     Line("step of a table of 31 GB, no cache", "h200-tables-step.json", "flatbed host", "SpeedTorch's way"),
     Line("the same, beside a table that is all on the GPU", "h200-tables-step.json", "flatbed host", SPARSE),

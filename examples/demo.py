@@ -1,4 +1,4 @@
-"""Train one network in torch's ways and in flatbed's: the same numbers, in less time. Run: make demo."""
+"""Train one network in torch's ways and in flatbed's: the same numbers, in less time."""
 
 from __future__ import annotations
 
