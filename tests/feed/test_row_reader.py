@@ -195,7 +195,7 @@ def test_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="missing"):
         RowReader(tmp_path / "missing.npy", device="cpu")
     for name in ("text.npy", "objects.npy"):
-        with pytest.raises(ValueError, match=rf"{name} is not a \.npy file of numbers .*numpy\.save"):
+        with pytest.raises(ValueError, match=rf"{name} is not a \.npy file of numbers: .*numpy\.save"):
             RowReader(tmp_path / name, device="cpu")
     with pytest.raises(ValueError, match=r"two\.npz is an \.npz archive \(of a, b\), which cannot be mapped"):
         RowReader(tmp_path / "two.npz", device="cpu")

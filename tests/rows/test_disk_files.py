@@ -418,3 +418,29 @@ def test_a_small_disk(small_disk: Path) -> None:
             tier.rebuilt(WIDER, fill=fill)
     with DiskTierContext(DiskTier.open(small_disk / "table")) as tier:
         assert np.array_equal(everything(tier), now)
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ("", "rows of {path} changed since its last checkpoint and are dropped at exit"),
+        ("emb.table.checkpoint()", ""),
+        ("emb.table.close(discard=True)", ""),
+        ("os._exit(0)", ""),
+    ],
+)
+@pytest.mark.parametrize("cache_rows", [0, 50])
+def test_an_exit_tells_what_it_loses(last: str, told: str, cache_rows: int, tmp_path: Path) -> None:
+    path = tmp_path / "rows.bed"
+    program = f"""
+import os, torch, flatbed
+emb = flatbed.HostEmbedding(100, 4, storage="disk", path={str(path)!r}, cache_rows={cache_rows}, device="cpu")
+optimizer = flatbed.optim.Adam(emb)
+emb(torch.arange(7)).sum().backward()
+optimizer.step()
+{last}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.format(path=path) in done.stderr
+    assert bool(done.stderr) == bool(told)
+    assert not told or "7 rows" in done.stderr

@@ -64,8 +64,8 @@ class Shape:
         return self.n_arrays * self.array_bytes
 
     def n_for(self, way: str) -> int:
-        """How many batches a way is given in a reading."""
-        return self.n_batches if way == FEEDER else min(self.n_batches, max(4, SLOW_BYTES // self.nbytes))
+        """How many batches a way is given in a reading: fewer for the slowest, which keeps nothing ready."""
+        return min(self.n_batches, max(4, SLOW_BYTES // self.nbytes)) if way == PLAIN else self.n_batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,11 @@ def describe(row: BandwidthRow) -> str:
     return f"{row.n_arrays:,} × {size(row.batch_bytes // row.n_arrays)}"
 
 
+def on_cpu(row: FeedRow) -> bool:
+    """Where nothing crosses a bus, speeds beside one mean nothing."""
+    return row.machine.device == "cpu"
+
+
 def summary(row: FeedRow) -> str:
     """A row as one line, for those who watch."""
     mark = "" if row.ok else "  FAILED its check"
@@ -133,7 +138,7 @@ def summary(row: FeedRow) -> str:
     if isinstance(row, EpochRow):
         what = f"epoch {row.way}: compute {row.compute_ms:.3f} ms, transfer {row.transfer_ms:.3f} ms a batch"
         return f"{what}: {times}, {row.ratio:.3f} × the larger{mark}"
-    speed = f"{row.gb_per_s:6.2f} GB/s, {row.share_of_dma:.0%} of DMA"
+    speed = "" if on_cpu(row) else f"{row.gb_per_s:6.2f} GB/s, {row.share_of_dma:.0%} of DMA"
     if isinstance(row, BandwidthRow):
         return f"bandwidth {row.way}, {describe(row)}: {times}  {speed}{mark}"
     return f"rows {row.way}, {row.n_ids:,} × {size(row.row_bytes)}: {times}  {speed}{mark}"

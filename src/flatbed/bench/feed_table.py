@@ -15,6 +15,7 @@ from flatbed.bench.feed_rows import (
     ReadRow,
     describe,
     newest,
+    on_cpu,
     size,
 )
 from flatbed.bench.rows import Record
@@ -45,12 +46,11 @@ def _bandwidths(rows: Sequence[BandwidthRow]) -> Sheet:
     for row in rows:
         plain = next((o for o in rows if o.way == PLAIN and describe(o) == describe(row)), None)
         times = "" if plain is None else f"{plain.p50_ms / row.p50_ms:.2f}×"
-        lines.append(
-            [row.way, describe(row), _ms(row), _or_failed(row, f"{row.gb_per_s:.1f} GB/s"),
-             f"{row.share_of_dma:.0%}", times]
-        )  # fmt: skip
+        lines.append([row.way, describe(row), _ms(row), *_speeds(row), times])
     columns = ["way", "batch", "per batch", "speed", "of a pinned copy", f"vs {PLAIN}"]
     title = f"numpy batches to the device; a plain copy of pinned memory: {rows[0].dma_gb_per_s:.1f} GB/s"
+    if on_cpu(rows[0]):
+        title = "numpy batches on a CPU, where nothing is moved: what the ways themselves take"
     return Sheet(title, rows[0].machine, columns, lines, 2)
 
 
@@ -76,12 +76,17 @@ def _reads(rows: Sequence[ReadRow]) -> Sheet:
         others = [o for o in rows if o.row_bytes == row.row_bytes and not o.way.startswith("flatbed")]
         best = min((o.p50_ms for o in others), default=None)
         times = "" if best is None else f"{best / row.p50_ms:.2f}×"
-        speed = _or_failed(row, f"{row.gb_per_s:.1f} GB/s")
-        lines.append([row.way, size(row.row_bytes), _ms(row), speed, f"{row.share_of_dma:.0%}", times])
+        lines.append([row.way, size(row.row_bytes), _ms(row), *_speeds(row), times])
     first = rows[0]
     title = f"{first.n_ids:,} random rows of an array of {size(first.array_bytes)}, ids on the host"
     columns = ["way", "row", "time", "speed", "of a pinned copy", "vs the best without flatbed"]
     return Sheet(title, first.machine, columns, lines, 2)
+
+
+def _speeds(row: BandwidthRow | ReadRow) -> list[str]:
+    if on_cpu(row):
+        return [_or_failed(row, ""), ""]
+    return [_or_failed(row, f"{row.gb_per_s:.1f} GB/s"), f"{row.share_of_dma:.0%}"]
 
 
 def _ms(row: FeedRow) -> str:

@@ -161,10 +161,8 @@ def _mapped(path: Path) -> Any:
         raise FileNotFoundError(f"there is no file at {path}: check the path")
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(
-            f"{path} is not a .npy file of numbers ({error}): write one with numpy.save"
-        ) from error
+    except (ValueError, EOFError) as error:  # numpy's own advice is to trust the file
+        raise ValueError(f"{path} is not a .npy file of numbers: write one with numpy.save") from error
     if isinstance(found, np.ndarray):
         return found
     names = ", ".join(found.files)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ class HostCache:
         """Whether the table has another cache by now."""
         self.under_way = UnderWay()
         self.place = self._place() if device.type == "cuda" else None
+        if isinstance(home, DiskTier):
+            home.count_also(_waiting(weakref.ref(self)))
 
     def _place(self) -> Place:
         """For kernels, which are asked for rows that are here, and for no others."""
@@ -393,6 +396,16 @@ class HostCache:
                 slots = self.tags.slot_of_row[some].long()
                 here = slots >= 0
                 self.tags.heat[slots[here]] += counts[start : start + (1 << 16)][here].float().log2()
+
+
+def _waiting(cache: weakref.ref[HostCache]) -> Callable[[], int]:
+    """How many changed rows wait in a cache, if it is still there."""
+
+    def count() -> int:
+        found = cache()
+        return 0 if found is None else found.n_waiting
+
+    return count
 
 
 def _words(records: Tensor) -> Tensor:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 
 from flatbed.errors import FlatbedError
 from flatbed.rows.disk.file import MappedFile
@@ -18,6 +22,8 @@ class Held:
     def __init__(self, descriptor: int, table: MappedFile, journal: Journal) -> None:
         self.table, self.journal = table, journal
         self.keep_journal = False
+        self.n_elsewhere: Callable[[], int] = lambda: 0
+        """How many rows have changed beside those in the journal."""
         self.readers, self.writers = Hands(), Hands()
         self._descriptor = descriptor
         self._process = os.getpid()
@@ -63,8 +69,32 @@ class Held:
             self.journal.close(remove=False)
             self.table.close()
 
+    def tell(self) -> None:
+        """Warn of what an exit will lose."""
+        if self._descriptor < 0 or not self.here() or self.keep_journal:
+            return
+        n_rows = self.journal.n_slots + self.n_elsewhere()
+        message = (
+            f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped at exit: call "
+            f"table.checkpoint() or flatbed.save_checkpoint first, or table.close(discard=True)"
+        )
+        if n_rows:
+            with suppress(UserWarning):  # where warnings are errors, there is nobody left to hear of one
+                warnings.warn(message, stacklevel=2)
+
 
 _ALL: weakref.WeakSet[Held] = weakref.WeakSet()
+
+
+@lru_cache(maxsize=1)
+def tell_at_exit() -> None:
+    """Exit handlers run last come, first served: this one before those that close forgotten tables."""
+    atexit.register(_tell_all)
+
+
+def _tell_all() -> None:
+    for held in list(_ALL):
+        held.tell()
 
 
 def _leave_all() -> None:

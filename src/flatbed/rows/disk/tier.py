@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace as replaced
@@ -31,7 +31,7 @@ from flatbed.rows.disk.header import (
     encode_state,
     normal,
 )
-from flatbed.rows.disk.held import Held
+from flatbed.rows.disk.held import Held, tell_at_exit
 from flatbed.rows.disk.journal import Decision, Journal, apply, read_sealed
 from flatbed.rows.disk.recovery import journal_of, recover
 from flatbed.rows.disk.rows import Fill, as_records, empty, take, write_rows
@@ -97,6 +97,7 @@ class DiskTier:
         self._committing = False
         self._broken: str | None = None
         self._finalizer = weakref.finalize(self, Held.close, held)
+        tell_at_exit()
 
     @classmethod
     def create(
@@ -192,6 +193,10 @@ class DiskTier:
         """`scatter_` in another thread."""
         self._held.check()
         return self._held.writers.pool.submit(self.scatter_, ids, records)
+
+    def count_also(self, n_elsewhere: Callable[[], int]) -> None:
+        """Have changed rows that are elsewhere counted among those that an exit would lose."""
+        self._held.n_elsewhere = n_elsewhere
 
     def has_room(self, n_rows: int) -> bool:
         """Whether it is plain, without waiting for anyone, that so many rows can change, whichever they are.
