@@ -75,8 +75,8 @@ class Held:
             return
         n_rows = self.journal.n_slots + self.n_elsewhere()
         message = (
-            f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped at exit: call "
-            f"table.checkpoint() or flatbed.save_checkpoint first, or table.close(discard=True)"
+            f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped at exit: "
+            f"call table.checkpoint() or flatbed.save_checkpoint first, or table.close(discard=True)"
         )
         if n_rows:
             with suppress(UserWarning):  # where warnings are errors, there is nobody left to hear of one
