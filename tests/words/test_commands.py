@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 import flatbed
-from flatbed.words import Settings, Trainer, Vectors, pictures, read_corpus
+from flatbed.words import Settings, Trainer, Vectors, commands, pictures, read_corpus
 from flatbed.words.commands import neighbors, word2vec
 
 from .texts import kinds_corpus
@@ -68,7 +69,8 @@ def test_from_text_to_neighbours(binary: bool, text: Path, tmp_path: Path) -> No
     options = ["--dim", 16, "--epochs", 6, "--batch-words", 256, "--device", "cpu", "--subsample", 0]
     said = run("word2vec", text, *options, "--out", out, *(["--binary"] if binary else []))
     assert "12,000 words of text, 27 distinct" in said
-    assert "nearest neighbours" in said
+    assert re.search(rf"wrote {out} wrote \S+\.loss\.png and \S+\.map\.png nearest neighbours", said)
+    assert said.endswith(f"those of other words: flatbed neighbors {out} WORD... ")
     assert "tables on the host, computed on cpu" in said
     gensim = pytest.importorskip("gensim.models")
     theirs = gensim.KeyedVectors.load_word2vec_format(str(out), binary=binary)
@@ -85,16 +87,20 @@ def test_from_text_to_neighbours(binary: bool, text: Path, tmp_path: Path) -> No
 def test_the_library_without_files(tmp_path: Path) -> None:
     said = run("word2vec", *FEW, "--max-words", 20_000, "--out", tmp_path / "v.txt", "--no-pictures")
     assert "Python's standard library: 20,000 words of text" in said
+    assert "words occur 40 times or more" in said
     assert "self" in Vectors.load(tmp_path / "v.txt")
 
 
 def test_buckets_and_disk(text: Path, tmp_path: Path) -> None:
+    """Tables on disk stay: a finished training is told from one that can go on."""
     options = [*FEW, "--no-pictures", "--buckets", "1_000", "--ngrams", "3-4", "--storage", "disk"]
     options += ["--path", tmp_path / "tables", "--optimizer", "Adagrad", "--out", tmp_path / "v.txt"]
-    run("word2vec", text, *options)
+    said = run("word2vec", text, *options)
+    assert f"finished; delete {tmp_path}/tables and {tmp_path}/v.txt.checkpoint to start anew" in said
     assert (tmp_path / "tables" / "inputs.bed").stat().st_size > 1027 * 8 * 4
     said = run("word2vec", text, *options, code=1)
-    assert "inputs.bed holds an earlier training" in said
+    assert "v.txt.checkpoint holds a finished training of" in said
+    assert f"delete {tmp_path}/tables and {tmp_path}/v.txt.checkpoint to start anew" in said
     before = Vectors.load(tmp_path / "v.txt")
     said = run("word2vec", text, *options, "--resume")
     assert re.search(r"going on at step (\d+) of \1\b", said)
@@ -132,6 +138,7 @@ def test_a_map_of_two_words() -> None:
         (["TEXT", "--resume"], "there is no checkpoint"),
         (["TEXT", "--device", "tpu9x"], "tpu9x"),
         (["TEXT", "--threads", "0"], "--threads"),
+        (["TEXT", "--out", "x.txt", "--checkpoint", "./x.txt"], "x.txt is where results go"),
     ],
 )
 def test_wrong_options(arguments: list[str], match: str, text: Path, tmp_path: Path) -> None:
@@ -140,6 +147,96 @@ def test_wrong_options(arguments: list[str], match: str, text: Path, tmp_path: P
     said = run("word2vec", *asked, *out, code=2)
     assert match in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("v.txt", []),
+        ("v.loss.png", []),
+        ("v.map.png", []),
+        (".v.txt.new", []),
+        ("run", ["--checkpoint", "FOLDER/sub/../run"]),
+        ("inputs.bed", ["--storage", "disk", "--path", "FOLDER"]),
+    ],
+)
+def test_a_text_is_never_overwritten(name: str, options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / name).write_text("to be or not to be " * 20)
+    (tmp_path / "link.txt").symlink_to(tmp_path / name)
+    given = [one.replace("FOLDER", str(tmp_path)) for one in options]
+    for text in (tmp_path / name, tmp_path / "link.txt"):
+        said = run("word2vec", text, *FEW, *given, "--out", tmp_path / "sub" / ".." / "v.txt", code=2)
+        assert "would be overwritten" in said
+        assert (tmp_path / name).read_text() == "to be or not to be " * 20
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_pictures_that_are_not_drawn_overwrite_nothing(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "v.map.png").write_text(text.read_text())
+    run("word2vec", tmp_path / "v.map.png", *FEW, "--out", tmp_path / "v.txt", "--no-pictures")
+    assert (tmp_path / "v.map.png").read_text() == text.read_text()
+
+
+def save_half(text: Path, folder: Path, **options: Any) -> Trainer:
+    """A checkpoint as Ctrl-C would leave it."""
+    trainer = Trainer(read_corpus([text]), Settings(dim=8, epochs=2, device="cpu", **options))
+    trainer.run(lambda p: trainer.stop() if p.step >= 7 else None)
+    trainer.save(folder)
+    return trainer
+
+
+def test_the_checkpoint_of_another_training_is_kept(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "v.txt"
+    half = save_half(text, tmp_path / "v.txt.checkpoint", seed=3)
+    said = run("word2vec", text, *FEW, "--out", out, code=1)
+    assert f"v.txt.checkpoint holds a training at step 7 of {half.n_steps} (dim 8," in said
+    assert "--resume goes on with it; delete it, or give another --checkpoint, to begin anew" in said
+    assert "words of text" not in said  # refused before anything is read
+    again = Trainer(read_corpus([text]), half.settings)
+    again.resume(tmp_path / "v.txt.checkpoint")
+    run("word2vec", text, *FEW, "--out", out, "--checkpoint", tmp_path / "other", "--no-pictures")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["v.txt", "v.txt.checkpoint"]
+
+
+def test_a_folder_that_holds_something_else(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "CURRENT.json").write_text("{}")
+    said = run("word2vec", text, *FEW, "--out", tmp_path / "v", "--checkpoint", tmp_path / "run", code=1)
+    assert "run holds a checkpoint of something else: give another --checkpoint" in said
+    (tmp_path / "file").write_text("mine")
+    said = run("word2vec", text, *FEW, "--out", tmp_path / "v", "--checkpoint", tmp_path / "file", code=2)
+    assert "file is a file" in said
+
+
+def test_a_finished_training_removes_its_checkpoint(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "v.txt.checkpoint"
+    save_half(text, folder)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "v0000099").mkdir()  # not made by a save
+    options = [text, *FEW, "--out", tmp_path / "v.txt", "--no-pictures"]
+    said = run("word2vec", *options, "--resume")
+    assert f"removed {folder}: the training has finished" in said
+    assert sorted(p.name for p in folder.iterdir()) == ["notes.txt", "v0000099"]
+    assert "holds no checkpoint" in run("word2vec", *options, "--resume", code=1)
+    said = run("word2vec", *options)
+    assert "removed" not in said
+
+
+def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = run("word2vec", text, *FEW, "--out", tmp_path / "v.txt", "--no-pictures")
+    assert "training:" not in quiet
+    monkeypatch.setattr(commands, "LINE_SECONDS", 0.0)
+    said = run("word2vec", text, *FEW, "--out", tmp_path / "v.txt", "--no-pictures")
+    line = r"training: [\d,]+ of 24,000 \(\d+%\), epoch 1, [\d,]+ words/s, loss \d\.\d{3}"
+    assert len(re.findall(line, said)) > 3
+    assert re.search(r"reading: ([\d,]+) of \1 \(100%\)", said)
+
+
+def test_a_text_without_pairs_is_told(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("a\nb\n" * 20)
+    said = run("word2vec", tmp_path / "t.txt", *FEW, "--out", tmp_path / "v.txt")
+    assert "nothing was learnt: no word had another one beside it" in said
 
 
 def test_wrong_texts(text: Path, tmp_path: Path) -> None:
@@ -154,12 +251,16 @@ def test_wrong_texts(text: Path, tmp_path: Path) -> None:
 def test_unknown_words_and_files(tmp_path: Path) -> None:
     Vectors(["append", "extend"], np.ones((2, 3))).save(tmp_path / "v.txt")
     said = run("neighbors", tmp_path / "v.txt", "apend", code=1)
-    assert "Error: 'apend' is not among the 2 words; close to it are append" in said
+    assert "Error: 'apend' is not among the 2 words; did you mean append?" in said
+    assert "nearest neighbours" not in said
+    said = run("neighbors", tmp_path / "v.txt", "extnd", "append", "xyz", code=1)
+    assert re.search(r"append extend 1\.00 .*'extnd' is .* did you mean extend\? .*'xyz' is not among", said)
     assert "there is no file" in run("neighbors", tmp_path / "none", "a", code=1)
 
 
-def test_ctrl_c_and_resume(text: Path, tmp_path: Path) -> None:
-    """A real SIGINT to a real process; what goes on later ends with the vectors of one left alone."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_resume(number: signal.Signals, text: Path, tmp_path: Path) -> None:
+    """A real signal to a real process; what goes on later ends with the vectors of one left alone."""
     settings = Settings(dim=16, epochs=25, batch_words=256, device="cpu")
     whole = Trainer(read_corpus([text]), settings)
     whole.run()
@@ -178,7 +279,7 @@ def test_ctrl_c_and_resume(text: Path, tmp_path: Path) -> None:
     while "computed on cpu" not in cut.stdout.readline():
         pass
     time.sleep(0.2)
-    cut.send_signal(signal.SIGINT)
+    cut.send_signal(number)
     said, _ = cut.communicate(timeout=120)
     assert cut.returncode == 130, said
     found = re.search(r"saved step ([\d,]+) of ([\d,]+) to \S+: go on with --resume", said)
@@ -191,6 +292,7 @@ def test_ctrl_c_and_resume(text: Path, tmp_path: Path) -> None:
     assert again.returncode == 0, said
     found_matrix = Vectors.load(tmp_path / "cut.txt").matrix
     np.testing.assert_array_equal(found_matrix, whole.vectors().matrix)
+    assert not (tmp_path / "run").exists()
 
 
 def test_commands_are_light() -> None:

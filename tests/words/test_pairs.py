@@ -115,6 +115,14 @@ def test_every_word_of_the_text_is_in_one_batch_of_each_epoch() -> None:
     assert made[0].words.tolist() != made[8].words.tolist()
 
 
+def test_steps_are_of_equal_length() -> None:
+    """No remainder of a few words as a step of its own."""
+    corpus = Corpus.from_sentences([["a"]] * 2001)
+    for batch_words, wanted in ((1000, {667}), (500, {400, 401}), (3000, {2001}), (1, {1})):
+        batches = Batches(corpus, window=2, subsample=0, batch_words=batch_words)
+        assert {batch.n_words for batch in batches.range(0, batches.per_epoch)} == wanted
+
+
 def test_a_batch_depends_on_its_number_alone() -> None:
     corpus = random_corpus(30, 3000)
     whole = list(Batches(corpus, window=3, subsample=1e-2, batch_words=400, seed=3).range(0, 16))

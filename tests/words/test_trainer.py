@@ -231,7 +231,9 @@ def test_files_of_an_earlier_training_are_not_overwritten(tmp_path: Path) -> Non
     trainer.save(tmp_path / "run")
     trainer.close()
     again = Trainer(corpus, settings)
-    with pytest.raises(FlatbedError, match=r"inputs\.bed holds an earlier training: resume that one"):
+    with pytest.raises(
+        FlatbedError, match=r"inputs\.bed holds an earlier training: resume that one, .* or delete"
+    ):
         again.run()
     again.resume(tmp_path / "run")
     again.run()
@@ -294,8 +296,28 @@ def test_a_loss_that_runs_away_is_told() -> None:
 def test_a_text_of_sentences_of_one_word() -> None:
     """No pairs at all: nothing to learn, and nothing breaks."""
     trainer = Trainer(Corpus.from_sentences([["a"], ["b"]] * 20), Settings(**SMALL))
-    trainer.run()
+    for progress in trainer:
+        assert np.isnan(progress.loss)
+    assert trainer.losses == []
     assert np.isfinite(trainer.vectors().matrix).all()
+
+
+def test_steps_without_pairs_have_no_loss(tmp_path: Path) -> None:
+    """The mean of the last pairs is carried on, through a checkpoint, too."""
+    sentences = [["a", "b"] * 100, *([["c"]] * 20)]
+    settings = Settings(**SMALL | {"batch_words": 20}, seed=1)
+    trainer = Trainer(Corpus.from_sentences(sentences), settings, steps_per_report=1)
+    reports = list(trainer)
+    n_pairs = [batch.n_pairs for batch in trainer._batches.range(0, trainer.n_steps)]
+    assert sum(n > 0 for n in n_pairs) == settings.epochs
+    assert n_pairs[-1] == 0
+    assert len(trainer.losses) == settings.epochs
+    assert min(loss for _, loss in trainer.losses) > 0.5
+    assert reports[-1].loss == trainer.losses[-1][1]
+    trainer.save(tmp_path / "run")
+    again = Trainer(trainer.corpus, settings)
+    again.resume(tmp_path / "run")
+    assert again.losses == trainer.losses
 
 
 @pytest.mark.gpu

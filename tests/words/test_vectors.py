@@ -59,6 +59,11 @@ def test_neighbours_of_few_words() -> None:
     assert vectors["b"].tolist() == [1, 1]
 
 
+def test_a_short_repr() -> None:
+    assert repr(some(3)) == "Vectors(3 words, dim 5: wörd0, wörd1, wörd2)"
+    assert repr(some(70_000)) == "Vectors(70,000 words, dim 5: wörd0, wörd1, wörd2, wörd3, …)"
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
     [
@@ -78,7 +83,7 @@ def test_damaged_files(content: bytes, match: str, tmp_path: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     vectors = some()
-    with pytest.raises(FlatbedError, match=r"'wörd' is not among the 7 words; close to it are wörd"):
+    with pytest.raises(FlatbedError, match=r"'wörd' is not among the 7 words; did you mean wörd\d, .*\?"):
         vectors.neighbors("wörd")
     with pytest.raises(FlatbedError, match=r"'xyz' is not among the 7 words$"):
         vectors["xyz"]

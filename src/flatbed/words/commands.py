@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,18 +15,23 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from flatbed.words.paths import Paths
+
 if TYPE_CHECKING:
     from flatbed.words.corpus import Corpus
     from flatbed.words.settings import Settings
     from flatbed.words.trainer import Trainer
     from flatbed.words.vectors import Vectors
 
-EPOCHS, LIBRARY_EPOCHS = 5, 15
-MIN_COUNT, LIBRARY_MIN_COUNT = 5, 10
-"""Of texts, and of the standard library, which is small."""
+WINDOW, LIBRARY_WINDOW = 5, 2
+EPOCHS, LIBRARY_EPOCHS = 5, 20
+MIN_COUNT, LIBRARY_MIN_COUNT = 5, 40
+"""Of texts, and of the standard library, which is small: rare names have the contexts of a single file."""
 SHOWN = ["append", "open", "list", "True", "try", "ValueError", "lock", "min"]
 """Words whose neighbours are shown at the end, as far as they are in the text; then frequent ones."""
 N_SHOWN = 8
+LINE_SECONDS = 10.0
+"""Where there is no terminal for a bar, a line in so many."""
 INTERRUPTED = 130
 """The exit code of programs that Ctrl-C has ended."""
 
@@ -40,7 +46,13 @@ def word2vec(
     ),
     binary: Annotated[bool, typer.Option("--binary", help="In word2vec's binary format.")] = False,
     dim: Annotated[int, typer.Option(help="Numbers in a vector.")] = 128,
-    window: Annotated[int, typer.Option(help="Contexts reach up to so many words to each side.")] = 5,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Contexts reach so many words to each side; {WINDOW}, or {LIBRARY_WINDOW} without files.",
+            show_default=False,
+        ),
+    ] = None,
     negatives: Annotated[int, typer.Option(help="Random words per pair.")] = 5,
     epochs: Annotated[
         int | None,
@@ -81,13 +93,16 @@ def word2vec(
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            help="Where Ctrl-C saves the training; OUT.checkpoint unless given.", show_default=False
+            help="Where Ctrl-C (or SIGTERM) saves the training; OUT.checkpoint unless given.",
+            show_default=False,
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
     pictures: Annotated[bool, typer.Option(help="Draw the loss and a map of words beside OUT.")] = True,
 ) -> None:
     """Train word vectors: skip-gram with negative sampling, over tables in host memory."""
+    if window is None:
+        window = WINDOW if files else LIBRARY_WINDOW
     if epochs is None:
         epochs = EPOCHS if files else LIBRARY_EPOCHS
     if min_count is None:
@@ -95,18 +110,23 @@ def word2vec(
     asked = {name: value for name, value in locals().items() if name in OPTIONS}
     settings = _settings(**asked, ngrams=ngrams)
     checkpoint = checkpoint or Path(f"{out}.checkpoint")
-    _check_paths(files or [], out, checkpoint if resume else None)
+    paths = Paths(files or [], out, checkpoint, tables=settings.path, pictures=pictures)
+    paths.check(resume=resume)
     _set_threads(threads)
     with _errors():
+        if not resume:
+            paths.check_begun()
         corpus = _read(files or [], max_words)
         with closing(_trainer(corpus, settings)) as trainer:
             _train(trainer, checkpoint, resume=resume)
             vectors = trainer.vectors()
-        _write(vectors, out, binary=binary)
+        _write(vectors, paths, binary=binary)
+        _leave(paths)
     if pictures:
-        _draw(trainer, vectors, out)
+        _draw(trainer, vectors, paths)
     shown = [word for word in SHOWN if word in vectors] + [w for w in vectors.words[:200] if len(w) > 3]
     Console().print(_neighbours_table(vectors, list(dict.fromkeys(shown))[:N_SHOWN], 6))
+    typer.echo(f"those of other words: flatbed neighbors {out} WORD...")
 
 
 def neighbors(
@@ -115,10 +135,20 @@ def neighbors(
     n: Annotated[int, typer.Option("-n", min=1, help="How many of each.")] = 8,
 ) -> None:
     """Show the words whose vectors point in the most similar directions."""
+    from flatbed import FlatbedError
     from flatbed.words.vectors import Vectors
 
     with _errors():
-        Console().print(_neighbours_table(Vectors.load(vectors), words, n))
+        loaded = Vectors.load(vectors)
+    if known := [word for word in words if word in loaded]:
+        Console().print(_neighbours_table(loaded, known, n))
+    for word in (word for word in words if word not in loaded):
+        try:
+            loaded[word]
+        except FlatbedError as error:
+            typer.echo(f"Error: {error}", err=True)
+    if len(known) < len(words):
+        raise typer.Exit(1)
 
 
 # ---- what they are made of
@@ -172,17 +202,14 @@ def _set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads or max(torch.get_num_threads() // 2, 1))
 
 
-def _check_paths(files: Sequence[Path], out: Path, checkpoint: Path | None) -> None:
-    """Refuse at once what would otherwise fail after minutes."""
-    for file in files:
-        if not file.is_file():
-            raise typer.BadParameter(f"{file} is not a file", param_hint="FILES")
-    if not out.parent.is_dir():
-        raise typer.BadParameter(f"the folder {out.parent} does not exist", param_hint="--out")
-    if out.is_dir():
-        raise typer.BadParameter(f"{out} is a folder", param_hint="--out")
-    if checkpoint is not None and not checkpoint.is_dir():
-        raise typer.BadParameter(f"there is no checkpoint {checkpoint}", param_hint="--resume")
+def _leave(paths: Paths) -> None:
+    """After the last step: a checkpoint is of no use any more, except to open tables on disk."""
+    from flatbed.words.saved import remove
+
+    if paths.tables is not None:
+        typer.echo(f"finished; {paths.anew}")
+    elif remove(paths.checkpoint):
+        typer.echo(f"removed {paths.checkpoint}: the training has finished")
 
 
 def _read(files: Sequence[Path], max_words: int | None) -> Corpus:
@@ -226,6 +253,8 @@ def _train(trainer: Trainer, checkpoint: Path, *, resume: bool) -> None:
             update(report.words, report.n_words, f"epoch {report.epoch}, {speed}")
     if report is not None:
         typer.echo(f"trained {report.words:,} words: {speed}")
+    if trainer.done and not trainer.losses:
+        typer.echo("nothing was learnt: no word had another one beside it (a line is a sentence)")
     if not trainer.done or trainer.settings.storage == "disk":
         trainer.save(checkpoint)
     if not trainer.done:
@@ -253,33 +282,47 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr: done, of how many, and what to say beside it."""
+    """A bar on stderr: done, of how many, and what to say beside it; lines where that is no terminal."""
     errors = Console(stderr=True)
+    if not errors.is_terminal:
+        yield _lines(title)
+        return
     columns = (TextColumn(title), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
     says = (TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, *says, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with Progress(*columns, *says, console=errors, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, n, text: bar.update(task, completed=done, total=n, description=text)
 
 
-def _write(vectors: Vectors, out: Path, *, binary: bool) -> None:
+def _lines(title: str) -> Callable[[int, int, str], None]:
+    last = time.monotonic()
+
+    def update(done: int, n: int, text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            typer.echo(f"{title}: {done:,} of {n:,} ({done / max(n, 1):.0%}){text and f', {text}'}", err=True)
+
+    return update
+
+
+def _write(vectors: Vectors, paths: Paths, *, binary: bool) -> None:
     """A reader sees the old file or the new one, never half of one."""
-    draft = out.with_name(f".{out.name}.new")
     try:
-        vectors.save(draft, binary=binary)
-        draft.replace(out)
+        vectors.save(paths.draft, binary=binary)
+        paths.draft.replace(paths.out)
     finally:
-        draft.unlink(missing_ok=True)
-    typer.echo(f"wrote {out}")
+        paths.draft.unlink(missing_ok=True)
+    typer.echo(f"wrote {paths.out}")
 
 
-def _draw(trainer: Trainer, vectors: Vectors, out: Path) -> None:
+def _draw(trainer: Trainer, vectors: Vectors, paths: Paths) -> None:
     from flatbed.words.pictures import MISSING, draw_loss, draw_map, have_matplotlib
 
     if not have_matplotlib():
         typer.echo(f"no pictures: {MISSING}")
         return
-    loss, plane = out.with_suffix(".loss.png"), out.with_suffix(".map.png")
+    loss, plane = paths.drawn
     draw_loss(trainer.losses, loss)
     draw_map(vectors, plane)
     typer.echo(f"wrote {loss} and {plane}")

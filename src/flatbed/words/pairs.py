@@ -58,6 +58,7 @@ class Order:
 class Batches:
     """The steps of a training, each made from (seed, epoch, number in the epoch) alone.
 
+    - `batch_words`: the most words of text in a step, up to whole sentences; an epoch's steps are equal.
     - `bags`: the rows of each word, with n-grams.
     """
 
@@ -76,7 +77,6 @@ class Batches:
         self._keep = keep_probabilities(corpus.counts, subsample)
         self._unigrams = Unigrams(corpus.counts)
         self._window = window
-        self._batch_words = batch_words
         self._seed = seed
         self._bags = bags
         self.per_epoch = -(-len(corpus) // batch_words)
@@ -104,7 +104,8 @@ class Batches:
 
     def _text(self, order: Order, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The words of the sentences that begin in a stretch of text, and which sentence each is in."""
-        stretch = np.array([number, number + 1]) * self._batch_words
+        # Of equal steps: a remainder would be one of a few words.
+        stretch = np.array([number, number + 1]) * len(self._corpus) // self.per_epoch
         chosen = order.sentences[slice(*np.searchsorted(order.begins, stretch))]
         lengths = self._lengths[chosen]
         sentences = np.repeat(np.arange(len(chosen)), lengths)

@@ -10,7 +10,7 @@ import numpy as np
 
 from flatbed.words.vectors import Vectors
 
-MISSING = "matplotlib is not installed; install it with: pip install 'flatbed[plot]'"
+MISSING = "matplotlib is not installed; install it with: pip install matplotlib"
 MAP_WORDS = 150
 COLOUR = "#e4572e"
 

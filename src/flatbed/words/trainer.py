@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from flatbed.words.corpus import Corpus
 from flatbed.words.model import block_loss
 from flatbed.words.ngrams import make_bags
 from flatbed.words.pairs import Batch, Batches
+from flatbed.words.saved import Saved, find
 from flatbed.words.settings import Settings
 from flatbed.words.tables import MakeTables, files_of, host_tables
 from flatbed.words.vectors import Vectors
@@ -30,7 +30,6 @@ REPORTS, MOST_STEPS = 500, 50
 LEAST_STEPS, LEAST_WORDS = 100, 128
 """Steps of an epoch: in a small text they are of fewer words than suit the optimizer, but of so many."""
 READ_WORDS = 8192
-ABOUT = "words.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,9 @@ class Progress:
     words: int
     n_words: int
     loss: float
-    """Mean over the pairs of the steps since the last report: of a context and its negatives together."""
+    """Mean over the pairs of the steps since the last report: of a context and its negatives together. Where
+    those steps had no pairs, the one before; nan before the first pair.
+    """
     lr: float
     words_per_second: float
     """Of this run so far."""
@@ -68,7 +69,7 @@ class Trainer:
     """
 
     losses: list[tuple[int, float]]
-    """(words trained, mean loss since the one before) at every report."""
+    """(words trained, mean loss since the one before) at every report with pairs."""
 
     def __init__(
         self,
@@ -127,7 +128,8 @@ class Trainer:
     def __iter__(self) -> Iterator[Progress]:
         if self._unknown:
             raise FlatbedError(
-                f"{self._unknown[0]} holds an earlier training: resume that one, or give another path"
+                f"{self._unknown[0]} holds an earlier training: resume that one, give another path, or "
+                f"delete {' and '.join(file.name for file in self._unknown)} there to begin anew"
             )
         self._stopped = False
         every = self._every
@@ -177,13 +179,15 @@ class Trainer:
         self.words += batch.n_words
 
     def _report(self, words_per_second: float) -> Progress:
-        loss = float(self._loss) / max(self._n_pairs, 1)
-        if not math.isfinite(loss):
+        before = self.losses[-1][1] if self.losses else math.nan
+        loss = float(self._loss) / self._n_pairs if self._n_pairs else before
+        if self._n_pairs and not math.isfinite(loss):
             raise FlatbedError(
                 f"the loss is {loss} after step {self.step:,}: a lower lr (here {self._rates[0]:g}) or fewer "
                 f"batch_words ({self.batch_words:,}) keep {self.settings.optimizer} from that"
             )
-        self.losses.append((self.words, loss))
+        if self._n_pairs:
+            self.losses.append((self.words, loss))
         self._loss.zero_()
         self._n_pairs = 0
         epoch = min(self.step // self._batches.per_epoch + 1, self.settings.epochs)
@@ -224,16 +228,16 @@ class Trainer:
         }
         save_checkpoint(folder, self.tables.model, self.tables.optimizer, extra=position)
         # The same beside it, to be compared before anything is loaded.
-        (Path(folder) / ABOUT).write_text(json.dumps(self._about()))
+        Saved(**self._about(), step=self.step, n_steps=self.n_steps).write(folder)
 
     def resume(self, folder: str | Path) -> None:
         """Go on from a checkpoint of a training with the same text and settings."""
-        about = Path(folder) / ABOUT
-        if not about.is_file():
+        saved = find(folder)
+        if saved is None:
             raise FlatbedError(f"{folder} holds no checkpoint of a training of word vectors: check the path")
-        self._check_same(json.loads(about.read_text()), folder)
+        self._check_same(saved.settings, saved.text, folder)
         position = load_checkpoint(folder, self.tables.model, self.tables.optimizer)
-        self._check_same(position, folder)
+        self._check_same(position["settings"], position["text"], folder)
         self.step, self.words, self._n_pairs = position["step"], position["words"], position["pairs"]
         flat = position["losses"]
         self.losses = list(zip(map(int, flat[::2]), flat[1::2], strict=True))
@@ -243,13 +247,13 @@ class Trainer:
     def _about(self) -> dict[str, Any]:
         return {"settings": self.settings.to_dict(), "text": self._fingerprint}
 
-    def _check_same(self, saved: dict[str, Any], folder: str | Path) -> None:
-        theirs, ours = saved["settings"], self.settings.to_dict()
+    def _check_same(self, theirs: dict[str, Any], text: str, folder: str | Path) -> None:
+        ours = self.settings.to_dict()
         differing = [name for name in ours if theirs.get(name) != ours[name]]
         if differing:
             found = ", ".join(f"{name}={theirs.get(name)} there and {ours[name]} here" for name in differing)
             raise FlatbedError(f"{folder} is of a training with other settings: {found}")
-        if saved["text"] != self._fingerprint:
+        if text != self._fingerprint:
             raise FlatbedError(
                 f"{folder} is of a training on another text: give the same files in the same order"
             )

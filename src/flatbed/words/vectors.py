@@ -13,7 +13,7 @@ import numpy as np
 from flatbed.errors import FlatbedError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Vectors:
     """Words and their vectors.
 
@@ -28,7 +28,7 @@ class Vectors:
     words: list[str]
     matrix: np.ndarray
     counts: np.ndarray | None = None
-    _place: dict[str, int] = field(init=False, repr=False)
+    _place: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         matrix = np.ascontiguousarray(self.matrix, np.float32)
@@ -36,6 +36,10 @@ class Vectors:
             raise ValueError(f"matrix must be ({len(self.words)} words, dim); found {matrix.shape}")
         object.__setattr__(self, "matrix", matrix)
         object.__setattr__(self, "_place", {word: at for at, word in enumerate(self.words)})
+
+    def __repr__(self) -> str:
+        words = ", ".join([*self.words[:4], *(["…"] if len(self) > 4 else [])])
+        return f"Vectors({len(self):,} words, dim {self.matrix.shape[1]}: {words})"
 
     def __len__(self) -> int:
         return len(self.words)
@@ -62,7 +66,7 @@ class Vectors:
     def _at(self, word: str) -> int:
         if word not in self._place:
             close = difflib.get_close_matches(word, self.words, n=4, cutoff=0.7)
-            hint = f"; close to it are {', '.join(close)}" if close else ""
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise FlatbedError(f"{word!r} is not among the {len(self):,} words{hint}")
         return self._place[word]
 
