@@ -211,6 +211,37 @@ def test_data_that_cannot_be_stored(tmp_path: Path) -> None:
     assert big_endian.getData([2]).tolist() == [2.0]
 
 
+@pytest.mark.parametrize("kind", [SpeedTorch.DataGadget, SpeedTorch.DataGadgetMM])
+def test_gadgets_on_disk_and_in_memory_are_alike(kind: Any, tmp_path: Path) -> None:
+    def gadget(array: Any) -> Any:
+        np.save(tmp_path / "data.npy", array)
+        made = kind(tmp_path / "data.npy")
+        made.gadgetInit()
+        return made
+
+    big_endian = gadget(np.arange(6.0).astype(">f4").reshape(3, 2))
+    assert big_endian.getData([2, 0]).tolist() == [[4.0, 5.0], [0.0, 1.0]]
+    big_endian.insertData(torch.ones(1, 2, dtype=torch.bfloat16), [1])
+    big_endian.insertData(torch.full((2,), 7.0, dtype=torch.bfloat16), (0, slice(None)))
+    assert big_endian.getNumpyVersion().tolist() == [[7.0, 7.0], [1.0, 1.0], [4.0, 5.0]]
+    floats = gadget(np.zeros((3, 2), np.float32))
+    for wrong in (np.array([5.0]), 7.0, np.ones((1, 2)), np.ones(2)):
+        with pytest.raises(ValueError, match=r"must have shape \(2, 2\); found \("):
+            floats.insertData(wrong, [0, 1])
+    assert not floats.getNumpyVersion().any()
+    counts = gadget(np.zeros((3, 2), np.uint16))
+    too_far: list[tuple[Any, Any]] = [
+        (np.full((1, 2), -1), [0]),
+        (torch.full((1, 2), 1 << 16), [0]),
+        (-1, (0, 0)),
+    ]
+    for value, index in too_far:
+        with pytest.raises(ValueError, match=r"do not fit .*uint16 \(0 to 65535\)"):
+            counts.insertData(value, index)
+    counts.insertData(np.full((1, 2), 65535), [0])
+    assert counts.getNumpyVersion()[0].tolist() == [65535, 65535]
+
+
 # ---- co-occurrence
 
 
@@ -258,3 +289,69 @@ def test_weights_of_counts(tmp_path: Path) -> None:
     counts.comInit(CPUPinn=True)
     with pytest.raises(TypeError, match=r"cannot be added to torch\.uint32"):
         counts.addCounts([1], [2], [0.5])
+
+
+@pytest.mark.parametrize(
+    ("datatype", "counts", "message"),
+    [
+        ("uint32", [-1], r"counts must not be negative; found -1"),
+        ("int64", [3, -2], r"counts must not be negative; found -2"),
+        ("float32", [-0.5], r"counts must not be negative; found -0.5"),
+        ("float32", [float("nan")], r"counts must be finite"),
+        ("uint32", [2**32 + 1], r"4294967297 .* uint32 .* at most 4294967295"),
+        ("uint32", [2**32 - 1, 1], r"4294967296 .* uint32"),
+        ("int32", [2**31 - 1, 1], r"2147483648 .* int32"),
+        ("uint8", [200, 56], r"256 .* uint8"),
+        ("uint64", np.array([2**63, 2**63], np.uint64), r"18446744073709551616 .* uint64"),
+        ("int64", np.array([2**63], np.uint64), r"9223372036854775808 .* int64"),
+        ("float16", [2048, 1], r"2049 .* float16"),
+        ("float32", [2**24, 1], r"16777217 .* float32"),
+        ("float16", [60000.0, 60000.0], r"float16"),
+    ],
+)
+def test_counts_that_do_not_fit(datatype: str, counts: Any, message: str) -> None:
+    matrix = SpeedTorch.COM(3, datatype)
+    matrix.comInit()
+    matrix.addCounts([2], [2])
+    with pytest.raises((ValueError, OverflowError), match=message):
+        matrix.addCounts([2, *[0] * len(counts)], [2, *[1] * len(counts)], np.insert(counts, 0, 1))
+    assert [one.tolist() for one in matrix.getEntries()] == [[2], [2], [1]]
+
+
+def test_counts_do_not_wrap_later_nor_on_disk(tmp_path: Path) -> None:
+    for matrix in (SpeedTorch.COM(3, "uint16"), SpeedTorch.COMMM(3, f"{tmp_path}/COM", "uint16")):
+        matrix.comInit()
+        matrix.addCounts([0] * 65535, [1] * 65535)
+        with pytest.raises(ValueError, match=r"65536 .* uint16 .*nothing was added"):
+            matrix.addCounts([2, 0], [2, 1])
+        assert matrix.getEntries()[2].tolist() == [65535]
+        matrix.close()
+
+
+def test_matrices_of_bfloat16() -> None:
+    matrix = SpeedTorch.COM(3, "bfloat16")
+    matrix.comInit()
+    matrix.addCounts([0, 0], [1, 1])
+    matrix.insertData(np.full(3, 0.5), 2)
+    assert [one.tolist() for one in matrix.getEntries()] == [[0, 2, 2, 2], [1, 0, 1, 2], [2, 0.5, 0.5, 0.5]]
+    assert matrix.getData((slice(None, None, -2), 1)).tolist() == [0.5, 2.0]
+    counts = SpeedTorch.COM(3)
+    counts.comInit()
+    with pytest.raises(ValueError, match=r"do not fit .*uint32 \(0 to 4294967295\)"):
+        counts.insertData(np.full((1, 3), -1), [0])
+
+
+def test_matrices_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"counts are real numbers; found datatype torch\.complex64"):
+        SpeedTorch.COM(3, "complex64")
+    matrix = SpeedTorch.COM(3)
+    matrix.comInit()
+    np.save(tmp_path / "wide.npy", np.ones((3, 4), np.uint32))
+    with pytest.raises(ValueError, match=r"must have shape \(3, 3\); found \(3, 4\)"):
+        matrix.loadCupy(tmp_path / "wide.npy")
+    np.save(tmp_path / "weights.npy", np.full((3, 3), 0.5, np.float32))
+    matrix.loadCupy(tmp_path / "weights.npy")
+    matrix.addCounts([1, 1, 1], [2, 2, 0])
+    matrix.addCounts([1], [2], [0.25])
+    assert matrix.getNumpyVersion()[1].tolist() == [1.5, 0.5, 2.75]
+    matrix.addCounts([], [])

@@ -234,6 +234,12 @@ class Collection:
         else:
             self.tier.release()
 
+    def discard(self) -> None:
+        """Give it back with its file."""
+        self.close()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
 
 def as_dtype(given: object, *, floating: bool = False) -> torch.dtype:
     """A datatype by torch's, numpy's or its own name."""

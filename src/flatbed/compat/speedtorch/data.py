@@ -47,11 +47,44 @@ def ids_of(indexes: Any) -> Tensor | None:
 def as_values(values: Any) -> Tensor:
     """Numbers as a tensor."""
     try:
-        return values.detach() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+        return values.detach() if isinstance(values, Tensor) else torch.as_tensor(_native(np.asarray(values)))
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
             f"values must be numbers in a tensor, an array or a list; found {type(values).__name__}"
         ) from None
+
+
+def as_data(values: Any, dtype: torch.dtype, ids: Tensor | None, row_shape: tuple[int, ...]) -> Tensor:
+    """Values that are to be stored among numbers of a datatype; for ids, as many rows."""
+    given = as_values(values)
+    if not torch.can_cast(given.dtype, dtype):
+        raise TypeError(f"values of {given.dtype} cannot be stored among {dtype}: convert them first")
+    refuse_overflow(given, dtype)
+    if ids is not None and tuple(given.shape) != (*ids.shape, *row_shape):
+        raise ValueError(
+            f"data for these indexes must have shape {(*ids.shape, *row_shape)}; found {tuple(given.shape)}"
+        )
+    return given
+
+
+def refuse_overflow(given: Tensor, dtype: torch.dtype) -> None:
+    """Whole numbers must not wrap."""
+    if dtype in (given.dtype, torch.bool) or dtype.is_floating_point or dtype.is_complex or not given.numel():
+        return
+    values = given.cpu().numpy() if given.dtype in SIGNED else given
+    low, high, info = int(values.min()), int(values.max()), torch.iinfo(dtype)
+    if low < info.min or high > info.max:
+        raise ValueError(f"values from {low} to {high} do not fit among {dtype} ({info.min} to {info.max})")
+
+
+def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same numbers in this machine's order of bytes."""
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """What numpy can move; it does not know bfloat16."""
+    return values.view(torch.int16) if values.dtype == files.BFLOAT else values
 
 
 def as_index(indexes: Any, *, to_torch: bool, device: torch.device) -> Any:
@@ -113,23 +146,19 @@ class Rows:
         if view.is_cuda:
             part = _signed(view)[as_index(indexes, to_torch=True, device=view.device)]
             return part.view(view.dtype).clone()
-        copied = np.array(view.numpy()[as_index(indexes, to_torch=False, device=view.device)])
-        return torch.from_numpy(copied).to(rows.device)
+        copied = np.array(_bits(view).numpy()[as_index(indexes, to_torch=False, device=view.device)])
+        return torch.from_numpy(copied).view(view.dtype).to(rows.device)
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
         """Replace rows, or any part, by a tensor's or an array's values. Of repeated rows the last counts."""
         rows, ids = self._rows(), ids_of(indexes)
-        given = as_values(dataObject)
+        if ids is not None:
+            check_range(ids, self._shape[0])
         dtype = rows.columns[DATA].dtype
-        if not torch.can_cast(given.dtype, dtype):
-            raise TypeError(f"values of {given.dtype} cannot be stored among {dtype}: convert them first")
+        given = as_data(dataObject, dtype, ids, self._shape[1:])
         if ids is None:
             self._insert_part(given.to(dtype), indexes)
             return
-        check_range(ids, self._shape[0])
-        shape = (*ids.shape, *self._shape[1:])
-        if tuple(given.shape) != shape:
-            raise ValueError(f"data for these indexes must have shape {shape}; found {tuple(given.shape)}")
         wanted = ids.reshape(-1).to(rows.device)
         unique, inverse = torch.unique(wanted, return_inverse=True)
         last = torch.zeros_like(unique).scatter_reduce_(
@@ -144,7 +173,8 @@ class Rows:
             index = as_index(indexes, to_torch=True, device=view.device)
             _signed(view)[index] = _signed(given.to(view.device))
         else:
-            view.numpy()[as_index(indexes, to_torch=False, device=view.device)] = given.cpu().numpy()
+            index = as_index(indexes, to_torch=False, device=view.device)
+            _bits(view).numpy()[index] = _bits(given.cpu()).numpy()
 
     # ---- all of it
 
@@ -176,7 +206,7 @@ class Rows:
         self._load(files.open_npy(loadFileName))
 
     def _load(self, array: np.ndarray[Any, Any]) -> None:
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        array = _native(array)
         dtype = as_dtype(array.dtype)
         if dtype.itemsize not in STAND_IN:
             raise TypeError(f"arrays of {array.dtype} cannot be stored: use real numbers of at most 8 bytes")
@@ -240,15 +270,20 @@ class DataGadgetMM:
 
     def gadgetInit(self) -> None:
         """Open the file, for writing if that is allowed."""
-        self._array = files.open_npy(self.fileName, mode=_mode(self.fileName))
+        self._array = self._opened(self.fileName)
+
+    @staticmethod
+    def _opened(name: str | os.PathLike[str]) -> Any:
+        array = files.open_npy(name, mode=_mode(name))
+        as_dtype(array.dtype.newbyteorder("="))  # raises for what is no numbers
+        return array
 
     def _mapped(self) -> Any:
         if self._array is None:
             raise FlatbedError("DataGadgetMM has no data yet: call gadgetInit() first")
         return self._array
 
-    def _index(self, indexes: Any) -> Any:
-        ids = ids_of(indexes)
+    def _index(self, indexes: Any, ids: Tensor | None) -> Any:
         if ids is None:
             return as_index(indexes, to_torch=False, device=torch.device("cpu"))
         check_range(ids, len(self._mapped()))
@@ -256,20 +291,17 @@ class DataGadgetMM:
 
     def getData(self, indexes: Any) -> Tensor:
         """Rows by number, (n, …), or any part that an array can be asked for: a tensor to compute with."""
-        part = torch.from_numpy(np.array(self._mapped()[self._index(indexes)]))
+        index = self._index(indexes, ids_of(indexes))
+        part = torch.from_numpy(_native(np.array(self._mapped()[index])))
         device = computing_device()
         return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
         """Replace rows, or any part, by the values of a tensor or an array, in the file."""
-        array, index = self._mapped(), self._index(indexes)
-        is_tensor = isinstance(dataObject, Tensor)
-        given = dataObject.detach().cpu().numpy() if is_tensor else np.asarray(dataObject)
-        if not np.can_cast(given.dtype, array.dtype, "same_kind"):
-            raise TypeError(
-                f"values of {given.dtype} cannot be stored among {array.dtype}: convert them first"
-            )
-        array[index] = given
+        array, ids = self._mapped(), ids_of(indexes)
+        index = self._index(indexes, ids)
+        given = as_data(dataObject, as_dtype(array.dtype.newbyteorder("=")), ids, array.shape[1:])
+        array[index] = files.numpy_copy(given.cpu())
         array.flush()
 
     def getNumpyVersion(self) -> Any:
@@ -293,4 +325,4 @@ class DataGadgetMM:
 
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
         """Open another .npy file instead."""
-        self._array, self.fileName = files.open_npy(loadFileName, mode=_mode(loadFileName)), loadFileName
+        self._array, self.fileName = self._opened(loadFileName), loadFileName

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatbed.compat.speedtorch.collection import Collection, Column, Home
 from flatbed.compat.speedtorch.homes import cupy_home, torch_home
-from flatbed.compat.speedtorch.slots import Slots
+from flatbed.compat.speedtorch.slots import Held, Slots, part_from_graphs
 from flatbed.compat.speedtorch.switcher import Switcher, check_variable, dummy_inputs
 from flatbed.rows import initial
 from flatbed.rows.record import DTYPES, WEIGHT
@@ -56,6 +56,9 @@ class _ModelFactory(Switcher):
         super()._adopt(made)
         Slots.of(self._variable()).weights = weakref.ref(made)
 
+    def _held(self, slots: Slots) -> Held | None:
+        return slots.model
+
     # ---- first values
 
     def zerosInit(self) -> None:
@@ -89,9 +92,7 @@ class _ModelFactory(Switcher):
         try:
             self._fill_by(rows, initFunction, args)
         except BaseException:  # the rows that there were stay
-            rows.close()
-            if rows.path is not None:
-                rows.path.unlink()
+            rows.discard()
             raise
         self._adopt(rows)
 
@@ -132,6 +133,7 @@ class _ModelFactory(Switcher):
         variable[:n].copy_(values)
         variable[n:].zero_()
         slots.hold(batch)
+        slots.model = Held(weakref.ref(self), batch)
         self._out = batch
 
     @torch.no_grad()
@@ -146,11 +148,10 @@ class _ModelFactory(Switcher):
 
 def _grow(variable: nn.Parameter, n: int) -> None:
     """More slots. The old graph, which someone may hold, must not tell torch what shape they have."""
-    new = torch.zeros((n, variable.shape[1]), dtype=variable.dtype, device=variable.device)
+    with torch.inference_mode(False):
+        new = torch.zeros((n, variable.shape[1]), dtype=variable.dtype, device=variable.device)
     variable.grad = None
-    other = torch.float32 if variable.dtype == torch.float64 else torch.float64
-    variable.data = torch.empty(0, dtype=other, device=variable.device)  # torch forgets, for another dtype
-    variable.data = new
+    part_from_graphs(variable, new)
 
 
 class ModelFactory(_ModelFactory):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,15 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.compat.speedtorch.collection import Collection, Column, Fill, Home
+from flatbed.compat.speedtorch.found import found_state, group_of, variable_of
 from flatbed.compat.speedtorch.homes import cupy_home, torch_home
-from flatbed.compat.speedtorch.slots import Batch, Slots
+from flatbed.compat.speedtorch.slots import Batch, Held, Slots
 from flatbed.compat.speedtorch.switcher import Switcher, check_variable
-from flatbed.engine.optimizer import Optimizer
 from flatbed.errors import FlatbedError
-from flatbed.rules.trial import Found, try_out
-
-HOW = ("params", "foreach", "fused", "capturable", "differentiable")
-"""Options that say how a step is computed, and not what it is."""
 
 
 class _OptimizerFactory(Switcher):
@@ -40,15 +36,23 @@ class _OptimizerFactory(Switcher):
         super().__init__(total_classes, embed_dimension, dtype, home)
         self.dtype = self.datatype
         self.given_optimizer, self.model, self.variable_name = given_optimizer, model, variable_name
-        self._group = group_of(given_optimizer, self._variable(), variable_name)
-        self._found = found_state(given_optimizer, self._group)
+        self._found = found_state(given_optimizer, self._group(), self.datatype)
         self.optVarList = list(self._found.tensors)
         self._begun = self._loaded = False
+        self._watch: Any = None
+        self._watch_steps()
 
     def _variable(self) -> nn.Parameter:
         variable = variable_of(self.model, self.variable_name)
         check_variable(variable, self.embed_dimension, self.datatype, f"'{self.variable_name}'")
         return variable
+
+    def _group(self) -> dict[str, Any]:
+        """As it is now: loading a state dict makes new groups."""
+        return group_of(self.given_optimizer, self._variable(), self.variable_name)
+
+    def _held(self, slots: Slots) -> Held | None:
+        return slots.states.get(self.given_optimizer)
 
     def _columns(self) -> list[Column]:
         if not self.optVarList:
@@ -57,8 +61,8 @@ class _OptimizerFactory(Switcher):
 
     def _begin(self, fill: Fill | None = None) -> Collection:
         """First values of state, by today's options; those that are the row's weight come later."""
-        known = self._found.tensors.items()
-        first = {n: float(self._group[v]) if isinstance(v, str) else v for n, v in known}
+        known, group = self._found.tensors.items(), self._group()
+        first = {n: float(group[v]) if isinstance(v, str) else v for n, v in known}
 
         def constants(start: int, stop: int, columns: Mapping[str, Tensor]) -> None:
             for name, value in first.items():
@@ -74,6 +78,50 @@ class _OptimizerFactory(Switcher):
 
     def _has_loaded(self) -> None:
         self._loaded = self._begun = True
+        self._forget()
+
+    def _forget(self) -> None:
+        """What the optimizer holds is no longer from the collection."""
+        Slots.of(self._variable()).states.pop(self.given_optimizer, None)
+
+    def _adopt(self, made: Collection) -> None:
+        super()._adopt(made)
+        self._forget()
+        self._watch_steps()
+
+    def close(self) -> None:
+        """Give the collection's memory or file back. A file holds its last checkpoint."""
+        super().close()
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+    # ---- steps
+
+    def _watch_steps(self) -> None:
+        """Let the optimizer refuse steps with state of other rows than the variable's, until closed."""
+        if self._watch is None and self.optVarList:
+            me = weakref.ref(self)
+
+            def check(optimizer: object, args: Any, kwargs: Any) -> None:
+                switcher = me()
+                if switcher is not None:
+                    switcher._check_step(has_closure=any(map(callable, (*args, *kwargs.values()))))
+
+            self._watch = self.given_optimizer.register_step_pre_hook(check)
+
+    def _check_step(self, *, has_closure: bool) -> None:
+        variable = variable_of(self.model, self.variable_name)
+        slots = Slots.of(variable)
+        there, here = slots.model, self._held(slots)
+        if there is None or (variable.grad is None and not has_closure):
+            return
+        if here is None or not (here.batch is there.batch or here.batch.same(there.batch.ids)):
+            raise FlatbedError(
+                f"a step of {type(self.given_optimizer).__name__} with the state of other rows than those in "
+                f"'{self.variable_name}': give {type(self).__name__}.beforeForwardPass() the ids that the "
+                "variable's own switcher was given, in every batch"
+            )
 
     # ---- the loop
 
@@ -91,6 +139,7 @@ class _OptimizerFactory(Switcher):
         if rows is not None:
             self._install(rows, slots, batch)
         slots.hold(batch)
+        slots.states[self.given_optimizer] = Held(weakref.ref(self), batch)
         self._out = batch
 
     def _install(self, rows: Collection, slots: Slots, batch: Batch) -> None:
@@ -167,82 +216,6 @@ def _installed(held: Any, value: Tensor, shape: tuple[int, int], n: int) -> Tens
     whole: Tensor = held if fits else value.new_zeros(shape)
     whole[:n].copy_(value)
     return whole
-
-
-def variable_of(model: nn.Module, name: str) -> nn.Parameter:
-    """The weight of the module of this name, or the parameter itself."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be the module that has the variable; found {type(model).__name__}")
-    known = dict(model.named_parameters(remove_duplicate=False))
-    found = known.get(f"{name}.weight", known.get(name))
-    if found is None:
-        names = ", ".join(n.removesuffix(".weight") for n in known) or "no parameters"
-        raise ValueError(f"the model has no variable {name!r}; found {names}")
-    return found
-
-
-def group_of(optimizer: torch.optim.Optimizer, variable: Tensor, name: str) -> dict[str, Any]:
-    """The param group that a variable is in."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"given_optimizer must be an optimizer of torch; found {type(optimizer).__name__}")
-    for group in optimizer.param_groups:
-        if any(param is variable for param in group["params"]):
-            return group
-    raise ValueError(
-        f"the optimizer does not have '{name}' among its parameters: build it with the model's, "
-        "and the switcher after that"
-    )
-
-
-def found_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Found:
-    """What an optimizer keeps for each element, by a trial of its class with the same options."""
-    kind = type(optimizer)
-    if isinstance(optimizer, Optimizer):
-        raise FlatbedError(
-            f"{kind.__name__} of flatbed.optim keeps its state where it wants it: use torch.optim's here, or "
-            "flatbed.HostEmbedding instead of switchers"
-        )
-    wanted = inspect.signature(kind).parameters
-    options = {n: _plain(v) for n, v in group.items() if n in wanted and n not in HOW}
-    try:
-        try:
-            return try_out(kind, options)
-        except FlatbedError as error:
-            dense = error
-        try:
-            return try_out(_given_sparse(kind), options)
-        except FlatbedError:
-            raise dense from None
-    except FlatbedError as error:
-        reason = str(error).partition(": ")[2]
-        raise FlatbedError(f"{kind.__name__} cannot be switched row by row: {reason}") from error
-    except Exception as error:
-        raise FlatbedError(
-            f"{kind.__name__} cannot be switched row by row: it could not be tried "
-            f"({type(error).__name__}: {error})"
-        ) from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_plain(one) for one in value)
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _given_sparse(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The class as it is with sparse gradients, which some insist on."""
-
-    def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
-        for param in (p for group in self.param_groups for p in group["params"]):
-            if param.grad is not None and not param.grad.is_sparse:
-                at = torch.arange(len(param)).unsqueeze(0)
-                param.grad = torch.sparse_coo_tensor(
-                    at, param.grad, param.shape, is_coalesced=True, check_invariants=False
-                )
-        return kind.step(self, closure)
-
-    made: type[torch.optim.Optimizer] = type(kind.__name__, (kind,), {"step": step})
-    return made
 
 
 class OptimizerFactory(_OptimizerFactory):

@@ -18,6 +18,7 @@ from flatbed.kernels.rows import Distinct
 from flatbed.rows.ids import as_ids, check_range, to_device
 
 _KNOWN: Any = WeakTensorKeyDictionary()
+_current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +45,14 @@ class Batch:
         return ids.shape == self.ids.shape and torch.equal(ids.to(self.ids.device), self.ids)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What a switcher has put into the variable, or into its optimizer's state."""
+
+    by: weakref.ref[Any]
+    batch: Batch
+
+
 def flatten(positive: Any, negative: Any, n_rows: int) -> Tensor:
     """Ids in the order of their slots: all positive ones, then all negative ones. A copy, in range."""
     parts = [as_ids(positive)] + ([] if negative is None else [as_ids(negative)])
@@ -60,6 +69,10 @@ class Slots:
         self.batch: Batch | None = None
         self.weights: weakref.ref[Collection] | None = None
         """The collection of all of the variable's rows, if it has one."""
+        self.model: Held | None = None
+        """The rows in the variable."""
+        self.states: weakref.WeakKeyDictionary[torch.optim.Optimizer, Held] = weakref.WeakKeyDictionary()
+        """The rows in the state of each optimizer."""
         self._turn = 0
         self._graded = 0  # the turn of the gradient that the variable has
         self._hook: Any = None
@@ -95,6 +108,7 @@ class Slots:
         if batch is not self.batch:
             self.batch = batch
             self._turn += 1
+            part_from_graphs(self.variable, self.variable.data)
         if self._hook is None and self.variable.requires_grad:
             self._hook = self.variable.register_hook(self._summed)  # type: ignore[no-untyped-call,unused-ignore]
 
@@ -104,6 +118,7 @@ class Slots:
         batch = self.batch
         if batch is None:
             return None
+        self._refuse_old_graphs()
         self._refuse_others()
         if grad.is_sparse:
             return _summed_sparse(grad, batch)
@@ -116,6 +131,17 @@ class Slots:
         shared = sums.index_select(0, batch.found.inverse).to(grad.dtype)
         return shared if n == n_slots else torch.cat([shared, grad.new_zeros(n_slots - n, grad.shape[1])])
 
+    def _refuse_old_graphs(self) -> None:
+        """A forward pass of rows that were switched out since has another node for the variable."""
+        node = _current_node()
+        if node is None or not node.name().endswith("AccumulateGrad"):
+            return
+        if node is not torch.autograd.graph.get_gradient_edge(self.variable).node:
+            raise FlatbedError(
+                "backward() of a forward pass over rows that were switched in before: the variable holds "
+                "other rows since; call backward() before the next beforeForwardPass()"
+            )
+
     def _refuse_others(self) -> None:
         """A gradient of other rows must not be added to."""
         left = self.variable.grad
@@ -127,6 +153,16 @@ class Slots:
                     "zero_grad() before backward(), and accumulate gradients over the same ids only"
                 )
         self._graded = self._turn
+
+
+def part_from_graphs(variable: Tensor, data: Tensor) -> None:
+    """Give a variable its data anew: old graphs, which someone may hold, are no longer about it."""
+    other = torch.float32 if variable.dtype == torch.float64 else torch.float64
+    with torch.inference_mode(False):
+        variable.data = torch.empty(
+            0, dtype=other, device=variable.device
+        )  # torch forgets, for another dtype
+        variable.data = data
 
 
 def _summed_sparse(grad: Tensor, batch: Batch) -> Tensor | None:

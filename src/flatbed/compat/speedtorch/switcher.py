@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from flatbed.compat.speedtorch import files
 from flatbed.compat.speedtorch.collection import Collection, Column, Fill, Home, as_dtype, natural
-from flatbed.compat.speedtorch.slots import Batch, Slots, flatten
+from flatbed.compat.speedtorch.slots import Batch, Held, Slots, flatten
 from flatbed.errors import FlatbedError
 
 FileName = str | os.PathLike[str]
@@ -40,6 +41,10 @@ class Switcher:
         raise NotImplementedError
 
     def _columns(self) -> list[Column]:
+        raise NotImplementedError
+
+    def _held(self, slots: Slots) -> Held | None:
+        """What is where its rows go to."""
         raise NotImplementedError
 
     # ---- the collection
@@ -93,17 +98,24 @@ class Switcher:
         if batch is None:
             raise FlatbedError(
                 f"{type(self).__name__}.afterOptimizerStep() without a beforeForwardPass() since the last "
-                "one: there are no rows to bring home"
+                "one, or since rows were made or loaded: there are no rows to bring home"
             )
         if not batch.same(ids):
             raise FlatbedError(
                 "afterOptimizerStep() was given other ids than beforeForwardPass(): the variable holds the "
                 "rows of the latter; nothing was written"
             )
-        if Slots.of(self._variable()).batch is not batch:
+        slots = Slots.of(self._variable())
+        if slots.batch is not batch:
             raise FlatbedError(
                 "another switcher of this variable was given other ids since beforeForwardPass(): give all "
                 "switchers of a variable the same ids; nothing was written"
+            )
+        held = self._held(slots)
+        if held is None or held.by() is not self:
+            raise FlatbedError(
+                f"another switcher of this variable has put rows of another collection where those of this "
+                f"{type(self).__name__} were: bring rows home before that; nothing was written"
             )
         return batch
 
@@ -145,8 +157,7 @@ class Switcher:
 
     def loadCupy(self, loadFileName: FileName) -> None:
         """Read what `saveCupy` has written. No other call is needed first."""
-        files.load_npy(loadFileName, self._collection or self._begin(), stacked=self._stacked)
-        self._has_loaded()
+        self._load(lambda rows: files.load_npy(loadFileName, rows, stacked=self._stacked))
 
     def saveTorch(self, saveFileName: FileName) -> None:
         """Write all rows with torch.save: a tensor; an optimizer's as a dict of tensors."""
@@ -154,7 +165,20 @@ class Switcher:
 
     def loadTorch(self, loadFileName: FileName) -> None:
         """Read what `saveTorch` has written. Only plain tensors are loaded."""
-        files.load_torch(loadFileName, self._collection or self._begin(), stacked=self._stacked)
+        self._load(lambda rows: files.load_torch(loadFileName, rows, stacked=self._stacked))
+
+    def _load(self, read: Callable[[Collection], None]) -> None:
+        """Read into the collection that there is; into a new one, which is discarded if that fails."""
+        rows = self._made() if self._collection is None else self._collection
+        try:
+            read(rows)
+        except BaseException:
+            if rows is not self._collection:
+                rows.discard()
+            raise
+        if rows is not self._collection:
+            self._adopt(rows)
+        self._out = None  # what is out is no longer theirs
         self._has_loaded()
 
     def _has_loaded(self) -> None:
