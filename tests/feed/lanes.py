@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatbed.feed import feeder, staging
+from flatbed.feed import feeder
 from flatbed.feed.conveyor import Sent
 from flatbed.feed.feeder import Fed, Iteration
 from flatbed.feed.staging import Ring
@@ -49,7 +49,6 @@ class LateLane:
         self.fail_at: int | None = None
         self.stall = threading.Event()
         self.stall.set()
-        self.entered: set[str] = set()
         self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._carry_out, name="late lane", daemon=True)
         self.thread.start()
@@ -67,9 +66,6 @@ class LateLane:
             # would take that for an error.
             target.numpy()[...] = source.numpy()
             del one, target, source
-
-    def enter(self) -> None:
-        self.entered.add(threading.current_thread().name)
 
     def within(self) -> Any:
         return nullcontext()
@@ -134,5 +130,4 @@ def fed(
 
 
 def threads() -> list[str]:
-    ours = (feeder.NAME, staging.NAME)
-    return [thread.name for thread in threading.enumerate() if thread.name in ours]
+    return [thread.name for thread in threading.enumerate() if thread.name == feeder.NAME]

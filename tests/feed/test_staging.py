@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,28 +14,12 @@ import torch
 
 from flatbed.feed import packing, staging
 from flatbed.feed.packing import Slot, send, slot_of_array, slot_of_tensor
-from flatbed.feed.staging import Carrier, Copiers, Ring, Stopped, ring_for
-from tests.feed.fakes import wait_until
-from tests.feed.lanes import LateLane, Reached, lane, ring, threads
+from flatbed.feed.staging import Carrier, Ring, ring_for
+from tests.feed.lanes import LateLane, Reached, lane, ring
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert wait_until(lambda: not threads()), "a thread is left"
-
-
-def carrier(of: Ring, through: Any, n_threads: int) -> Carrier:
-    """For the loop's thread, if there is only that."""
-    return Carrier(of, through) if n_threads == 1 else Copiers(of, through, n_threads)
-
-
-def sent(slots: list[Slot], through: LateLane, of: Ring, n_threads: int = 3) -> list[torch.Tensor]:
-    by = carrier(of, through, n_threads)
-    try:
-        owners = send(slots, by)
-    finally:
-        by.close()
+def sent(slots: list[Slot], through: LateLane, of: Ring) -> list[torch.Tensor]:
+    owners = send(slots, Carrier(of, through))
     through.settle()
     return owners
 
@@ -62,19 +44,17 @@ def equal(slot: Slot, given: Any) -> bool:
 # ---- the ring
 
 
-@pytest.mark.parametrize("n_threads", [1, 3])
-def test_a_chunk_is_not_written_to_before_its_copy_is_done(n_threads: int) -> None:
+def test_a_chunk_is_not_written_to_before_its_copy_is_done() -> None:
     """Three chunks for a hundred pieces, each of which is copied late."""
     with lane(most_seconds=0.001) as through:
         arrays = [np.full(4096, i, np.uint8) for i in range(100)]
         slots = slots_of(*arrays)
-        sent(slots, through, ring(3), n_threads)
+        sent(slots, through, ring(3))
         assert all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True))
         assert through.n_sent == 100
 
 
-@pytest.mark.parametrize("n_threads", [1, 3])
-def test_a_lane_that_marks_too_early_is_caught_by_that_test(n_threads: int) -> None:
+def test_a_lane_that_marks_too_early_is_caught_by_that_test() -> None:
     class Early(LateLane):
         def mark(self, event: Any = None) -> Any:
             return Reached()
@@ -82,16 +62,14 @@ def test_a_lane_that_marks_too_early_is_caught_by_that_test(n_threads: int) -> N
     through = Early(most_seconds=0.001)
     try:
         slots = slots_of(*(np.full(4096, i, np.uint8) for i in range(100)))
-        by = carrier(ring(3), through, n_threads)
-        send(slots, by)
-        by.close()
+        send(slots, Carrier(ring(3), through))
     finally:
         through.close()
     assert any(slot.tensor is not None and int(slot.tensor[0]) != i for i, slot in enumerate(slots))
 
 
 def test_chunks_are_shared_by_many_users_at_once() -> None:
-    """More users and threads than chunks: nobody waits for ever."""
+    """More users than chunks: nobody waits for ever."""
     of = ring(2)
     failures: list[str] = []
 
@@ -101,7 +79,7 @@ def test_chunks_are_shared_by_many_users_at_once() -> None:
             for k in range(15):
                 arrays = [np.full(chance.randrange(1, 9000), seed + k, np.uint8) for _ in range(5)]
                 slots = slots_of(*arrays)
-                sent(slots, through, of, 1 + k % 4)
+                sent(slots, through, of)
                 if not all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True)):
                     failures.append(f"{seed} {k}")
 
@@ -117,14 +95,10 @@ def test_the_ring_is_shared_and_goes_with_its_last_user(monkeypatch: pytest.Monk
     monkeypatch.setattr(staging, "_pinned", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(staging, "RING_BYTES", 1 << 20)
     monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 18)
-    monkeypatch.setattr(staging, "PIECES_BYTES", 1 << 20)
-    monkeypatch.setattr(staging, "PIECE_BYTES", 1 << 17)
     place = torch.device("cuda", 0)
-    one, other = ring_for(place, in_pieces=False), ring_for(place, in_pieces=False)
+    one, other = ring_for(place), ring_for(place)
     assert one is other
-    assert len(staging._rings) == 1
-    assert one is not ring_for(torch.device("cuda", 1), in_pieces=False)
-    assert ring_for(place, in_pieces=True).n_chunks == 8
+    assert one is not ring_for(torch.device("cuda", 1))
     assert (one.n_chunks, one.chunk_bytes) == (4, 1 << 18)
     gone = weakref.ref(one)
     del one
@@ -202,13 +176,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_arrives_bit_for_bit(kind: str, n_threads: int) -> None:
+def test_every_kind_arrives_bit_for_bit(kind: str) -> None:
     given = KINDS[kind]()
     with lane() as through:
         (slot,) = slots_of(given)
-        sent([slot], through, ring(), n_threads)
+        sent([slot], through, ring())
     tensor = slot.tensor
     assert tensor is not None
     native = (
@@ -261,25 +234,8 @@ def test_random_batches_through_random_rings() -> None:
                     arrays[-1] = arrays[-1][:: chance.choice([-1, 2])]
             arrays = [np.asarray(array) for array in arrays]
             slots = slots_of(*arrays)
-            sent(slots, through, of, chance.randint(1, 4))
+            sent(slots, through, of)
             assert all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("mib", "n_threads", "want"),
-    [
-        (64, 16, 16),
-        (64, 12, 24),
-        (64, 8, 16),
-        (64, 1, 16),
-        (16, 16, 8),
-        (4, 16, 2),
-        (3, 16, 1),
-        (100, 16, 32),
-    ],
-)
-def test_threads_have_as_many_pieces_each(mib: int, n_threads: int, want: int) -> None:
-    assert packing.n_pieces(mib << 20, 4 << 20, n_threads) == want
 
 
 # ---- copies on the host
@@ -292,15 +248,8 @@ def test_large_arrays_are_copied_by_torchs_threads(kind: str, monkeypatch: pytes
     monkeypatch.setattr(packing, "PARALLEL_BYTES", 1)
     copy = np.copyto
     monkeypatch.setattr(packing.np, "copyto", lambda *pair: (by_numpy.append(pair), copy(*pair)))
-    test_every_kind_arrives_bit_for_bit(kind, 1)
+    test_every_kind_arrives_bit_for_bit(kind)
     assert bool(by_numpy) == (kind in ("backward", "swapped", "swapped number", "field"))
-
-
-def test_threads_of_ours_never_wake_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "PARALLEL_BYTES", 1)
-    monkeypatch.setattr(packing, "copy_into", None)
-    for kind in ("contiguous", "columns", "tensor", "number"):
-        test_every_kind_arrives_bit_for_bit(kind, 3)
 
 
 def test_memory_is_pinned_if_it_is_beside_the_pages_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,34 +287,27 @@ def test_arrays_that_are_locked_are_read_without_a_warning() -> None:
 # ---- the way through
 
 
-@pytest.mark.parametrize("n_threads", [1, 3])
-def test_sources_may_change_at_once(n_threads: int) -> None:
+def test_sources_may_change_at_once() -> None:
     with lane(most_seconds=0.002) as through:
         array = np.ones(5000)
         (slot,) = slots_of(array)
-        by = carrier(ring(40), through, n_threads)
-        send([slot], by)
+        send([slot], Carrier(ring(40), through))
         array[:] = 7
         through.settle()
-        by.close()
         assert bool((slot.tensor == 1).all())
 
 
-@pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize("fail_at", [1, 4])
-def test_an_error_of_the_device_arrives_and_the_ring_is_whole(fail_at: int, n_threads: int) -> None:
+def test_an_error_of_the_device_arrives_and_the_ring_is_whole(fail_at: int) -> None:
     of = ring(3)
     with lane() as through:
         through.fail_at = fail_at
-        by = carrier(of, through, n_threads)
         with pytest.raises(RuntimeError, match="the device is gone"):
-            send(slots_of(np.ones(5000), np.ones(5)), by)
+            send(slots_of(np.ones(5000)), Carrier(of, through))
         array = np.arange(5000.0)
         (slot,) = slots_of(array)
-        send([slot], by)
-        through.settle()
+        sent([slot], through, of)
         assert equal(slot, array)
-        by.close()
     assert of._free.qsize() == 3
 
 
@@ -379,139 +321,13 @@ def test_a_source_that_cannot_be_copied() -> None:
     assert (of._free.qsize(), through.n_sent) == (3, 0)
 
 
-# ---- threads
-
-
-def test_threads_begin_when_needed_and_end() -> None:
-    with lane() as through:
-        copiers = Copiers(ring(3), through, 3)
-        send(slots_of(np.ones(3), np.ones(4), np.ones(0)), copiers)
-        assert not threads(), "one piece needs no help"
-        send(slots_of(np.ones(5000)), copiers)
-        assert threads() == [staging.NAME] * 2
-        assert wait_until(lambda: through.entered == {staging.NAME})
-        copiers.close()
-        copiers.close()
-        assert not threads()
-
-
-class Odd:
-    """A piece that does as it is told."""
-
-    def __init__(self, what: Any) -> None:
-        self.what = what
-
-    def go(self, carrier: Carrier) -> None:
-        self.what()
-
-
-def failing() -> None:
-    raise MemoryError("no pages")
-
-
-@pytest.mark.parametrize("which", ["first", "last", "own"])
-def test_after_an_error_nobody_is_at_work(which: str) -> None:
-    """Though the others may be in the middle of a piece: they read what the source may change."""
-    done: list[int] = []
-
-    def slow() -> None:
-        time.sleep(0.02)
-        done.append(1)
-
-    pieces = [Odd(slow) for _ in range(6)]
-    if which != "own":
-        pieces[0 if which == "first" else -1] = Odd(failing)
-    with lane() as through:
-        copiers = Copiers(ring(3), through, 3)
-        with pytest.raises(MemoryError, match="no pages"):
-            copiers.run(pieces, [Odd(failing if which == "own" else slow)])
-        n = len(done)
-        time.sleep(0.05)
-        assert len(done) == n
-        copiers.run([Odd(slow), Odd(slow)], [])
-        assert len(done) == n + 2
-        copiers.close()
-
-
-def test_a_thread_that_cannot_use_the_device() -> None:
-    class Closed(LateLane):
-        def enter(self) -> None:
-            raise RuntimeError("no context")
-
-    through = Closed()
-    copiers = Copiers(ring(3), through, 2)
-    with pytest.raises(RuntimeError, match="no context"):
-        copiers.run([Odd(lambda: time.sleep(0.01)) for _ in range(50)])
-    copiers.close()
-    through.close()
-
-
-def test_a_system_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refused(threading.Thread):
-        def start(self) -> None:
-            raise RuntimeError("can't start new thread")
-
-    with lane() as through:
-        monkeypatch.setattr(staging.threading, "Thread", Refused)
-        array = np.arange(5000)
-        (slot,) = slots_of(array)
-        sent([slot], through, ring(3), 4)
-        assert equal(slot, array)
-
-
-def test_stopped_in_the_middle() -> None:
-    with lane() as through:
-        through.stall.clear()
-        copiers = Copiers(ring(3), through, 2)
-        begun = time.monotonic()
-        timer = threading.Timer(0.1, lambda: (copiers.stop(), through.stall.set()))
-        timer.start()
-        with pytest.raises(Stopped):
-            send(slots_of(np.ones(50_000)), copiers)
-        assert time.monotonic() - begun < 10
-        timer.join()
-        copiers.close()
-        assert not threads()
-        for n in (5, 50_000):
-            with pytest.raises(Stopped):
-                send(slots_of(np.ones(n)), copiers)
-
-
-def test_a_helper_that_closes_does_not_wait_for_itself() -> None:
-    """As the garbage collector may have it."""
-    with lane() as through:
-        copiers = Copiers(ring(3), through, 2)
-        here = threading.get_ident()
-        closed = threading.Event()
-
-        def close() -> None:
-            if threading.get_ident() == here:
-                assert closed.wait(10)
-            else:
-                assert copiers.is_helper()
-                copiers.close()
-                closed.set()
-
-        begun = time.monotonic()
-        copiers.run([Odd(close), Odd(close)])
-        assert time.monotonic() - begun < 3
-        copiers.close()
-
-
-def test_as_many_threads_as_cores_but_not_more_than_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 1 <= staging.most_threads() <= staging.MOST_THREADS
-    monkeypatch.setattr(staging, "_usable_cores", lambda: 200)
-    assert staging.most_threads() == staging.MOST_THREADS == 16
-
-
 # ---- on a GPU
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_the_ring_of_a_gpu_is_pinned_and_freed(in_pieces: bool) -> None:
+def test_the_ring_of_a_gpu_is_pinned_and_freed() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    found = ring_for(device, in_pieces=in_pieces)
+    found = ring_for(device)
     chunk = found.take()
     assert chunk.memory.is_pinned()
     assert chunk.memory.data_ptr() % 4096 == 0
@@ -523,23 +339,20 @@ def test_the_ring_of_a_gpu_is_pinned_and_freed(in_pieces: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n_threads", [1, 4])
-def test_a_ring_of_two_chunks_under_a_slow_stream(n_threads: int) -> None:
+def test_a_ring_of_two_chunks_under_a_slow_stream() -> None:
     from flatbed.feed.staging import CudaLane
 
     device = torch.device("cuda", torch.cuda.current_device())
     through = CudaLane(device, torch.cuda.Stream())
     of = Ring(torch.empty(2 << 20, dtype=torch.uint8, pin_memory=True), 1 << 20)
-    by = carrier(of, through, n_threads)
     for i in range(5):
         arrays = [np.full(5_000_000 + k, i * 3 + k, np.uint8) for k in range(3)]
         slots = slots_of(*arrays)
         with through.within():
             torch.cuda._sleep(5_000_000)
-            send(slots, by)
+            send(slots, Carrier(of, through))
         through.settle()
         for slot, array in zip(slots, arrays, strict=True):
             assert slot.tensor is not None
             assert slot.tensor.device == device
             assert torch.equal(slot.tensor.cpu(), torch.from_numpy(array))
-    by.close()

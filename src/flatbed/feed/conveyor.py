@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatbed.feed.batches import mapped, record_stream, recorded, tensors_in, to_device
 from flatbed.feed.packing import Slot, is_pinned, send, slot_of_array, slot_of_tensor
-from flatbed.feed.staging import Carrier, Copiers, CudaLane, Event, Lane, Ring, most_threads, relax_capture
+from flatbed.feed.staging import Carrier, CudaLane, Event, Lane, Ring, relax_capture, spare_the_loop
 
 STRAIGHT_BYTES = 1 << 16  # what is pinned goes straight from here on; less is packed with the rest
 
@@ -145,7 +145,7 @@ class Conveyor:
 
     def __init__(self, ring: Ring, lane: Crossing, depth: int, *, in_thread: bool) -> None:
         self.lane = lane
-        self.carrier = Copiers(ring, lane, most_threads()) if in_thread else Carrier(ring, lane)
+        self.carrier = Carrier(ring, lane)
         self.steps: SimpleQueue[Event] = SimpleQueue()
         """Behind each batch, in order, an event that the loop has issued its step before."""
         self.spare_steps: list[Event] = []
@@ -162,6 +162,7 @@ class Conveyor:
         if not self._entered:  # the thread that iterates: its streams are the source's own business
             self._entered = True
             relax_capture()
+            spare_the_loop()
         self._wait_for_room()
         leaves = Leaves(batch, self.lane.device)
         others = leaves.others
@@ -204,13 +205,7 @@ class Conveyor:
         if read:
             self._read.append((self.lane.mark(), read))
 
-    def stop(self) -> None:
-        """Begin no copy any more. Waits for nothing."""
-        self.carrier.stop()
-
     def close(self) -> None:
-        """Stop, and wait for threads and copies. Call it as often as you like."""
-        self.carrier.close()
         while self._read:
             with suppress(Exception):  # of the GPU; the loop will hear of it
                 self._read[-1][0].synchronize()

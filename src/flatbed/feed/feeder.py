@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NAME = "flatbed-feed"
 MOST = 1024  # batches ahead
-AT_ONCE_BYTES = 2 << 20  # batches of a list that are no larger take less time than to change threads
+AT_ONCE_BYTES = 64 << 20  # batches of a list that are no larger are sent by the loop's own thread
 LEFT_SECONDS = 60.0
 """How long a new iteration waits for the thread of an earlier one that is still in the source."""
 
@@ -39,14 +39,14 @@ class Feeder:
     - `device`: by default the current GPU, or the CPU where there is none.
     - `depth`: how many batches are ready, or on their way, beside that in use.
 
-    For a GPU, a thread iterates, and others copy with it, one per core and at most 16: pieces of a batch go
-    into a ring of pinned memory, from there to the GPU on a stream of their own. Batches are the loop's for
-    as long as it holds them; only the ring is used again. The GPU never holds more than `depth` + 1 batches
-    of its own accord: the thread waits for the steps of earlier ones. Small batches of a list or tuple are
-    sent ahead by the loop's own thread, with torch's. For a CPU there is no thread and no copy: arrays become
-    tensors of the same memory (if it may be written to), as with `torch.from_numpy`.
+    For a GPU, a thread iterates, and copies with all of torch's threads: pieces of a batch go into a ring of
+    pinned memory, from there to the GPU on a stream of their own. Batches are the loop's for as long as it
+    holds them; only the ring is used again. The GPU never holds more than `depth` + 1 batches of its own
+    accord: the thread waits for the steps of earlier ones. Small batches of a list or tuple are sent ahead by
+    the loop's own thread. For a CPU there is no thread and no copy: arrays become tensors of the same memory
+    (if it may be written to), as with `torch.from_numpy`.
 
-    Each iteration is one of `batches`. It ends, and its threads with it, at the last batch, at an error
+    Each iteration is one of `batches`. It ends, and its thread with it, at the last batch, at an error
     (raised when its turn comes), when the loop is left, or by `close()` of the iterator.
 
     >>> import flatbed, numpy as np
@@ -88,10 +88,10 @@ class Feeder:
         # Here and not in the thread: what draws random numbers or forks at its start does so as ever.
         batches = iter(self.batches)
         lane = FeedLane(self.device, stream_for(self.device, "batches"))
-        at_once = self._at_once()
-        self._ring = ring_for(self.device, in_pieces=not at_once)  # and for the next epoch: to pin takes long
-        _close_at_exit()
-        fed = Fed(Iteration(batches, self._ring, lane, self.depth, at_once=at_once))
+        if self._ring is None:  # kept for the next epoch: to pin memory takes a while
+            self._ring = ring_for(self.device)
+            _close_at_exit()
+        fed = Fed(Iteration(batches, self._ring, lane, self.depth, at_once=self._at_once()))
         self._earlier.add(fed.iteration.source)
         return fed
 
@@ -148,7 +148,7 @@ class Fed(Iterator[Any]):
         return self.iteration.next()
 
     def close(self) -> None:
-        """End early: the threads, the iterator of the source, and what is on its way."""
+        """End early: the thread, the iterator of the source, and what is on its way."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -209,10 +209,7 @@ class Iteration:
         self.closed = True
         if os.getpid() != self._process:
             return  # a copy by fork: all of it belongs to the parent
-        self.source.stop()
-        self.conveyor.stop()
-        if not self.conveyor.carrier.is_helper():  # by the garbage collector: the thread waits for this one
-            self.source.join()
+        self.source.close()
         self.conveyor.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from flatbed.feed.staging import Array, Carrier
 ALIGNMENT = 256  # of tensors that share memory on the device: that of torch's own is no larger
 PACKED_BYTES = 1 << 20  # less shares memory, and a copy, with others
 PARALLEL_BYTES = 1 << 18  # from here on it pays to wake torch's threads
-LEAST_PIECE_BYTES = 2 << 20  # what threads of ours share out is not cut into less
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -128,73 +127,65 @@ def send(slots: Sequence[Slot], carrier: Carrier) -> list[Tensor]:
     """
     small = min(PACKED_BYTES, carrier.ring.chunk_bytes // 2)
     owners: list[Tensor] = []
-    pieces: list[Lines] = []
     groups: dict[Form, list[Slot]] = {}
     for slot in slots:
         form = slot.form
         if form.nbytes >= small:
-            memory = torch.empty(form.nbytes, dtype=torch.uint8, device=carrier.lane.device)
-            slot.tensor = memory.view(form.dtype).as_strided(form.shape, form.stride).data
-            owners.append(memory)
-            pieces += _pieces(slot, memory, carrier)
+            owners.append(_send_alone(slot, carrier))
         elif form in groups:
             groups[form].append(slot)
         else:
             groups[form] = [slot]
-    together = [
-        Together(torch.empty(nbytes, dtype=torch.uint8, device=carrier.lane.device), runs)
-        for runs, nbytes in _packed(groups, carrier.ring.chunk_bytes)
-    ]
-    carrier.run(pieces, together)
-    for packed in together:
-        packed.place()
-        owners.append(packed.memory)
+    for runs, nbytes in _packed(groups, carrier.ring.chunk_bytes):
+        owners.append(_send_together(runs, nbytes, carrier))
     return owners
 
 
-class Lines(NamedTuple):
-    """A part of an array that has memory of its own on the device."""
+def _send_alone(slot: Slot, carrier: Carrier) -> Tensor:
+    """Through as many chunks as it takes, about equally full."""
+    form, chunk_bytes = slot.form, carrier.ring.chunk_bytes
+    memory = torch.empty(form.nbytes, dtype=torch.uint8, device=carrier.lane.device)
+    if form.nbytes <= chunk_bytes:
+        carrier.carry(memory, lambda chunk: _write(chunk, slot.source, form))
+    else:
+        for target, lines in _pieces(slot, memory, chunk_bytes):
+            carrier.carry(target, lambda chunk: copy_into(_over(chunk, lines), lines))  # noqa: B023
+    slot.tensor = memory.view(form.dtype).as_strided(form.shape, form.stride).data
+    return memory
 
-    memory: Tensor
-    lines: Array
-    """All of the array; flat bytes, where they are as they will be."""
-    first: int
-    end: int
 
-    def go(self, carrier: Carrier) -> None:
-        """Through one chunk."""
-        line_bytes, copy = self.lines.nbytes // len(self.lines), copy_by(carrier)
-        part = self.lines[self.first : self.end]
-        target = self.memory[self.first * line_bytes : self.first * line_bytes + part.nbytes]
-        carrier.carry(target, lambda chunk: copy(_over(chunk, part), part))
+def _write(chunk: Array, source: Array, form: Form) -> None:
+    if form.order is None:
+        copy_into(chunk[: form.nbytes].view(form.native).reshape(form.shape), source)
+    else:
+        copy_into(chunk[: form.nbytes], _flat(source, form.order))
+
+
+def _flat(source: Array, order: Sequence[int]) -> Array:
+    """The bytes as they are in memory, which has no gaps."""
+    flat: Array = source.transpose(order).reshape(-1).view(np.uint8)
+    return flat
 
 
 def _over(chunk: Array, lines: Array) -> Array:
     """The first bytes of a chunk, as what they are to be."""
-    if lines.ndim == 1 and lines.dtype == np.uint8:
-        return chunk[: len(lines)]
     over: Array = chunk[: lines.nbytes].view(lines.dtype.newbyteorder("=")).reshape(lines.shape)
     return over
 
 
-def _pieces(slot: Slot, memory: Tensor, carrier: Carrier) -> Iterator[Lines]:
-    """A slot divided along its first axis, or anywhere if it is as it will be; into about equal parts."""
-    source, order, chunk_bytes = slot.source, slot.form.order, carrier.ring.chunk_bytes
+def _pieces(slot: Slot, memory: Tensor, chunk_bytes: int) -> Iterator[tuple[Tensor, Array]]:
+    """A slot divided along its first axis, or anywhere if it is as it will be; and where each part goes."""
+    source, order = slot.source, slot.form.order
     if order is None and source.nbytes > chunk_bytes * len(source):  # a row is larger than a chunk
         source = np.array(source, slot.form.native, order="C")
         order = tuple(range(source.ndim))
-    lines = source if order is None else source.transpose(order).reshape(-1).view(np.uint8)
+    lines = source if order is None else _flat(source, order)
     line_bytes = lines.nbytes // len(lines)
-    step = -(-len(lines) // n_pieces(lines.nbytes, chunk_bytes, carrier.n_threads))
+    step = -(-len(lines) // -(-lines.nbytes // chunk_bytes))
     step = min(_aligned(step) if line_bytes == 1 else step, max(1, chunk_bytes // line_bytes))
     for first in range(0, len(lines), step):
-        yield Lines(memory, lines, first, first + step)
-
-
-def n_pieces(nbytes: int, chunk_bytes: int, n_threads: int) -> int:
-    """As few as fit into chunks; or some more, so that each thread has as many."""
-    fewest = -(-nbytes // chunk_bytes)
-    return max(fewest, min(-(-fewest // n_threads) * n_threads, nbytes // LEAST_PIECE_BYTES))
+        part = lines[first : first + step]
+        yield memory[first * line_bytes : first * line_bytes + part.nbytes], part
 
 
 # ---- many small ones
@@ -209,7 +200,7 @@ class Run(NamedTuple):
     each: int
     """Bytes from the begin of one to that of the next."""
 
-    def write(self, chunk: Array, copy: Callable[[Array, Array], None]) -> None:
+    def write(self, chunk: Array) -> None:
         """All of them, where they belong in the chunk."""
         form, slots = self.form, self.slots
         shape, strides = (len(slots), *form.shape), (self.each, *form.strides)
@@ -219,7 +210,7 @@ class Run(NamedTuple):
                 places[i] = slot.source
         else:
             for i, slot in enumerate(slots):
-                copy(places[i, ...], slot.source)
+                copy_into(places[i, ...], slot.source)
 
     def place(self, memory: Tensor) -> None:
         """Give each its tensor. No views: writing into one must not mark the others as changed."""
@@ -252,28 +243,21 @@ def _packed(groups: dict[Form, list[Slot]], chunk_bytes: int) -> Iterator[tuple[
         yield runs, end
 
 
-class Together(NamedTuple):
-    """What shares memory on the device."""
+def _send_together(runs: list[Run], nbytes: int, carrier: Carrier) -> Tensor:
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=carrier.lane.device)
 
-    memory: Tensor
-    runs: list[Run]
+    def write(chunk: Array) -> None:
+        for run in runs:
+            run.write(chunk)
 
-    def go(self, carrier: Carrier) -> None:
-        """Through one chunk."""
-        carrier.carry(self.memory, lambda chunk: self._write(chunk, copy_by(carrier)))
-
-    def _write(self, chunk: Array, copy: Callable[[Array, Array], None]) -> None:
-        for run in self.runs:
-            run.write(chunk, copy)
-
-    def place(self) -> None:
-        """Give each slot its tensor."""
-        typed: dict[torch.dtype, Tensor] = {}
-        for run in self.runs:
-            dtype = run.form.dtype
-            if dtype not in typed:
-                typed[dtype] = self.memory.view(dtype)
-            run.place(typed[dtype])
+    carrier.carry(memory, write)
+    typed: dict[torch.dtype, Tensor] = {}
+    for run in runs:
+        dtype = run.form.dtype
+        if dtype not in typed:
+            typed[dtype] = memory.view(dtype)
+        run.place(typed[dtype])
+    return memory
 
 
 def _aligned(nbytes: int) -> int:
@@ -281,11 +265,6 @@ def _aligned(nbytes: int) -> int:
 
 
 # ---- copies on the host
-
-
-def copy_by(carrier: Carrier) -> Callable[[Array, Array], None]:
-    """How numbers get into its chunks: by all of torch's threads, or by the one that asks."""
-    return copy_into if carrier.by_torch else np.copyto
 
 
 def copy_into(target: Array, source: Array) -> None:

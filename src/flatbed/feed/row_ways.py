@@ -346,7 +346,7 @@ class Staged:
     def __init__(self, array: Array, device: torch.device, why: str | None = None) -> None:
         self.array: Array | None = array
         self.memory = None if why is None else f"not in place: {why}"
-        ring = ring_for(device, in_pieces=True)
+        ring = ring_for(device)
         self.carrier = Carrier(ring, CudaLane(device, stream_for(device, "batches")))
 
     def gather(self, ids: Tensor) -> Tensor:

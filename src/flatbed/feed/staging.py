@@ -1,4 +1,4 @@
-"""Pinned memory that bytes pass through on their way to a GPU, and the threads that fill it.
+"""Pinned memory that bytes pass through on their way to a GPU.
 
 It is a ring of chunks. Whoever has bytes takes a free one, fills it, issues its copy to the GPU and gives it
 back with an event: whoever takes it next waits until the copy is done. No thread ever holds two.
@@ -7,12 +7,9 @@ back with an event: whoever takes it next waits until the copy is done. No threa
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,13 +26,9 @@ from flatbed.rows.cuda_host import DriverError
 
 Array = np.ndarray[Any, Any]
 
-CHUNK_BYTES = 32 << 20  # where torch's threads fill one together: to wake them takes a while
-RING_BYTES = 96 << 20
-PIECE_BYTES = 4 << 20  # where each thread fills its own: long enough for Python, short enough to be shared
-PIECES_BYTES = 128 << 20
-NAME = "flatbed-copy"
-MOST_THREADS = 16  # one fills 3 to 10 GB a second, PCIe 5 takes 55
-JOIN_SECONDS = 5.0
+CHUNK_BYTES = 32 << 20  # torch's threads fill one together, and to wake them takes a while
+RING_BYTES = 96 << 20  # more would not stay in the processor's caches
+SPARED = 1  # of torch's threads, for the loop: a copy is as late as the one that shares a core with it
 
 
 # ---- where bytes go
@@ -52,12 +45,9 @@ class Event(Protocol):
 
 
 class Lane(Protocol):
-    """A stream of copies to a device, used by several threads."""
+    """A stream of copies to a device."""
 
     device: torch.device
-
-    def enter(self) -> None:
-        """Once in each thread of ours that issues copies and nothing else."""
 
     def within(self) -> AbstractContextManager[Any]:
         """What is allocated and issued inside belongs to the lane."""
@@ -78,11 +68,6 @@ class CudaLane:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.device = device
         self.stream = stream
-
-    def enter(self) -> None:
-        torch.cuda.set_device(self.device)
-        torch.cuda.set_stream(self.stream)
-        relax_capture()
 
     def within(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = torch.cuda.stream(self.stream)
@@ -114,6 +99,16 @@ def _exchange_capture_mode() -> Any:
     with suppress(OSError, AttributeError):
         return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     return None
+
+
+def spare_the_loop() -> None:
+    """Let this thread copy with fewer threads than torch has, and all others have as many as ever."""
+    n_threads = torch.get_num_threads()
+    if SPARED and n_threads > SPARED:
+        torch.set_num_threads(n_threads - SPARED)  # of this thread, and of all that begin later
+        restore = threading.Thread(target=torch.set_num_threads, args=(n_threads,))
+        restore.start()
+        restore.join()
 
 
 # ---- pinned memory
@@ -156,20 +151,16 @@ class Ring:
         self._free.put(chunk)
 
 
-_rings: weakref.WeakValueDictionary[tuple[torch.device, int], Ring] = weakref.WeakValueDictionary()
+_rings: weakref.WeakValueDictionary[torch.device, Ring] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
-def ring_for(device: torch.device, *, in_pieces: bool) -> Ring:
-    """The ring of a GPU, made if nobody has it; it goes when nobody has it any more.
-
-    `in_pieces`: one of many small chunks, for several threads at a time.
-    """
-    chunk_bytes, nbytes = (PIECE_BYTES, PIECES_BYTES) if in_pieces else (CHUNK_BYTES, RING_BYTES)
+def ring_for(device: torch.device) -> Ring:
+    """The ring of a GPU, made if nobody has it; it goes when nobody has it any more."""
     with _lock:
-        ring = _rings.get((device, chunk_bytes))
+        ring = _rings.get(device)
         if ring is None:
-            ring = _rings[device, chunk_bytes] = Ring(_pinned(nbytes, device), chunk_bytes)
+            ring = _rings[device] = Ring(_pinned(RING_BYTES, device), CHUNK_BYTES)
         return ring
 
 
@@ -183,36 +174,18 @@ def _pinned(nbytes: int, device: torch.device) -> Tensor:
 # ---- the way through
 
 
-class Piece(Protocol):
-    """What goes through one chunk."""
-
-    def go(self, carrier: Carrier) -> None:
-        """Have it carried."""
-
-
 class Carrier:
     """Takes bytes through a ring, in whichever thread brings them."""
-
-    n_threads = 1
-    by_torch = True
-    """Whether torch's threads fill a chunk together."""
 
     def __init__(self, ring: Ring, lane: Lane) -> None:
         self.ring = ring
         self.lane = lane
 
-    def run(self, pieces: Sequence[Piece], own: Sequence[Piece] = ()) -> None:
-        """Carry all of them. Their sources may change once this returns; copies may go on.
-
-        `own`: those that are too small to be handed to another thread.
-        """
-        for piece in pieces:
-            piece.go(self)
-        for piece in own:
-            piece.go(self)
-
     def carry(self, target: Tensor, fill: Callable[[Array], None]) -> None:
-        """Have a chunk filled, and issue the copy of its first bytes to `target`, bytes on the device."""
+        """Have a chunk filled, and issue the copy of its first bytes to `target`, bytes on the device.
+
+        What it was filled from may change once this returns; the copy may go on.
+        """
         chunk = self.ring.take()
         try:
             fill(chunk.array)
@@ -225,168 +198,3 @@ class Carrier:
                 raise
         finally:
             self.ring.give(chunk)
-
-    def stop(self) -> None:
-        """Begin no piece any more. Waits for nothing."""
-
-    def close(self) -> None:
-        """Stop, and wait for threads. Call it as often as you like."""
-
-    def is_helper(self) -> bool:
-        """Whether the current thread is one of those that help."""
-        return False
-
-
-# ---- threads
-
-
-class Stopped(Exception):
-    """There will be no more copies."""
-
-
-class Job:
-    """Pieces that threads carry together, and one part more, of whoever brings them."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.error: BaseException | None = None
-        self._pieces = deque(pieces)
-        self._n_left = len(pieces) + 1
-        self._lock = threading.Lock()
-        self._undone = threading.Lock()
-        self._undone.acquire()
-
-    def next(self) -> Piece | None:
-        """A piece that nobody has begun."""
-        try:
-            return self._pieces.popleft()
-        except IndexError:
-            return None
-
-    def end(self, error: BaseException | None = None) -> None:
-        """One is done, or has failed, and the others need not begin."""
-        with self._lock:
-            self._n_left -= 1
-            if error is not None:
-                self.error = self.error or error
-                while self.next() is not None:
-                    self._n_left -= 1
-            if self._n_left == 0:
-                self._undone.release()
-
-    def wait(self) -> None:
-        """Until all have ended; raises the first error."""
-        self._undone.acquire()
-        if self.error is not None:
-            error, self.error = self.error, None  # the error's traceback has this frame
-            try:
-                raise error
-            finally:
-                del error
-
-
-class Copiers(Carrier):
-    """The same with threads. Each fills chunks of its own; whoever brings pieces is one of `n_threads`.
-
-    They begin when they are needed first, and stay until the end. Python's own: torch's cannot be shared by
-    two threads that use them at the same time without loss.
-    """
-
-    by_torch = False
-
-    def __init__(self, ring: Ring, lane: Lane, n_threads: int) -> None:
-        super().__init__(ring, lane)
-        self.n_threads = n_threads
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._helpers: list[threading.Thread] = []
-        self._stopped = False
-        self._caller: int | None = None
-
-    def run(self, pieces: Sequence[Piece], own: Sequence[Piece] = ()) -> None:
-        if self.n_threads == 1 or len(pieces) + bool(own) < 2:
-            for piece in (*pieces, *own):
-                self._go(piece)
-            return
-        job = Job(pieces)
-        self._caller = threading.get_ident()
-        self._wake(job, min(self.n_threads, len(pieces) + bool(own)) - 1)
-        failed: BaseException | None = None
-        try:
-            for piece in own:
-                self._go(piece)
-        except BaseException as error:  # not before the others have ended: they read the same batch
-            failed = error
-        job.end(failed)
-        del failed
-        self._work(job)
-        self._caller = None
-        job.wait()
-
-    def is_helper(self) -> bool:
-        return threading.current_thread() in self._helpers
-
-    def stop(self) -> None:
-        self._stopped = True
-        for _ in self._helpers:
-            self._jobs.put(None)
-
-    def close(self) -> None:
-        self.stop()
-        # If one of us is here, by the garbage collector, others may wait for what it has not finished.
-        if not self.is_helper() and threading.get_ident() != self._caller:
-            end = time.monotonic() + JOIN_SECONDS
-            for helper in list(self._helpers):
-                helper.join(max(0.0, end - time.monotonic()))
-
-    def _wake(self, job: Job, n: int) -> None:
-        for _ in range(min(n, len(self._helpers))):
-            self._jobs.put(job)
-        while len(self._helpers) < n and not self._stopped:
-            thread = threading.Thread(target=self._help, name=NAME, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the system has no more: do without
-                self.n_threads = len(self._helpers) + 1
-                break
-            self._helpers.append(thread)
-            self._jobs.put(job)
-        if self._stopped:  # maybe before the last one was known
-            self.stop()
-
-    def _help(self) -> None:
-        failed: BaseException | None = None
-        try:
-            self.lane.enter()
-        except BaseException as error:  # for whoever waits
-            failed = error
-        while (job := self._jobs.get()) is not None:
-            if failed is None:
-                self._work(job)
-            elif job.next() is not None:
-                job.end(failed)
-            del job  # with what it was to copy, while another is waited for
-
-    def _work(self, job: Job) -> None:
-        while (piece := job.next()) is not None:
-            try:
-                self._go(piece)
-            except BaseException as error:  # for whoever waits
-                job.end(error)
-                return
-            job.end()
-
-    def _go(self, piece: Piece) -> None:
-        if self._stopped:
-            raise Stopped
-        piece.go(self)
-
-
-def most_threads() -> int:
-    """How many threads copy: as many as there are cores for, and as pay."""
-    return min(MOST_THREADS, _usable_cores())
-
-
-def _usable_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS and Windows
-        return os.cpu_count() or 1
