@@ -10,9 +10,10 @@ import typer
 
 import flatbed
 import flatbed.compat.speedtorch
+import flatbed.words
 from flatbed.cli import app
 
-MODULES: tuple[ModuleType, ...] = (flatbed, flatbed.optim, flatbed.compat.speedtorch)
+MODULES: tuple[ModuleType, ...] = (flatbed, flatbed.optim, flatbed.compat.speedtorch, flatbed.words)
 CALLED = ("__call__", "__getitem__", "__setitem__", "__iter__", "__len__")
 
 NO_MISTAKE = {
@@ -39,6 +40,11 @@ NO_MISTAKE = {
         "flatbed.optim.*.nonfinite",
         "flatbed.optim.*.state_dict",
         "flatbed.optim.*.state_dict_without_tables",
+        "flatbed.words.Corpus.__len__",
+        "flatbed.words.Corpus.fingerprint",
+        "flatbed.words.Settings.to_dict",
+        "flatbed.words.Trainer.vectors",
+        "flatbed.words.Vectors.__len__",
     ),
     "takes no argument, and can be called at any time and as often as one likes": (
         "flatbed.ContiguousParams.make_params_contiguous",
@@ -51,6 +57,8 @@ NO_MISTAKE = {
         "flatbed.compat.speedtorch.*.zerosInit",
         "flatbed.optim.*.refresh_masters",
         "flatbed.optim.Adagrad.share_memory",
+        "flatbed.words.Trainer.close",
+        "flatbed.words.Trainer.stop",
     ),
     "is for lookups and optimizers to call, at every step, and for nobody else": (
         "flatbed.FlatParameter.over",
@@ -62,6 +70,7 @@ NO_MISTAKE = {
         "flatbed.Table.ticket",
     ),
     "is what is raised": ("flatbed.FlatbedError",),
+    "is made by a training, and only read by others": ("flatbed.words.Progress",),
 }
 """What needs no mistake, by the reason."""
 

@@ -20,8 +20,9 @@ from tests.mistakes.saving import SAVING
 from tests.mistakes.speedtorch import SPEEDTORCH
 from tests.mistakes.surface import NO_MISTAKE, commands, public
 from tests.mistakes.tables import TABLES
+from tests.mistakes.words import WORD_VECTORS
 
-MISTAKES: list[Mistake] = [*FLAT, *SAVING, *OPTIM, *EMBEDDINGS, *TABLES, *FEED, *SPEEDTORCH]
+MISTAKES: list[Mistake] = [*FLAT, *SAVING, *OPTIM, *EMBEDDINGS, *TABLES, *FEED, *SPEEDTORCH, *WORD_VECTORS]
 
 
 @pytest.mark.parametrize("one", MISTAKES, ids=str)
@@ -64,7 +65,7 @@ def test_names_are_distinct() -> None:
 
 # ---- commands
 
-WORDS = {
+TYPED = {
     "word2vec": [
         ("--storage gpu", r"storage must be one of host, device, disk; found 'gpu'"),
         ("{folder}/missing.txt", r"FILES: .*missing.txt is not a file"),
@@ -74,7 +75,7 @@ WORDS = {
         ("{folder}/missing.txt append", r"there is no file .*missing.txt"),
         ("{folder}/notes.txt append", r"notes.txt does not begin with a line of two numbers, words and dim"),
     ],
-    "doctor": [("--jsn", r"No such option: --jsn")],
+    "doctor": [("cuda", r"unexpected extra argument(\(s\))? \(cuda\)"), ("--jsn", r"No such option: --jsn")],
     "bench step": [
         ("--model resnet", r"--model.*'resnet' is not one of 'linear100', 'resnet-like'"),
         ("--device gpu", r"--device.*'gpu' is not one of 'cpu', 'cuda'"),
@@ -90,6 +91,10 @@ WORDS = {
         ("stepp", r"CASES.*'stepp' is not one of 'step', 'sizes', 'rows', 'swap', 'disk'"),
         ("--out {folder}/missing", r"--out.*missing.*does not exist"),
     ],
+    "bench rows": [
+        ("hots", r"TIERS.*'hots' is not one of 'device'"),
+        ("--folder {folder}/missing", r"--folder.*missing.*does not exist"),
+    ],
     "bench feed": [("epohc", r"CASES.*'epohc' is not one of 'bandwidth', 'epoch', 'rows'")],
     "bench train": [("wrods", r"there is no case 'wrods'; known are words, n-grams")],
     "bench show": [
@@ -101,7 +106,7 @@ WORDS = {
 
 
 def typed() -> Iterator[tuple[str, str, str]]:
-    for command, cases in WORDS.items():
+    for command, cases in TYPED.items():
         for words, message in cases:
             yield command, words, message
     for command in commands():
@@ -120,4 +125,7 @@ def test_commands(command: str, words: str, message: str, tmp_path: Path) -> Non
 
 
 def test_every_command_is_known() -> None:
-    assert set(WORDS) <= set(commands())
+    """And for each there is a mistake that only this one can tell."""
+    assert set(TYPED) == set(commands())
+    for command, cases in TYPED.items():
+        assert [words for words, message in cases if "No such option" not in message], command

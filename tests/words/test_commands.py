@@ -200,8 +200,7 @@ def test_the_checkpoint_of_another_training_is_kept(text: Path, tmp_path: Path) 
 
 
 def test_a_folder_that_holds_something_else(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "CURRENT.json").write_text("{}")
+    flatbed.save_checkpoint(tmp_path / "run", torch.nn.Linear(1, 1))
     said = run("word2vec", text, *FEW, "--out", tmp_path / "v", "--checkpoint", tmp_path / "run", code=1)
     assert "run holds a checkpoint of something else: give another --checkpoint" in said
     (tmp_path / "file").write_text("mine")
@@ -221,6 +220,112 @@ def test_a_finished_training_removes_its_checkpoint(text: Path, tmp_path: Path) 
     assert "holds no checkpoint" in run("word2vec", *options, "--resume", code=1)
     said = run("word2vec", *options)
     assert "removed" not in said
+
+
+@pytest.mark.parametrize("name", ["v.txt", ".v.txt.new", "v.loss.png", "v.map.png"])
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_results_go_to_regular_files(kind: str, name: str, text: Path, tmp_path: Path) -> None:
+    """A pipe stands for devices, too: nothing may take their place."""
+    (os.mkfifo if kind == "pipe" else os.mkdir)(tmp_path / name)
+    before = (tmp_path / name).lstat()
+    said = run("word2vec", text, *FEW, "--out", tmp_path / "v.txt", code=2)
+    assert f"{name} is {'a folder' if kind == 'folder' else 'not a regular file'}: give another" in said
+    assert (tmp_path / name).lstat() == before
+    if name.endswith("png"):
+        run("word2vec", text, *FEW, "--out", tmp_path / "v.txt", "--no-pictures")
+
+
+def test_a_folder_that_cannot_be_written_to(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "v" * 252  # its draft's name is too long
+    said = run("word2vec", text, *FEW, "--out", tmp_path / long, "--checkpoint", tmp_path / "c", code=2)
+    assert "where the vectors would go: File name too long" in said
+
+    def refuse(self: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    said = run("word2vec", text, *FEW, "--out", tmp_path / "v.txt", code=2)
+    assert ".v.txt.new cannot be made in" in said
+    assert "where the vectors would go: Permission denied" in said
+    assert "words of text" not in said
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_a_training_is_not_lost_if_its_vectors_cannot_be_written(
+    storage: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Vectors, path: Path, *, binary: bool = False) -> None:
+        Path(path).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    options = [text, *FEW, "--no-pictures", "--storage", storage]
+    options += ["--path", tmp_path / "tables"] if storage == "disk" else []
+    out = tmp_path / "v.txt"
+    with monkeypatch.context() as patch:
+        patch.setattr(Vectors, "save", full)
+        said = run("word2vec", *options, "--out", out, code=1)
+    assert "the vectors were not written to" in said
+    assert "No space left on device" in said
+    assert f"the training is saved to {out}.checkpoint: --resume writes them" in said
+    assert not out.exists()
+    assert not (tmp_path / ".v.txt.new").exists()
+    run("word2vec", *options, "--out", out, "--resume")
+    run("word2vec", text, *FEW, "--no-pictures", "--out", tmp_path / "w.txt")
+    np.testing.assert_array_equal(Vectors.load(out).matrix, Vectors.load(tmp_path / "w.txt").matrix)
+
+
+def test_tables_that_were_never_saved(text: Path, tmp_path: Path) -> None:
+    """As kill -9 leaves them: there is no going on, and it is said how to begin."""
+    tables = tmp_path / "tables"
+    options = [
+        text,
+        *FEW,
+        "--no-pictures",
+        "--out",
+        tmp_path / "v.txt",
+        "--storage",
+        "disk",
+        "--path",
+        tables,
+    ]
+    program = (
+        "import os, typer; from flatbed.words import trainer; trainer.Trainer.vectors = \
+trainer.Trainer.save = lambda *_: os._exit(9)\n"
+        + PROGRAM
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1])}
+    command = [sys.executable, "-c", program, "word2vec", *map(str, options)]
+    assert subprocess.run(command, capture_output=True, env=environment).returncode == 9
+    assert (tables / "inputs.bed").exists()
+    for more, code in (([], 1), (["--resume"], 2)):
+        said = run("word2vec", *options, *more, code=code)
+        assert re.search(r"ended before it saved a checkpoint, it cannot be resumed: delete", said), said
+        for file in tables.iterdir():
+            assert file.name in said.replace(" ", "")  # lines are broken anywhere
+    for file in tables.iterdir():
+        file.unlink()
+    run("word2vec", *options)
+
+
+def test_another_number_of_threads_is_noted(text: Path, tmp_path: Path) -> None:
+    save_half(text, tmp_path / "run")
+    threads = torch.get_num_threads()
+    options = [text, *FEW, "--no-pictures", "--out", tmp_path / "v.txt", "--checkpoint", tmp_path / "run"]
+    said = run("word2vec", *options, "--resume", "--threads", threads + 1)
+    assert f"note: {threads} threads there and {threads + 1} here: sums may differ in their last bits" in said
+    torch.set_num_threads(threads)
+    save_half(text, tmp_path / "run")
+    assert "note:" not in run("word2vec", *options, "--resume", "--threads", threads)
+
+
+def test_words_are_printed_as_they_are(tmp_path: Path) -> None:
+    words = [":key:", "x\\", "[bold]", "[/x]", "\\[a]"]
+    Vectors(words, np.random.default_rng(0).standard_normal((5, 3))).save(tmp_path / "v.txt")
+    said = run("neighbors", tmp_path / "v.txt", *words)
+    for word in words:
+        assert said.split().count(word) == 5
 
 
 def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flatbed.words import Corpus, python_corpus, read_corpus
+from flatbed.words import corpus as corpus_module
 from flatbed.words.corpus import LONGEST_SENTENCE
 from flatbed.words.python_source import source_files
 
@@ -127,3 +129,33 @@ def test_the_library_of_this_python() -> None:
     counts = Counter(dict(zip(corpus.words, corpus.counts.tolist(), strict=True)))
     assert {"self", "if", "def", "return"} <= {word for word, _ in counts.most_common(30)}
     assert seen[0][1] > 200
+
+
+@pytest.mark.parametrize(("block", "marked"), [(1 << 20, 1), (1, 2), (2, 2)])
+def test_a_byte_order_mark_is_no_word(
+    block: int, marked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "READ_BYTES", block)
+    texts = [tmp_path / "a", tmp_path / "b"]
+    for number, text in enumerate(texts):
+        text.write_text("to be\nto do\n", encoding="utf-8-sig" if number < marked else "utf-8")
+    seen: list[tuple[int, int]] = []
+    corpus = read_corpus(texts, progress=lambda done, n: seen.append((done, n)))
+    assert corpus.words == ["to", "be", "do"]
+    assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("sentences", "match"),
+    [
+        ([[1, "a"]], "words are strings; found 1 among them"),
+        ([["a", None]], "words are strings; found None among them"),
+        ([["a", ["b"]]], r"words are strings; found \['b'\] among them"),
+        ([5], "a sentence is a list of words; found 5"),
+        ([(word for word in "ab")], "a sentence is a list of words; found generator"),
+        (5, "sentences are lists of words; found 5"),
+    ],
+)
+def test_what_is_no_sentence(sentences: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        Corpus.from_sentences(sentences)

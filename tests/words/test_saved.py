@@ -3,10 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from flatbed import FlatbedError
+from flatbed import FlatbedError, checkpoint, save_checkpoint
 from flatbed.words import Settings, Trainer
-from flatbed.words.saved import ABOUT, find, remove
+from flatbed.words.saved import find, remove
 
 from .texts import kinds_corpus
 
@@ -35,10 +36,41 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": {}}'])
-def test_a_damaged_file(content: str, tmp_path: Path) -> None:
-    (tmp_path / ABOUT).write_text(content)
-    with pytest.raises(FlatbedError, match=r"words\.json is damaged"):
+@pytest.mark.parametrize("name", ["CURRENT.json", "v0000001/checkpoint.json"])
+def test_a_damaged_file(name: str, content: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(FlatbedError, match=rf"{name} is missing or damaged \(.*\): restore it from a copy"):
         find(tmp_path)
+    assert not remove(tmp_path)
+    assert (tmp_path / name).exists()
+
+
+def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, nn.Linear(1, 1), extra={"step": 3})
+    with pytest.raises(FlatbedError, match="holds a checkpoint of something else"):
+        find(tmp_path)
+    assert not remove(tmp_path)
+    assert (tmp_path / "CURRENT.json").exists()
+
+
+def test_it_is_of_the_same_moment_as_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that is cut short anywhere before it counts leaves what was there before."""
+    trainer = saved(tmp_path)
+    trainer.run(lambda p: trainer.stop() if p.step >= 5 else None)
+    write = checkpoint.write_text
+
+    def cut(path: Path, text: str) -> None:
+        if path.name == "CURRENT.json":
+            raise KeyboardInterrupt
+        write(path, text)
+
+    monkeypatch.setattr(checkpoint, "write_text", cut)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.save(tmp_path)
+    found = find(tmp_path)
+    assert found is not None
+    assert found.step == 3
 
 
 def test_only_our_files_are_removed(tmp_path: Path) -> None:

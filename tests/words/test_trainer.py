@@ -232,13 +232,25 @@ def test_files_of_an_earlier_training_are_not_overwritten(tmp_path: Path) -> Non
     trainer.close()
     again = Trainer(corpus, settings)
     with pytest.raises(
-        FlatbedError, match=r"inputs\.bed holds an earlier training: resume that one, .* or delete"
+        FlatbedError,
+        match=r"inputs\.bed holds an earlier training: resume that one, .* or delete \S+inputs\.bed and "
+        r"\S+outputs\.bed to begin anew \(the only way if that training was ended before",
     ):
         again.run()
     again.resume(tmp_path / "run")
     again.run()
     assert again.done
     again.close()
+
+
+def test_the_size_of_a_cache_may_change_on_the_way(tmp_path: Path) -> None:
+    corpus = random_corpus(50, 2000)
+    trainer = Trainer(corpus, Settings(**SMALL, cache_rows=8))
+    next(iter(trainer))
+    trainer.save(tmp_path)
+    again = Trainer(corpus, Settings(**SMALL))
+    again.resume(tmp_path)
+    assert again.step == trainer.step
 
 
 @pytest.mark.parametrize(
@@ -258,6 +270,15 @@ def test_files_of_an_earlier_training_are_not_overwritten(tmp_path: Path) -> Non
         ({"storage": "disk"}, "needs a path"),
         ({"path": "x"}, 'path is for storage="disk"'),
         ({"ngrams": (4, 3)}, "least and the greatest length"),
+        ({"optimizer": None}, "optimizer must be a name such as 'adamax'; found None"),
+        ({"storage": None}, "storage must be a name such as 'host'; found None"),
+        ({"ngrams": 3}, r"ngrams are the least and the greatest length, \(3, 6\) say; found 3"),
+        ({"ngrams": ("3", "6")}, "ngrams are the least and the greatest length"),
+        ({"subsample": "1"}, "subsample must be a number; found '1'"),
+        ({"subsample": None}, "subsample must be a number; found None"),
+        ({"lr": "1"}, "lr must be a number; found '1'"),
+        ({"path": 5, "storage": "disk"}, "path must be that of a folder; found 5"),
+        ({"device": "tpu9x"}, "device must be .*; found 'tpu9x'"),
         ({"optimizer": "adamaxx"}, "no optimizer 'adamaxx'; known are adadelta, .*adamax, .*asgd"),
     ],
 )

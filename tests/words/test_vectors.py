@@ -95,3 +95,23 @@ def test_mistakes(tmp_path: Path) -> None:
         Vectors(["two words"], np.ones((1, 2))).save(tmp_path / "v")
     with pytest.raises(ValueError, match=r"matrix must be \(1 words, dim\); found \(2, 2\)"):
         Vectors(["a"], np.ones((2, 2)))
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_of_words_that_are_there_twice_the_first_counts(binary: bool, tmp_path: Path) -> None:
+    some(4).save(tmp_path / "v", binary=binary)
+    content = (tmp_path / "v").read_bytes().replace("wörd2".encode(), "wörd0".encode())
+    (tmp_path / "v").write_bytes(content)
+    theirs = gensim.KeyedVectors.load_word2vec_format(str(tmp_path / "v"), binary=binary)
+    found = Vectors.load(tmp_path / "v")
+    assert found.words == ["wörd0", "wörd1", "wörd3"]
+    np.testing.assert_array_equal(found.matrix, [theirs[word] for word in found.words])
+    np.testing.assert_array_equal(found.matrix, some(4).matrix[[0, 1, 3]])
+    with pytest.raises(ValueError, match="words must be distinct; found 'a' more than once"):
+        Vectors(["a", "b", "a"], np.ones((3, 2)))
+
+
+def test_rows_of_nan_are_no_neighbours() -> None:
+    vectors = Vectors(["a", "b", "bad", "c"], np.array([[1.0, 0], [1, 1], [np.nan, 1], [0, 1]]))
+    assert [word for word, _ in vectors.neighbors("a")] == ["b", "c"]
+    assert vectors.neighbors("bad") == []

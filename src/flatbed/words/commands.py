@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from flatbed.words.paths import Paths
 
@@ -114,13 +114,13 @@ def word2vec(
     paths.check(resume=resume)
     _set_threads(threads)
     with _errors():
-        if not resume:
-            paths.check_begun()
+        paths.check_begun(resume=resume)
         corpus = _read(files or [], max_words)
         with closing(_trainer(corpus, settings)) as trainer:
             _train(trainer, checkpoint, resume=resume)
-            vectors = trainer.vectors()
-        _write(vectors, paths, binary=binary)
+            with _saved_if_not_written(trainer, paths):
+                vectors = trainer.vectors()
+                _write(vectors, paths, binary=binary)
         _leave(paths)
     if pictures:
         _draw(trainer, vectors, paths)
@@ -246,6 +246,7 @@ def _train(trainer: Trainer, checkpoint: Path, *, resume: bool) -> None:
     if resume:
         trainer.resume(checkpoint)
         typer.echo(f"going on at step {trainer.step:,} of {trainer.n_steps:,}")
+        _note_threads(trainer, checkpoint)
     report = None
     with _stopped_by_signals(trainer.stop), _bar("training") as update:
         for report in trainer:
@@ -260,6 +261,32 @@ def _train(trainer: Trainer, checkpoint: Path, *, resume: bool) -> None:
     if not trainer.done:
         typer.echo(f"saved step {trainer.step:,} of {trainer.n_steps:,} to {checkpoint}: go on with --resume")
         raise typer.Exit(INTERRUPTED)
+
+
+def _note_threads(trainer: Trainer, checkpoint: Path) -> None:
+    import torch
+
+    from flatbed.words.saved import find
+
+    saved, threads = find(checkpoint), torch.get_num_threads()
+    if trainer.settings.where.type == "cpu" and saved is not None and saved.threads not in (None, threads):
+        typer.echo(
+            f"note: {saved.threads} threads there and {threads} here: sums may differ in their last bits; "
+            f"with --threads {saved.threads} they do not"
+        )
+
+
+@contextmanager
+def _saved_if_not_written(trainer: Trainer, paths: Paths) -> Iterator[None]:
+    """Hours of training are not lost to a full disk."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        typer.echo(f"the vectors were not written to {paths.out}: {error or type(error).__name__}", err=True)
+        if trainer.settings.storage != "disk":  # of those, a checkpoint was saved already
+            trainer.save(paths.checkpoint)
+        typer.echo(f"the training is saved to {paths.checkpoint}: --resume writes them", err=True)
+        raise
 
 
 @contextmanager
@@ -323,8 +350,12 @@ def _draw(trainer: Trainer, vectors: Vectors, paths: Paths) -> None:
         typer.echo(f"no pictures: {MISSING}")
         return
     loss, plane = paths.drawn
-    draw_loss(trainer.losses, loss)
-    draw_map(vectors, plane)
+    try:
+        draw_loss(trainer.losses, loss)
+        draw_map(vectors, plane)
+    except OSError as error:
+        typer.echo(f"no pictures: {error}", err=True)
+        return
     typer.echo(f"wrote {loss} and {plane}")
 
 
@@ -333,8 +364,9 @@ def _neighbours_table(vectors: Vectors, words: Sequence[str], n: int) -> Table:
     table.add_column("word", style="bold")
     table.add_column("neighbours, and the cosine of the angle between")
     for word in words:
-        found = vectors.neighbors(word, n)
-        table.add_row(
-            escape(word), "  ".join(f"{escape(other)} [dim]{cosine:.2f}[/dim]" for other, cosine in found)
-        )
+        # As Text, in which neither [these] nor :these: mean anything.
+        found = [
+            Text.assemble(other, (f" {cosine:.2f}", "dim")) for other, cosine in vectors.neighbors(word, n)
+        ]
+        table.add_row(Text(word), Text("  ").join(found))
     return table

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,24 +38,44 @@ class Corpus:
     ids: np.ndarray
     ends: np.ndarray
 
+    def __post_init__(self) -> None:
+        n_words, n_text = len(self.words), len(self.ids)
+        end = self.ends[-1] if len(self.ends) else 0
+        if len(self.counts) != n_words or end != n_text:
+            raise ValueError(
+                f"a corpus has a count for each word, and its last sentence ends with the text; found "
+                f"{len(self.counts)} counts of {n_words} words, and the end {end} in a text of {n_text}: "
+                "Corpus.from_sentences makes one of lists of words"
+            )
+
     @classmethod
     def from_sentences(cls, sentences: Iterable[Sequence[str]], *, max_words: int | None = None) -> Corpus:
         """Count and number the words of sentences, up to `max_words` of text."""
         if isinstance(sentences, str):
             raise TypeError("sentences are lists of words; found one string: use text.split() for each line")
-        if max_words is not None and max_words < 1:
-            raise ValueError(f"max_words must be 1 at least; found {max_words}")
+        if not isinstance(sentences, Iterable):
+            raise TypeError(f"sentences are lists of words; found {sentences!r}")
+        if max_words is not None and (not isinstance(max_words, int) or max_words < 1):
+            raise ValueError(f"max_words must be 1 at least; found {max_words!r}")
         number: defaultdict[str, int] = defaultdict(lambda: len(number))
         text, ends = array("i"), array("q")
         for sentence in sentences:
             if isinstance(sentence, str):
                 raise TypeError(f"a sentence is a list of words; found the string {sentence[:40]!r}")
+            if not isinstance(sentence, Sequence | np.ndarray):
+                raise TypeError(f"a sentence is a list of words; found {_shown(sentence)}")
             words = sentence if max_words is None else sentence[: max_words - len(text)]
             for begin in range(0, len(words), LONGEST_SENTENCE):
-                text.extend([number[word] for word in words[begin : begin + LONGEST_SENTENCE]])
+                part = words[begin : begin + LONGEST_SENTENCE]
+                try:
+                    text.extend([number[word] for word in part])
+                except TypeError as error:  # lists in lists, say
+                    raise _not_words(part) from error
                 ends.append(len(text))
             if len(text) == max_words:
                 break
+        if not all(isinstance(word, str) for word in number):
+            raise _not_words(number)
         return _by_frequency(list(number), np.frombuffer(text, np.int32), np.array(ends, np.int64))
 
     def __len__(self) -> int:
@@ -62,6 +84,8 @@ class Corpus:
 
     def frequent(self, min_count: int) -> Corpus:
         """The same without words that occur less often; sentences close up over them."""
+        if not isinstance(min_count, int):
+            raise TypeError(f"min_count must be an integer; found {min_count!r}")
         n_words = int(np.searchsorted(-self.counts, -min_count, side="right"))
         if n_words == len(self.words):
             return self
@@ -80,6 +104,17 @@ class Corpus:
         return digest.hexdigest()
 
 
+def _not_words(found: Iterable[Any]) -> TypeError:
+    wrong = next(word for word in found if not isinstance(word, str))
+    return TypeError(f"words are strings; found {_shown(wrong)} among them: str(word) makes it one")
+
+
+def _shown(found: object) -> str:
+    """Short, and without an address."""
+    shown = repr(found)
+    return type(found).__name__ if " at 0x" in shown or len(shown) > 40 else shown
+
+
 def _by_frequency(words: list[str], ids: np.ndarray, ends: np.ndarray) -> Corpus:
     """Numbers by falling count, and words of equal count by the alphabet."""
     counts = np.bincount(ids, minlength=len(words)).astype(np.int64)
@@ -96,7 +131,10 @@ def read_corpus(
 
     Bytes that are not UTF-8 are skipped. `progress(bytes read, bytes in all)` is called now and then.
     """
-    files = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    given: Any = [paths] if isinstance(paths, str | Path) else paths
+    if not isinstance(given, Iterable):
+        raise TypeError(f"paths are those of text files; found {given!r}")
+    files = [Path(path) for path in given]
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(
@@ -115,6 +153,10 @@ def _lines(files: Sequence[Path], progress: ReadProgress | None) -> Iterator[lis
         with file.open("rb") as opened:
             words: list[str] = []
             rest = b""
+            if opened.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:  # a mark, and no part of the first word
+                done += len(codecs.BOM_UTF8)
+            else:
+                opened.seek(0)
             while block := opened.read(READ_BYTES):
                 *lines, rest = (rest + block).split(b"\n")
                 for line in lines:

@@ -49,8 +49,33 @@ class Paths:
                 raise typer.BadParameter(f"{text} is not a file", param_hint="FILES")
         if not self.out.parent.is_dir():
             raise typer.BadParameter(f"the folder {self.out.parent} does not exist", param_hint="--out")
-        if self.out.is_dir():
-            raise typer.BadParameter(f"{self.out} is a folder", param_hint="--out")
+        try:
+            self._check_results()
+            self._check_others(resume=resume)
+            self._try_draft()
+        except OSError as error:
+            raise typer.BadParameter(
+                f"{self.draft.name} cannot be made in {self.out.parent}, where the vectors would go: "
+                f"{error.strerror or error}",
+                param_hint="--out",
+            ) from error
+
+    def _check_results(self) -> None:
+        """What is renamed to a device or a pipe takes its place, and what is written to one is lost."""
+        if self.out.is_dir():  # which may have no name to make others of
+            raise typer.BadParameter(f"{self.out} is a folder: give another name", param_hint="--out")
+        for path in (self.out, self.draft, *(self.drawn if self.pictures else ())):
+            if path.exists() and not path.is_file():
+                what = "a folder" if path.is_dir() else "not a regular file"
+                raise typer.BadParameter(f"{path} is {what}: give another name", param_hint="--out")
+
+    def _try_draft(self) -> None:
+        """As the vectors will be written, once it is too late to ask for another folder."""
+        if not self.draft.exists():
+            self.draft.touch()
+            self.draft.unlink()
+
+    def _check_others(self, *, resume: bool) -> None:
         for text, path in product(self.texts, self.written):
             if path.exists() and path.samefile(text):
                 raise typer.BadParameter(
@@ -63,14 +88,32 @@ class Paths:
         if self.checkpoint.exists() and not self.checkpoint.is_dir():
             raise typer.BadParameter(f"{self.checkpoint} is a file: give a folder", param_hint="--checkpoint")
         if resume and not self.checkpoint.is_dir():
-            raise typer.BadParameter(f"there is no checkpoint {self.checkpoint}", param_hint="--resume")
+            raise typer.BadParameter(
+                f"there is no checkpoint {self.checkpoint}{self._never_saved()}", param_hint="--resume"
+            )
 
-    def check_begun(self) -> None:
-        """Refuse to write over another training."""
+    def _never_saved(self) -> str:
+        """What to do about tables on disk without their checkpoint, if there are any."""
+        folder = None if self.tables is None else Path(self.tables)
+        tables = [] if folder is None else [*folder.glob("inputs.bed*"), *folder.glob("outputs.bed*")]
+        if not tables:
+            return ""
+        return (
+            f", and {self.tables} has tables of an earlier training. If that was ended before it saved a "
+            f"checkpoint, it cannot be resumed: delete {' and '.join(map(str, tables))} to begin anew. "
+            "Otherwise give the --checkpoint that it was saved to, with --resume"
+        )
+
+    def check_begun(self, *, resume: bool) -> None:
+        """Refuse to write over another training, and to go on with none."""
         from flatbed import FlatbedError
         from flatbed.words.saved import find
 
         saved = find(self.checkpoint)
+        if saved is None and (resume or self._never_saved()):
+            raise FlatbedError(f"{self.checkpoint} holds no checkpoint of a training{self._never_saved()}")
+        if resume:
+            return
         if saved is not None and saved.done:
             raise FlatbedError(
                 f"{self.checkpoint} holds {saved}: {self.anew}; --resume writes its vectors again"

@@ -44,7 +44,7 @@ def source_files(root: Path) -> Iterator[Path]:
 
 def _sentences(files: list[Path], progress: ReadProgress | None) -> Iterator[list[str]]:
     for number, file in enumerate(files):
-        text = file.read_text(encoding="utf-8", errors="ignore")
+        text = file.read_text(encoding="utf-8-sig", errors="ignore")
         for paragraph in PARAGRAPH.split(text):
             if words := WORD.findall(paragraph):
                 yield words

@@ -87,6 +87,7 @@ class Settings:
                 raise TypeError(f"{name} must be an integer; found {value!r}")
             if value < bound:
                 raise ValueError(f"{name} must be {bound} at least; found {value}")
+        self._check_types()
         if not (math.isfinite(self.subsample) and self.subsample >= 0):
             raise ValueError(
                 f"subsample is a frequency such as 1e-3, or 0 for none; found {self.subsample!r}"
@@ -106,6 +107,28 @@ class Settings:
                 f"ngrams are the least and the greatest length, (3, 6) say; found {self.ngrams!r}"
             )
         find_optimizer(self.optimizer)
+
+    def _check_types(self) -> None:
+        for name in ("subsample", "lr"):
+            value = getattr(self, name)
+            wrong = isinstance(value, bool) or not isinstance(value, int | float)
+            if wrong and not (name == "lr" and value is None):
+                raise TypeError(f"{name} must be a number; found {value!r}")
+        for name in ("optimizer", "storage"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(
+                    f"{name} must be a name such as "
+                    f"{'adamax' if name == 'optimizer' else 'host'!r}; found {getattr(self, name)!r}"
+                )
+        if not isinstance(self.path, str | Path | None):
+            raise TypeError(f"path must be that of a folder; found {self.path!r}")
+        lengths: Any = self.ngrams
+        if not isinstance(lengths, tuple | list) or not all(isinstance(one, int) for one in lengths):
+            raise TypeError(f"ngrams are the least and the greatest length, (3, 6) say; found {lengths!r}")
+        try:
+            torch.device(self.device or "cpu")
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f'device must be "cpu" or "cuda", say; found {self.device!r}') from error
 
     @property
     def recipe(self) -> Recipe | None:
@@ -130,8 +153,9 @@ class Settings:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def to_dict(self) -> dict[str, Any]:
-        """What the result depends on, for JSON. Not `device` and `path`: those may change on the way."""
-        made = {name: value for name, value in asdict(self).items() if name not in ("device", "path")}
+        """What the result depends on, for JSON. Not the device, its cache and paths: they may change."""
+        free = ("device", "path", "cache_rows")
+        made = {name: value for name, value in asdict(self).items() if name not in free}
         return made | {
             "ngrams": list(self.ngrams),
             "optimizer": self.optimizer.lower(),

@@ -79,7 +79,8 @@ class Trainer:
         make_tables: MakeTables = host_tables,
         steps_per_report: int | None = None,
     ) -> None:
-        self.settings = settings = settings or Settings()
+        self.settings = settings = Settings() if settings is None else settings
+        _check_types(corpus, settings, steps_per_report)
         self.corpus = corpus.frequent(settings.min_count)
         if not self.corpus.words:
             raise ValueError(
@@ -129,7 +130,8 @@ class Trainer:
         if self._unknown:
             raise FlatbedError(
                 f"{self._unknown[0]} holds an earlier training: resume that one, give another path, or "
-                f"delete {' and '.join(file.name for file in self._unknown)} there to begin anew"
+                f"delete {' and '.join(map(str, self._unknown))} to begin anew (the only way if "
+                "that training was ended before it saved a checkpoint)"
             )
         self._stopped = False
         every = self._every
@@ -148,6 +150,8 @@ class Trainer:
 
     def run(self, progress: Callable[[Progress], None] | None = None) -> None:
         """Train to the end, or until `stop()`."""
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress must be a function of a Progress; found {progress!r}")
         for report in self:
             if progress is not None:
                 progress(report)
@@ -218,17 +222,16 @@ class Trainer:
 
     def save(self, folder: str | Path) -> None:
         """Make a checkpoint: `resume` goes on from it with the same result."""
+        threads = torch.get_num_threads() if self.settings.where.type == "cpu" else None
+        about = Saved(self.settings.to_dict(), self._fingerprint, self.step, self.n_steps, threads)
         position: dict[str, Any] = {
-            **self._about(),
-            "step": self.step,
+            **about.extra(),
             "words": self.words,
             "losses": list(chain.from_iterable(self.losses)),
             "loss": float(self._loss),
             "pairs": self._n_pairs,
         }
         save_checkpoint(folder, self.tables.model, self.tables.optimizer, extra=position)
-        # The same beside it, to be compared before anything is loaded.
-        Saved(**self._about(), step=self.step, n_steps=self.n_steps).write(folder)
 
     def resume(self, folder: str | Path) -> None:
         """Go on from a checkpoint of a training with the same text and settings."""
@@ -237,15 +240,11 @@ class Trainer:
             raise FlatbedError(f"{folder} holds no checkpoint of a training of word vectors: check the path")
         self._check_same(saved.settings, saved.text, folder)
         position = load_checkpoint(folder, self.tables.model, self.tables.optimizer)
-        self._check_same(position["settings"], position["text"], folder)
         self.step, self.words, self._n_pairs = position["step"], position["words"], position["pairs"]
         flat = position["losses"]
         self.losses = list(zip(map(int, flat[::2]), flat[1::2], strict=True))
         self._loss.fill_(position["loss"])
         self._unknown = []
-
-    def _about(self) -> dict[str, Any]:
-        return {"settings": self.settings.to_dict(), "text": self._fingerprint}
 
     def _check_same(self, theirs: dict[str, Any], text: str, folder: str | Path) -> None:
         ours = self.settings.to_dict()
@@ -257,3 +256,15 @@ class Trainer:
             raise FlatbedError(
                 f"{folder} is of a training on another text: give the same files in the same order"
             )
+
+
+def _check_types(corpus: Any, settings: Any, steps_per_report: Any) -> None:
+    if not isinstance(corpus, Corpus):
+        raise TypeError(
+            f"corpus must be a Corpus; found {type(corpus).__name__}: Corpus.from_sentences makes one of "
+            "lists of words, and read_corpus of files"
+        )
+    if not isinstance(settings, Settings):
+        raise TypeError(f"settings must be Settings(...); found {type(settings).__name__}")
+    if steps_per_report is not None and (not isinstance(steps_per_report, int) or steps_per_report < 1):
+        raise ValueError(f"steps_per_report must be an integer, 1 at least; found {steps_per_report!r}")

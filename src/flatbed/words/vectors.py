@@ -34,8 +34,12 @@ class Vectors:
         matrix = np.ascontiguousarray(self.matrix, np.float32)
         if matrix.ndim != 2 or len(matrix) != len(self.words):
             raise ValueError(f"matrix must be ({len(self.words)} words, dim); found {matrix.shape}")
+        place = {word: at for at, word in enumerate(self.words)}
+        if len(place) < len(self.words):
+            twice = next(word for at, word in enumerate(self.words) if place[word] != at)
+            raise ValueError(f"words must be distinct; found {twice!r} more than once")
         object.__setattr__(self, "matrix", matrix)
-        object.__setattr__(self, "_place", {word: at for at, word in enumerate(self.words)})
+        object.__setattr__(self, "_place", place)
 
     def __repr__(self) -> str:
         words = ", ".join([*self.words[:4], *(["…"] if len(self) > 4 else [])])
@@ -53,17 +57,21 @@ class Vectors:
         return row
 
     def neighbors(self, word: str, n: int = 8) -> list[tuple[str, float]]:
-        """The words with the greatest cosine to this one, and the cosines."""
-        if n < 1:
-            raise ValueError(f"n must be 1 at least; found {n}")
+        """The words with the greatest cosine to this one, and the cosines. Vectors of NaN have none."""
+        if not isinstance(n, int) or n < 1:
+            raise ValueError(f"n must be 1 at least; found {n!r}")
         at = self._at(word)
-        lengths = np.sqrt(np.einsum("ij,ij->i", self.matrix, self.matrix))
-        cosines = self.matrix @ self.matrix[at] / np.maximum(lengths * lengths[at], 1e-30)
-        cosines[at] = -np.inf
-        best = np.argsort(-cosines, kind="stable")[: min(n, len(self) - 1)]
+        with np.errstate(invalid="ignore", over="ignore"):
+            lengths = np.sqrt(np.einsum("ij,ij->i", self.matrix, self.matrix))
+            cosines = self.matrix @ self.matrix[at] / np.maximum(lengths * lengths[at], 1e-30)
+        cosines[at] = np.nan
+        others = np.flatnonzero(np.isfinite(cosines))
+        best = others[np.argsort(-cosines[others], kind="stable")[:n]]
         return [(self.words[found], float(cosines[found])) for found in best]
 
     def _at(self, word: str) -> int:
+        if not isinstance(word, str):
+            raise TypeError(f"a word is a string; found {word!r}")
         if word not in self._place:
             close = difflib.get_close_matches(word, self.words, n=4, cutoff=0.7)
             hint = f"; did you mean {', '.join(close)}?" if close else ""
@@ -86,7 +94,10 @@ class Vectors:
 
     @classmethod
     def load(cls, path: str | Path) -> Vectors:
-        """A file in word2vec's text or binary format; which one is seen from its contents."""
+        """A file in word2vec's text or binary format; which one is seen from its contents.
+
+        Of a word that is there more than once, the first vector counts, as in gensim.
+        """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
@@ -104,8 +115,10 @@ class Vectors:
                 pairs = list(_read_text(file, dim) if text else _read_binary(file, n_words, dim))
                 if len(pairs) != n_words:
                     raise ValueError(f"{len(pairs):,} words were found")
-                matrix = np.array([row for _, row in pairs], np.float32).reshape(n_words, dim)
-                return cls([word for word, _ in pairs], matrix)
+                first = dict(reversed(pairs))  # of words that are there twice; in their order below
+                words = list(dict.fromkeys(word for word, _ in pairs))
+                matrix = np.array([first[word] for word in words], np.float32).reshape(len(words), dim)
+                return cls(words, matrix)
             except ValueError as error:
                 raise FlatbedError(
                     f"{path} should have {n_words:,} words of {dim} numbers: {error}"
