@@ -57,9 +57,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    done = CliRunner().invoke(app, [str(one) for one in arguments])
+    # Wide, since typer draws a frame around its errors and breaks the paths in them.
+    done = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "500"})
     assert done.exit_code == code, done.output + repr(done.exception)
-    # Typer draws a frame around its errors, and breaks their lines.
     return re.sub(r"[\s│]+", " ", done.output)
 
 
