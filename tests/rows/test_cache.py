@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flatbed
-from flatbed.kernels.cache import COUNTS, Tags, choose, let_go, take_in
+from flatbed.kernels.cache import COUNTS, FREE, Tags, choose, let_go, take_in
 from flatbed.rows.cache import DeviceCache, HostCache, Ticket, build
 from flatbed.rows.cache.under_way import UnderWay
 from flatbed.rows.record import Field, Record
@@ -181,6 +181,13 @@ def test_nothing_but_times_changes_until_records_are_moved() -> None:
     take_in(tags, arrivals)
     assert set(tags.row_of_slot.tolist()) == {3, 7, 8, 9}
     assert (tags.slot_of_row >= 0).sum() == 4
+
+
+def test_free_slots_and_the_oldest_go_before_ties() -> None:
+    tags = Tags(100, 8, policy="lru", device=torch.device("cpu"))
+    tags.clock.fill_(9)
+    tags.stamp[:] = torch.tensor([5, 5, 5, 5, 5, 5, FREE, 1])
+    assert set(choose(tags, torch.tensor([3, 7, 8])).slots.tolist()) >= {6, 7}
 
 
 def test_victims_are_chosen_without_anybody_s_random_numbers() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch import Tensor
 
 import flatbed
 from flatbed.errors import FlatbedError
+from flatbed.kernels import cache as decisions
+from flatbed.rows.cache.host import Leaving
 from flatbed.rows.disk import DiskTier
 from flatbed.rows.disk.file import MappedFile, NoSpace
 from flatbed.rows.disk.journal import Journal
@@ -78,6 +82,94 @@ def test_rows_that_could_not_be_written_are_tried_again(
     emb.table.checkpoint()
     assert torch.equal(everything(emb)[0], expected)
     check_room(emb)
+
+
+@pytest.mark.parametrize("how", ["flush", "evict"])
+@pytest.mark.parametrize("function", ["let_go", "take_in"])
+def test_rows_outlast_an_interruption_anywhere(function: str, how: str, tmp_path: Path) -> None:
+    """Before each line of what changes the map, whatever is done next."""
+    n_lines = 0
+    for number in range(1, 20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        emb = embedding("disk", folder, 6)
+        emb.write_rows(range(6), torch.randn(6, DIM))
+        emb(torch.arange(2))  # the cache is made
+        cache = emb.table.store.cache
+        cache.come(torch.arange(6))
+        emb.write_rows(range(6), torch.randn(6, DIM))
+        if not interrupted(lambda cache=cache: cache.come(torch.tensor([9, 10])), function, number):
+            emb.table.close(discard=True)
+            break
+        n_lines += 1
+        expected = emb.read_rows(range(ROWS)).clone()
+        back = [row for row in range(6) if cache.tags.slot_of_row[row] < 0] or [9, 10]
+        back = [9, 10] if function == "take_in" else back
+        cache.come(torch.tensor(back))
+        expected[back] = torch.randn(len(back), DIM)
+        emb.write_rows(back, expected[back])
+        for row in range(11, 23) if how == "evict" else ():
+            cache.come(torch.tensor([row]))
+            assert torch.equal(emb.read_rows(range(ROWS)), expected)
+        cache.flush()
+        assert torch.equal(emb.read_rows(range(ROWS)), expected)
+        cache.drop()
+        assert torch.equal(emb.read_rows(range(ROWS)), expected)
+        emb.table.close(discard=True)
+    assert n_lines > 3
+
+
+def interrupted(do: Callable[[], Any], function: str, number: int) -> bool:
+    """Whether it came as far as this line of the function."""
+    seen = 0
+
+    def trace(frame: Any, event: str, given: Any) -> Any:
+        nonlocal seen
+        if frame.f_code.co_filename != decisions.__file__ or frame.f_code.co_name != function:
+            return None
+        seen += event == "line"
+        if seen == number:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        do()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_a_forked_process_waits_for_no_thread_of_its_parent(tmp_path: Path) -> None:
+    emb = embedding("disk", tmp_path, 4)
+    flatbed.optim.Adam(emb, lr=0.1)
+    emb(torch.arange(4)).sum().backward()
+    cache = emb.table.store.cache
+    cache._leaving = Leaving(torch.empty(0), torch.empty(0), 3, Future())  # that nobody will complete
+    cache._process -= 1
+    assert cache.n_waiting == 0
+    cache._let_leave()
+    assert cache._leaving is None
+    emb.table.close(discard=True)
+
+
+def test_a_failed_write_is_heard_of_before_the_step(tmp_path: Path) -> None:
+    emb = embedding("disk", tmp_path, 8)
+    flatbed.optim.Adam(emb, lr=0.1)
+    emb(torch.arange(4)).sum().backward()
+    cache = emb.table.store.cache
+    cache.make_room(torch.arange(4))
+    failed: Future[None] = Future()
+    failed.set_exception(OSError("the disk is gone"))
+    wrong = torch.zeros(1, 3, dtype=torch.uint8)  # what cannot be written now, either
+    cache._leaving = Leaving(torch.tensor([1]), wrong, 0, failed)
+    with pytest.raises(ValueError, match="expected uint8 records"):
+        cache.make_room(torch.arange(4))
+    cache._leaving = None
+    emb.table.close(discard=True)
 
 
 def test_training_waits_for_nobody_who_moves_other_rows(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def choose(tags: Tags, rows: Tensor, *, window: int = 0) -> Arrivals:
     given = coming if tags.direct else _slots_for(tags, len(coming), tick, tick - window)
     coming = coming[: len(given)]
     old = tags.row_of_slot.numpy()[given]
+    old = np.where(tags.slot_of_row.numpy()[old] == given, old, -1)  # an interruption may have left others
     n_missing = len(wanted) - len(hits)
     victims = np.where(tags.dirty.numpy()[given] != 0, old, -1)
     evicted = int((old >= 0).sum())
@@ -98,11 +99,14 @@ def choose(tags: Tags, rows: Tensor, *, window: int = 0) -> Arrivals:
 
 
 def let_go(tags: Tags, arrivals: Arrivals) -> None:
-    """The records that were in the slots of arrivals are safe elsewhere: nothing is there any more."""
+    """The records that were in the slots of arrivals are safe elsewhere: nothing is there any more.
+
+    In this order, and `take_in` in its own: interrupted between any two lines, a slot is clean, or its row's.
+    """
     old = arrivals.old
+    tags.dirty.numpy()[arrivals.slots] = 0
     tags.slot_of_row.numpy()[old[old >= 0]] = -1
     tags.row_of_slot.numpy()[arrivals.slots] = -1
-    tags.dirty.numpy()[arrivals.slots] = 0
 
 
 def take_in(tags: Tags, arrivals: Arrivals) -> None:
@@ -144,7 +148,9 @@ def _slots_for(tags: Tags, n_rows: int, tick: int, floor: int) -> NDArray[np.int
         seen = seen[stamp[seen] < floor]
         if n_left < len(seen):
             score = scores[seen]
-            seen = seen[score <= np.partition(score, n_left - 1)[n_left - 1]][:n_left]
+            last = np.partition(score, n_left - 1)[n_left - 1]
+            lower = seen[score < last]
+            seen = np.concatenate((lower, seen[score == last][: n_left - len(lower)]))
         stamp[seen] = tick
         chosen.append(seen)
         n_left -= len(seen)

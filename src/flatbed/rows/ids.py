@@ -99,8 +99,9 @@ def most_used(rows: Tensor, counts: Any, n_rows: int) -> tuple[Tensor, Tensor]:
             raise ValueError(
                 f"counts are one per id, none of them negative; found {len(given)} for {len(which)} ids"
             )
-        if bool((given < 0).any()):
-            raise ValueError(f"counts are one per id, none of them negative; found {given.min().item():g}")
+        bad = given[~(given >= 0)]  # nan included
+        if len(bad):
+            raise ValueError(f"counts are one per id, none of them negative; found {bad[0].item():g}")
         times = torch.zeros(len(rows), dtype=torch.float64).index_add_(0, which, given)
     order = times.argsort(descending=True, stable=True)
     return rows[order], times[order].clamp(min=1)

@@ -373,7 +373,7 @@ class Table(nn.Parameter):
 
         That is worth a warning, unless `discard` says that it is meant.
         """
-        if self.store.n_unsaved and not discard:
+        if not discard and self.store.n_unsaved:
             warnings.warn(
                 f"{self.store.n_unsaved} rows of {self.store.config.path} changed since its last checkpoint "
                 f"and are dropped: call table.checkpoint() first, or table.close(discard=True)",

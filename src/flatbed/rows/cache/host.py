@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -66,6 +67,7 @@ class HostCache:
         """How many have, those on their way there included: so much room is kept for them."""
         self._owing = threading.Lock()  # held for these two alone
         self._leaving: Leaving | None = None
+        self._process = os.getpid()
         self.section = 0
         self._last: torch.cuda.Event | None = None  # when what was issued last is done
         self._after: list[torch.cuda.Event] = []  # steps with rows that may go
@@ -109,6 +111,8 @@ class HostCache:
             if self.retired or not self.has_room(len(rows)):
                 return None
             tick = self._come(rows, window=self.under_way.window)
+            if bool((self.tags.slot_of_row[rows] < 0).any()):
+                return None
             ticket = Ticket(self, rows, -1, rows, None, self.section, tick, None, rows=rows)
             self.under_way.begin(ticket, len(rows))
             return ticket
@@ -171,8 +175,9 @@ class HostCache:
         self.arrive()
         with self._owing:
             n_owed = int(self.owed[slots].sum()) if self.n_owed else 0
-            self._leaving = Leaving(rows, records, n_owed, self.home.send(rows, records))
+            # In this order, here and in `arrive`: interrupted, there is more room than need be.
             self.owed[slots] = False  # they are others' now
+            self._leaving = Leaving(rows, records, n_owed, self.home.send(rows, records))
 
     def arrive(self) -> None:
         """Wait until nothing is on its way home. What could not be written is tried again, whoever asks."""
@@ -184,13 +189,15 @@ class HostCache:
             if leaving.there.exception() is not None:
                 self.home.scatter_(leaving.rows, leaving.records)
             with self._owing:
-                self.n_owed -= leaving.n_owed
                 self._leaving = None
+                self.n_owed -= leaving.n_owed
 
     @property
     def n_waiting(self) -> int:
         """How many rows have changed and have no place in the file of changes."""
         leaving = self._leaving
+        if os.getpid() != self._process:
+            return 0  # the parent's, as are the threads that write them
         if leaving is not None:
             wait([leaving.there])
         arrived = leaving is not None and leaving.there.exception() is None
@@ -244,13 +251,20 @@ class HostCache:
     def make_room(self, rows: Tensor) -> None:
         """Raise now if a full disk has no room for changes of these rows beside those that wait here."""
         # In this order: what is on its way home is counted there before it is not counted here any more.
-        if not isinstance(self.home, DiskTier) or self.home.has_room(self.n_owed + len(rows)):
+        if not isinstance(self.home, DiskTier):
+            return
+        if self.home.has_room(self.n_owed + len(rows)) and not self._failed():
             return
         with self.lock:
             self.arrive()
             slots = self.tags.slot_of_row[rows].long()
             counted = self.owed[slots] & (slots >= 0)
             self.home.make_room(rows[~counted], also=self.n_owed)
+
+    def _failed(self) -> bool:
+        """Whether rows could not be written home: better heard of before a step than in it."""
+        leaving = self._leaving
+        return leaving is not None and leaving.there.done() and leaving.there.exception() is not None
 
     def changed(self, rows: Tensor) -> None:
         """Kernels are about to write to these rows, which are here and stay, and which room was made for."""
@@ -338,7 +352,7 @@ class HostCache:
 
     def drop(self) -> None:
         """Write home what has changed, and be empty."""
-        with self.lock:
+        with self._turn():
             self.flush()
             self._forget()
 
@@ -350,7 +364,7 @@ class HostCache:
 
     def abandon(self) -> None:
         """The same, but drop what has changed."""
-        with self.lock:
+        with self._turn():
             if self.computes_on.type == "cuda":
                 torch.cuda.synchronize(self.computes_on)
             self._let_leave()
@@ -373,7 +387,7 @@ class HostCache:
     def _let_leave(self) -> None:
         """Whether or not they arrive."""
         leaving, self._leaving = self._leaving, None
-        if leaving is not None:
+        if leaving is not None and os.getpid() == self._process:
             wait([leaving.there])
 
     def close(self) -> None:

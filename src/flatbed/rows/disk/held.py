@@ -24,7 +24,7 @@ class Held:
         self.keep_journal = False
         self.n_elsewhere: Callable[[], int] = lambda: 0
         """How many rows have changed beside those in the journal."""
-        self.readers, self.writers = Hands(), Hands()
+        self.readers, self.writers, self.sender = Hands(), Hands(), Hands(1)
         self._descriptor = descriptor
         self._process = os.getpid()
         _ALL.add(self)
@@ -56,6 +56,7 @@ class Held:
         try:
             self.readers.close()
             self.writers.close()
+            self.sender.close()
             self.journal.close(remove=not self.keep_journal)
             self.table.close()
         finally:

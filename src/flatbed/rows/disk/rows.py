@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,9 @@ def head(records: Records, nbytes: int) -> Records:
 class Hands:
     """Threads that copy parts of a whole, as many at a time as it takes: few in memory, many for a disk."""
 
-    def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="flatbed-disk")
-        self.n_threads = THREADS
+    def __init__(self, most: int = THREADS) -> None:
+        self._pool = ThreadPoolExecutor(most, thread_name_prefix="flatbed-disk")
+        self.n_threads = most
         """How many copy at a time; told by how long the last ones took."""
 
     def spread(self, part: Callable[[slice], None], n_rows: int, *, nbytes: int) -> None:
@@ -69,7 +69,7 @@ class Hands:
         if n_parts < 2:
             part(slice(0, n_rows))
             return
-        others = [self.pool.submit(timed, start) for start in range(step, n_rows, step)]
+        others = [self.submit(timed, start) for start in range(step, n_rows, step)]
         try:
             timed(0)
             for one in others:
@@ -79,9 +79,22 @@ class Hands:
         record, byte = SLOW
         self.n_threads = FEW if sum(seconds) < n_rows * (record + nbytes * byte) else THREADS
 
+    def submit(self, do: Callable[..., None], *given: Any) -> Future[None]:
+        """Have something done by a thread, one after the other if there is only one."""
+        try:
+            return self._pool.submit(do, *given)
+        except RuntimeError:  # the interpreter is about to exit, and begins no threads any more
+            done: Future[None] = Future()
+            try:
+                do(*given)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+            return done
+
     def close(self) -> None:
         """Threads that are at work go on to the end."""
-        self.pool.shutdown(wait=False)
+        self._pool.shutdown(wait=False)
 
 
 def take(

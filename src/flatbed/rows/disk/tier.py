@@ -190,9 +190,9 @@ class DiskTier:
                 self._held.journal.put(rows, given, n_rows=self.n_rows, hands=self._held.writers)
 
     def send(self, ids: Tensor, records: Tensor) -> Future[None]:
-        """`scatter_` in another thread."""
+        """`scatter_` in another thread, one after the other."""
         self._held.check()
-        return self._held.writers.pool.submit(self.scatter_, ids, records)
+        return self._held.sender.submit(self.scatter_, ids, records)
 
     def count_also(self, n_elsewhere: Callable[[], int]) -> None:
         """Have changed rows that are elsewhere counted among those that an exit would lose."""
