@@ -151,8 +151,11 @@ class Child:
 
     @staticmethod
     def born(path: Path, *, synced: bool, cache_rows: int) -> Child:
-        if len(os.listdir("/proc/self/task")) != 1:
-            raise SystemExit("threads are running, which a forked process would miss")
+        late = time.monotonic() + 10
+        while len(os.listdir("/proc/self/task")) != 1:  # those of a closed table end by themselves
+            if time.monotonic() > late:
+                raise SystemExit("threads are running, which a forked process would miss")
+            time.sleep(0.001)
         reading, report = os.pipe()
         process = os.fork()
         if not process:
