@@ -98,10 +98,12 @@ def test_steps_that_are_right() -> None:
     backward(embedding, [7, 8])
     optimizer.step()
     embedding, optimizer, rows, state = loop(kind=torch.optim.SGD)
+    before = rows.getNumpyVersion().copy()
     rows.beforeForwardPass([1, 2])
     backward(embedding, [1, 2])
     optimizer.step()
     rows.afterOptimizerStep([1, 2])
+    assert (rows.getNumpyVersion() != before).any(1).nonzero()[0].tolist() == [1, 2]
 
 
 def test_a_switcher_that_was_made_again() -> None:

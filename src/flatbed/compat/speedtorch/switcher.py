@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from flatbed.errors import FlatbedError
 FileName = str | os.PathLike[str]
 
 
-class Switcher:
+class Switcher(ABC):
     """Rows go out with `beforeForwardPass` and come home with `afterOptimizerStep`."""
 
     _stacked = False
@@ -36,16 +37,17 @@ class Switcher:
 
     # ---- to be said by each kind
 
+    @abstractmethod
     def _variable(self) -> Tensor:
         """The variable as it is now, checked."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _columns(self) -> list[Column]:
-        raise NotImplementedError
+        """The tensors of a row."""
 
+    @abstractmethod
     def _held(self, slots: Slots) -> Held | None:
         """What is where its rows go to."""
-        raise NotImplementedError
 
     # ---- the collection
 
@@ -181,7 +183,7 @@ class Switcher:
         self._out = None  # what is out is no longer theirs
         self._has_loaded()
 
-    def _has_loaded(self) -> None:
+    def _has_loaded(self) -> None:  # noqa: B027 (most have nothing to do)
         """Rows are others than those that were made."""
 
 
