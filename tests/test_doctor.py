@@ -125,7 +125,7 @@ def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor.metadata, "version", missing)
     finding = doctor._matplotlib()
     assert finding.ok is False
-    assert "flatbed[plot]" in finding.meaning
+    assert "pip install matplotlib" in finding.meaning
 
 
 def test_little_memory_and_disk_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -394,7 +394,7 @@ def _matplotlib() -> Answer:
     try:
         return Answer(True, metadata.version("matplotlib"))
     except metadata.PackageNotFoundError:
-        meaning = "Only plots are missing (flatbed bench step --png): pip install 'flatbed[plot]'."
+        meaning = "Only plots are missing (flatbed bench step --png): pip install matplotlib."
         return Answer(False, "not installed", meaning)
 
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flatbed.bench.feed_rows import BandwidthRow, EpochRow, FeedRow, ReadRow, describe, newest, rows_of, size
+from flatbed.bench.plot import MISSING, have_matplotlib
 from flatbed.bench.rows import Machine, Record, describe_machine
 from flatbed.bench.tables_plot import WayBars, draw
-
-MISSING = "matplotlib is not installed; install it with: pip install 'flatbed[plot]'"
 
 
 def feed_cases(records: Sequence[Record]) -> list[tuple[str, Machine, list[WayBars]]]:
@@ -43,9 +42,7 @@ def _short(row: FeedRow) -> str:
 
 def write_plot(records: Sequence[Record], path: Path) -> None:
     """Draw a line of panels per case."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
+    if not have_matplotlib():
         raise ModuleNotFoundError(MISSING, name="matplotlib")
     from matplotlib.figure import Figure  # without pyplot: no global state, no display
 

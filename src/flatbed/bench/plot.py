@@ -15,7 +15,7 @@ from flatbed.bench.rows import FUSED, LOOP, Record, Row, describe_case, describe
 from flatbed.bench.tables_plot import TablePanel, table_cases
 from flatbed.bench.tables_plot import draw as draw_table
 
-MISSING = "matplotlib is not installed; install it with: pip install 'flatbed[plot]'"
+MISSING = "matplotlib is not installed; install it with: pip install matplotlib"
 COLOURS = {"torch": "#b8bec9", "flat": "#e4572e"}
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from flatbed.bench.plot import MISSING, have_matplotlib
 from flatbed.bench.reach_rows import (
     CUPY,
     FLATBED,
@@ -24,7 +24,6 @@ from flatbed.bench.reach_rows import (
 from flatbed.bench.reach_table import WHERE
 from flatbed.bench.rows import Machine, Record, describe_machine
 
-MISSING = "matplotlib is not installed; install it with: pip install 'flatbed[plot]'"
 COLOURS = {
     FLATBED: "#e4572e",
     TORCH: "#7d8597",
@@ -74,7 +73,7 @@ def _table_size(row: ReachRow) -> float:
 
 def write_plot(records: Sequence[Record], path: Path) -> None:
     """Draw a line of two panels per tier."""
-    if find_spec("matplotlib") is None:
+    if not have_matplotlib():
         raise ModuleNotFoundError(MISSING, name="matplotlib")
     from matplotlib.figure import Figure  # without pyplot: no global state, no display
 
