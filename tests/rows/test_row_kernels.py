@@ -149,3 +149,19 @@ def test_every_rule_compiles() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failed"] == {}
     assert len(found["compiled"]) == 12
+
+
+@pytest.mark.parametrize("n", [1, 100, 4096, 5000])
+def test_bytes_are_filled_and_copied(n: int, kernel_device: str) -> None:
+    from flatbed.kernels._triton import row_kernels
+
+    source = torch.arange(n + 32, device=kernel_device).to(torch.uint8)
+    target = torch.full((n + 32,), 7, dtype=torch.uint8, device=kernel_device)
+    grid = (-(-n // 4096),)
+    row_kernels.copy_bytes[grid](n, source.data_ptr() + 16, target.data_ptr() + 16, BLOCK=4096)
+    expected = torch.full_like(target, 7)
+    expected[16 : 16 + n] = source[16 : 16 + n]
+    assert torch.equal(target, expected)
+    row_kernels.fill_bytes[grid](n, target.data_ptr() + 16, 255, BLOCK=4096)
+    expected[16 : 16 + n] = 255
+    assert torch.equal(target, expected)

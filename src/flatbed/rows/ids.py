@@ -8,12 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+INT64 = np.dtype(np.int64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
 def as_ids(ids: Any) -> Tensor:
     """Ids as an int64 tensor where they are, whatever they came as."""
     if isinstance(ids, np.ndarray):
+        if ids.dtype is INT64 and ids.flags.carray:  # as most are, and nothing is to be done
+            return torch.from_numpy(ids)
         if ids.dtype.kind not in "iu":
             raise TypeError(f"ids must be integers; found a numpy array of {ids.dtype}")
         if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
@@ -32,7 +35,8 @@ def as_ids(ids: Any) -> Tensor:
         return ids.view(torch.int64)  # what is too large becomes negative, and is found as such
     if ids.dtype not in INTEGERS:
         raise TypeError(f"ids must be integers; found a tensor of {ids.dtype}")
-    return ids.detach().to(torch.int64)
+    found: Tensor = ids.detach()
+    return found if found.dtype == torch.int64 else found.to(torch.int64)
 
 
 def _as_array(ids: Any) -> np.ndarray[Any, Any]:

@@ -30,6 +30,11 @@ class Turn:
         )
 
 
+def begin(turn: Turn) -> None:
+    """Let the clock tick, if finding the rows has not."""
+    cache_kernels.begin[(1,)](turn.clock, turn.n_missing)
+
+
 def admit(tags: Tags, rows: Tensor, turn: Turn, place: Place, *, window: int) -> None:
     """Bring rows into the cache; the clock has ticked, and -1 is no row."""
     n = len(rows)

@@ -9,6 +9,13 @@ from flatbed.kernels._triton.row_kernels import field
 
 
 @triton.jit
+def begin(clock_ptr, n_missing_ptr):
+    """Another batch is about to come."""
+    tl.store(clock_ptr, tl.load(clock_ptr) + 1)
+    tl.store(n_missing_ptr, 0)
+
+
+@triton.jit
 def warmer(heat, now):
     """A use now, added to the uses before: log2(2**heat + 2**now). Time is counted in misses."""
     more = tl.maximum(heat, now)

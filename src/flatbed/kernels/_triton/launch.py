@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,8 +91,9 @@ class Bound:
         if device.type != "cuda":
             self.function[(n_programs,)](*args, *self.constants)
             return
+        index = device.index
         values: list[Any] = []
-        kinds: list[Any] = [device.index]
+        kinds: list[Any] = [index]
         low = 0
         for arg in args:
             if isinstance(arg, Tensor):
@@ -102,11 +104,15 @@ class Bound:
             else:
                 values.append(arg)
                 kinds.append(arg.bit_length() > 31 if isinstance(arg, int) else float)
-        if torch._C._cuda_getDevice() != device.index:
+        if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(device):
                 self._launch(n_programs, device, args, values, tuple(kinds), low)
-        else:
+            return
+        launch = self.compiled.get(tuple(kinds))
+        if launch is None or low & 15:
             self._launch(n_programs, device, args, values, tuple(kinds), low)
+        else:
+            launch(n_programs, torch._C._cuda_getCurrentRawStream(index), values)
 
     def _launch(
         self,
@@ -134,40 +140,35 @@ class Bound:
             compiled[(n_programs, 1, 1)](*values, *constants)
 
         call = _launch_kernel_holding_on()
-        n_hidden = _hidden(compiled, len(args))
+        n_hidden = hidden_parameters(compiled, len(args))
         if call is None or n_hidden is None:
             return through_triton
         function = ctypes.c_void_p(compiled.function)
         n_threads, shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
-        held = [_held_value(arg) for arg in args] + [ctypes.c_uint64(0)] * n_hidden
-        pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
-        in_use = threading.Lock()
+        # Eight bytes for each parameter, of which the kernel reads as many as it has.
+        packing = struct.Struct("<" + "".join("f4x" if isinstance(arg, float) else "q" for arg in args))
+        held = (ctypes.c_uint64 * (len(args) + n_hidden))()
+        begin = ctypes.addressof(held)
+        pointers = (ctypes.c_void_p * len(held))(*(begin + 8 * i for i in range(len(held))))
+        pack, in_use = packing.pack_into, threading.Lock()
+        take, give = in_use.acquire, in_use.release
 
         def directly(n_programs: int, stream: int, values: list[Any]) -> None:
-            if not in_use.acquire(blocking=False):  # by another thread
+            if not take(False):  # another thread has it
                 through_triton(n_programs, stream, values)
                 return
             try:
-                for place, value in zip(held, values):  # noqa: B905  # the hidden ones stay
-                    place.value = value
+                pack(held, 0, *values)
                 failed = call(function, n_programs, 1, 1, n_threads, 1, 1, shared, stream, pointers, None)
             finally:
-                in_use.release()
+                give()
             if failed:
                 through_triton(n_programs, stream, values)
 
         return directly
 
 
-def _held_value(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
-        return ctypes.c_uint64(0)
-    if isinstance(arg, float):
-        return ctypes.c_float(0)
-    return ctypes.c_int64(0) if arg.bit_length() > 31 else ctypes.c_int32(0)
-
-
-def _hidden(compiled: Any, n_args: int) -> int | None:
+def hidden_parameters(compiled: Any, n_args: int) -> int | None:
     """How many parameters a kernel has beside ours: pointers to memory that ours do not use."""
     entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm.get("ptx", ""), re.DOTALL)
     if entry is None or getattr(compiled.metadata, "num_ctas", 1) != 1:
@@ -209,7 +210,7 @@ def _direct(
     Kernels have parameters of Triton's beside ours, pointers to memory that ours do not use. Where the
     number of parameters cannot be made out, or the driver declines, Triton's way is taken.
     """
-    launch, n_hidden = _launch_kernel(), _hidden(compiled, len(args))
+    launch, n_hidden = _launch_kernel(), hidden_parameters(compiled, len(args))
     if launch is None or n_hidden is None:
         return None
     values = [*map(_c_value, args), *(ctypes.c_uint64(0) for _ in range(n_hidden))]

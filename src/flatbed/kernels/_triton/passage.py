@@ -1,7 +1,8 @@
-"""A batch's way through a cache as one CUDA graph: sort, distinct rows, who is here, who goes, both ways."""
+"""A batch's way through a cache as CUDA graphs: sort, distinct rows, who is here, who goes, both ways."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,22 +10,33 @@ import torch
 from torch import Tensor
 
 from flatbed.kernels._triton import cache, row_kernels, rows
+from flatbed.kernels._triton.chain import Chain, chained
 from flatbed.kernels.cache import Tags
 from flatbed.kernels.rows import Distinct, Place
 from flatbed.kernels.streams import stream_for
 
 
 class Passage:
-    """Memory for batches of so many ids, and the graph that works on it; one batch has it at a time.
+    """Memory for batches of so many ids, and the graphs that work on it; one batch has it at a time.
 
     Ids come from the host through `staging`; or they are in `keys` already, with `bad` for those out of range
-    if they were not looked at.
+    if they were not looked at. With `early`, finding the rows is a graph of its own: it has nobody to wait
+    for.
     """
 
     def __init__(
-        self, tags: Tags, place: Place, n: int, *, window: int, from_host: bool, checked: bool, pool: Any
+        self,
+        tags: Tags,
+        place: Place,
+        n: int,
+        *,
+        window: int,
+        from_host: bool,
+        checked: bool,
+        early: bool,
+        pool: Any,
     ) -> None:
-        device = tags.clock.device
+        self.device = device = tags.clock.device
         self.n_rows = len(tags.slot_of_row)
         self.keys, self.in_order = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(2))
         self.order = torch.empty(n, dtype=torch.int64, device=device)
@@ -34,35 +46,39 @@ class Passage:
         made = self.made
         self.found = Distinct(made.rows, made.inverse, self.order, made.starts, made.rank)
         self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.graph = self._captured(tags, place, window, pool)
+        self._place, self._tags, self._window = place, tags, window
+        self._bring_keys()  # all other kernels have run before: none can be loaded during a capture
+        parts = [[self._find], [self._begin, self._admit]] if early else [[self._find_anew, self._admit]]
+        self.graphs = [Graph(part, device, pool) for part in parts]
 
-    def _captured(self, tags: Tags, place: Place, window: int, pool: Any) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        device = tags.clock.device
-        self._bring()  # all other kernels have run before: none can be loaded during a capture
-        aside = stream_for(device, "captures")
-        aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):
-            # Other threads may go on with whatever they do.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                self._issue(tags, place, window)
-            finally:
-                graph.capture_end()
-        return graph
+    # ---- what the graphs do
 
-    def _issue(self, tags: Tags, place: Place, window: int) -> None:
-        self._bring()
+    def _find(self) -> None:
+        self._sort(None)
+
+    def _find_anew(self) -> None:
+        """The clock ticks on the way."""
+        self._sort(self.turn)
+
+    def _sort(self, turn: cache.Turn | None) -> None:
+        self._bring_keys()
         if self.bad is not None:
             self.bad.fill_((1 << 63) - 1)
         torch.sort(self.keys, stable=True, out=(self.in_order, self.order))
-        rows.mark(self.in_order, self.order, self.made, self.n_rows, self.bad, self.turn)
-        cache.admit(tags, self.found.rows, self.turn, place, window=window)
+        rows.mark(self.in_order, self.order, self.made, self.n_rows, self.bad, turn)
 
-    def _bring(self) -> None:
+    def _bring_keys(self) -> None:
         if self.staging is not None:
             n = len(self.keys)
             row_kernels.bring[(-(-n // 1024),)](self.staging.data_ptr(), self.keys, n, BLOCK=1024)
+
+    def _begin(self) -> None:
+        cache.begin(self.turn)
+
+    def _admit(self) -> None:
+        cache.admit(self._tags, self.found.rows, self.turn, self._place, window=self._window)
+
+    # ---- what is done with a batch
 
     def run(self, ids: Tensor | None) -> None:
         """Let a batch pass; ids on the host, if that is where they come from."""
@@ -70,6 +86,48 @@ class Passage:
             assert self.staging is not None
             self.done.synchronize()  # the last batch's may still be on their way
             np.copyto(self.staging.numpy(), ids.numpy(), casting="unsafe")
-        self.graph.replay()
+        for graph in self.graphs:
+            graph.launch()
         if ids is not None:
             self.done.record()
+
+    def find(self) -> None:
+        """With `early`: find the rows of the ids in `keys`; they are to be brought next."""
+        self.graphs[0].launch()
+
+    def bring(self) -> None:
+        """With `early`: bring the rows that were found."""
+        self.graphs[1].launch()
+
+
+class Graph:
+    """Something that was captured once, to be done again and again."""
+
+    def __init__(self, parts: list[Callable[[], None]], device: torch.device, pool: Any) -> None:
+        self._index = device.index
+        self._graph = _kept_graph()
+        aside = stream_for(device, "captures")
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            # Other threads may go on with whatever they do.
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                for part in parts:
+                    part()
+            finally:
+                self._graph.capture_end()
+        self.chain: Chain | None = chained(self._graph)
+
+    def launch(self) -> None:
+        """Have it done in the current stream."""
+        chain = self.chain
+        if chain is None or not chain.launch(torch._C._cuda_getCurrentRawStream(self._index)):
+            self._graph.replay()
+
+
+def _kept_graph() -> torch.cuda.CUDAGraph:
+    """One that can be looked into; before torch 2.8 there is none."""
+    try:
+        return torch.cuda.CUDAGraph(keep_graph=True)
+    except TypeError:
+        return torch.cuda.CUDAGraph()

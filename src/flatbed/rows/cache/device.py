@@ -10,6 +10,7 @@ from torch import Tensor
 from flatbed.kernels import rows as ops
 from flatbed.kernels.cache import Tags
 from flatbed.kernels.rows import Distinct, Place
+from flatbed.kernels.streams import current_stream
 from flatbed.rows.cache.graphs import Graphs
 from flatbed.rows.cache.passages import Lease, Passages
 from flatbed.rows.cache.stats import CacheStats
@@ -60,14 +61,14 @@ class DeviceCache:
         self.used = True
         self.graphs.outside()
         if self.foreign is not None:
-            self._wait_for_foreign(torch.cuda.current_stream(self.device))
+            self._wait_for_foreign(current_stream(self.device))
 
     def _wait_for_foreign(self, current: torch.cuda.Stream) -> None:
         assert self.foreign is not None
         stream, done = self.foreign
         if done.query():  # type: ignore[no-untyped-call,unused-ignore]
             self.foreign = None
-        elif current != stream:
+        elif current is not stream and current != stream:
             current.wait_event(done)
 
     def covers(self, ticket: Ticket | None) -> bool:
@@ -81,17 +82,25 @@ class DeviceCache:
     def come(self, keys: Tensor, bad: Tensor | None) -> Distinct:
         """Find the distinct rows of a batch, and bring them here."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream(self.device)
-            self.graphs.enter(stream, len(keys))
-            found = self._come(keys, bad, window=0)
-            self.graphs.leave(stream)
-            return found
+            return self._come_in_graph(keys, bad, current_stream(self.device))
         self.wait()
         window = 0
         if len(keys):
             window = self._window(len(keys))
             self.under_way.come(len(keys))
         return self._come(keys, bad, window=window)
+
+    def _come_in_graph(self, keys: Tensor, bad: Tensor | None, stream: torch.cuda.Stream) -> Distinct:
+        """Batches that came early are waited for as late as can be, when the rows are known."""
+        from flatbed.kernels._triton import cache, rows
+
+        turn = cache.Turn(self.tags, len(keys))
+        found = rows.distinct(keys, self.n_rows, bad)
+        self.graphs.enter(stream, len(keys))
+        cache.begin(turn)
+        cache.admit(self.tags, found.rows, turn, self.place, window=0)
+        self.graphs.leave(stream)
+        return found
 
     def _come(self, keys: Tensor, bad: Tensor | None, *, window: int) -> Distinct:
         from flatbed.kernels._triton import cache, rows
@@ -138,35 +147,55 @@ class DeviceCache:
         self, ids: Tensor, after: torch.cuda.Event | None, stream: torch.cuda.Stream | None = None
     ) -> Ticket:
         """The same ahead of time, in the current stream, which is not the training's; ids were checked."""
-        flat = as_ids(ids).reshape(-1)
+        flat = (ids if ids.dtype == torch.int64 else as_ids(ids)).reshape(-1)
+        n = flat.numel()
         window = self.under_way.window
-        tick = self.under_way.come(len(flat)) if len(flat) else self.under_way.tick
+        tick = self.under_way.come(n) if n else self.under_way.tick
         if stream is None and self.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.device)
-        if stream is not None:
-            if self.foreign is not None:
-                self._wait_for_foreign(stream)
-            if self.graphs and not self.used:
-                self.graphs.wait(stream)  # the rows of the one that was launched last stay
-                window = max(window, self.graphs.n_batches)
-            elif after is not None:
-                stream.wait_event(after)
-        self.used = False
-        lease = self.passages.lease(len(flat), window=window, from_host=False, checked=True)
-        if lease is not None:
-            lease.run(flat)
-            keys, found = lease.keys, lease.found
+            stream = current_stream(self.device)
+        beside_graphs, self.used = bool(self.graphs) and not self.used, False
+        if stream is not None and beside_graphs:
+            keys, found, lease = self._come_beside_graphs(flat, window, stream)
         else:
-            keys = ops.narrow(flat, self.n_rows)
-            found = self._come(keys, None, window=window)
+            if stream is not None:
+                if self.foreign is not None:
+                    self._wait_for_foreign(stream)
+                if after is not None:
+                    stream.wait_event(after)
+            keys, found, lease = self._come_at_once(flat, window)
         done = None
         if stream is not None:
             done = stream.record_event()
             self.foreign = (stream, done)
             self.graphs.tell(stream)
         ticket = Ticket(self, ids, version_of(ids), keys, found, self.section, tick, done, lease=lease)
-        self.under_way.begin(ticket, len(flat))
+        self.under_way.begin(ticket, n)
         return ticket
+
+    def _come_at_once(self, ids: Tensor, window: int) -> tuple[Tensor, Distinct, Lease | None]:
+        lease = self.passages.lease(len(ids), window=window, from_host=False, checked=True)
+        if lease is not None:
+            lease.run(ids)
+            return lease.keys, lease.found, lease
+        keys = ops.narrow(ids, self.n_rows)
+        return keys, self._come(keys, None, window=window), None
+
+    def _come_beside_graphs(
+        self, ids: Tensor, window: int, stream: torch.cuda.Stream
+    ) -> tuple[Tensor, Distinct, Lease | None]:
+        """Rows are found while the graph before is at work, and come when its own have come, which stay."""
+        window = max(window, self.graphs.n_batches)
+        lease = self.passages.lease(len(ids), window=window, from_host=False, checked=True, early=True)
+        if lease is not None:
+            lease.find(ids)
+        if self.foreign is not None:
+            self._wait_for_foreign(stream)
+        self.graphs.wait(stream)
+        if lease is not None:
+            lease.bring()
+            return lease.keys, lease.found, lease
+        keys = ops.narrow(ids, self.n_rows)
+        return keys, self._come(keys, None, window=window), None
 
     # ---- rows
 

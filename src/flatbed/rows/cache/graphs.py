@@ -15,6 +15,10 @@ class Graphs:
         self._left: list[Any] = []
         self._sizes: list[list[int]] = []
         self._another = True
+        self.n_batches = 0
+        """How many come in one of them, at most."""
+        self.n_rows = 0
+        """How many rows do, at most."""
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -23,16 +27,6 @@ class Graphs:
     def told(self) -> bool:
         """Whether graphs and others can wait for each other: older versions of torch have no such events."""
         return self._entered is not None
-
-    @property
-    def n_batches(self) -> int:
-        """How many come in one of them, at most."""
-        return max(map(len, self._sizes), default=0)
-
-    @property
-    def n_rows(self) -> int:
-        """How many rows do, at most."""
-        return max(map(sum, self._sizes), default=0)
 
     def outside(self) -> None:
         """Something happens outside of graphs: what is captured next is another one."""
@@ -44,6 +38,8 @@ class Graphs:
             self._sizes.append([])
             self._another = False
         self._sizes[-1].append(n_rows)
+        self.n_batches = max(self.n_batches, len(self._sizes[-1]))
+        self.n_rows = max(self.n_rows, sum(self._sizes[-1]))
         if self._entered is not None:
             stream.wait_event(self._entered)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,10 +53,25 @@ class Lease:
         if self.passage.staging is not None:
             self.passage.run(ids)
             return
-        from flatbed.kernels._triton import rows
-
-        rows.narrow(ids, self.passage.n_rows, self.passage.keys)
+        _narrow()(ids, self.passage.n_rows, self.passage.keys)
         self.passage.run(None)
+
+    def find(self, ids: Tensor) -> None:
+        """Find the rows of ids, (n,), on the GPU, for `bring`. Only with `early`."""
+        _narrow()(ids, self.passage.n_rows, self.passage.keys)
+        self.passage.find()
+
+    def bring(self) -> None:
+        """Let them come."""
+        self.passage.bring()
+
+
+@cache
+def _narrow() -> Callable[[Tensor, int, Tensor], Tensor]:
+    """Looked for once, since it is asked for in every batch."""
+    from flatbed.kernels._triton import rows
+
+    return rows.narrow
 
 
 class Passages:
@@ -66,14 +83,20 @@ class Passages:
         self.seen: Counter[Any] = Counter()
         self.n_made: Counter[Any] = Counter()
         self.pools: dict[int, Any] = {}
+        self._index = tags.clock.device.index
         self.usable = tags.clock.is_cuda and len(tags.slot_of_row) <= NARROW
 
-    def lease(self, n: int, *, window: int, from_host: bool, checked: bool) -> Lease | None:
-        """A passage for so many ids; None if there is none, or not yet."""
+    def lease(
+        self, n: int, *, window: int, from_host: bool, checked: bool, early: bool = False
+    ) -> Lease | None:
+        """A passage for so many ids; None if there is none, or not yet.
+
+        With `early`, rows may be found before anybody is waited for: no other stream may use what is found.
+        """
         if not self.usable or n == 0:
             return None
-        stream = int(torch._C._cuda_getCurrentRawStream(self.tags.clock.device.index))
-        kind = (n, window, from_host, checked, stream)
+        stream = int(torch._C._cuda_getCurrentRawStream(self._index))
+        kind = (n, window, from_host, checked, early, stream)
         free = self.free.get(kind)
         if free is None:
             if len(self.seen) > 100 * SIZES:
@@ -90,17 +113,15 @@ class Passages:
         passage = self._made(*kind)
         return None if passage is None else Lease(passage, free)
 
-    def _made(self, n: int, window: int, from_host: bool, checked: bool, stream: int) -> Any:
+    def _made(self, n: int, window: int, from_host: bool, checked: bool, early: bool, stream: int) -> Any:
         from flatbed.kernels._triton.passage import Passage
 
         if stream not in self.pools:
             self.pools[stream] = torch.cuda.graph_pool_handle()
-        pool = self.pools[stream]
+        how: dict[str, Any] = {"window": window, "from_host": from_host, "checked": checked, "early": early}
         try:
             with torch.inference_mode(False), torch.no_grad():
-                return Passage(
-                    self.tags, self.place, n, window=window, from_host=from_host, checked=checked, pool=pool
-                )
+                return Passage(self.tags, self.place, n, pool=self.pools[stream], **how)
         except RuntimeError as error:  # another capture is under way, for example
             warnings.warn(f"lookups go on in many small launches, since: {error}", stacklevel=2)
             self.usable = False

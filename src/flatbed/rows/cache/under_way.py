@@ -24,8 +24,11 @@ class UnderWay:
         self._lock = threading.RLock()
 
     def _forget(self) -> None:
-        self._tickets = [ticket for ticket in self._tickets if ticket.live]
-        oldest = self._tickets[0].tick if self._tickets else self.tick + 1
+        live = [ticket for ticket in self._tickets if ticket.live]
+        if len(live) == len(self._tickets):
+            return
+        self._tickets = live
+        oldest = live[0].tick if live else self.tick + 1
         self._sizes = {tick: n for tick, n in self._sizes.items() if tick >= oldest}
 
     @property
