@@ -25,13 +25,13 @@ def emb() -> flatbed.HostEmbedding:
     return flatbed.HostEmbedding(ROWS, 4)
 
 
-@pytest.fixture
-def aheads(monkeypatch: pytest.MonkeyPatch) -> list[FakeAhead]:
-    """Those that iterations have made, in order."""
+@pytest.fixture(params=[False, True], ids=["one thread", "two threads"])
+def aheads(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[FakeAhead]:
+    """Those that iterations have made, in order; as of tables in memory, and as of tables on disk."""
     made: list[FakeAhead] = []
 
     def make(table: Table) -> FakeAhead:
-        made.append(FakeAhead(table))
+        made.append(FakeAhead(table, brings=request.param))
         return made[-1]
 
     monkeypatch.setattr(lookups, "ahead_of", make)

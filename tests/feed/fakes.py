@@ -28,6 +28,8 @@ class Staged:
     number: int
     ids: list[list[int]]
     thread: str
+    brought: bool = False
+    brought_by: str = ""
     begun: bool = False
     finished: bool = False
     dropped: bool = False
@@ -46,6 +48,19 @@ class FakeAhead:
     staged: list[Staged] = field(default_factory=list)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     keep: bool = True
+    brings: bool = False
+    brought: list[Any] = field(default_factory=list)
+
+    def waits(self, staged: Staged) -> bool:
+        return False
+
+    def bring(self, staged: Staged) -> None:
+        assert not staged.ended
+        assert not staged.brought
+        staged.brought = True
+        staged.brought_by = threading.current_thread().name
+        if self.keep:
+            self.brought.append(staged.ids)
 
     def stage(self, ids: list[Tensor]) -> Staged:
         assert all(one.device.type == "cpu" for one in ids)
@@ -60,6 +75,7 @@ class FakeAhead:
 
     def admit(self, staged: Staged, ids: list[Tensor], *, after: Any, front: bool) -> bool:
         assert not staged.ended
+        assert staged.brought
         assert not staged.begun
         assert [one.tolist() for one in ids] == staged.ids
         done = self.room(staged, front)
@@ -129,7 +145,7 @@ def items(batch: Any) -> Any:
 
 
 def running() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == NAME]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(NAME)]
 
 
 def workers() -> list[Any]:

@@ -239,3 +239,203 @@ def test_closing_in_the_thread_itself() -> None:
     found.start()
     assert wait_until(lambda: bool(ended) and not running())
     gc.collect()
+
+
+# ---- two threads, one behind the other
+
+
+def chained(
+    items: Iterator[Any], depth: int = 2, dropped: list[Any] | None = None, then: Any = lambda item: item
+) -> Background[Any]:
+    into: list[Any] = [] if dropped is None else dropped
+    first = Background(items, lambda item: item, depth=1, name=NAME, drop=into.append)
+    return Background(first, then, depth=depth, name=f"{NAME}-then", drop=into.append)
+
+
+def test_a_background_of_a_background() -> None:
+    """Each in a thread of its own, that does as its maker."""
+    seen: list[Any] = []
+
+    def items() -> Iterator[int]:
+        for i in range(50):
+            seen.append((threading.get_ident(), torch.is_grad_enabled()))
+            yield i
+
+    def then(item: int) -> tuple[int, int, bool]:
+        return item, threading.get_ident(), torch.is_grad_enabled()
+
+    with torch.no_grad():
+        found = chained(items(), then=then)
+    taken, error = rest(found)
+    assert error is None
+    assert [item for item, *_ in taken] == list(range(50))
+    (one,), (other,) = set(seen), {(thread, grad) for _, thread, grad in taken}
+    assert one[0] != other[0]
+    assert one[1] is other[1] is False
+    assert wait_until(lambda: not running())
+
+
+def test_both_are_at_work_at_the_same_time() -> None:
+    both = threading.Barrier(2, timeout=20)
+
+    def items() -> Iterator[int]:
+        yield 0
+        both.wait()
+        yield 1
+
+    def then(item: int) -> int:
+        if item == 0:
+            both.wait()
+        return item
+
+    assert rest(chained(items(), then=then)) == ([0, 1], None)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_the_first_is_one_item_further_ahead(depth: int) -> None:
+    seen = []
+
+    def items() -> Iterator[int]:
+        for i in range(20):
+            seen.append(i)
+            yield i
+
+    found = chained(items(), depth)
+    found.start()
+    for i in range(20):
+        assert wait_until(lambda i=i: len(seen) == min(20, i + depth + 1))  # type: ignore[misc]
+        time.sleep(0.002)
+        assert len(seen) == min(20, i + depth + 1)
+        assert found.take(wait=True) == i
+    found.close()
+
+
+@pytest.mark.parametrize("where", ["first", "then"])
+def test_errors_of_either_come_in_their_turn(where: str) -> None:
+    dropped: list[int] = []
+
+    def failing() -> Iterator[int]:
+        yield from range(3)
+        if where == "first":
+            raise KeyError("here")
+        yield from range(3, 9)
+
+    def then(item: int) -> int:
+        if item == 3:
+            raise KeyError("here")
+        return item
+
+    found = chained(failing(), 2, dropped, then)
+    taken, error = rest(found)
+    assert taken == [0, 1, 2]
+    assert isinstance(error, KeyError)
+    found.close()
+    assert not running()
+    assert set(dropped) <= {4, 5}
+
+
+def test_the_second_ends_at_once_though_the_first_is_in_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "JOIN_SECONDS", 0.05)
+    inside, go = threading.Event(), threading.Event()
+    dropped: list[int] = []
+
+    def slow() -> Iterator[int]:
+        yield 0
+        inside.set()
+        go.wait(20)
+        yield 1
+        raise AssertionError("it should have stopped")
+
+    found = chained(slow(), 2, dropped)
+    found.start()
+    inside.wait(20)
+    assert found.take(wait=True) == 0
+    found.close()
+    assert wait_until(lambda: [thread.name for thread in running()] == [NAME])
+    go.set()
+    assert wait_until(lambda: not running())
+    assert dropped == [1]
+
+
+def test_an_error_keeps_neither_iterator() -> None:
+    class Items:
+        def __iter__(self) -> Items:
+            return self
+
+        def __next__(self) -> int:
+            raise ValueError
+
+    items = Items()
+    gone = weakref.ref(items)
+    found = chained(iter(items))
+    del items
+    _, error = rest(found)
+    assert isinstance(error, ValueError)
+    del error
+    found.close()
+    assert gone() is None, "without the collector"
+
+
+def test_random_delays_in_both() -> None:
+    chance = random.Random(6)
+
+    def nap(source: random.Random) -> None:
+        if source.random() < 0.3:
+            time.sleep(source.random() * 0.002)
+
+    for _ in range(60):
+        n, dropped, lost = chance.randrange(30), [], []  # type: ignore[var-annotated]
+        one, other = random.Random(n), random.Random(n + 1)
+        fails = chance.random() < 0.2
+
+        def items(n: int = n, one: random.Random = one) -> Iterator[int]:
+            for i in range(n):
+                nap(one)
+                yield i
+
+        def then(item: int, other: Any = other, fails: bool = fails, lost: list[int] = lost) -> int:
+            nap(other)
+            if fails and item == 7:
+                lost.append(item)
+                raise LookupError
+            return item
+
+        found, taken = chained(items(), chance.randint(1, 4), dropped, then), []
+        found.start()
+        for _ in range(chance.randrange(40)):
+            item = found.take(wait=chance.random() < 0.7)
+            if isinstance(item, Last):
+                break
+            if item is not None:
+                taken.append(item)
+            nap(chance)
+        found.close()
+        assert not running()
+        assert taken == list(range(len(taken)))
+        assert sorted(taken + dropped + lost) == list(range(len(taken) + len(dropped) + len(lost)))
+
+
+@pytest.mark.parametrize("where", ["first", "then"])
+def test_closing_in_either_thread(where: str) -> None:
+    """As the garbage collector may: neither waits for the other."""
+    ended, begin = [], time.monotonic()
+
+    def close() -> None:
+        found.close()
+        ended.append(True)
+
+    def items() -> Iterator[int]:
+        yield 1
+        if where == "first":
+            close()
+        yield 2
+
+    def then(item: int) -> int:
+        if where == "then":
+            close()
+        return item
+
+    found = chained(items(), then=then)
+    found.start()
+    assert wait_until(lambda: bool(ended) and not running())
+    assert time.monotonic() - begin < background.JOIN_SECONDS

@@ -17,7 +17,7 @@ import itertools, sys, time, torch, flatbed
 from flatbed.feed import Prefetcher
 from torch.utils.data import DataLoader
 
-emb = flatbed.HostEmbedding(100, 4)
+emb = flatbed.HostEmbedding(100, 4, OPTIONS)
 ids = {emb: lambda batch: batch}
 """
 ENDS = {
@@ -79,10 +79,13 @@ assert next(prefetched).tolist() == list(range(10))
 }
 
 
+@pytest.mark.parametrize("storage", ["host", "disk"])
 @pytest.mark.parametrize("end", ENDS)
-def test_exit(end: str) -> None:
+def test_exit(end: str, storage: str, tmp_path: Path) -> None:
+    """With one thread, and with the two that tables on disk have."""
+    options = f"storage={storage!r}" + (f", path={str(tmp_path / 'a.bed')!r}" if storage == "disk" else "")
     done = subprocess.run(
-        [sys.executable, "-c", BEGIN + ENDS[end]],
+        [sys.executable, "-c", BEGIN.replace("OPTIONS", options) + ENDS[end]],
         capture_output=True,
         text=True,
         check=False,

@@ -211,6 +211,21 @@ FEED: list[Mistake] = [
     ),
     mistake(
         "Prefetcher.__iter__",
+        "a key that batches do not have",
+        lambda _: list(Prefetcher([{"ids": torch.tensor([1]), "y": 3}], {embedding(): items})),
+        KeyError,
+        r"the ids function for Table\(10 × 4.*failed on a batch of type dict with the keys 'ids', 'y' "
+        r"\(KeyError: 'items'\): it must return the ids",
+    ),
+    mistake(
+        "Prefetcher.__iter__",
+        "a key of a list",
+        lambda _: list(Prefetcher([[torch.tensor([1]), 3]], {embedding(): items})),
+        TypeError,
+        r"the ids function for Table\(10 × 4.*failed on a batch of type list of length 2 \(TypeError: list",
+    ),
+    mistake(
+        "Prefetcher.__iter__",
         "floats",
         ids_of_a_batch(torch.tensor([0.5])),
         TypeError,

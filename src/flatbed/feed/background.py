@@ -32,13 +32,16 @@ class Last:
 class Background(Generic[T]):
     """What `prepare` makes of the items of an iterator, in a daemon thread, at most `depth` of them ahead.
 
+    The items may be those of another background, which then begins and ends with this one: so two threads
+    work on different items at the same time, and each item goes through both.
+
     The thread knows this object and nothing of whoever uses it, so that they can be collected while it runs.
     Both queues are of the kind that may be put to anywhere, even by the garbage collector.
     """
 
     def __init__(
         self,
-        items: Iterator[Any],
+        items: Iterator[Any] | Background[Any],
         prepare: Callable[[Any], T],
         *,
         depth: int,
@@ -46,7 +49,9 @@ class Background(Generic[T]):
         drop: Callable[[T], None],
     ) -> None:
         self.stopped = False
-        self._items: Iterator[Any] | None = items
+        self.before = items if isinstance(items, Background) else None
+        """The background that items come from, if they do."""
+        self._items: Iterator[Any] | None = _Taken(items) if isinstance(items, Background) else items
         self._prepare = prepare
         self._drop = drop
         self._room: SimpleQueue[bool] = SimpleQueue()
@@ -58,6 +63,8 @@ class Background(Generic[T]):
 
     def start(self) -> None:
         """Begin, unless that is done."""
+        if self.before is not None:
+            self.before.start()
         if self._items is not None and self._thread.ident is None:
             self._thread.start()
 
@@ -80,19 +87,29 @@ class Background(Generic[T]):
             return  # a copy by fork: the thread and what it made belong to the parent
         self.stopped = True
         self._room.put(False)
+        if self.before is not None:
+            self.before.stop()
         self._drain()
+        self._ready.put(Last())  # for whoever waits for an item
         if self._thread.ident is None:
             self._items = None
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait for the thread, by default a while; but not in the thread itself."""
+        """Wait for the thread, by default a while, and for that of the background before; but not in either:
+        each may wait for the other.
+        """
         end = time.monotonic() + (JOIN_SECONDS if seconds is None else seconds)
-        if self._thread is threading.current_thread() or os.getpid() != self._process:
+        threads = self._threads()
+        if threading.current_thread() in threads or os.getpid() != self._process:
             return
-        while self._thread.is_alive() and (left := end - time.monotonic()) > 0:
-            # When a worker of a DataLoader dies, torch raises this in the main thread, wherever that is.
-            with suppress(RuntimeError):
-                self._thread.join(left)
+        for thread in threads:
+            while thread.is_alive() and (left := end - time.monotonic()) > 0:
+                # When a worker of a DataLoader dies, torch raises this in the main thread, wherever that is.
+                with suppress(RuntimeError):
+                    thread.join(left)
+
+    def _threads(self) -> list[threading.Thread]:
+        return [self._thread, *(self.before._threads() if self.before is not None else [])]
 
     def close(self) -> None:
         """Stop, and wait for it a while. Call it as often as you like."""
@@ -137,6 +154,27 @@ class Background(Generic[T]):
                 return
             if not isinstance(item, Last):
                 self._drop(item)
+
+
+class _Taken(Iterator[Any]):
+    """The items of a background, in order, for the thread of another one."""
+
+    def __init__(self, source: Background[Any]) -> None:
+        self._source = source
+
+    def __next__(self) -> Any:
+        taken = self._source.take(wait=True)
+        if isinstance(taken, Last):
+            if taken.error is None:
+                raise StopIteration
+            try:
+                raise taken.error
+            finally:
+                del taken  # the error's traceback has this frame
+        if self._source.stopped:  # nobody wants it any more
+            self._source._drop(taken)
+            raise StopIteration
+        return taken
 
 
 class Foreground(Generic[T]):

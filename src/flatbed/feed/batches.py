@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from math import inf
@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.kernels.streams import stream_for
+from flatbed.kernels.streams import Within, current_stream, stream_for
 
 CPU = torch.device("cpu")
 ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+ARRAYS = frozenset({Tensor, np.ndarray})  # exactly these, which are most of what batches are made of
 COMPRESSED = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)  # by row, by column
 
 
@@ -31,7 +32,7 @@ def mapped(batch: Any, leaf: Callable[[Any], Any]) -> Any:
     changed it is the same object, else a new one of its type: those of the loader are never written to. What
     occurs twice is mapped once; all else stays as it is.
     """
-    return _mapped(batch, leaf, {})
+    return leaf(batch) if type(batch) in ARRAYS else _mapped(batch, leaf, {})
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any], seen: dict[int, tuple[Any, Any]]) -> Any:
@@ -41,7 +42,7 @@ def _mapped(value: Any, leaf: Callable[[Any], Any], seen: dict[int, tuple[Any, A
     if id(value) in seen:
         return seen[id(value)][1]
     new = value
-    what = _kind(kind)  # type: ignore[arg-type,unused-ignore]
+    what = "leaf" if kind in ARRAYS else _kind(kind)  # type: ignore[arg-type,unused-ignore]
     if what == "leaf":
         new = leaf(value)
     elif what == "mapping":
@@ -119,28 +120,52 @@ def _dataclass_like(value: Any, parts: dict[str, Any]) -> Any:
     return new
 
 
-def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """All tensors in something, those in the attributes of objects included."""
-    seen = set() if seen is None else seen
-    if type(value) in ATOMS or isinstance(value, type | np.ndarray) or id(value) in seen:
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in something, each once, those in the attributes of objects included."""
+    if type(value) is Tensor:
+        return [value]
+    found: dict[int, Tensor] = {}
+    _find(value, found, {})
+    return [*found.values()]
+
+
+def _find(value: Any, found: dict[int, Tensor], seen: dict[int, Any]) -> None:
+    kind = type(value)
+    if kind is Tensor:
+        found[id(value)] = value
         return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
+    if kind in ATOMS or id(value) in seen:
         return
-    if isinstance(value, Mapping):
-        inside = list(value.values())
-    elif isinstance(value, list | tuple):
-        inside = list(value)
+    seen[id(value)] = value  # which may have been made for this look at it
+    inside: Iterable[Any]
+    if kind is list or kind is tuple:
+        inside = value
+    elif kind is dict:
+        inside = value.values()
+    elif isinstance(value, Tensor):
+        found[id(value)] = value
+        return
     else:
-        inside = []
+        inside = _inside(value)
+    for part in inside:
+        _find(part, found, seen)
+
+
+def _inside(value: Any) -> list[Any]:
+    """Items and attributes of any object."""
+    if isinstance(value, (type, np.ndarray)):
+        return []
+    inside: list[Any] = []
+    if isinstance(value, Mapping):
+        inside += value.values()
+    elif isinstance(value, (list, tuple)):
+        inside += value
     inside += getattr(value, "__dict__", {}).values()
     for kind in type(value).__mro__:
         names = kind.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
             inside.append(getattr(value, name, None))
-    for part in inside:
-        yield from tensors_in(part, seen)
+    return inside
 
 
 # ---- arrays
@@ -209,6 +234,7 @@ class Mover:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = stream_for(device, "batches") if device.type == "cuda" else None
+        self._spare: list[torch.cuda.Event] = []
 
     def load(self, batch: Any) -> Loaded:
         """The part that takes the host's time: in any thread."""
@@ -217,18 +243,18 @@ class Mover:
         origins: set[torch.device] = set()
 
         def pinned(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                return _pinned(leaf)
             if isinstance(leaf, np.ndarray):
                 return from_numpy(leaf, pinned=True)
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                return _pinned(leaf)
             origins.update(tensor.device for tensor in tensors_in(leaf) if tensor.device.type == "cuda")
             pin = None if isinstance(leaf, Tensor) else getattr(leaf, "pin_memory", None)
             return pin() if callable(pin) else leaf
 
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device.index):  # a number, which torch need not look at
             loaded = Loaded(mapped(batch, pinned))
             for origin in origins:
-                loaded.made.append(recorded(torch.cuda.current_stream(origin)))
+                loaded.made.append(recorded(current_stream(origin)))
         return loaded
 
     def move(self, loaded: Loaded, derive: Callable[[Any], Any] = lambda _: None) -> Moved:
@@ -239,28 +265,42 @@ class Mover:
 
         def there(leaf: Any) -> Any:
             new = to_device(leaf, self.device)
-            tensors.update((id(t), t) for t in tensors_in(new) if t.is_cuda)
+            for tensor in tensors_in(new):
+                if tensor.is_cuda:
+                    tensors[id(tensor)] = tensor
             return new
 
-        with torch.cuda.stream(self.stream):
+        with Within(self.stream):
             for made in loaded.made:
                 self.stream.wait_event(made)
             batch = mapped(loaded.batch, there)
             derived = derive(batch)
-        tensors.update((id(t), t) for t in tensors_in(derived) if t.is_cuda)
+        for tensor in tensors_in(derived):
+            if tensor.is_cuda:
+                tensors[id(tensor)] = tensor
         if loaded.made:  # the loader's own have other owners
             for tensor in tensors.values():
                 record_stream(tensor, self.stream)
-        return Moved(batch, derived, recorded(self.stream), [*tensors.values()])
+        arrived = recorded(self.stream, self._spare.pop() if self._spare else None)
+        return Moved(batch, derived, arrived, [*tensors.values()])
 
     def arrive(self, moved: Moved, current: torch.cuda.Stream | None = None) -> Any:
         """The batch, for the stream that is current: it waits for the copies, and shares their memory."""
         if moved.arrived is not None:
-            current = torch.cuda.current_stream(self.device) if current is None else current
+            current = current_stream(self.device) if current is None else current
             current.wait_event(moved.arrived)
             for tensor in moved.tensors:
                 record_stream(tensor, current)
         return moved.batch
+
+    def give_back(self, moved: Moved) -> None:
+        """Nobody will wait for a batch any more: its event is used again. In the thread that moves batches.
+
+        Who has waited did so for what was recorded then.
+        """
+        if moved.arrived is not None:
+            self._spare.append(moved.arrived)
+            moved.arrived = None
 
 
 def to_host(leaf: Any) -> Any:
@@ -288,9 +328,9 @@ def _pinned(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device=CPU, pin_memory=True).copy_(tensor)
 
 
-def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event behind all that was issued on a stream."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call,unused-ignore]
+def recorded(stream: torch.cuda.Stream, event: torch.cuda.Event | None = None) -> torch.cuda.Event:
+    """An event behind all that was issued on a stream; the same one again, if given."""
+    event = torch.cuda.Event() if event is None else event  # type: ignore[no-untyped-call,unused-ignore]
     event.record(stream)
     return event
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -18,12 +18,25 @@ from flatbed.rows.table import Table
 
 IdsFunction: TypeAlias = Callable[[Any], Any]
 
+IDS = frozenset({*INTEGERS, torch.uint64})
+NAMED = 8  # keys of a batch that an error names
+
 
 class AheadOfTable(Protocol):
     """Rows of one table for batches to come."""
 
+    @property
+    def brings(self) -> bool:
+        """Whether `bring` takes long enough for a thread of its own."""
+
     def stage(self, ids: list[Tensor]) -> Any:
-        """In the background, in the order of batches: read what must be read."""
+        """In the background, in the order of batches: see what must be read."""
+
+    def bring(self, staged: Any) -> None:
+        """And read it; in the background, too, in the order of batches, but maybe in another thread."""
+
+    def waits(self, staged: Any) -> bool:
+        """Whether `admit` would refuse any batch but the one in front."""
 
     def admit(self, staged: Any, ids: list[Tensor], *, after: torch.cuda.Event | None, front: bool) -> bool:
         """Fetch the rows, on the stream that is current; False: not now."""
@@ -60,22 +73,51 @@ class Lookups:
             found = function(batch)
         except StopIteration as error:  # it would end the loop in silence
             raise RuntimeError(f"the ids function for {self.table!r} raised StopIteration") from error
-        several = isinstance(found, list | tuple) and any(
-            isinstance(one, Tensor | np.ndarray) for one in found
+        except Exception as error:
+            raise self._failed(error, batch) from error
+        if type(found) is Tensor and found.dtype in IDS:
+            return [found]
+        several = isinstance(found, (list, tuple)) and any(
+            isinstance(one, (Tensor, np.ndarray)) for one in found
         )
         return [self._checked(one) for one in found] if several else [self._checked(found)]
 
+    def _failed(self, error: Exception, batch: Any) -> Exception:
+        """The same error, but with what it is about; another one if its kind cannot be made."""
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        message = (
+            f"the ids function for {self.table!r} failed on a batch of type {_described(batch)} ({reason}): "
+            f"it must return the ids in such a batch that the table will be asked for"
+        )
+        try:
+            made = type(error)(message)
+        except Exception:  # whatever else it is made of
+            return RuntimeError(message)
+        return made
+
     def _checked(self, found: Any) -> Tensor:
-        if isinstance(found, Tensor) and found.dtype in (*INTEGERS, torch.uint64):
+        if isinstance(found, Tensor) and found.dtype in IDS:
             return found
         try:
             return as_ids(found)
         except (TypeError, ValueError) as error:
-            what = found.dtype if isinstance(found, Tensor | np.ndarray) else type(found).__name__
+            what = found.dtype if isinstance(found, (Tensor, np.ndarray)) else type(found).__name__
             raise TypeError(
                 f"the ids function for {self.table!r} must return integers in a tensor, a numpy array or a "
                 f"list, or a list of tensors or arrays; found {what} ({error})"
             ) from error
+
+
+def _described(batch: Any) -> str:
+    """What a batch looks like from outside."""
+    kind = type(batch).__name__
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return f"{kind} of shape {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        keys = [repr(key) if isinstance(key, (str, int)) else type(key).__name__ for key in batch]
+        more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
+        return f"{kind} with the keys {', '.join(keys[:NAMED])}{more}" if keys else f"{kind} without any keys"
+    return f"{kind} of length {len(batch)}" if isinstance(batch, Sequence) else kind
 
 
 def on_host(ids: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from flatbed.feed.background import Background, Last
 from flatbed.feed.batches import Loaded, Moved, Mover, record_stream, recorded
 from flatbed.feed.lookups import AheadOfTable, IdsFunction, Lookups
 from flatbed.feed.source import check_source, n_batches
-from flatbed.kernels.streams import stream_for
+from flatbed.kernels.streams import Within, current_stream, stream_for
 from flatbed.rows.config import parsed
 from flatbed.rows.embedding import TableModule
 from flatbed.rows.table import Table
@@ -41,14 +40,15 @@ class Prefetcher:
       for several lookups. It is called with the batch on the host and, for a GPU, once more with the batch
       that was moved there; it must be pure.
     - `depth`: how many batches are on the device at a time, that in use included; as many again wait on the
-      host, and have their rows read from disk. With 1, only the host works ahead.
+      host, and have their rows read from disk (by a second thread, if tables are there: the first one has one
+      more batch then). With 1, only the host works ahead.
     - `device`: by default that of the tables. Without tables, batches are moved and no more.
 
     A batch is a tensor, a numpy array, or dicts, lists, tuples and dataclasses of them. Arrays of numbers
     become tensors, objects with a method `to(device)` are moved by it, all else stays as it is. Training is
     bit for bit that without a prefetcher, if the loader draws its random numbers from a generator of its own.
 
-    An iteration ends, and its thread with it, at the last batch, at an error of the loader (raised when its
+    An iteration ends, and its threads with it, at the last batch, at an error of the loader (raised when its
     turn comes), when the loop is left, or by `close()` of the iterator.
 
     >>> import flatbed, torch
@@ -102,9 +102,10 @@ class Prefetcher:
         asked = [Lookups(table, each, lookups.ahead_of(table)) for table, each in self._functions.items()]
         prepare = Preparation(Mover(device), asked)
         # Here and not in the thread: what draws random numbers or forks at its start does so as ever.
-        batches = iter(self.loader)
-        background = Background(batches, prepare, depth=self.depth, name=NAME, drop=Coming.drop)
+        background = prepare.in_background(iter(self.loader), self.depth)
         self._earlier.add(background)
+        if background.before is not None:
+            self._earlier.add(background.before)  # it has the loader, and may be the last to end
         return Prefetched(Iteration(background, prepare, self.depth))
 
 
@@ -152,7 +153,8 @@ class Coming:
     loaded: Loaded | None
     held: deque[Held] = field(default_factory=deque)
     moved: Moved | None = None
-    tried_in_front: bool = False
+    settled: bool = False
+    """Whether its rows are fetched, or were asked for in front: for the last time."""
 
     def finish(self, after: torch.cuda.Event | None) -> None:
         """The loop is done with it."""
@@ -177,14 +179,35 @@ class Preparation:
     mover: Mover
     lookups: list[Lookups]
 
+    def in_background(self, batches: Iterator[Any], depth: int) -> Background[Coming]:
+        """One thread for all of it; a second one where files are read: the loader goes on meanwhile."""
+        if not any(one.ahead.brings for one in self.lookups):
+            return Background(batches, self, depth=depth, name=NAME, drop=Coming.drop)
+        loading = Background(batches, self.load, depth=1, name=NAME, drop=Coming.drop)
+        return Background(loading, self.bring, depth=depth, name=f"{NAME}-rows", drop=Coming.drop)
+
     def __call__(self, batch: Any) -> Coming:
-        """In the background: tensors, and rows from disk."""
+        """All that is done in the background."""
+        return self.bring(self.load(batch))
+
+    def load(self, batch: Any) -> Coming:
+        """In the background: tensors, and which rows they ask for."""
         loaded = self.mover.load(batch)
         coming = Coming(loaded)
         try:
             for one in self.lookups:
                 ids = [lookups.on_host(found) for found in one.ids(loaded.batch)]
                 coming.held.append(Held(one.ahead, one.ahead.stage(ids), ids))
+        except BaseException:
+            coming.drop()
+            raise
+        return coming
+
+    def bring(self, coming: Coming) -> Coming:
+        """In the background: rows from disk."""
+        try:
+            for held in coming.held:
+                held.ahead.bring(held.staged)
         except BaseException:
             coming.drop()
             raise
@@ -231,7 +254,7 @@ class Iteration:
             raise StopIteration
         try:
             self.background.start()
-            current = None if self.stream is None else torch.cuda.current_stream(self.mover.device)
+            current = None if self.stream is None else current_stream(self.mover.device)
             after = None if current is None else recorded(current)
             used, self.in_use = self.in_use, None
             if used is not None:
@@ -277,18 +300,23 @@ class Iteration:
 
     def _admit(self, coming: Coming, after: torch.cuda.Event | None, *, front: bool) -> None:
         """Have the rows fetched, where they are not; in front once more."""
-        waiting = [held for held in coming.held if not held.fetched]
-        if not waiting or coming.tried_in_front:
+        if coming.settled:
             return
-        coming.tried_in_front = front
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            for held in waiting:
+        coming.settled = front
+        asked = [
+            held for held in coming.held if not held.fetched and (front or not held.ahead.waits(held.staged))
+        ]
+        if not asked:
+            return
+        with Within(self.stream):
+            for held in asked:
                 held.fetched = held.ahead.admit(held.staged, held.ids, after=after, front=front)
 
     def _hand_out(self, current: torch.cuda.Stream | None) -> Any:
         coming = self.in_use = self.coming.popleft()
         assert coming.moved is not None
         batch = self.mover.arrive(coming.moved, current)
+        self.mover.give_back(coming.moved)
         for held in coming.held:
             held.ahead.begin(held.staged)
         coming.moved = None  # the batch is the loop's alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels.rows import distinct, narrow
-from flatbed.kernels.streams import stream_for
+from flatbed.kernels.streams import Within, current_stream, stream_for
 from flatbed.rows.cache import DeviceCache, HostCache, Ticket
 from flatbed.rows.cache.ticket import version_of
 from flatbed.rows.ids import as_ids, check_range
@@ -25,10 +26,14 @@ class Staged:
     """One batch's lookups in one table."""
 
     n_ids: int
+    to_read: Tensor | None = None
+    """Rows that are to be read from disk into the system's memory."""
+    to_bring: Sequence[Tensor] = ()
+    """For each lookup the rows that are to be brought from disk into the cache."""
     tickets: list[Ticket] = field(default_factory=list)
     ready: bool = False
     """Whether lookups can make use of the tickets."""
-    doubtful: list[Tensor] = field(default_factory=list)
+    doubtful: Sequence[Tensor] = ()
     """Ids for which the table has no rows yet."""
 
 
@@ -47,47 +52,74 @@ class Ahead:
         """Where the table computes."""
         return self.table.store.device
 
+    @property
+    def brings(self) -> bool:
+        """Whether rows are read from disk, which takes a while."""
+        config = self.table.store.config
+        return config.storage == "disk" and (self._only_reads or config.cache_rows != 0)
+
+    @property
+    def _only_reads(self) -> bool:
+        """Into the system's memory, since no cache is to have them."""
+        return self.device.type == "cpu" or not torch.is_grad_enabled()
+
     def stage(self, ids: list[Tensor]) -> Staged:
-        """Look at ids on the host, and read from disk what must be. For one thread, batch after batch."""
+        """Look at ids on the host, and find the rows that `bring` is to read."""
         wanted = [as_ids(one).flatten() for one in ids]
         try:
             for one in wanted:
                 check_range(one, self.table.num_embeddings)
         except IndexError:
             return Staged(0, doubtful=wanted)  # the table may have grown by then
-        staged = Staged(sum(len(one) for one in wanted))
-        store = self.table.store
-        if store.config.storage != "disk" or staged.n_ids == 0:
-            return staged
-        if self.device.type == "cpu" or not torch.is_grad_enabled():
-            self._read(wanted)
-            return staged
-        cache = store.cache or store.cache_for(staged.n_ids)  # not another one: it may be in use
-        if isinstance(cache, HostCache):
-            with torch.cuda.stream(stream_for(self.device, "files")):
-                self._bring(cache, wanted, staged)
+        staged = Staged(sum(one.numel() for one in wanted))
+        if staged.n_ids and self.brings:
+            n_rows = self.table.num_embeddings
+            if self._only_reads:
+                staged.to_read = _distinct(torch.cat(wanted), n_rows)
+            else:
+                staged.to_bring = [_distinct(one, n_rows) for one in wanted]
         return staged
 
-    def _read(self, wanted: list[Tensor]) -> None:
-        """Into the system's memory. The file may be replaced meanwhile, which is no reason to stop."""
-        for rows in torch.split(torch.unique(torch.cat(wanted)), AT_ONCE):
-            with suppress(FlatbedError):
-                self.table.store.tier.gather(rows)
+    def bring(self, staged: Staged) -> None:
+        """Read from disk what must be. For one thread, batch after batch."""
+        to_read, staged.to_read = staged.to_read, None
+        to_bring, staged.to_bring = staged.to_bring, ()
+        if to_read is not None:
+            self._read(to_read)
+        if to_bring:
+            store = self.table.store
+            cache = store.cache or store.cache_for(staged.n_ids)  # not another one: it may be in use
+            if isinstance(cache, HostCache):
+                with Within(stream_for(self.device, "files")):
+                    self._bring(cache, to_bring, staged)
 
-    def _bring(self, cache: HostCache, wanted: list[Tensor], staged: Staged) -> None:
+    def _read(self, rows: Tensor) -> None:
+        """Into the system's memory. The file may be replaced meanwhile, which is no reason to stop."""
+        for some in torch.split(rows, AT_ONCE):
+            with suppress(FlatbedError):
+                self.table.store.tier.gather(some)
+
+    def _bring(self, cache: HostCache, wanted: Sequence[Tensor], staged: Staged) -> None:
         """All or nothing, since a lookup uses rows that are here without looking."""
         try:
-            for ids in wanted:
-                ticket = cache.come_early(_distinct(ids, self.table.num_embeddings))
+            for rows in wanted:
+                ticket = cache.come_early(rows)
                 if ticket is None:
                     self.drop(staged)
                     return
-                ticket.done = stream_for(self.device, "files").record_event()
                 staged.tickets.append(ticket)
+                ticket.done = stream_for(self.device, "files").record_event()
         except FlatbedError:
             self.drop(staged)
             if not cache.retired:  # else the file was replaced
                 raise
+
+    def waits(self, staged: Staged) -> bool:
+        """Whether there is no use in `admit` before the batch is in front: graphs come through the cache, and
+        do not say when they run. It is after the one launched last.
+        """
+        cache = self.table.store.cache
+        return isinstance(cache, DeviceCache) and bool(cache.graphs) and not staged.ready
 
     def admit(
         self, staged: Staged, ids: list[Tensor], *, after: torch.cuda.Event | None, front: bool
@@ -107,11 +139,10 @@ class Ahead:
         if isinstance(cache, HostCache):
             self._complete(cache, staged, ids)
         elif isinstance(cache, DeviceCache):
-            late = bool(cache.graphs)  # graphs do not say when they run: after the one launched last
-            if (late and not front) or not cache.has_room(staged.n_ids):
+            if (cache.graphs and not front) or not cache.has_room(staged.n_ids):
                 return False
             if self._side is None and self.device.type == "cuda":
-                self._side = torch.cuda.current_stream(self.device)
+                self._side = current_stream(self.device)
             staged.tickets = [cache.come_early(one, after, self._side) for one in ids]
         staged.ready = True
         return True
@@ -121,7 +152,7 @@ class Ahead:
 
     def _complete(self, cache: HostCache, staged: Staged, ids: list[Tensor]) -> None:
         """The rows are on their way; what remains is the order of the ids."""
-        stream = torch.cuda.current_stream(self.device)
+        stream = current_stream(self.device)
         for ticket, one in zip(staged.tickets, ids, strict=False):
             assert ticket.done is not None
             stream.wait_event(ticket.done)
@@ -141,7 +172,7 @@ class Ahead:
             return  # they find the rows there, and nothing else
         if staged.ready and staged.tickets:
             if self.device.type == "cuda":
-                stream = torch.cuda.current_stream(self.device)
+                stream = current_stream(self.device)
                 for ticket in staged.tickets:
                     ticket.record_stream(stream)
             self.table.tickets.extend(staged.tickets)
