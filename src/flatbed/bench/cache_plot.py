@@ -114,12 +114,13 @@ def _over_sizes(rows: Sequence[CacheRow], *, by_policy: bool) -> list[Panel]:
     def lines(height: Callable[[CacheRow], float]) -> list[Line]:
         laws = list(dict.fromkeys(row.distribution for row in rows))
         made = []
-        for part in split(rows, by=lambda row: (row.distribution, row.policy)):
+        for part in split(rows, by=lambda row: (row.distribution, row.policy, row.captured)):
             first = part[0]
             colour = COLOURS[laws.index(first.distribution) % len(COLOURS)]
             points = sorted((float(row.cache_rows), height(row)) for row in part)
-            label = f"{first.distribution}, {first.policy}" if by_policy else first.distribution
-            made.append(Line(label, colour, STYLES.get(first.policy or "", "-"), points))
+            label = f"{first.distribution}, {first.policy}" if by_policy else _law(first)
+            style = STYLES.get(first.policy or "", "-") if by_policy else _style(first)
+            made.append(Line(label, colour, style, points))
         return made
 
     rates = lines(lambda row: 100 * (row.hit_rate or 0.0))
@@ -135,16 +136,25 @@ def _over_rows(rows: Sequence[CacheRow]) -> list[Panel]:
     fixed = [row for row in rows if row.distribution == "half hits"]
     panels: list[Panel] = []
     lines = []
-    for place, part in enumerate(
-        split([row for row in rows if row not in fixed], by=lambda row: row.distribution)
-    ):
+    others = [row for row in rows if row not in fixed]
+    laws = list(dict.fromkeys(row.distribution for row in others))
+    for part in split(others, by=lambda row: (row.distribution, row.captured)):
         points = sorted((float(row.n_rows), row.in_row_p50_ms) for row in part)
-        lines.append(Line(part[0].distribution, COLOURS[place % len(COLOURS)], "-", points))
+        colour = COLOURS[laws.index(part[0].distribution) % len(COLOURS)]
+        lines.append(Line(_law(part[0]), colour, _style(part[0]), points))
     if lines:
         panels.append(LinePanel("a step, in a row", "rows of the table", "ms", lines))
     if fixed:
         panels += _over_sizes(fixed, by_policy=False)[1:]
     return panels
+
+
+def _law(row: CacheRow) -> str:
+    return f"{row.distribution}, captured" if row.captured else row.distribution
+
+
+def _style(row: CacheRow) -> str:
+    return "--" if row.captured else "-"
 
 
 def draw(axis: Any, panel: Panel) -> None:

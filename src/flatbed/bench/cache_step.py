@@ -110,11 +110,19 @@ def run_rows(
     for n_rows in table_rows:
         sized = replace(setting, shape=replace(setting.shape, n_rows=n_rows))
         with _table(sized) as trainee:
+            groups = row_groups(setting.device)
             for law in (UNIFORM, ZIPF_105):
-                yield from _measured(sized, trainee, Mix(min(cache_rows, n_rows), "lfu"), _source(sized, law))
+                mix = Mix(min(cache_rows, n_rows), "lfu", groups)
+                yield from _measured(sized, trainee, mix, _source(sized, law))
             if n_rows == setting.shape.n_rows:
                 for size in sizes:
-                    yield from _measured(sized, trainee, Mix(size, "lfu"), _source(sized, HALF_HITS))
+                    mix = Mix(size, "lfu", groups)
+                    yield from _measured(sized, trainee, mix, _source(sized, HALF_HITS))
+
+
+def row_groups(device: torch.device) -> tuple[tuple[Way, ...], ...]:
+    """Steps as they come, which the host may bound; and captured, which only the GPU can."""
+    return ((EAGER,), (CAPTURED,)) if device.type == "cuda" else ((EAGER,),)
 
 
 @contextmanager
