@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from flatbed.bench.feed_rows import BENCHMARK, FEEDER, LOADER, PLAIN, BandwidthRow, EpochRow
+from flatbed.bench.feed_rows import BENCHMARK, FEEDER, GENERATED, LOADER, PLAIN, BandwidthRow, EpochRow
 from flatbed.bench.measure import percentiles, synchronize
 from flatbed.bench.rows import Machine
 from flatbed.feed import Feeder
@@ -37,18 +37,51 @@ class Ready(Dataset[Batch]):
         return self.batches[i]
 
 
-def _plain(batches: Sequence[Batch], device: torch.device) -> Iterator[list[Tensor]]:
-    for batch in batches:
-        yield [torch.from_numpy(array).to(device) for array in batch]
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Each array by itself, when it is asked for."""
+
+    batches: Sequence[Batch]
+    device: torch.device
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for batch in self.batches:
+            yield [torch.from_numpy(array).to(self.device) for array in batch]
 
 
-def _loader(batches: Sequence[Batch], device: torch.device) -> Iterator[list[Tensor]]:
-    pin = device.type == "cuda"
-    for batch in DataLoader(Ready(batches), batch_size=None, pin_memory=pin):
-        yield [tensor.to(device, non_blocking=True) for tensor in batch]
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """torch's loader, whose thread pins."""
+
+    batches: Sequence[Batch]
+    device: torch.device
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        pin = self.device.type == "cuda"
+        for batch in DataLoader(Ready(self.batches), batch_size=None, pin_memory=pin):
+            yield [tensor.to(self.device, non_blocking=True) for tensor in batch]
 
 
-WAYS: dict[str, Way] = {PLAIN: _plain, LOADER: _loader, FEEDER: Feeder}
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Batches of which nobody knows that they come again."""
+
+    batches: Sequence[Batch]
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self.batches
+
+
+def _generated(batches: Sequence[Batch], device: torch.device) -> Iterable[list[Tensor]]:
+    return Feeder(Generated(batches), device)
+
+
+WAYS: dict[str, Way] = {PLAIN: Plain, LOADER: Loaded, GENERATED: _generated, FEEDER: Feeder}
+"""Each is made once and iterated over again and again: what a feeder has pinned it keeps."""
+UNCOUNTED = {FEEDER: 2}
+"""Iterations before the first that is measured; one for all others. A feeder's second one over a list pins
+the arrays where they are, once and for all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +127,21 @@ def turns(sources: Sequence[Batch], n: int) -> list[Batch]:
     return list(islice(cycle(sources), n))
 
 
-def all_arrive(way: Way, sources: Sequence[Batch], device: torch.device) -> bool:
+def all_arrive(feed: Iterable[list[Tensor]], sources: Sequence[Batch], device: torch.device) -> bool:
     """Whether each byte does, of each source once, compared on the device."""
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     n = 0
-    for batch, found in zip(sources, way(sources, device), strict=True):
+    for batch, found in zip(sources, feed, strict=True):
         for array, tensor in zip(batch, found, strict=True):
             wrong += (tensor != torch.from_numpy(array).to(device)).sum()
             n += tensor.numel()
     return int(wrong) == 0 and n == sum(array.size for batch in sources for array in batch)
+
+
+def always_arrive(name: str, way: Way, sources: Sequence[Batch], device: torch.device) -> bool:
+    """The same in each iteration until there is nothing new about them."""
+    feed = way(sources, device)
+    return all(all_arrive(feed, sources, device) for _ in range(_uncounted(name) + 1))
 
 
 def bandwidth(shape: Shape, setting: FeedSetting) -> Iterator[BandwidthRow]:
@@ -110,11 +149,9 @@ def bandwidth(shape: Shape, setting: FeedSetting) -> Iterator[BandwidthRow]:
     sources = make_sources(shape, setting)
     for name, way in WAYS.items():
         n = shape.n_for(name)
-        batches = turns(sources, n)
-        ok = all_arrive(way, sources[:8], setting.device)
-        # Made once: it keeps its pinned memory from one epoch to the next.
-        feed = Feeder(batches, setting.device) if name == FEEDER else None
-        readings = _readings(lambda: _drain(feed or way(batches, setting.device)), setting)  # noqa: B023
+        ok = always_arrive(name, way, sources[:8], setting.device)
+        feed = way(turns(sources, n), setting.device)
+        readings = _readings(lambda: _drain(feed), setting, uncounted=_uncounted(name))  # noqa: B023
         p20, p50, p80 = (1e3 * one / n for one in percentiles(readings))
         speed = shape.nbytes / (1e6 * p50)
         yield BandwidthRow(
@@ -136,16 +173,20 @@ def bandwidth(shape: Shape, setting: FeedSetting) -> Iterator[BandwidthRow]:
         )
 
 
-def _readings(call: Callable[[], object], setting: FeedSetting) -> list[float]:
-    """Seconds of a call, from an idle device until it is idle again; the first is not counted."""
+def _uncounted(name: str) -> int:
+    return UNCOUNTED.get(name, 1)
+
+
+def _readings(call: Callable[[], object], setting: FeedSetting, *, uncounted: int = 1) -> list[float]:
+    """Seconds of a call, from an idle device until it is idle again; the first ones are not counted."""
     readings = []
-    for _ in range(setting.n_samples + 1):
+    for _ in range(uncounted + setting.n_samples):
         synchronize(setting.device)
         begin = time.perf_counter()
         call()
         synchronize(setting.device)
         readings.append(time.perf_counter() - begin)
-    return readings[1:]
+    return readings[uncounted:]
 
 
 def _drain(batches: Iterable[Any]) -> None:
@@ -188,16 +229,16 @@ def epoch(shape: Shape, factor: float, setting: FeedSetting) -> Iterator[EpochRo
     for name, way in WAYS.items():
         n = shape.n_for(name)
         batches = turns(sources, n)
-        feed = Feeder(batches, setting.device) if name == FEEDER else None
+        feed = way(batches, setting.device)
         results: list[Tensor] = []
 
         def train() -> None:
             results.clear()  # noqa: B023
-            for batch in feed or way(batches, setting.device):  # noqa: B023
+            for batch in feed:  # noqa: B023
                 results.append(compute(batch))  # noqa: B023
 
         alone = _readings(lambda: [compute(None) for _ in range(n)], setting)  # noqa: B023
-        readings = _readings(train, setting)
+        readings = _readings(train, setting, uncounted=_uncounted(name))
         p20, p50, p80 = (1e3 * one / n for one in percentiles(readings))
         compute_ms = 1e3 * percentiles(alone)[1] / n
         expected = [int(one[0][-1]) + 1 for one in batches]

@@ -12,6 +12,7 @@ from flatbed.bench.rows import Machine, Record
 BENCHMARK = "feed"
 CASES = ("bandwidth", "epoch", "rows")
 FEEDER, PLAIN = "flatbed Feeder", "torch.from_numpy().to()"
+GENERATED = "flatbed Feeder, from a generator"
 LOADER = "DataLoader(pin_memory=True), .to(non_blocking=True)"
 READER, READER_COPY = "flatbed RowReader, in place", "flatbed RowReader, copy=True"
 NUMPY, TORCH = "numpy.take, pin, .to()", "torch index on the CPU, .to()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -12,8 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatbed.feed import pins
 from flatbed.feed.batches import mapped, record_stream, recorded, tensors_in, to_device
-from flatbed.feed.packing import Slot, is_pinned, send, slot_of_array, slot_of_tensor
+from flatbed.feed.packing import (
+    Slot,
+    is_pinned,
+    send,
+    send_in_place,
+    slot_of_array,
+    slot_of_tensor,
+    tensor_over,
+)
+from flatbed.feed.pins import Pins
 from flatbed.feed.staging import Carrier, CudaLane, Event, Lane, Ring, relax_capture, spare_the_loop
 
 STRAIGHT_BYTES = 1 << 16  # what is pinned goes straight from here on; less is packed with the rest
@@ -27,6 +38,8 @@ class Sent:
     arrived: Any
     owners: list[Tensor] = field(default_factory=list)
     """Whatever has memory that the stream of the copies, or of the source, owns."""
+    in_place: bool = False
+    """Whether copies read memory that we have pinned ourselves: whose it is knows nothing of that."""
 
     def drop(self) -> None:
         """Nobody takes it: its memory is free after its copies, on their own stream."""
@@ -104,21 +117,33 @@ PLACES = frozenset({Slot, Itself})
 class Leaves:
     """Those of one batch. What stands for them there is filled once they are on their way."""
 
-    def __init__(self, batch: Any, device: torch.device) -> None:
+    def __init__(self, batch: Any, device: torch.device, pins: Pins | None = None) -> None:
         self.slots: list[Slot] = []
+        self.straight: list[tuple[Slot, Tensor]] = []
+        """Arrays that we have pinned, with tensors of their memory."""
         self.others: list[Itself] = []
+        self.in_place = False
+        """Whether we have pinned any of those that are not staged."""
         self._device = device
-        self._marked = mapped(batch, self._mark)
+        self._pins = pins
+        self._marked = self._mark(batch) if type(batch) is np.ndarray else mapped(batch, self._mark)
 
     def filled(self) -> Any:
         """The batch, with what has become of its leaves."""
-        return mapped(self._marked, lambda leaf: leaf.tensor if type(leaf) in PLACES else leaf)
+        marked = self._marked
+        if type(marked) in PLACES:
+            return marked.tensor
+        return mapped(marked, lambda leaf: leaf.tensor if type(leaf) in PLACES else leaf)
 
     def _mark(self, leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
             slot = slot_of_array(leaf)
             if slot is None:
                 return leaf  # no numbers
+            if self._pins is not None and self._pins.pin(leaf) and (over := tensor_over(leaf)) is not None:
+                self.in_place = True
+                self.straight.append((slot, over))
+                return slot
         elif isinstance(leaf, Tensor):
             slot = slot_of_tensor(leaf)
         else:
@@ -137,14 +162,26 @@ class Leaves:
         """Whether the GPU can copy it as it is."""
         if self._device.type != "cuda" or slot.form.order is None or not slot.source.flags.writeable:
             return False
-        return is_pinned(slot.source.__array_interface__["data"][0], slot.form.nbytes)
+        address = slot.source.__array_interface__["data"][0]
+        if not is_pinned(address, slot.form.nbytes):
+            return False
+        self.in_place = self.in_place or pins.is_ours(address)  # a part, or a tensor, of such an array
+        return True
+
+
+def _tensors_in(value: Any) -> Iterable[Tensor]:
+    return (value,) if type(value) is Tensor else tensors_in(value)
 
 
 class Conveyor:
     """What is done with each batch, in one thread at a time."""
 
-    def __init__(self, ring: Ring, lane: Crossing, depth: int, *, in_thread: bool) -> None:
+    def __init__(
+        self, ring: Ring, lane: Crossing, depth: int, *, in_thread: bool, pins: Pins | None = None
+    ) -> None:
         self.lane = lane
+        self.pins = pins
+        """What arrays are pinned by, instead of being staged."""
         self.carrier = Carrier(ring, lane)
         self.steps: SimpleQueue[Event] = SimpleQueue()
         """Behind each batch, in order, an event that the loop has issued its step before."""
@@ -156,6 +193,7 @@ class Conveyor:
         """The next of `steps`, if it was looked at."""
         self._read: deque[tuple[Any, list[Any]]] = deque()
         """Pinned memory of others that copies may still read."""
+        self._spare_reads: list[Any] = []
         self._entered = not in_thread
 
     def __call__(self, batch: Any) -> Sent:
@@ -164,21 +202,42 @@ class Conveyor:
             relax_capture()
             spare_the_loop()
         self._wait_for_room()
-        leaves = Leaves(batch, self.lane.device)
+        leaves = Leaves(batch, self.lane.device, self.pins)
         others = leaves.others
-        found = [tensor for other in others for tensor in tensors_in(other.value) if tensor.is_cuda]
+        found = [tensor for other in others for tensor in _tensors_in(other.value) if tensor.is_cuda]
         made = self.lane.made({tensor.device for tensor in found}) if found else []
-        owners: dict[int, Tensor] = {}
         with self.lane.within():
             if made:
                 self.lane.wait(made, found)
-            for other in others:
-                other.tensor = to_device(other.value, self.lane.device)
-                owners.update((id(t), t) for t in tensors_in(other.tensor) if t.is_cuda)
-            shared = send(leaves.slots, self.carrier)
+            if leaves.in_place:
+                with pins.lock:  # nobody may end it until it is known to be under way
+                    owners = self._issue(leaves)
+            else:
+                owners = self._issue(leaves)
+            if leaves.slots:
+                owners += send(leaves.slots, self.carrier)
             arrived = self.lane.mark(self.spare_arrivals.pop() if self.spare_arrivals else None)
-            self._keep([other.value for other in others])
-        return Sent(leaves.filled(), arrived, [*shared, *owners.values()])
+        return Sent(leaves.filled(), arrived, owners, leaves.in_place)
+
+    def _issue(self, leaves: Leaves) -> list[Tensor]:
+        """What is not staged; returns whatever has memory of its own on the device."""
+        lane = self.lane
+        moved: dict[int, Tensor] = {}
+        if not (leaves.straight or leaves.others):
+            self._keep([])
+            return []
+        try:
+            owners = [send_in_place(slot, over, lane) for slot, over in leaves.straight]
+            for other in leaves.others:
+                other.tensor = to_device(other.value, lane.device)
+                moved.update((id(tensor), tensor) for tensor in _tensors_in(other.tensor) if tensor.is_cuda)
+            read = [slot.source for slot, _ in leaves.straight]
+            self._keep([*read, *(other.value for other in leaves.others)])
+        except BaseException:  # whatever became of copies that read what nobody keeps
+            with suppress(Exception):
+                lane.settle()
+            raise
+        return [*owners, *moved.values()]
 
     def has_room(self) -> bool:
         """Whether the device has room for one more batch by now: waits for the loop, not for the device."""
@@ -201,9 +260,10 @@ class Conveyor:
     def _keep(self, read: list[Any]) -> None:
         """Hold on to what copies read: not all pinned memory is torch's, which waits by itself."""
         while self._read and self._read[0][0].query():
-            self._read.popleft()
+            self._spare_reads.append(self._read.popleft()[0])
         if read:
-            self._read.append((self.lane.mark(), read))
+            event = self.lane.mark(self._spare_reads.pop() if self._spare_reads else None)
+            self._read.append((event, read))
 
     def close(self) -> None:
         while self._read:

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,10 @@ from flatbed.errors import FlatbedError
 from flatbed.feed.background import Background, Foreground, Last
 from flatbed.feed.batches import mapped, nbytes_in, to_host
 from flatbed.feed.conveyor import Conveyor, Crossing, FeedLane, Sent
+from flatbed.feed.pins import Pins
+from flatbed.feed.pins import close_all as close_pins
 from flatbed.feed.source import check_source, n_batches
-from flatbed.feed.staging import Ring, ring_for
+from flatbed.feed.staging import Event, Ring, ring_for
 from flatbed.kernels.streams import stream_for
 from flatbed.rows.config import parsed, present
 
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 
 NAME = "flatbed-feed"
 MOST = 1024  # batches ahead
-AT_ONCE_BYTES = 64 << 20  # batches of a list that are no larger are sent by the loop's own thread
+AT_ONCE_BYTES = 4 << 20  # batches of a list that need no more staged are sent by the loop's own thread
+LISTS = frozenset({list, tuple})  # iterated over again, they have the same batches
 LEFT_SECONDS = 60.0
 """How long a new iteration waits for the thread of an earlier one that is still in the source."""
 
@@ -45,6 +49,11 @@ class Feeder:
     accord: the thread waits for the steps of earlier ones. Small batches of a list or tuple are sent ahead by
     the loop's own thread. For a CPU there is no thread and no copy: arrays become tensors of the same memory
     (if it may be written to), as with `torch.from_numpy`.
+
+    Keep the feeder of a list or tuple for all epochs. From the second on, large arrays (of 32 MiB or more,
+    and often less) are registered with CUDA where they are, a quarter of the machine's memory at most, and
+    go straight to the GPU; from the third on, that costs the host next to nothing. They stay so until nobody
+    has them any more, until the feeder goes, or until its `close()`.
 
     Each iteration is one of `batches`. It ends, and its thread with it, at the last batch, at an error
     (raised when its turn comes), when the loop is left, or by `close()` of the iterator.
@@ -68,6 +77,8 @@ class Feeder:
         self.device = device_for(device)
         self.depth = int(depth)
         self._ring: Ring | None = None
+        self._pins: Pins | None = None
+        self._begun = False
         self._earlier: weakref.WeakSet[Background[Sent] | Foreground[Sent]] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
@@ -91,14 +102,42 @@ class Feeder:
         if self._ring is None:  # kept for the next epoch: to pin memory takes a while
             self._ring = ring_for(self.device)
             _close_at_exit()
-        fed = Fed(Iteration(batches, self._ring, lane, self.depth, at_once=self._at_once()))
+        if self._begun and self._pins is None and type(self.batches) in LISTS:
+            self._pins = Pins(self.device)
+        self._begun = True
+        at_once, pins = self._at_once(), self._pins
+        fed = Fed(Iteration(batches, self._ring, lane, self.depth, at_once=at_once, pins=pins))
         self._earlier.add(fed.iteration.source)
         return fed
 
+    def close(self) -> None:
+        """Give pinned memory back now, and not when the feeder goes. It can be iterated over again."""
+        pins, self._pins, self._ring, self._begun = self._pins, None, None, False
+        if pins is not None:
+            pins.close()
+
     def _at_once(self) -> bool:
-        """Whether batches are there, and so small that a thread beside the loop's would be in its way."""
+        """Whether batches are there, and take so little that a thread would be in the loop's way."""
         found: Any = self.batches
-        return type(found) in (list, tuple) and len(found) > 0 and nbytes_in(found[0]) <= AT_ONCE_BYTES
+        if type(found) not in LISTS or not found:
+            return False
+        if self._pins is None:
+            return nbytes_in(found[0]) <= AT_ONCE_BYTES
+        # The last one, too: what is beyond the limit is staged in each epoch.
+        return all(staged_bytes(batch, self._pins) <= AT_ONCE_BYTES for batch in (found[0], found[-1]))
+
+
+def staged_bytes(batch: Any, pins: Pins) -> float:
+    """Of a batch, those that are not in place; without end if there is something to be registered yet."""
+    found: list[float] = []
+
+    def count(leaf: Any) -> Any:
+        if not pins.has(leaf):
+            found.append(inf if pins.wants(leaf) else nbytes_in(leaf))
+        return leaf
+
+    mapped(batch, count)
+    return sum(found)
 
 
 def device_for(device: Any) -> torch.device:
@@ -165,16 +204,25 @@ class Iteration:
     """The loop's side. Knows nothing of the iterator that it is in."""
 
     def __init__(
-        self, batches: Iterator[Any], ring: Ring, lane: Crossing, depth: int, *, at_once: bool = False
+        self,
+        batches: Iterator[Any],
+        ring: Ring,
+        lane: Crossing,
+        depth: int,
+        *,
+        at_once: bool = False,
+        pins: Pins | None = None,
     ) -> None:
         self.lane = lane
-        self.conveyor = conveyor = Conveyor(ring, lane, depth, in_thread=not at_once)
+        self.conveyor = conveyor = Conveyor(ring, lane, depth, in_thread=not at_once, pins=pins)
         self.source: Background[Sent] | Foreground[Sent]
         if at_once:
             self.source = Foreground(batches, conveyor, depth=depth, has_room=conveyor.has_room)
         else:
             self.source = Background(batches, conveyor, depth=depth, name=NAME, drop=Sent.drop)
         self.closed = False
+        self._reading: Event | None = None
+        """Behind the copies of the batch that the loop has, if they read its arrays where they are."""
         self._process = os.getpid()
         _open.add(self)
 
@@ -188,10 +236,15 @@ class Iteration:
             self.source.start()
             current, spare = self.lane.current(), self.conveyor.spare_steps
             self.conveyor.steps.put(self.lane.reached(current, spare.pop() if spare else None))
+            if self._reading is not None:
+                self._wait_until_read(self._reading)
             taken = self.source.take(wait=True)
             if isinstance(taken, Sent):
                 batch = self.lane.arrive(taken, current)
-                self.conveyor.spare_arrivals.append(taken.arrived)
+                if taken.in_place:
+                    self._reading = taken.arrived
+                else:
+                    self.conveyor.spare_arrivals.append(taken.arrived)
                 return batch
         except BaseException:
             self.close()
@@ -203,6 +256,13 @@ class Iteration:
             raise taken.error
         finally:
             del taken  # the error's traceback has this frame
+
+    def _wait_until_read(self, event: Event) -> None:
+        """The loop may write to its arrays from now on. The bus has later copies to go on with."""
+        if not event.query():
+            event.synchronize()
+        self._reading = None
+        self.conveyor.spare_arrivals.append(event)
 
     def close(self) -> None:
         """End everything. In any thread, as often as you like."""
@@ -225,3 +285,4 @@ def _close_at_exit() -> None:
 def _close_all() -> None:
     for iteration in list(_open):
         iteration.close()
+    close_pins()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 
 from flatbed.feed.batches import torch_dtype
-from flatbed.feed.staging import Array, Carrier
+from flatbed.feed.staging import Array, Carrier, Lane
 
 ALIGNMENT = 256  # of tensors that share memory on the device: that of torch's own is no larger
 PACKED_BYTES = 1 << 20  # less shares memory, and a copy, with others
 PARALLEL_BYTES = 1 << 18  # from here on it pays to wake torch's threads
+ATTRIBUTES = (ctypes.c_int * 2)(2, 8)  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, …_IS_MANAGED
+ON_HOST = 1  # CU_MEMORYTYPE_HOST
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -188,6 +191,14 @@ def _pieces(slot: Slot, memory: Tensor, chunk_bytes: int) -> Iterator[tuple[Tens
         yield memory[first * line_bytes : first * line_bytes + part.nbytes], part
 
 
+def send_in_place(slot: Slot, over: Tensor, lane: Lane) -> Tensor:
+    """Straight from pinned memory: `over` is a tensor of the array's own."""
+    form = slot.form
+    slot.tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=lane.device)
+    lane.send(slot.tensor, over)
+    return slot.tensor  # type: ignore[no-any-return]
+
+
 # ---- many small ones
 
 
@@ -295,8 +306,34 @@ def is_pinned(address: int, nbytes: int) -> bool:
     The first and the last page may be pinned with a neighbour: memory of the heap does not begin with a page.
     """
     last, page = address + nbytes - 1, mmap.PAGESIZE
-    ends = {address, min(address // page * page + page, last), max(last // page * page - 1, address), last}
-    return all(bytes_at(one, 1).is_pinned() for one in sorted(ends))
+    if not _is_pinned_at(address):
+        return False
+    ends = {min(address // page * page + page, last), max(last // page * page - 1, address), last}
+    return all(_is_pinned_at(one) for one in ends)
+
+
+def _is_pinned_at(address: int) -> bool:
+    """Asked of the driver itself, which is far quicker than torch. As there, managed memory is not meant."""
+    ask = _pointer_attributes()
+    if ask is not None:
+        kind, managed = ctypes.c_uint64(), ctypes.c_uint64()
+        places = (ctypes.c_void_p * 2)(ctypes.addressof(kind), ctypes.addressof(managed))
+        if ask(2, ATTRIBUTES, places, address) == 0:
+            return kind.value == ON_HOST and managed.value == 0
+    return bytes_at(address, 1).is_pinned()
+
+
+@lru_cache(maxsize=1)
+def _pointer_attributes() -> Any:
+    """The call of libcuda that finds nothing wrong with memory that it does not know."""
+    if torch.version.cuda is None:
+        return None
+    with suppress(OSError, AttributeError):
+        ask = ctypes.CDLL("libcuda.so.1").cuPointerGetAttributes
+        ask.argtypes = (ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
+        ask.restype = ctypes.c_int
+        return ask
+    return None
 
 
 def bytes_at(address: int, nbytes: int) -> Tensor:

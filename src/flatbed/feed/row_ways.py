@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flatbed.feed.batches import record_stream
 from flatbed.feed.packing import bytes_at, copy_into, is_pinned, send, slot_of_array
+from flatbed.feed.pins import let_go
 from flatbed.feed.staging import Array, Carrier, CudaLane, ring_for
 from flatbed.kernels import rows as ops
 from flatbed.kernels.choose import by_triton
@@ -263,6 +264,7 @@ def in_place(array: Array, device: torch.device) -> Addressed:
     page = mmap.PAGESIZE
     begin = _address(array) // page * page
     end = -(-(_address(array) + layout.extent) // page) * page
+    let_go(begin, end)  # a feeder's: it would end that when it likes
     shared = [one for one in list(_pinned) if one.begin < end and begin < one.end]
     if not shared and _was_pinned(_address(array), layout.extent):
         return Addressed("in place", None, _address(array), layout, owner=Borrowed(array))

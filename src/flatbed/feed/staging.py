@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from queue import SimpleQueue
@@ -90,6 +90,20 @@ def relax_capture() -> None:
     exchange = _exchange_capture_mode()
     if exchange is not None:
         exchange(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED, of this thread alone
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """The same for as long as it takes, in any thread: even in one that captures a graph itself."""
+    exchange, mode = _exchange_capture_mode(), ctypes.c_int(2)
+    if exchange is None:
+        yield
+        return
+    exchange(ctypes.byref(mode))  # which is, from here on, what it was before
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 @lru_cache(maxsize=1)

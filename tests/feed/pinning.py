@@ -1,0 +1,78 @@
+"""A driver without a GPU that registers memory, or refuses; and arrays that have pages of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatbed.feed import pins
+from flatbed.feed.pins import Pins
+from flatbed.rows.cuda_host import DriverError
+
+GPU = torch.device("cuda", 0)
+OWN_BYTES = 33 << 20  # from 32 MiB on, the C library maps memory for each block
+
+
+class FakeDriver:
+    """Refuses pages that are registered already, and reads bytes of those that it is to let go."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.log: list[tuple[str, int]] = []
+        self.refuses = False
+        self.on_register: Callable[[], object] = lambda: None
+        self.on_unregister: Callable[[int, int], object] = lambda begin, end: None
+        self.calls = {"cuMemHostUnregister": self._unregister}
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def _context(self, gpu: int) -> Iterator[None]:
+        assert gpu == GPU.index
+        yield
+
+    def register(self, gpu: int, address: int, nbytes: int) -> None:
+        self.log.append(("register", address))
+        with self._lock:
+            taken = any(begin < address + nbytes and address < end for begin, end in self.registered.items())
+            if self.refuses or taken:
+                raise DriverError("cuMemHostRegister_v2: refused (712)")
+            self.registered[address] = address + nbytes
+        self.on_register()
+
+    def unregister(self, gpu: int, address: int) -> None:
+        self.log.append(("synchronize", address))
+        self._unregister(address)
+
+    def _unregister(self, address: int) -> int:
+        end = self.registered[address]
+        for byte in (address, end - 1):
+            assert ctypes.c_uint8.from_address(byte).value >= 0  # or the process ends here
+        self.on_unregister(address, end)
+        self.log.append(("unregister", address))
+        del self.registered[address]
+        return 0
+
+    def said(self, what: str) -> int:
+        return sum(said == what for said, _ in self.log)
+
+
+def own(value: int = 0, nbytes: int = OWN_BYTES) -> Any:
+    """An array that owns memory, and pages."""
+    made = np.full(nbytes, value, np.uint8) if value else np.zeros(nbytes, np.uint8)
+    assert pins.has_own_pages(made)
+    return made
+
+
+def pins_of(driver: FakeDriver) -> Pins:
+    fake: Any = driver
+    return Pins(GPU, fake)
+
+
+def nothing_is_registered() -> bool:
+    return not pins._roots and pins.registered_bytes() == 0
