@@ -16,7 +16,7 @@ from torch import Tensor
 import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.kernels import cache as decisions
-from flatbed.rows.cache.host import Leaving
+from flatbed.rows.cache.host import Copies, Leaving
 from flatbed.rows.disk import DiskTier
 from flatbed.rows.disk.file import MappedFile, NoSpace
 from flatbed.rows.disk.journal import Journal
@@ -148,7 +148,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(tmp_path: Path) -> N
     flatbed.optim.Adam(emb, lr=0.1)
     emb(torch.arange(4)).sum().backward()
     cache = emb.table.store.cache
-    cache._leaving = Leaving(torch.empty(0), torch.empty(0), 3, Future())  # that nobody will complete
+    cache._leaving = Leaving(torch.empty(0), Copies(torch.empty(0)), 3, Future())  # that nobody will complete
     cache._process -= 1
     assert cache.n_waiting == 0
     cache._let_leave()
@@ -165,7 +165,7 @@ def test_a_failed_write_is_heard_of_before_the_step(tmp_path: Path) -> None:
     failed: Future[None] = Future()
     failed.set_exception(OSError("the disk is gone"))
     wrong = torch.zeros(1, 3, dtype=torch.uint8)  # what cannot be written now, either
-    cache._leaving = Leaving(torch.tensor([1]), wrong, 0, failed)
+    cache._leaving = Leaving(torch.tensor([1]), Copies(wrong), 0, failed)
     with pytest.raises(ValueError, match="expected uint8 records"):
         cache.make_room(torch.arange(4))
     cache._leaving = None

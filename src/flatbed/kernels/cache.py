@@ -6,7 +6,7 @@ for GPUs, where nothing waits for the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -65,37 +65,52 @@ class Arrivals:
     victims: NDArray[np.int64]
     old: NDArray[np.int64]
     """The rows that are in these slots until then (-1: none)."""
-    evicted: int
-    """How many rows leave, those among them that need not be written included."""
+    complete: bool
+    """Whether all rows that were missing are among them."""
+    hits: NDArray[np.int64]
+    """Slots of rows that were here."""
+    now: float
+    """The time in which uses age, when they came."""
+
+    def in_order(self, order: NDArray[np.int64]) -> Arrivals:
+        """The same in another order."""
+        moved = {name: getattr(self, name)[order] for name in ("rows", "slots", "victims", "old")}
+        return replace(self, **moved)
 
 
 def choose(tags: Tags, rows: Tensor, *, window: int = 0) -> Arrivals:
     """Touch the rows that are here; find slots for the others. Rows are distinct and exist.
 
     Slots of this batch and of the last `window` batches are kept. A row for which none is left stays at home.
-    Beside times of use and counts nothing changes until `let_go`: whoever moves the records may fail.
+    Beside times of use and counts nothing changes until `let_go`: whoever moves the records may fail. The
+    uses are yet to be counted (`count_uses`), before the next batch comes.
     """
     # numpy, since torch would have all cores at work for each of these small steps, beside the training.
-    stamp, heat, counts = tags.stamp.numpy(), tags.heat.numpy(), tags.counts.numpy()
+    stamp, counts = tags.stamp.numpy(), tags.counts.numpy()
     tags.clock += 1
     tick = int(tags.clock)
     wanted = rows.numpy()
     slots = tags.slot_of_row.numpy()[wanted]
     here = slots >= 0
-    hits = slots[here]
+    hits = slots[here].astype(np.int64)  # once: numpy would do so whenever it is given them
     stamp[hits] = tick
-    if tags.policy == "lfu":
-        heat[hits] = _one_more(heat[hits], np.float32(counts[1] * tags.ageing))
-    coming = wanted[~here]
-    given = coming if tags.direct else _slots_for(tags, len(coming), tick, tick - window)
-    coming = coming[: len(given)]
+    now = float(counts[1] * tags.ageing)
+    missing = wanted[~here]
+    given = missing if tags.direct else _slots_for(tags, len(missing), tick, tick - window)
+    coming = missing[: len(given)]
     old = tags.row_of_slot.numpy()[given]
     old = np.where(tags.slot_of_row.numpy()[old] == given, old, -1)  # an interruption may have left others
-    n_missing = len(wanted) - len(hits)
     victims = np.where(tags.dirty.numpy()[given] != 0, old, -1)
-    evicted = int((old >= 0).sum())
-    counts += [len(hits), n_missing, evicted, int((victims >= 0).sum()), n_missing - len(coming)]
-    return Arrivals(coming, given, victims, old, evicted)
+    n_evicted, n_written = int((old >= 0).sum()), int((victims >= 0).sum())
+    counts += [len(hits), len(missing), n_evicted, n_written, len(missing) - len(coming)]
+    return Arrivals(coming, given, victims, old, len(coming) == len(missing), hits, now)
+
+
+def count_uses(tags: Tags, arrivals: Arrivals) -> None:
+    """For "lfu": the rows that were here were used once more."""
+    if tags.policy == "lfu":
+        heat = tags.heat.numpy()
+        heat[arrivals.hits] = _one_more(heat[arrivals.hits], np.float32(arrivals.now))
 
 
 def let_go(tags: Tags, arrivals: Arrivals) -> None:
@@ -141,11 +156,11 @@ def _slots_for(tags: Tags, n_rows: int, tick: int, floor: int) -> NDArray[np.int
     n_left, n_unseen = n_rows, tags.n_slots
     while n_left and n_unseen:
         n_seen = min(WAYS * n_left, n_unseen)
-        seen = np.arange(tags.hand, tags.hand + n_seen)
-        seen[max(0, tags.n_slots - tags.hand) :] -= tags.n_slots
+        parts = _around(tags.hand, n_seen, tags.n_slots)
         tags.hand = (tags.hand + n_seen) % tags.n_slots
         n_unseen -= n_seen
-        seen = seen[stamp[seen] < floor]
+        found = [np.flatnonzero(stamp[part] < floor) + part.start for part in parts]
+        seen = found[0] if len(found) == 1 else np.concatenate(found)
         if n_left < len(seen):
             score = scores[seen]
             last = np.partition(score, n_left - 1)[n_left - 1]
@@ -155,3 +170,9 @@ def _slots_for(tags: Tags, n_rows: int, tick: int, floor: int) -> NDArray[np.int
         chosen.append(seen)
         n_left -= len(seen)
     return np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+
+
+def _around(first: int, n: int, n_slots: int) -> list[slice]:
+    """So many slots from one on, and on from the beginning after the last."""
+    whole = slice(first, min(first + n, n_slots))
+    return [whole] if first + n <= n_slots else [whole, slice(0, first + n - n_slots)]

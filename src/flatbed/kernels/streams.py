@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+URGENT = ("rows",)
+"""What little there is of it goes first: the next step waits for it."""
+
 _held: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 _lock = threading.Lock()
 _known: dict[tuple[int, ...], torch.cuda.Stream] = {}
@@ -21,14 +24,15 @@ def stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:
     with _lock:
         key = (device, purpose)
         if key not in _held:
-            _held[key] = another_than(device, {stream.cuda_stream for stream in _held.values()})
+            others = {stream.cuda_stream for stream in _held.values()}
+            _held[key] = another_than(device, others, priority=-1 if purpose in URGENT else 0)
         return _held[key]
 
 
-def another_than(device: torch.device, handles: set[int]) -> torch.cuda.Stream:
+def another_than(device: torch.device, handles: set[int], *, priority: int = 0) -> torch.cuda.Stream:
     """A stream that is none of these; after a few turns any will do."""
     for _ in range(64):
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call,unused-ignore]
+        stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call,unused-ignore]
         if stream.cuda_stream not in handles:
             break
     return stream

@@ -46,6 +46,7 @@ class Ahead:
     def __init__(self, table: Table) -> None:
         self.table = table
         self._side: torch.cuda.Stream | None = None  # in which batches come early
+        self._source: torch.cuda.Stream | None = None  # in which their ids come
 
     @property
     def device(self) -> torch.device:
@@ -124,7 +125,8 @@ class Ahead:
     def admit(
         self, staged: Staged, ids: list[Tensor], *, after: torch.cuda.Event | None, front: bool
     ) -> bool:
-        """Bring the rows of ids on the computing device into its cache, in the current stream.
+        """Bring the rows of ids on the computing device into its cache, in the current stream. They were
+        made in the stream for batches, which that has waited for.
 
         False if that is not possible now. `after`: all that was issued for batches before.
         """
@@ -142,8 +144,8 @@ class Ahead:
             if (cache.graphs and not front) or not cache.has_room(staged.n_ids):
                 return False
             if self._side is None and self.device.type == "cuda":
-                self._side = current_stream(self.device)
-            staged.tickets = [cache.come_early(one, after, self._side) for one in ids]
+                self._side, self._source = current_stream(self.device), stream_for(self.device, "batches")
+            staged.tickets = [cache.come_early(one, after, self._side, ids_from=self._source) for one in ids]
         staged.ready = True
         return True
 

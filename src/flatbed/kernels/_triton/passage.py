@@ -20,8 +20,8 @@ class Passage:
     """Memory for batches of so many ids, and the graphs that work on it; one batch has it at a time.
 
     Ids come from the host through `staging`; or they are in `keys` already, with `bad` for those out of range
-    if they were not looked at. With `early`, finding the rows is a graph of its own: it has nobody to wait
-    for.
+    if they were not looked at. With `early`, finding the rows is a graph of its own, which has nobody to wait
+    for and goes to another stream.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Passage:
         self.made, self.turn = rows.Workspace(n, device), cache.Turn(tags, n)
         made = self.made
         self.found = Distinct(made.rows, made.inverse, self.order, made.starts, made.rank)
-        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.done, self.known = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._place, self._tags, self._window = place, tags, window
         self._bring_keys()  # all other kernels have run before: none can be loaded during a capture
         parts = [[self._find], [self._begin, self._admit]] if early else [[self._find_anew, self._admit]]
@@ -92,12 +92,15 @@ class Passage:
             self.done.record()
 
     def find(self) -> None:
-        """With `early`: find the rows of the ids in `keys`; they are to be brought next."""
+        """With `early`: find the rows of the ids in `keys`, in the current stream."""
         self.graphs[0].launch()
+        self.known.record()
 
     def bring(self) -> None:
-        """With `early`: bring the rows that were found."""
+        """With `early`: bring the rows that were found, in the current stream."""
+        self.known.wait()
         self.graphs[1].launch()
+        self.done.record()
 
 
 class Graph:

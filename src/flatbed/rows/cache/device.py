@@ -10,7 +10,7 @@ from torch import Tensor
 from flatbed.kernels import rows as ops
 from flatbed.kernels.cache import Tags
 from flatbed.kernels.rows import Distinct, Place
-from flatbed.kernels.streams import current_stream
+from flatbed.kernels.streams import Within, current_stream
 from flatbed.rows.cache.graphs import Graphs
 from flatbed.rows.cache.passages import Lease, Passages
 from flatbed.rows.cache.stats import CacheStats
@@ -144,25 +144,32 @@ class DeviceCache:
         return self.tags.direct or self.under_way.n_rows + self.graphs.n_rows + n_ids <= self.n_slots
 
     def come_early(
-        self, ids: Tensor, after: torch.cuda.Event | None, stream: torch.cuda.Stream | None = None
+        self,
+        ids: Tensor,
+        after: torch.cuda.Event | None,
+        stream: torch.cuda.Stream | None = None,
+        *,
+        ids_from: torch.cuda.Stream | None = None,
     ) -> Ticket:
-        """The same ahead of time, in the current stream, which is not the training's; ids were checked."""
-        flat = (ids if ids.dtype == torch.int64 else as_ids(ids)).reshape(-1)
-        n = flat.numel()
+        """The same ahead of time, in the current stream, which is not the training's; ids were checked.
+
+        `ids_from`: the stream that the ids were made in, which the current one has waited for.
+        """
+        n = ids.numel()
         window = self.under_way.window
         tick = self.under_way.come(n) if n else self.under_way.tick
         if stream is None and self.device.type == "cuda":
             stream = current_stream(self.device)
         beside_graphs, self.used = bool(self.graphs) and not self.used, False
         if stream is not None and beside_graphs:
-            keys, found, lease = self._come_beside_graphs(flat, window, stream)
+            keys, found, lease = self._come_beside_graphs(ids, window, stream, ids_from)
         else:
             if stream is not None:
                 if self.foreign is not None:
                     self._wait_for_foreign(stream)
                 if after is not None:
                     stream.wait_event(after)
-            keys, found, lease = self._come_at_once(flat, window)
+            keys, found, lease = self._come_at_once(_flat(ids), window)
         done = None
         if stream is not None:
             done = stream.record_event()
@@ -181,20 +188,23 @@ class DeviceCache:
         return keys, self._come(keys, None, window=window), None
 
     def _come_beside_graphs(
-        self, ids: Tensor, window: int, stream: torch.cuda.Stream
+        self, ids: Tensor, window: int, stream: torch.cuda.Stream, ids_from: torch.cuda.Stream | None
     ) -> tuple[Tensor, Distinct, Lease | None]:
-        """Rows are found while the graph before is at work, and come when its own have come, which stay."""
+        """Rows are found while batches before are on their way, and come when the graph's own, which stay,
+        have come.
+        """
         window = max(window, self.graphs.n_batches)
-        lease = self.passages.lease(len(ids), window=window, from_host=False, checked=True, early=True)
+        lease = self.passages.lease(ids.numel(), window=window, from_host=False, checked=True, early=True)
         if lease is not None:
-            lease.find(ids)
+            with Within(ids_from):
+                lease.find(_flat(ids))
         if self.foreign is not None:
             self._wait_for_foreign(stream)
         self.graphs.wait(stream)
         if lease is not None:
             lease.bring()
             return lease.keys, lease.found, lease
-        keys = ops.narrow(ids, self.n_rows)
+        keys = ops.narrow(_flat(ids), self.n_rows)
         return keys, self._come(keys, None, window=window), None
 
     # ---- rows
@@ -263,3 +273,8 @@ class DeviceCache:
                 weight = counts[start : start + (1 << 16)].to(self.device).float().log2()
                 here = slots >= 0
                 self.tags.heat[slots[here]] += weight[here]
+
+
+def _flat(ids: Tensor) -> Tensor:
+    """(n,) of int64."""
+    return (ids if ids.dtype == torch.int64 else as_ids(ids)).reshape(-1)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flatbed.kernels.cache import Arrivals, Tags, choose, let_go, take_in
+from flatbed.kernels.cache import Arrivals, Tags, choose, count_uses, let_go, take_in
 from flatbed.kernels.choose import by_triton
 from flatbed.kernels.rows import Place
 from flatbed.rows.cache.stats import CacheStats
@@ -25,6 +25,7 @@ from flatbed.rows.disk import DiskTier
 from flatbed.rows.tier import Tier
 
 CPU = torch.device("cpu")
+MANY = 1 << 12  # rows for which it pays to ask another thread
 WRITE_BYTES = 1 << 26  # of records on their way home at once
 
 
@@ -35,13 +36,18 @@ class Copies:
     records: Tensor
     complete: torch.cuda.Event | None = None
 
+    def wait(self) -> None:
+        """Until they are complete."""
+        if self.complete is not None:
+            self.complete.synchronize()
+
 
 @dataclass(slots=True)
 class Leaving:
     """Changed records on their way home, in host memory. They are here until they have arrived there."""
 
     rows: Tensor
-    records: Tensor
+    copies: Copies
     n_owed: int
     there: Future[None]
 
@@ -110,8 +116,8 @@ class HostCache:
         with self._turn(early=True):
             if self.retired or not self.has_room(len(rows)):
                 return None
-            tick = self._come(rows, window=self.under_way.window)
-            if bool((self.tags.slot_of_row[rows] < 0).any()):
+            tick, complete = self._come(rows, window=self.under_way.window)
+            if not complete:
                 return None
             ticket = Ticket(self, rows, -1, rows, None, self.section, tick, None, rows=rows)
             self.under_way.begin(ticket, len(rows))
@@ -127,21 +133,40 @@ class HostCache:
             after = torch.cuda.current_stream(self.computes_on).record_event()
         self._after.append(after)
 
-    def _come(self, rows: Tensor, *, window: int) -> int:
+    def _come(self, rows: Tensor, *, window: int) -> tuple[int, bool]:
+        """Which batch it is, and whether all of its rows are here now."""
         tick = self.under_way.come(len(rows))
         arrivals = choose(self.tags, rows, window=window)
-        if not len(arrivals.rows):
-            return tick
+        with self._counting(arrivals):
+            if len(arrivals.rows):
+                self._move(arrivals)
+        return tick, arrivals.complete
+
+    def _move(self, arrivals: Arrivals) -> None:
+        self.arrive()
+        if isinstance(self.home, DiskTier):
+            arrivals = arrivals.in_order(self.home.nearest_first(arrivals.rows))
         goes = arrivals.victims >= 0
         leave, gone = arrivals.slots[goes], arrivals.old[arrivals.old >= 0]
         leaving, *places = self._at_once(leave, arrivals.slots, arrivals.rows, gone)
         changed = self._copies(leaving) if len(leave) else None  # meanwhile, the others are read
-        self.arrive()
         records = self._from_home(torch.from_numpy(arrivals.rows))
         if changed is not None:
             self._send_home(torch.from_numpy(leave), torch.from_numpy(arrivals.victims[goes]), changed)
         self._replace(arrivals, records, *places)
-        return tick
+
+    @contextmanager
+    def _counting(self, arrivals: Arrivals) -> Iterator[None]:
+        """Count uses by the time this ends: many by a thread of the disk's, which has some to spare."""
+        if not isinstance(self.home, DiskTier) or len(arrivals.hits) < MANY:
+            count_uses(self.tags, arrivals)
+            yield
+            return
+        counted = self.home.aside(count_uses, self.tags, arrivals)
+        try:
+            yield
+        finally:
+            counted.result()
 
     def _replace(self, arrivals: Arrivals, records: Tensor, slots: Tensor, rows: Tensor, old: Tensor) -> None:
         """Put records into their slots. Interrupted anywhere, no slot has one that is not its row's."""
@@ -166,18 +191,18 @@ class HostCache:
 
     def _send_home(self, slots: Tensor, rows: Tensor, copies: Copies) -> None:
         """Write copies home, for a file beside what comes next."""
-        if copies.complete is not None:
-            copies.complete.synchronize()
-        records = copies.records
         if not isinstance(self.home, DiskTier):
-            self.home.scatter_(rows, records)
+            copies.wait()
+            self.home.scatter_(rows, copies.records)
             return
         self.arrive()
+        owed, at = self.owed.numpy(), slots.numpy()
         with self._owing:
-            n_owed = int(self.owed[slots].sum()) if self.n_owed else 0
+            n_owed = int(owed[at].sum()) if self.n_owed else 0
             # In this order, here and in `arrive`: interrupted, there is more room than need be.
-            self.owed[slots] = False  # they are others' now
-            self._leaving = Leaving(rows, records, n_owed, self.home.send(rows, records))
+            owed[at] = False  # they are others' now
+            there = self.home.send(rows, copies.records, after=copies.wait)
+            self._leaving = Leaving(rows, copies, n_owed, there)
 
     def arrive(self) -> None:
         """Wait until nothing is on its way home. What could not be written is tried again, whoever asks."""
@@ -187,7 +212,8 @@ class HostCache:
                 return
             wait([leaving.there])
             if leaving.there.exception() is not None:
-                self.home.scatter_(leaving.rows, leaving.records)
+                leaving.copies.wait()
+                self.home.scatter_(leaving.rows, leaving.copies.records)
             with self._owing:
                 self._leaving = None
                 self.n_owed -= leaving.n_owed

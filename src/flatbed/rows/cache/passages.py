@@ -58,11 +58,12 @@ class Lease:
 
     def find(self, ids: Tensor) -> None:
         """Find the rows of ids, (n,), on the GPU, for `bring`. Only with `early`."""
+        self.passage.done.wait()  # whoever had it before
         _narrow()(ids, self.passage.n_rows, self.passage.keys)
         self.passage.find()
 
     def bring(self) -> None:
-        """Let them come."""
+        """Let them come, in another stream perhaps."""
         self.passage.bring()
 
 
@@ -82,7 +83,7 @@ class Passages:
         self.free: dict[Any, list[Any]] = {}
         self.seen: Counter[Any] = Counter()
         self.n_made: Counter[Any] = Counter()
-        self.pools: dict[int, Any] = {}
+        self.pools: dict[tuple[int, bool], Any] = {}
         self._index = tags.clock.device.index
         self.usable = tags.clock.is_cuda and len(tags.slot_of_row) <= NARROW
 
@@ -91,7 +92,8 @@ class Passages:
     ) -> Lease | None:
         """A passage for so many ids; None if there is none, or not yet.
 
-        With `early`, rows may be found before anybody is waited for: no other stream may use what is found.
+        With `early`, rows are found and brought by two calls, in two streams of which nobody else uses what
+        is found.
         """
         if not self.usable or n == 0:
             return None
@@ -116,12 +118,13 @@ class Passages:
     def _made(self, n: int, window: int, from_host: bool, checked: bool, early: bool, stream: int) -> Any:
         from flatbed.kernels._triton.passage import Passage
 
-        if stream not in self.pools:
-            self.pools[stream] = torch.cuda.graph_pool_handle()
+        key = (stream, early)  # graphs of one pool share memory, and must not run at the same time
+        if key not in self.pools:
+            self.pools[key] = torch.cuda.graph_pool_handle()
         how: dict[str, Any] = {"window": window, "from_host": from_host, "checked": checked, "early": early}
         try:
             with torch.inference_mode(False), torch.no_grad():
-                return Passage(self.tags, self.place, n, pool=self.pools[stream], **how)
+                return Passage(self.tags, self.place, n, pool=self.pools[key], **how)
         except RuntimeError as error:  # another capture is under way, for example
             warnings.warn(f"lookups go on in many small launches, since: {error}", stacklevel=2)
             self.usable = False

@@ -172,14 +172,26 @@ class DiskTier:
                 if len(changed) == len(rows):
                     self._held.journal.take(slots, into=found, hands=hands)
                     return torch.from_numpy(out)
-                if len(changed):
+                n_first = len(changed)
+                in_front = n_first > 0 and changed[-1] == n_first - 1
+                if in_front:
+                    self._held.journal.take(slots[:n_first], into=found[:n_first], hands=hands)
+                elif n_first:
                     self._held.journal.take(slots[changed], into=found, where=changed, hands=hands)
                 records = self._records
                 reading.enter_context(self._readers)
             # What follows may wait for the disk, and others need not wait for it.
-            others = np.flatnonzero(slots < 0) if len(changed) else None
-            take(records, rows if others is None else rows[others], into=found, where=others, hands=hands)
+            if in_front or not n_first:
+                take(records, rows[n_first:], into=found[n_first:], hands=hands)
+            else:
+                others = np.flatnonzero(slots < 0)
+                take(records, rows[others], into=found, where=others, hands=hands)
         return torch.from_numpy(out)
+
+    def nearest_first(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """An order of rows in which `gather` need not sort them: those that have changed come first."""
+        unchanged = self.unchanged(torch.from_numpy(ids)).numpy()
+        return np.concatenate((np.flatnonzero(~unchanged), np.flatnonzero(unchanged)))
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
         """Replace the records of these rows; they reach the file with the next checkpoint."""
@@ -189,10 +201,19 @@ class DiskTier:
             if len(rows):
                 self._held.journal.put(rows, given, n_rows=self.n_rows, hands=self._held.writers)
 
-    def send(self, ids: Tensor, records: Tensor) -> Future[None]:
-        """`scatter_` in another thread, one after the other."""
+    def send(self, ids: Tensor, records: Tensor, *, after: Callable[[], None]) -> Future[None]:
+        """`scatter_` in another thread, one after the other, once `after` returns."""
         self._held.check()
-        return self._held.sender.submit(self.scatter_, ids, records)
+        return self._held.sender.submit(self._scatter_after, after, ids, records)
+
+    def _scatter_after(self, after: Callable[[], None], ids: Tensor, records: Tensor) -> None:
+        after()
+        self.scatter_(ids, records)
+
+    def aside(self, do: Callable[..., None], *given: Any) -> Future[None]:
+        """Have something done by a thread that reads, while others do."""
+        self._held.check()
+        return self._held.readers.submit(do, *given)
 
     def count_also(self, n_elsewhere: Callable[[], int]) -> None:
         """Have changed rows that are elsewhere counted among those that an exit would lose."""
