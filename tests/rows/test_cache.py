@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import flatbed
-from flatbed.kernels.cache import COUNTS, FREE, Tags, choose, let_go, take_in
+from flatbed.kernels.cache import COUNTS, FREE, Tags, _lowest, choose, let_go, take_in
 from flatbed.rows.cache import DeviceCache, HostCache, Ticket, build
 from flatbed.rows.cache.under_way import UnderWay
 from flatbed.rows.record import Field, Record
@@ -189,6 +190,26 @@ def test_free_slots_and_the_oldest_go_before_ties() -> None:
     tags.clock.fill_(9)
     tags.stamp[:] = torch.tensor([5, 5, 5, 5, 5, 5, FREE, 1])
     assert set(choose(tags, torch.tensor([3, 7, 8])).slots.tolist()) >= {6, 7}
+
+
+@pytest.mark.parametrize("n", [1, 777, 20_000, 99_999])
+def test_of_very_many_slots_those_go_that_are_as_good_as_the_lowest(n: int) -> None:
+    generator = np.random.default_rng(n)
+    slots, scores = np.arange(5, 100_005), generator.random(100_000, np.float32)
+    found = _lowest(slots, scores, n)
+    assert len(np.unique(found)) == len(found) == n
+    assert scores[found - 5].max() <= n / 100_000 + 0.05
+    for ties in (np.zeros_like(scores), (scores > 0.5).astype(np.float32)):
+        found = _lowest(slots, ties, n)
+        assert len(np.unique(found)) == n
+        assert (ties[found - 5] > 0).sum() == max(0, n - (ties == 0).sum())
+
+
+@pytest.mark.parametrize("n", [1, 3, 700, 999])
+def test_of_a_few_slots_exactly_the_lowest_go(n: int) -> None:
+    scores = np.random.default_rng(n).integers(0, 300, 1000)
+    found = _lowest(np.arange(1000), scores, n)
+    assert sorted(scores[found]) == sorted(scores)[:n]
 
 
 def test_victims_are_chosen_without_anybody_s_random_numbers() -> None:

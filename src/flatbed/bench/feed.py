@@ -91,9 +91,11 @@ def run(case: str, setting: Setting, *, report: Callable[[str], object]) -> Iter
     if case == "bandwidth":
         for shape in sizes.shapes:
             yield from feed_measure.bandwidth(shape, feeding)
+            free_memory(setting.device)
     elif case == "epoch":
         for factor in sizes.factors:
             yield from feed_measure.epoch(sizes.epoch, factor, feeding)
+            free_memory(setting.device)
     else:
         yield from feed_read.read(sizes.array_bytes, sizes.row_bytes, sizes.n_ids, feeding)
     free_memory(setting.device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -24,10 +26,12 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what is held by nobody."""
+    """Give back what is held by nobody, to the system as well: what comes next is to find it as at first."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    with suppress(OSError, AttributeError):  # of other C libraries
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def percentiles(readings: Sequence[float]) -> tuple[float, float, float]:
