@@ -321,9 +321,16 @@ def to_device(leaf: Any, device: torch.device) -> Any:
     return moving.to(device)
 
 
+def _lent(tensor: Tensor) -> bool:
+    """Whether its memory is pinned for a feeder alone, which ends that when it likes."""
+    from flatbed.feed import pins  # which needs this module
+
+    return pins.is_ours(tensor.data_ptr())
+
+
 def _pinned(tensor: Tensor) -> Tensor:
     plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.requires_grad
-    if not plain or tensor.is_pinned():
+    if not plain or (tensor.is_pinned() and not _lent(tensor)):
         return tensor
     return torch.empty_like(tensor, device=CPU, pin_memory=True).copy_(tensor)
 

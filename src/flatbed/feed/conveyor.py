@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatbed.errors import FlatbedError
 from flatbed.feed import pins
 from flatbed.feed.batches import mapped, record_stream, recorded, tensors_in, to_device
 from flatbed.feed.packing import (
@@ -25,7 +26,8 @@ from flatbed.feed.packing import (
     tensor_over,
 )
 from flatbed.feed.pins import Pins
-from flatbed.feed.staging import Carrier, CudaLane, Event, Lane, Ring, relax_capture, spare_the_loop
+from flatbed.feed.staging import Carrier, CudaLane, Event, Lane, Ring, spare_the_loop
+from flatbed.kernels.streams import relax_capture
 
 STRAIGHT_BYTES = 1 << 16  # what is pinned goes straight from here on; less is packed with the rest
 
@@ -153,7 +155,9 @@ class Leaves:
             return slot
         if slot is not None:
             leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
-        elif callable(pin := getattr(leaf, "pin_memory", None)) and not isinstance(leaf, Tensor):
+        elif isinstance(leaf, Tensor):
+            self.in_place = self.in_place or _reads_ours(leaf)
+        elif callable(pin := getattr(leaf, "pin_memory", None)):
             leaf = pin()
         self.others.append(Itself(leaf))
         return self.others[-1]
@@ -163,10 +167,18 @@ class Leaves:
         if self._device.type != "cuda" or slot.form.order is None or not slot.source.flags.writeable:
             return False
         address = slot.source.__array_interface__["data"][0]
+        ours = pins.is_ours(address)  # before and after: another thread may be about to end it
         if not is_pinned(address, slot.form.nbytes):
             return False
-        self.in_place = self.in_place or pins.is_ours(address)  # a part, or a tensor, of such an array
+        self.in_place = (
+            self.in_place or ours or pins.is_ours(address)
+        )  # a part, or a tensor, of such an array
         return True
+
+
+def _reads_ours(tensor: Tensor) -> bool:
+    """Whether a tensor is over an array that we have pinned."""
+    return tensor.layout == torch.strided and tensor.is_cpu and pins.is_ours(tensor.data_ptr())
 
 
 def _tensors_in(value: Any) -> Iterable[Tensor]:
@@ -194,6 +206,7 @@ class Conveyor:
         self._read: deque[tuple[Any, list[Any]]] = deque()
         """Pinned memory of others that copies may still read."""
         self._spare_reads: list[Any] = []
+        self.closed = False
         self._entered = not in_thread
 
     def __call__(self, batch: Any) -> Sent:
@@ -202,6 +215,7 @@ class Conveyor:
             relax_capture()
             spare_the_loop()
         self._wait_for_room()
+        self._check_open()
         leaves = Leaves(batch, self.lane.device, self.pins)
         others = leaves.others
         found = [tensor for other in others for tensor in _tensors_in(other.value) if tensor.is_cuda]
@@ -217,6 +231,7 @@ class Conveyor:
             if leaves.slots:
                 owners += send(leaves.slots, self.carrier)
             arrived = self.lane.mark(self.spare_arrivals.pop() if self.spare_arrivals else None)
+        self._check_open()
         return Sent(leaves.filled(), arrived, owners, leaves.in_place)
 
     def _issue(self, leaves: Leaves) -> list[Tensor]:
@@ -259,14 +274,33 @@ class Conveyor:
 
     def _keep(self, read: list[Any]) -> None:
         """Hold on to what copies read: not all pinned memory is torch's, which waits by itself."""
-        while self._read and self._read[0][0].query():
-            self._spare_reads.append(self._read.popleft()[0])
+        while (oldest := self._oldest()) is not None:
+            if not oldest[0].query():
+                self._read.appendleft(oldest)
+                break
+            self._spare_reads.append(oldest[0])
         if read:
             event = self.lane.mark(self._spare_reads.pop() if self._spare_reads else None)
             self._read.append((event, read))
 
-    def close(self) -> None:
-        while self._read:
-            with suppress(Exception):  # of the GPU; the loop will hear of it
-                self._read[-1][0].synchronize()
+    def _oldest(self) -> tuple[Any, list[Any]] | None:
+        """Whoever takes it holds on to it: another thread may be about to close all of this."""
+        try:
+            return self._read.popleft()
+        except IndexError:
+            return None
+
+    def _check_open(self) -> None:
+        """End the thread if it was too long in the source for the one that closes this to wait for it."""
+        if self.closed:
+            with suppress(Exception):
+                self.lane.settle()
             self._read.clear()
+            raise FlatbedError("this iteration has ended")
+
+    def close(self) -> None:
+        """Wait for copies that read what others own. In any thread."""
+        self.closed = True
+        while (oldest := self._oldest()) is not None:
+            with suppress(Exception):  # of the GPU; the loop will hear of it
+                oldest[0].synchronize()

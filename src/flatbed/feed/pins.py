@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from flatbed.feed.packing import form_of
-from flatbed.feed.staging import Array, relaxed_capture
+from flatbed.feed.staging import Array
+from flatbed.kernels.streams import relaxed_capture
 from flatbed.rows import cuda_host, memory
 from flatbed.rows.cuda_host import DriverError
 
@@ -38,11 +39,14 @@ nobody has the array any more. Finalizers run anywhere, and do without."""
 class Root:
     """An array that owns memory, and the pages that are registered for it."""
 
-    __slots__ = ("array", "begin", "driver", "end", "gpu", "process", "users")
+    __slots__ = ("address", "array", "begin", "driver", "end", "gpu", "gpus", "process", "users")
 
     def __init__(self, array: Array, gpu: int, driver: cuda_host.Driver, user: int) -> None:
+        self.address = address_of(array)
         self.begin, self.end = pages_of(array)
         self.gpu = gpu
+        self.gpus = {gpu}
+        """All that copies may go to."""
         self.driver = driver
         self.process = os.getpid()
         self.users = {user}
@@ -77,7 +81,7 @@ class Pins:
         root = owner_of(array)
         if root is None or not self._end.alive:
             return False
-        found = _roots.get(id(root))
+        found = _known(root)
         if found is not None and self._number in found.users:
             return True
         return self._register(root)
@@ -85,7 +89,7 @@ class Pins:
     def has(self, array: Array) -> bool:
         """Whether it is registered, and this one of those that want it."""
         root = owner_of(array)
-        found = None if root is None else _roots.get(id(root))
+        found = None if root is None else _known(root)
         return found is not None and self._number in found.users
 
     def wants(self, array: Array) -> bool:
@@ -106,7 +110,8 @@ class Pins:
             _refuse(root)
             return False
         begin, end = pages_of(root)
-        return end - begin <= limit_bytes() - registered_bytes()
+        # Registering gives pages real memory that an array may never have been written to.
+        return end - begin <= min(limit_bytes() - registered_bytes(), memory.available_bytes() // 2)
 
     def _register(self, root: Array) -> bool:
         global _n_bytes
@@ -114,7 +119,10 @@ class Pins:
             if not self._end.alive:  # since it was looked at last
                 return False
             found = _roots.get(id(root))
-            if found is None:
+            if found is not None:
+                found.users.add(self._number)
+                found.gpus.add(self._gpu)
+            if found is None or _roots.get(id(root)) is not found:  # it may have ended meanwhile
                 if self._driver is None or not self._may(root):
                     return False
                 _unregister_before_forks()
@@ -122,12 +130,12 @@ class Pins:
                 found = _roots[id(root)] = Root(root, self._gpu, self._driver, self._number)
                 _n_bytes += found.end - found.begin
                 try:
-                    self._driver.register(self._gpu, found.begin, found.end - found.begin)
+                    with relaxed_capture():
+                        self._driver.register(self._gpu, found.begin, found.end - found.begin)
                 except DriverError:
                     _take(id(root))
                     _refuse(root)
                     return False
-            found.users.add(self._number)
             return True
 
 
@@ -172,7 +180,8 @@ def has_own_pages(root: Array) -> bool:
     before, size = (ctypes.c_size_t * 2).from_address(address - HEADER)
     n, flags = size & ~7, size & 7
     least = root.nbytes + HEADER
-    return before == 0 and flags == MAPPED and n % page == 0 and least <= n < least + page + HUGE_PAGE
+    slack = HUGE_PAGE if n % HUGE_PAGE == 0 else page
+    return before == 0 and flags == MAPPED and n % page == 0 and least <= n < least + slack
 
 
 @lru_cache(maxsize=1)
@@ -206,6 +215,16 @@ def _refuse(root: Array) -> None:
     _refused[key] = weakref.ref(root, lambda _: _refused.pop(key, None))
 
 
+def _known(root: Array) -> Root | None:
+    """What is registered of an array, as long as its memory is where it was."""
+    found = _roots.get(id(root))
+    if found is None or found.address == address_of(root):
+        return found
+    with lock:
+        _end(id(root))
+    return None
+
+
 def _take(key: int) -> Root | None:
     found = _roots.pop(key, None)
     if found is not None:
@@ -218,8 +237,12 @@ def _gone(key: int, _: Any) -> None:
     found = _take(key)
     if found is None or os.getpid() != found.process:
         return
-    with suppress(Exception), relaxed_capture(), found.driver._context(found.gpu):
-        found.driver.calls["cuMemHostUnregister"](found.begin)  # without a wait for all that the GPU does
+    with relaxed_capture():
+        with suppress(Exception):
+            if torch.cuda.is_initialized() and not _is_capturing():  # type: ignore[no-untyped-call,unused-ignore]
+                torch.cuda.current_stream(found.gpu).synchronize()  # copies of the user's own keep nothing
+        with suppress(Exception), found.driver._context(found.gpu):  # no wait for all that the GPU does
+            found.driver.calls["cuMemHostUnregister"](found.begin)
 
 
 def _end(key: int) -> None:
@@ -229,6 +252,9 @@ def _end(key: int) -> None:
     if array is None or (found := _take(key)) is None or os.getpid() != found.process:
         return
     with suppress(Exception), relaxed_capture():
+        for gpu in found.gpus - {found.gpu}:
+            with found.driver._context(gpu):
+                found.driver.calls["cuCtxSynchronize"]()
         found.driver.unregister(found.gpu, found.begin)
     del array
 
@@ -240,8 +266,9 @@ def _leave(number: int, process: int) -> None:
 
 def _leave_now(number: int) -> None:
     with lock:
-        for key, root in list(_roots.items()):
-            if number in root.users:
+        for key in list(_roots):  # not its items: to make pairs may collect garbage, and that may end some
+            root = _roots.get(key)
+            if root is not None and number in root.users:
                 root.users.discard(number)
                 if not root.users:
                     _end(key)
@@ -250,8 +277,9 @@ def _leave_now(number: int) -> None:
 def let_go(begin: int, end: int) -> None:
     """Unregister what there is in a range, for good: somebody wants to do so for reasons of their own."""
     with lock:
-        for key, root in list(_roots.items()):
-            if root.begin < end and begin < root.end:
+        for key in list(_roots):
+            root = _roots.get(key)
+            if root is not None and root.begin < end and begin < root.end:
                 array = root.array()
                 if array is not None:
                     _refuse(array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -95,9 +96,10 @@ class Prefetcher:
         return n_batches(self.loader)
 
     def __iter__(self) -> Prefetched:
+        until = time.monotonic() + LEFT_SECONDS
         for earlier in list(self._earlier):
             if earlier.stopped:  # the loader may be one that cannot be in two threads at a time
-                earlier.join(LEFT_SECONDS)
+                earlier.join(max(0.0, until - time.monotonic()))
         device = self.device
         asked = [Lookups(table, each, lookups.ahead_of(table)) for table, each in self._functions.items()]
         prepare = Preparation(Mover(device), asked)

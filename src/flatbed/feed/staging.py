@@ -6,13 +6,11 @@ back with an event: whoever takes it next waits until the copy is done. No threa
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -83,36 +81,6 @@ class CudaLane:
 
     def settle(self) -> None:
         self.stream.synchronize()
-
-
-def relax_capture() -> None:
-    """Let this thread allocate and wait while another one captures a graph, which that does not concern."""
-    exchange = _exchange_capture_mode()
-    if exchange is not None:
-        exchange(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED, of this thread alone
-
-
-@contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """The same for as long as it takes, in any thread: even in one that captures a graph itself."""
-    exchange, mode = _exchange_capture_mode(), ctypes.c_int(2)
-    if exchange is None:
-        yield
-        return
-    exchange(ctypes.byref(mode))  # which is, from here on, what it was before
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
-
-
-@lru_cache(maxsize=1)
-def _exchange_capture_mode() -> Any:
-    if torch.version.cuda is None:
-        return None
-    with suppress(OSError, AttributeError):
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    return None
 
 
 def spare_the_loop() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,6 +40,41 @@ def another_than(device: torch.device, handles: set[int], *, priority: int = 0) 
         if stream.cuda_stream not in handles:
             break
     return stream
+
+
+# ---- while others capture graphs
+
+
+def relax_capture() -> None:
+    """Let this thread allocate and wait while another one captures a graph, which that does not concern."""
+    exchange = _exchange_capture_mode()
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED, of this thread alone
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[bool]:
+    """The same for as long as it takes, in any thread: even in one that captures a graph itself. Yields
+    whether there is such a thing.
+    """
+    exchange, mode = _exchange_capture_mode(), ctypes.c_int(2)
+    if exchange is None:
+        yield False
+        return
+    exchange(ctypes.byref(mode))  # which is, from here on, what it was before
+    try:
+        yield True
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@lru_cache(maxsize=1)
+def _exchange_capture_mode() -> Any:
+    if torch.version.cuda is None:
+        return None
+    with suppress(OSError, AttributeError):
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    return None
 
 
 # ---- several times a batch, where every microsecond counts

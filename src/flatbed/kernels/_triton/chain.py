@@ -198,7 +198,8 @@ class _Building:
         found = CopyNode()
         self._call("cuGraphMemcpyNodeGetParams", node, byref(found))
         sides = found.source, found.target
-        if found.height != 1 or found.depth != 1 or any(side.kind != ON_DEVICE for side in sides):
+        within = any(side.kind != ON_DEVICE or side.y or side.z or side.level for side in sides)
+        if found.height != 1 or found.depth != 1 or within:
             raise _NoChainError
         return _launch_of(row_kernels.copy_bytes, found.width, *(side.device + side.x for side in sides))
 

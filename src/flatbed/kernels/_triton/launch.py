@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flatbed.kernels._triton import elementary
-from flatbed.kernels.streams import another_than
+from flatbed.kernels.streams import another_than, relaxed_capture
 
 TYPES = {
     torch.float64: tl.float64,
@@ -247,31 +247,16 @@ def outside_of_capture(device: torch.device, after: torch.cuda.Event | None) -> 
 
     Yields whether that can be had: a stream aside, and a thread that may wait for it.
     """
-    exchange = _exchange_capture_mode()
-    if exchange is None:
-        yield False
-        return
-    mode = ctypes.c_int(2)  # relaxed; it is the thread's own, and put back
-    exchange(ctypes.byref(mode))
-    try:
+    with relaxed_capture() as relaxed:
+        if not relaxed:
+            yield False
+            return
         aside = another_than(device, {torch.cuda.current_stream(device).cuda_stream})  # which is capturing
         with torch.cuda.stream(aside):
             if after is not None:
                 aside.wait_event(after)
             yield True
         aside.synchronize()
-    finally:
-        exchange(ctypes.byref(mode))
-
-
-@functools.cache
-def _exchange_capture_mode() -> Any:
-    if torch.version.cuda is None:
-        return None
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):
-        return None
 
 
 class Stream:

@@ -50,6 +50,8 @@ class Passage:
         self._bring_keys()  # all other kernels have run before: none can be loaded during a capture
         parts = [[self._find], [self._begin, self._admit]] if early else [[self._find_anew, self._admit]]
         self.graphs = [Graph(part, device, pool) for part in parts]
+        if early:  # its memory may have been somebody's in this stream, and is first used in another one
+            self.done.record()
 
     # ---- what the graphs do
 
@@ -73,6 +75,7 @@ class Passage:
             row_kernels.bring[(-(-n // 1024),)](self.staging.data_ptr(), self.keys, n, BLOCK=1024)
 
     def _begin(self) -> None:
+        """Nothing from here on may be allocated: `find` of another batch, at work, has the same pool."""
         cache.begin(self.turn)
 
     def _admit(self) -> None:
@@ -119,13 +122,15 @@ class Graph:
                     part()
             finally:
                 self._graph.capture_end()
-        self.chain: Chain | None = chained(self._graph)
+            self.chain: Chain | None = chained(self._graph)
 
     def launch(self) -> None:
         """Have it done in the current stream."""
         chain = self.chain
-        if chain is None or not chain.launch(torch._C._cuda_getCurrentRawStream(self._index)):
-            self._graph.replay()
+        if chain is not None and torch._C._cuda_getDevice() == self._index:
+            if chain.launch(torch._C._cuda_getCurrentRawStream(self._index)):
+                return
+        self._graph.replay()
 
 
 def _kept_graph() -> torch.cuda.CUDAGraph:

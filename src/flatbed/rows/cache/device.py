@@ -46,6 +46,7 @@ class DeviceCache:
         self.used = True
         """Whether rows were used outside of graphs since a batch last came ahead of time."""
         self.graphs = Graphs(device)
+        self._loaded = device.type != "cuda"
         self.passages = Passages(self.tags, self.place)
 
     @property
@@ -84,11 +85,25 @@ class DeviceCache:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._come_in_graph(keys, bad, current_stream(self.device))
         self.wait()
+        self._load_for_graphs()
         window = 0
         if len(keys):
             window = self._window(len(keys))
             self.under_way.come(len(keys))
         return self._come(keys, bad, window=window)
+
+    def _load_for_graphs(self) -> None:
+        """Run what only graphs run, once: nothing can be loaded while one is captured."""
+        if self._loaded:
+            return
+        from flatbed.kernels._triton import cache, rows
+
+        self._loaded = True
+        keys = ops.narrow(torch.zeros(1, dtype=torch.int64, device=self.device), self.n_rows)
+        rows.distinct(keys, self.n_rows, torch.zeros(1, dtype=torch.int64, device=self.device))
+        turn = cache.Turn(self.tags, 1)
+        turn.clock = torch.zeros_like(turn.clock)
+        cache.begin(turn)
 
     def _come_in_graph(self, keys: Tensor, bad: Tensor | None, stream: torch.cuda.Stream) -> Distinct:
         """Batches that came early are waited for as late as can be, when the rows are known."""
@@ -132,6 +147,7 @@ class DeviceCache:
         lease = self.passages.lease(n, window=window, from_host=checked, checked=checked)
         if lease is not None:
             self.wait()
+            self._load_for_graphs()
             self._window(n)
             self.under_way.come(n)
             lease.run(ids.flatten())

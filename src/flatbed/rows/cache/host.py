@@ -18,6 +18,7 @@ from torch import Tensor
 from flatbed.kernels.cache import Arrivals, Tags, choose, count_uses, let_go, take_in
 from flatbed.kernels.choose import by_triton
 from flatbed.kernels.rows import Place
+from flatbed.kernels.streams import relaxed_capture
 from flatbed.rows.cache.stats import CacheStats
 from flatbed.rows.cache.ticket import Ticket
 from flatbed.rows.cache.under_way import UnderWay
@@ -35,11 +36,14 @@ class Copies:
 
     records: Tensor
     complete: torch.cuda.Event | None = None
+    device: torch.device = CPU
+    """Where they are copied from."""
 
     def wait(self) -> None:
-        """Until they are complete."""
+        """Until they are complete. In any thread, whoever captures a graph meanwhile."""
         if self.complete is not None:
-            self.complete.synchronize()
+            with relaxed_capture(), torch.cuda.device(self.device):
+                self.complete.synchronize()
 
 
 @dataclass(slots=True)
@@ -187,7 +191,8 @@ class HostCache:
             return Copies(found)
         pinned = torch.empty(found.shape, dtype=torch.uint8, device=CPU, pin_memory=True)
         pinned.copy_(found, non_blocking=True)
-        return Copies(pinned, torch.cuda.current_stream(self.computes_on).record_event())
+        done = torch.cuda.current_stream(self.computes_on).record_event()
+        return Copies(pinned, done, self.computes_on)
 
     def _send_home(self, slots: Tensor, rows: Tensor, copies: Copies) -> None:
         """Write copies home, for a file beside what comes next."""
