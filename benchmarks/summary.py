@@ -56,6 +56,8 @@ STEP, OPTIMIZER = {"part": "step"}, {"part": "optimizer"}
 UNIFORM, ZIPF_105, ZIPF_12 = ({"distribution": name} for name in ("uniform", "zipf 1.05", "zipf 1.2"))
 LARGE = {"policy": "lfu", "cache_rows": 2_000_000}
 BATCH = {"case": "bandwidth", "batch_bytes": 64 << 20}
+EPOCHS = "h200-feed-epoch.json"  # of a process of their own
+HALF, EQUAL, TWICE = ({"case": "epoch", "factor": factor} for factor in (0.5, 1.0, 2.0))
 SMALL = {"case": "bandwidth", "n_arrays": 500}
 ROWS = {"case": "rows", "row_bytes": 512}
 SPARSE = "torch sparse"
@@ -115,6 +117,14 @@ LINES = [
         "in_row_p50_ms",
         ZIPF_105,
     ),
+    Line(
+        "the same, prefetched",
+        "h200-cache-step.json",
+        "flatbed, captured, prefetched",
+        SPARSE,
+        "in_row_p50_ms",
+        ZIPF_105,
+    ),
     Line("Zipf 1.2", "h200-cache-step.json", "flatbed", SPARSE, "in_row_p50_ms", ZIPF_12, LARGE),
     Line(
         "Zipf 1.2, in a CUDA graph",
@@ -126,6 +136,9 @@ LINES = [
     ),
     Line("numpy batches of 64 MiB to the GPU", "h200-feed.json", "flatbed Feeder", TO, also=BATCH),
     Line("the same", "h200-feed.json", "flatbed Feeder", LOADER, also=BATCH),
+    Line("an epoch of them, 0.6 ms of products beside each", EPOCHS, "flatbed Feeder", LOADER, also=HALF),
+    Line("the same with 1.2 ms, as long as the transfer", EPOCHS, "flatbed Feeder", LOADER, also=EQUAL),
+    Line("the same with 2.4 ms", EPOCHS, "flatbed Feeder", LOADER, also=TWICE),
     Line("500 arrays of 16 KiB", "h200-feed.json", "flatbed Feeder", LOADER, also=SMALL),
     Line(
         "65,536 rows of 512 B out of a numpy array",

@@ -22,19 +22,32 @@ OWN_BYTES = 33 << 20  # from 32 MiB on, the C library maps memory for each block
 class FakeDriver:
     """Refuses pages that are registered already, and reads bytes of those that it is to let go."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, n_gpus: int = 1, reads: bool = True) -> None:
+        self.n_gpus = n_gpus
+        self.reads = reads
+        self.waited: list[int] = []
+        """Those GPUs that somebody has waited for, in order."""
         self.registered: dict[int, int] = {}
         self.log: list[tuple[str, int]] = []
         self.refuses = False
         self.on_register: Callable[[], object] = lambda: None
         self.on_unregister: Callable[[int, int], object] = lambda begin, end: None
-        self.calls = {"cuMemHostUnregister": self._unregister}
+        self.calls: dict[str, Callable[..., int]] = {
+            "cuMemHostUnregister": self._unregister,
+            "cuCtxSynchronize": self._synchronize,
+        }
         self._lock = threading.RLock()
+        self._current = threading.local()
 
     @contextmanager
     def _context(self, gpu: int) -> Iterator[None]:
-        assert gpu == GPU.index
-        yield
+        assert 0 <= gpu < self.n_gpus
+        before = getattr(self._current, "gpu", None)
+        self._current.gpu = gpu
+        try:
+            yield
+        finally:
+            self._current.gpu = before
 
     def register(self, gpu: int, address: int, nbytes: int) -> None:
         self.log.append(("register", address))
@@ -47,11 +60,18 @@ class FakeDriver:
 
     def unregister(self, gpu: int, address: int) -> None:
         self.log.append(("synchronize", address))
-        self._unregister(address)
+        with self._context(gpu):
+            self._synchronize()
+            self._unregister(address)
+
+    def _synchronize(self) -> int:
+        assert self._current.gpu is not None, "no context is current"
+        self.waited.append(self._current.gpu)
+        return 0
 
     def _unregister(self, address: int) -> int:
         end = self.registered[address]
-        for byte in (address, end - 1):
+        for byte in (address, end - 1) if self.reads else ():
             assert ctypes.c_uint8.from_address(byte).value >= 0  # or the process ends here
         self.on_unregister(address, end)
         self.log.append(("unregister", address))
@@ -73,9 +93,9 @@ def own(value: int = 0, nbytes: int = OWN_BYTES) -> Any:
     raise AssertionError("no memory is mapped for an array alone")
 
 
-def pins_of(driver: FakeDriver) -> Pins:
+def pins_of(driver: FakeDriver, gpu: int = 0) -> Pins:
     fake: Any = driver
-    return Pins(GPU, fake)
+    return Pins(torch.device("cuda", gpu), fake)
 
 
 def nothing_is_registered() -> bool:

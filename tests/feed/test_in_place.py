@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from flatbed.feed import feeder, packing, pins
+from flatbed.errors import FlatbedError
+from flatbed.feed import background, conveyor, feeder, packing, pins
+from flatbed.feed.conveyor import Conveyor
 from flatbed.feed.feeder import Feeder
 from flatbed.feed.pins import Pins
 from tests.feed.fakes import wait_until
@@ -332,8 +335,6 @@ def test_a_tensor_of_such_an_array_may_be_written_to_as_well(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is found to be pinned, and whose it is knows nothing of that."""
-    from flatbed.feed import conveyor
-
     whole = own()
     setup.epoch(feed := setup.feeder([whole]))
     setup.epoch(feed)
@@ -343,6 +344,23 @@ def test_a_tensor_of_such_an_array_may_be_written_to_as_well(
         assert (len(leaves.others), leaves.in_place) == (1, True)
     leaves = conveyor.Leaves([whole[: 1 << 10]], GPU)
     assert (len(leaves.slots), leaves.in_place) == (1, False)
+
+
+def test_a_tensor_with_a_gradient_of_such_an_array(setup: Setup) -> None:
+    """It is moved by its own `to`, which reads the array as well."""
+    whole, elsewhere = own().view(np.float32), own().view(np.float32)
+    setup.epoch(feed := setup.feeder([whole]))
+    setup.epoch(feed)
+    for leaf in (torch.from_numpy(whole), torch.nn.Parameter(torch.from_numpy(whole[5:]))):
+        leaves = conveyor.Leaves([leaf.requires_grad_()], GPU)
+        assert (len(leaves.others), len(leaves.slots), leaves.in_place) == (1, 0, True)
+    given = [
+        torch.from_numpy(elsewhere).requires_grad_(),
+        torch.eye(3).to_sparse(),
+        torch.ones(3, device="meta"),
+    ]
+    leaves = conveyor.Leaves(given, GPU)
+    assert (len(leaves.others), leaves.in_place) == (3, False)
 
 
 # ---- how long they stay
@@ -393,6 +411,150 @@ def test_early_ends_with_arrays_that_go(
     gc.collect()
     assert wait_until(lambda: not setup.driver.registered)
     assert reads == [False] * 4
+
+
+class Step:
+    """An event that the GPU comes to when the test has it so."""
+
+    def __init__(self) -> None:
+        self.waited, self.flag = threading.Event(), threading.Event()
+
+    def query(self) -> bool:
+        return self.flag.is_set()
+
+    def synchronize(self) -> None:
+        self.waited.set()
+        assert self.flag.wait(20)
+
+
+class Addresses(LazyLane):
+    """Holds on to nothing that its copies read, as a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.copy = Step(), Step()
+        self.n_sent = 0
+
+    def reached(self, current: Any, event: Any = None) -> Any:
+        return self.step
+
+    def send(self, target: Tensor, source: Tensor) -> None:
+        self.n_sent += 1
+        if self.n_sent == 2:
+            self.copy.synchronize()
+        with self.lock:
+            self.todo.append(source.data_ptr())
+
+    def carry_out(self, until: Any = None) -> None:
+        with self.lock:
+            while self.todo and (until is None or not until.done):
+                one = self.todo.pop(0)
+                if isinstance(one, Lazy):
+                    one.n_reached += 1
+
+    def reads(self, begin: int, end: int) -> bool:
+        return any(begin <= one < end for one in self.todo if not isinstance(one, Lazy))
+
+
+@pytest.mark.parametrize("where", ["room", "copy"])
+def test_a_thread_that_an_end_did_not_wait_for(
+    setup: Setup, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a step that takes long, or in a copy: nothing reads what nobody keeps when it goes on."""
+    monkeypatch.setattr(background, "JOIN_SECONDS", 0.05)
+    given = roots(3)
+    feed = setup.feeder(given, depth=1)
+    for _ in range(2):
+        setup.epoch(feed)
+    monkeypatch.setattr(Feeder, "_at_once", lambda self: False)
+    setup.lane = lane = Addresses()
+    stuck, other = (lane.step, lane.copy) if where == "room" else (lane.copy, lane.step)
+    other.flag.set()
+    reads = []
+    setup.driver.on_unregister = lambda begin, end: reads.append(lane.reads(begin, end))
+    found: Any = iter(feed)
+    next(found)
+    assert stuck.waited.wait(20)
+    found.close()
+    assert threads(), "the end did not wait for it"
+    n_sent = lane.n_sent
+    given.clear()
+    stuck.flag.set()
+    assert wait_until(lambda: not threads())
+    assert lane.n_sent == n_sent
+    del found
+    gc.collect()
+    assert reads == [False] * 3
+    assert not setup.driver.registered
+    del feed
+
+
+class Meanwhile:
+    """An event; something else happens in another thread while somebody is at it."""
+
+    def __init__(self, lane: LazyLane, happens: Any, *, done: bool) -> None:
+        self.lane, self.happens, self.done = lane, happens, done
+        self.n_waited = 0
+
+    def _happen(self) -> None:
+        happens, self.happens = self.happens, None
+        if happens is not None:
+            thread = threading.Thread(target=happens)
+            thread.start()
+            thread.join(20)
+            assert not thread.is_alive()
+
+    def query(self) -> bool:
+        self._happen()
+        return self.done
+
+    def synchronize(self) -> None:
+        self._happen()
+        self.n_waited += 1
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_an_end_while_the_thread_looks_for_what_was_read(done: bool) -> None:
+    lane: Any = LazyLane()
+    made = Conveyor(ring(), lane, 4, in_thread=False)
+    array = np.zeros(9)
+    kept = weakref.ref(array)
+    made._read.append((Meanwhile(lane, made.close, done=done), [array]))
+    del array
+    settled, real = [], lane.settle
+
+    def settle() -> None:
+        settled.append(done or kept() is not None)
+        real()
+
+    lane.settle = settle
+    with pytest.raises(FlatbedError, match="this iteration has ended"):
+        made(np.ones(5))
+    assert settled == [True], "after which it may go"
+    assert kept() is None
+    assert not lane.todo
+    with pytest.raises(FlatbedError, match="this iteration has ended"):
+        made(np.ones(5))
+    assert not lane.todo
+
+
+def test_the_thread_keeps_more_while_an_end_waits() -> None:
+    lane: Any = LazyLane()
+    made = Conveyor(ring(), lane, 4, in_thread=False)
+    array = np.zeros(9)
+    source, target = torch.from_numpy(array), torch.ones(9, dtype=torch.float64)
+
+    def issue() -> None:
+        lane.send(target, source)
+        made._keep([array])
+
+    first = Meanwhile(lane, issue, done=False)
+    made._read.append((first, []))
+    made.close()
+    assert first.n_waited == 1
+    assert not lane.todo, "the second was waited for, too"
+    assert not made._read
+    assert target.sum() == 0
 
 
 def test_an_error_of_the_device_arrives(setup: Setup) -> None:

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from flatbed.feed import packing, pins, row_ways
+from flatbed.feed import batches, packing, pins, row_ways
 from flatbed.feed.pins import Pins
+from flatbed.rows import memory as host_memory
 from tests.feed.pinning import GPU, OWN_BYTES, FakeDriver, nothing_is_registered, own, pins_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs the C library of Linux")
@@ -104,6 +105,29 @@ def test_an_array_cannot_be_moved_while_it_is_registered(made: Pins) -> None:
         array.resize(2 * OWN_BYTES, refcheck=False)
 
 
+def test_an_array_whose_memory_has_moved_is_not_taken_for_registered() -> None:
+    """Nobody who watches an array hears of that."""
+    driver = FakeDriver(reads=False)  # what the array had is unmapped by then
+    made = pins_of(driver)
+    for n in range(1, 9):  # the new memory may be where the old one was
+        array = own(3)
+        assert made.pin(array)
+        before = pins.address_of(array)
+        array.__setstate__(np.full(n + (OWN_BYTES + (n << 20)) // 2, 7, ">u2").__reduce__()[2])
+        if pins.address_of(array) != before:
+            break
+    assert pins.address_of(array) != before
+    assert id(pins.owner_of(array)) == id(array)
+    assert not made.has(array)
+    assert before - pins.HEADER not in driver.registered, "it is found out, and ended"
+    assert made.wants(array) == pins.has_own_pages(array)
+    assert made.pin(array) == pins.has_own_pages(array)
+    assert driver.registered == (dict([pins.pages_of(array)]) if pins.has_own_pages(array) else {})
+    made.close()
+    assert not driver.registered
+    assert nothing_is_registered()
+
+
 def test_pins_share_what_is_registered(driver: FakeDriver) -> None:
     one, other, array = pins_of(driver), pins_of(driver), own()
     assert one.pin(array)
@@ -116,6 +140,29 @@ def test_pins_share_what_is_registered(driver: FakeDriver) -> None:
     del other
     gc.collect()
     assert not driver.registered
+
+
+@pytest.mark.parametrize("how", ["first", "second", "let go", "all"])
+def test_an_end_waits_for_all_gpus_that_an_array_is_copied_to(how: str) -> None:
+    driver = FakeDriver(n_gpus=3)
+    one, other, third, array = pins_of(driver, 1), pins_of(driver, 0), pins_of(driver, 2), own()
+    assert one.pin(array)
+    assert other.pin(array)
+    assert third.pin(own())
+    assert (driver.said("register"), driver.waited) == (2, []), "that of the third is gone"
+    seen: list[set[int]] = []
+    driver.on_unregister = lambda begin, end: seen.append(set(driver.waited))
+    if how == "let go":
+        pins.let_go(*pins.pages_of(array))
+    elif how == "all":
+        pins.close_all()
+    else:
+        for found in (one, other) if how == "first" else (other, one):
+            assert not seen
+            found.close()
+    assert seen == [{0, 1}]
+    assert not driver.registered
+    assert nothing_is_registered()
 
 
 def test_pins_that_go_let_everything_go(driver: FakeDriver) -> None:
@@ -248,6 +295,20 @@ def test_no_more_than_a_part_of_the_memory(
     assert driver.said("register") == 3
 
 
+def test_no_more_than_half_of_what_is_left(
+    driver: FakeDriver, made: Pins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an array that was never written to, registering would make real memory."""
+    array, left = own(), 2 * (OWN_BYTES + PAGE) - 2
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: left)
+    assert not made.wants(array)
+    assert not made.pin(array[: 1 << 20]), "all of it would be registered"
+    assert not driver.log
+    left += 2
+    assert made.wants(array)
+    assert made.pin(array), "not refused for good"
+
+
 def test_without_a_driver_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pins.cuda_host, "driver", lambda: None)
     found = Pins(GPU)
@@ -283,6 +344,92 @@ def test_pins_that_go_while_others_register(driver: FakeDriver, made: Pins) -> N
     last = own()
     assert made.pin(last)
     assert (made.has(last), len(driver.registered)) == (True, 1)
+
+
+class Moments(dict[int, Any]):
+    """Something happens right after the n-th time that somebody has looked something up."""
+
+    def __init__(self, happens: Any) -> None:
+        super().__init__()
+        self.happens = happens
+        self.n: int | None = None
+
+    def get(self, key: int, default: Any = None) -> Any:
+        found = super().get(key, default)
+        if self.n is not None:
+            self.n -= 1
+            if self.n == 0:
+                self.n = None
+                self.happens()
+        return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_only_other_pins_go_while_an_array_is_looked_up(
+    driver: FakeDriver, made: Pins, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a collection of garbage has it, in the same thread."""
+    assert nothing_is_registered()
+    other, array = pins_of(driver), own()
+    looked_up = Moments(other.close)
+    with monkeypatch.context() as patch:
+        patch.setattr(pins, "_roots", looked_up)
+        assert other.pin(array)
+        looked_up.n = n
+        assert made.pin(array)
+        looked_up.n = None
+        assert driver.registered == dict([pins.pages_of(array)])
+        assert made.has(array)
+        assert pins.is_ours(pins.address_of(array))
+        other.close()
+        assert made.has(array)
+        made.close()
+        assert not looked_up
+    assert not driver.registered
+
+
+class Circle:
+    """Garbage with an array."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.circle = self
+
+
+@pytest.mark.parametrize("how", ["let go", "close", "is ours"])
+def test_garbage_is_collected_while_registered_arrays_are_walked(driver: FakeDriver, how: str) -> None:
+    """At each moment that the collector may come; from Python 3.12 on it does not come in between."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # all else is looked through much longer than this takes
+    try:
+        for n in range(60):
+            one, other, kept = pins_of(driver), pins_of(driver), [own() for _ in range(3)]
+            garbage = Circle(own())
+            assert other.pin(garbage.array)
+            assert all(one.pin(array) for array in kept)
+            gc.disable()
+            filler = [[] for _ in range(1000)]  # type: ignore[var-annotated]  # more than what is freed in between
+            del garbage
+            gc.set_threshold(gc.get_count()[0] + n, 10**6, 10**6)
+            gc.enable()
+            if how == "let go":
+                pins.let_go(0, 1)
+            elif how == "close":
+                one.close()
+            else:
+                assert not pins.is_ours(1)
+            gc.disable()
+            del filler
+            gc.collect()
+            assert len(driver.registered) == (0 if how == "close" else 3)
+            one.close()
+            other.close()
+            assert not driver.registered
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+        gc.enable()
 
 
 def test_an_interrupt_while_an_array_is_registered(driver: FakeDriver, made: Pins) -> None:
@@ -338,6 +485,35 @@ def test_whoever_registers_an_array_for_good_has_it_alone(driver: FakeDriver, ma
     assert [what for what, address in driver.log if address == begin][1:] == ["synchronize", "unregister"]
     pins.let_go(end, end)
     assert row_ways.let_go is pins.let_go
+
+
+# ---- others that find it pinned
+
+
+def test_what_is_pinned_for_a_feeder_alone_is_copied(
+    driver: FakeDriver, made: Pins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whoever takes tensors to a GPU: the feeder may end it while they are on their way."""
+    real = torch.empty_like
+    asked: list[Any] = []
+
+    def empty_like(like: torch.Tensor, *, pin_memory: bool, **options: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return real(like, **options)
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    array = own(5)
+    tensor = torch.from_numpy(array)[1000:]
+    assert batches._pinned(tensor) is tensor, "somebody else has pinned it"
+    assert made.pin(array)
+    found = batches._pinned(tensor)
+    assert found.data_ptr() != tensor.data_ptr()
+    assert not pins.is_ours(found.data_ptr())
+    assert torch.equal(found, tensor)
+    assert asked == [True]
+    made.close()
+    assert batches._pinned(tensor) is tensor
 
 
 # ---- forks and exits
@@ -508,3 +684,25 @@ def test_a_graph_is_captured_while_arrays_go() -> None:
     graph.replay()
     assert float(x[0]) == 1
     found.close()
+
+
+def test_pages_of_its_own_whatever_the_size() -> None:
+    sizes = [(40 << 20) - less for less in range(64)]
+    assert all(pins.has_own_pages(own(nbytes=nbytes)) for nbytes in sizes)
+
+
+def test_one_gpu_that_fails_does_not_keep_an_array_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    driver.n_gpus = 2
+    one, other = pins_of(driver), pins_of(driver, 1)
+    array = own()
+    assert one.pin(array)
+    assert other.pin(array)
+
+    def lost() -> int:
+        raise RuntimeError("this GPU is lost")
+
+    monkeypatch.setitem(driver.calls, "cuCtxSynchronize", lost)
+    one.close()
+    other.close()
+    assert not driver.registered

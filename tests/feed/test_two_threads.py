@@ -16,6 +16,7 @@ import torch
 
 import flatbed
 from flatbed.feed import Prefetcher, lookups
+from flatbed.feed.background import Background
 from flatbed.feed.prefetcher import NAME
 from flatbed.rows.ahead import Ahead
 from tests.feed.fakes import ROWS, FakeAhead, batches, items, loader, running, wait_until, workers
@@ -251,6 +252,43 @@ def test_a_new_loop_waits_for_the_loader_of_the_last(
     assert names() == THREADS[:1]
     assert len(list(prefetcher)) == 4
     assert max(most) == 1
+
+
+def test_a_new_loop_waits_once_for_all_that_are_left(
+    emb: flatbed.HostEmbedding, slow_files: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once for each thread, nor for each of the loops that were left."""
+    monkeypatch.setattr("flatbed.feed.background.JOIN_SECONDS", 0.01)
+    monkeypatch.setattr("flatbed.feed.prefetcher.LEFT_SECONDS", 0.3)
+    inside, go_on = threading.Semaphore(0), threading.Event()
+    waits: list[float] = []
+    join = Background.join
+
+    def noted(self: Background[Any], seconds: float | None = None) -> None:
+        if seconds is not None:
+            waits.append(seconds)
+        join(self, seconds)
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            yield from batches(1)
+            inside.release()
+            go_on.wait(20)
+            yield from batches(1)
+
+    monkeypatch.setattr(Background, "join", noted)
+    prefetcher = Prefetcher(Loader(), {emb: items})
+    for n in range(3):
+        waits.clear()
+        prefetched = iter(prefetcher)
+        assert len(waits) >= min(n, 1), "there are some that are still in the loader"
+        assert sum(waits) <= 0.3, "each waits for as long as it is given"
+        next(prefetched)
+        assert inside.acquire(timeout=20)
+        prefetched.close()
+        del prefetched
+    go_on.set()
+    assert wait_until(lambda: not running())
 
 
 def test_neither_objects_nor_threads_grow(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.kernels import cache as decisions
+from flatbed.rows.cache import host
 from flatbed.rows.cache.host import Copies, Leaving
 from flatbed.rows.disk import DiskTier
 from flatbed.rows.disk.file import MappedFile, NoSpace
@@ -170,6 +172,40 @@ def test_a_failed_write_is_heard_of_before_the_step(tmp_path: Path) -> None:
         cache.make_room(torch.arange(4))
     cache._leaving = None
     emb.table.close(discard=True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_copies_are_waited_for_whoever_captures_a_graph(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread that knows nothing of the GPU, nor of what others capture on it."""
+    said: list[Any] = []
+
+    @contextmanager
+    def within(*what: Any) -> Iterator[None]:
+        said.append(("in", *what))
+        try:
+            yield
+        finally:
+            said.append(("out", *what))
+
+    class Event:
+        def synchronize(self) -> None:
+            said.append("wait")
+            if fails:
+                raise RuntimeError("the GPU is gone")
+
+    gpu, event = torch.device("cuda", 1), Event()
+    monkeypatch.setattr(host, "relaxed_capture", lambda: within("relaxed"), raising=False)
+    monkeypatch.setattr(torch.cuda, "device", within)
+    copies = Copies(torch.zeros(3), event, gpu)  # type: ignore[arg-type]
+    if fails:
+        with pytest.raises(RuntimeError, match="the GPU is gone"):
+            copies.wait()
+    else:
+        copies.wait()
+    assert said == [("in", "relaxed"), ("in", gpu), "wait", ("out", gpu), ("out", "relaxed")]
+    said.clear()
+    Copies(torch.zeros(3)).wait()
+    assert not said, "they are on the host already"
 
 
 def test_training_waits_for_nobody_who_moves_other_rows(tmp_path: Path) -> None:

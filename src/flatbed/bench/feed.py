@@ -1,7 +1,7 @@
 """`flatbed bench feed`: numpy batches to the device, beside a computation, and rows of arrays by number.
 
-Three cases: batches of several sizes in several ways (bandwidth), epochs in which each batch is computed with
-(epoch), and random rows of a large array (rows).
+Three cases: epochs in which each batch is computed with (epoch), batches of several sizes in several ways
+(bandwidth), and random rows of a large array (rows).
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class Sizes:
 
 FULL = Sizes(
     shapes=(
-        Shape(1, MIB, 1024),
-        Shape(1, 16 * MIB, 128),
-        Shape(1, 64 * MIB, 64),
+        # Large ones first: where smaller ones were freed they would share pages, and not go in place.
         Shape(1, 256 * MIB, 16),
+        Shape(1, 64 * MIB, 64),
+        Shape(1, 16 * MIB, 128),
+        Shape(1, MIB, 1024),
         Shape(500, 16 << 10, 60),
     ),
     epoch=Shape(1, 64 * MIB, 128),

@@ -10,7 +10,7 @@ from typing import TypeVar
 from flatbed.bench.rows import Machine, Record
 
 BENCHMARK = "feed"
-CASES = ("bandwidth", "epoch", "rows")
+CASES = ("epoch", "bandwidth", "rows")
 FEEDER, PLAIN = "flatbed Feeder", "torch.from_numpy().to()"
 GENERATED = "flatbed Feeder, from a generator"
 LOADER = "DataLoader(pin_memory=True), .to(non_blocking=True)"

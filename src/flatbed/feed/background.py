@@ -220,7 +220,7 @@ class Foreground(Generic[T]):
             self._ready.append(self._prepare(item))
         except Exception as error:
             self._items = None
-            self._ready.append(Last(error))
+            self._ready.append(Last(None if self.stopped else error))
 
     def stop(self) -> None:
         """Let the iterator go, and what was not taken."""

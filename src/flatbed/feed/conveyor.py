@@ -228,10 +228,12 @@ class Conveyor:
                     owners = self._issue(leaves)
             else:
                 owners = self._issue(leaves)
-            if leaves.slots:
-                owners += send(leaves.slots, self.carrier)
-            arrived = self.lane.mark(self.spare_arrivals.pop() if self.spare_arrivals else None)
-        self._check_open()
+            try:
+                if leaves.slots:
+                    owners += send(leaves.slots, self.carrier)
+                arrived = self.lane.mark(self.spare_arrivals.pop() if self.spare_arrivals else None)
+            finally:
+                self._check_open()
         return Sent(leaves.filled(), arrived, owners, leaves.in_place)
 
     def _issue(self, leaves: Leaves) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -93,9 +94,10 @@ class Feeder:
     def __iter__(self) -> Iterator[Any]:
         if self.device.type == "cpu":
             return Passed(iter(self.batches))
+        until = time.monotonic() + LEFT_SECONDS
         for earlier in list(self._earlier):
             if earlier.stopped:  # the source may be one that cannot be in two threads at a time
-                earlier.join(LEFT_SECONDS)
+                earlier.join(max(0.0, until - time.monotonic()))
         # Here and not in the thread: what draws random numbers or forks at its start does so as ever.
         batches = iter(self.batches)
         lane = FeedLane(self.device, stream_for(self.device, "batches"))

@@ -39,10 +39,9 @@ nobody has the array any more. Finalizers run anywhere, and do without."""
 class Root:
     """An array that owns memory, and the pages that are registered for it."""
 
-    __slots__ = ("address", "array", "begin", "driver", "end", "gpu", "gpus", "process", "users")
+    __slots__ = ("array", "begin", "driver", "end", "gpu", "gpus", "process", "users")
 
     def __init__(self, array: Array, gpu: int, driver: cuda_host.Driver, user: int) -> None:
-        self.address = address_of(array)
         self.begin, self.end = pages_of(array)
         self.gpu = gpu
         self.gpus = {gpu}
@@ -180,7 +179,7 @@ def has_own_pages(root: Array) -> bool:
     before, size = (ctypes.c_size_t * 2).from_address(address - HEADER)
     n, flags = size & ~7, size & 7
     least = root.nbytes + HEADER
-    slack = HUGE_PAGE if n % HUGE_PAGE == 0 else page
+    slack = HEADER + (HUGE_PAGE if n % HUGE_PAGE == 0 else page)
     return before == 0 and flags == MAPPED and n % page == 0 and least <= n < least + slack
 
 
@@ -218,7 +217,7 @@ def _refuse(root: Array) -> None:
 def _known(root: Array) -> Root | None:
     """What is registered of an array, as long as its memory is where it was."""
     found = _roots.get(id(root))
-    if found is None or found.address == address_of(root):
+    if found is None or (found.begin, found.end) == pages_of(root):
         return found
     with lock:
         _end(id(root))
@@ -240,7 +239,8 @@ def _gone(key: int, _: Any) -> None:
     with relaxed_capture():
         with suppress(Exception):
             if torch.cuda.is_initialized() and not _is_capturing():  # type: ignore[no-untyped-call,unused-ignore]
-                torch.cuda.current_stream(found.gpu).synchronize()  # copies of the user's own keep nothing
+                for gpu in found.gpus:  # copies of the user's own keep nothing
+                    torch.cuda.current_stream(gpu).synchronize()
         with suppress(Exception), found.driver._context(found.gpu):  # no wait for all that the GPU does
             found.driver.calls["cuMemHostUnregister"](found.begin)
 
@@ -253,7 +253,7 @@ def _end(key: int) -> None:
         return
     with suppress(Exception), relaxed_capture():
         for gpu in found.gpus - {found.gpu}:
-            with found.driver._context(gpu):
+            with suppress(Exception), found.driver._context(gpu):
                 found.driver.calls["cuCtxSynchronize"]()
         found.driver.unregister(found.gpu, found.begin)
     del array
