@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -220,14 +220,15 @@ def test_other_sources_are_staged_for_ever(setup: Setup, kind: str) -> None:
     class Own(list[Any]):
         pass
 
-    source: Any = {
-        "loader": DataLoader(given, batch_size=None, collate_fn=lambda one: one),
-        "iterator": iter(given),
-        "own": Own(given),
-        "generator": (one for one in given),
+    source: Callable[[], Any] = {
+        "loader": lambda: DataLoader(given, batch_size=None, collate_fn=lambda one: one),
+        "iterator": lambda: iter(given),
+        "own": lambda: Own(given),
+        "generator": lambda: (one for one in given),
     }[kind]
-    feed = setup.feeder(source)
+    feed = setup.feeder(source())
     for _ in range(3):
+        feed.batches = source()
         setup.epoch(feed)
         assert not any(setup.lane.in_place)
     assert not setup.driver.log

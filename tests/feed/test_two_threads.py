@@ -229,7 +229,9 @@ def test_a_new_loop_waits_for_the_loader_of_the_last(
 ) -> None:
     """Though the thread that reads files has ended: a loader may not be in two threads at a time."""
     monkeypatch.setattr("flatbed.feed.background.JOIN_SECONDS", 0.01)
-    inside, at_once, most = threading.Event(), [], []
+    inside, go_on = threading.Event(), threading.Event()
+    at_once: list[int] = []
+    most: list[int] = []
 
     class Loader:
         def __iter__(self) -> Iterator[Any]:
@@ -238,7 +240,7 @@ def test_a_new_loop_waits_for_the_loader_of_the_last(
                 most.append(len(at_once))
                 if n == 2:
                     inside.set()
-                    time.sleep(0.3)
+                    go_on.wait(20)
                 at_once.pop()
                 yield batch
 
@@ -250,6 +252,7 @@ def test_a_new_loop_waits_for_the_loader_of_the_last(
     del prefetched
     gc.collect()
     assert names() == THREADS[:1]
+    threading.Timer(0.2, go_on.set).start()
     assert len(list(prefetcher)) == 4
     assert max(most) == 1
 

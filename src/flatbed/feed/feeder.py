@@ -19,7 +19,7 @@ from flatbed.feed.batches import mapped, nbytes_in, to_host
 from flatbed.feed.conveyor import Conveyor, Crossing, FeedLane, Sent
 from flatbed.feed.pins import Pins
 from flatbed.feed.pins import close_all as close_pins
-from flatbed.feed.source import check_source, n_batches
+from flatbed.feed.source import Begins, check_source, n_batches
 from flatbed.feed.staging import Event, Ring, ring_for
 from flatbed.kernels.streams import stream_for
 from flatbed.rows.config import parsed, present
@@ -70,6 +70,7 @@ class Feeder:
 
     def __init__(self, batches: Iterable[Any], device: Any = None, *, depth: int = 2) -> None:
         check_source("batches", batches)
+        self._source = Begins("batches")
         if isinstance(depth, bool) or not hasattr(depth, "__index__"):
             raise TypeError(f"depth must be an integer; found {depth!r}")
         if not 1 <= depth <= MOST:
@@ -93,13 +94,13 @@ class Feeder:
 
     def __iter__(self) -> Iterator[Any]:
         if self.device.type == "cpu":
-            return Passed(iter(self.batches))
+            return Passed(self._source.begin(self.batches))
         until = time.monotonic() + LEFT_SECONDS
         for earlier in list(self._earlier):
             if earlier.stopped:  # the source may be one that cannot be in two threads at a time
                 earlier.join(max(0.0, until - time.monotonic()))
         # Here and not in the thread: what draws random numbers or forks at its start does so as ever.
-        batches = iter(self.batches)
+        batches = self._source.begin(self.batches)
         lane = FeedLane(self.device, stream_for(self.device, "batches"))
         if self._ring is None:  # kept for the next epoch: to pin memory takes a while
             self._ring = ring_for(self.device)

@@ -16,7 +16,7 @@ from flatbed.feed import lookups
 from flatbed.feed.background import Background, Last
 from flatbed.feed.batches import Loaded, Moved, Mover, record_stream, recorded
 from flatbed.feed.lookups import AheadOfTable, IdsFunction, Lookups
-from flatbed.feed.source import check_source, n_batches
+from flatbed.feed.source import Begins, check_source, n_batches
 from flatbed.kernels.streams import Within, current_stream, stream_for
 from flatbed.rows.config import parsed
 from flatbed.rows.embedding import TableModule
@@ -71,6 +71,7 @@ class Prefetcher:
         device: Any = None,
     ) -> None:
         check_source("loader", loader)
+        self._source = Begins("loader")
         if isinstance(depth, bool) or not hasattr(depth, "__index__"):
             raise TypeError(f"depth must be an integer; found {depth!r}")
         if depth < 1:
@@ -104,7 +105,7 @@ class Prefetcher:
         asked = [Lookups(table, each, lookups.ahead_of(table)) for table, each in self._functions.items()]
         prepare = Preparation(Mover(device), asked)
         # Here and not in the thread: what draws random numbers or forks at its start does so as ever.
-        background = prepare.in_background(iter(self.loader), self.depth)
+        background = prepare.in_background(self._source.begin(self.loader), self.depth)
         self._earlier.add(background)
         if background.before is not None:
             self._earlier.add(background.before)  # it has the loader, and may be the last to end
