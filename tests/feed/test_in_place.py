@@ -198,10 +198,11 @@ def test_parts_of_one_array(setup: Setup) -> None:
 
 
 def test_orders_and_locks(setup: Setup) -> None:
-    numbers = np.random.default_rng(0).integers(0, 255, (33, 1 << 20), np.uint8)
+    numbers, other = own().reshape(33, 1 << 20), own().reshape((33, 1 << 20), order="F")
+    numbers[:] = other[:] = np.random.default_rng(0).integers(0, 255, numbers.shape, np.uint8)
     locked = own(9)
     locked.flags.writeable = False
-    given = [[np.asfortranarray(numbers), locked, numbers.T, numbers.reshape(33, 1, 1024, 1024)]]
+    given = [[other, locked, numbers.T, numbers.reshape(33, 1, 1024, 1024)]]
     feed = setup.feeder(given)
     for n in range(3):
         (found,) = setup.epoch(feed)
@@ -729,7 +730,7 @@ def test_arrays_are_written_to_on_a_gpu(
     cuda: torch.device, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Feeder, "_at_once", lambda self: at_once)
-    given = [np.zeros(40 << 20, np.uint8) for _ in range(6)]
+    given = [own(nbytes=40 << 20) for _ in range(6)]
     feed = Feeder(given, cuda)
     stream = feeder.stream_for(cuda, "batches")
     for n in range(5):
