@@ -460,7 +460,7 @@ def test_a_frozen_table_needs_no_optimizer() -> None:
 # ---- gradients, however they come about
 
 
-def step_both(losses: Any, **options: Any) -> None:
+def check_steps(losses: Any, **options: Any) -> None:
     """Train ours and torch's by a function of an embedding; gradients and weights must be equal."""
     ours, theirs = both()
     optimizers = flatbed.optim.SGD(ours, lr=0.1, **options), torch.optim.SGD(theirs.parameters(), lr=0.1)
@@ -480,7 +480,7 @@ def test_several_lookups_in_one_forward() -> None:
         a, b, c = emb(torch.tensor([1, 2, 2])), emb(torch.tensor([[2, 3]])), emb(torch.tensor(9))
         (a.pow(2).sum() + b.pow(3).sum() * c.sum()).backward()
 
-    step_both(losses)
+    check_steps(losses)
 
 
 def test_accumulation_over_backwards() -> None:
@@ -489,7 +489,7 @@ def test_accumulation_over_backwards() -> None:
             ids = torch.randint(ROWS, (4, 3))
             emb(ids).pow(2).sum().backward()
 
-    step_both(losses)
+    check_steps(losses)
 
 
 def test_retain_graph_twice() -> None:
@@ -498,7 +498,7 @@ def test_retain_graph_twice() -> None:
         loss.backward(retain_graph=True)
         loss.backward()
 
-    step_both(losses)
+    check_steps(losses)
 
 
 def test_a_graph_cannot_be_gone_through_twice_by_accident() -> None:
@@ -520,7 +520,7 @@ def test_activation_checkpointing_counts_gradients_once(reentrant: bool) -> None
         out = torch.utils.checkpoint.checkpoint(part, scale, use_reentrant=reentrant)
         (out.pow(2).sum() + emb(torch.tensor([2])).sum()).backward()
 
-    step_both(losses)
+    check_steps(losses)
 
 
 def test_a_gradient_penalty_on_the_rows() -> None:
@@ -530,7 +530,7 @@ def test_a_gradient_penalty_on_the_rows() -> None:
         (slope,) = torch.autograd.grad(loss, rows, create_graph=True)
         (loss + slope.pow(2).sum()).backward()
 
-    step_both(losses)
+    check_steps(losses)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -556,7 +556,7 @@ def test_strided_and_expanded_gradients() -> None:
     def losses(emb: Any) -> None:
         emb(torch.randint(ROWS, (3, 4))).transpose(0, 2)[::2].sum().backward()
 
-    step_both(losses)
+    check_steps(losses)
 
 
 def test_autocast() -> None:
@@ -567,7 +567,7 @@ def test_autocast() -> None:
             loss = (out @ torch.full((DIM, 2), 0.5)).float().pow(2).sum()
         loss.backward()
 
-    step_both(losses)
+    check_steps(losses)
 
 
 def test_gradients_of_low_precision_are_summed_in_single() -> None:
