@@ -16,6 +16,15 @@ from flatbed.feed.pins import Pins
 from flatbed.rows.cuda_host import DriverError
 
 GPU = torch.device("cuda", 0)
+PINNED_PAGES: list[tuple[set[int], bool]] = [
+    (set(), False),
+    ({0}, False),
+    ({5}, False),
+    ({0, 5}, False),
+    ({1, 2, 3, 4}, False),
+    ({0, 1, 2, 3, 4, 5}, True),
+]
+"""Of memory from the middle of page 0 to that of page 5: which are pinned, and whether all of it is."""
 OWN_BYTES = 33 << 20  # from 32 MiB on, the C library maps memory for each block
 
 

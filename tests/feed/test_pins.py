@@ -20,7 +20,15 @@ import torch
 from flatbed.feed import batches, packing, pins, row_ways
 from flatbed.feed.pins import Pins
 from flatbed.rows import memory as host_memory
-from tests.feed.pinning import GPU, OWN_BYTES, FakeDriver, nothing_is_registered, own, pins_of
+from tests.feed.pinning import (
+    GPU,
+    OWN_BYTES,
+    PINNED_PAGES,
+    FakeDriver,
+    nothing_is_registered,
+    own,
+    pins_of,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs the C library of Linux")
 PAGE = packing.mmap.PAGESIZE
@@ -603,14 +611,7 @@ def test_the_driver_is_asked_at_four_points(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(packing, "_pointer_attributes", lambda: ask)
     begin, nbytes = base + PAGE // 2, 5 * PAGE
-    for some, want in (
-        (set[int](), False),
-        ({0}, False),
-        ({5}, False),
-        ({0, 5}, False),
-        ({1, 2, 3, 4}, False),
-        ({0, 1, 2, 3, 4, 5}, True),
-    ):
+    for some, want in PINNED_PAGES:
         pages = some
         assert packing.is_pinned(begin, nbytes) == want
     asked.clear()

@@ -16,6 +16,7 @@ from flatbed.feed import packing, staging
 from flatbed.feed.packing import Slot, send, slot_of_array, slot_of_tensor
 from flatbed.feed.staging import Carrier, Ring, ring_for
 from tests.feed.lanes import LateLane, Reached, lane, ring
+from tests.feed.pinning import PINNED_PAGES
 
 
 def sent(slots: list[Slot], through: LateLane, of: Ring) -> list[torch.Tensor]:
@@ -259,14 +260,7 @@ def test_memory_is_pinned_if_it_is_beside_the_pages_of_neighbours(monkeypatch: p
     pages: set[int] = set()
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: (tensor.data_ptr() - base) // page in pages)
     begin, nbytes = base + page // 2, 5 * page  # pages 0 to 5, the ends of which are others', too
-    for some, want in (
-        (set(), False),
-        ({0}, False),
-        ({5}, False),
-        ({0, 5}, False),
-        ({1, 2, 3, 4}, False),
-        ({0, 1, 2, 3, 4, 5}, True),
-    ):
+    for some, want in PINNED_PAGES:
         pages = some
         assert packing.is_pinned(begin, nbytes) == want
     pages = {0}
