@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -234,6 +234,16 @@ class Foreground(Generic[T]):
     def close(self) -> None:
         """The same as `stop`."""
         self.stop()
+
+
+def join_stopped(earlier: Iterable[Background[Any] | Foreground[Any]], seconds: float) -> None:
+    """Wait, so long for all of them, until none that was stopped is in its source any more: that may be one
+    which cannot be in two threads at a time.
+    """
+    end = time.monotonic() + seconds
+    for one in earlier:
+        if one.stopped:
+            one.join(max(0.0, end - time.monotonic()))
 
 
 def end_workers(items: Any) -> None:

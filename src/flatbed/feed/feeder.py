@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatbed.errors import FlatbedError
-from flatbed.feed.background import Background, Foreground, Last
+from flatbed.feed.background import Background, Foreground, Last, join_stopped
 from flatbed.feed.batches import mapped, nbytes_in, to_host
 from flatbed.feed.conveyor import Conveyor, Crossing, FeedLane, Sent
 from flatbed.feed.pins import Pins
@@ -95,10 +94,7 @@ class Feeder:
     def __iter__(self) -> Iterator[Any]:
         if self.device.type == "cpu":
             return Passed(self._source.begin(self.batches))
-        until = time.monotonic() + LEFT_SECONDS
-        for earlier in list(self._earlier):
-            if earlier.stopped:  # the source may be one that cannot be in two threads at a time
-                earlier.join(max(0.0, until - time.monotonic()))
+        join_stopped(list(self._earlier), LEFT_SECONDS)
         # Here and not in the thread: what draws random numbers or forks at its start does so as ever.
         batches = self._source.begin(self.batches)
         lane = FeedLane(self.device, stream_for(self.device, "batches"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatbed.feed import lookups
-from flatbed.feed.background import Background, Last
+from flatbed.feed.background import Background, Last, join_stopped
 from flatbed.feed.batches import Loaded, Moved, Mover, record_stream, recorded
 from flatbed.feed.lookups import AheadOfTable, IdsFunction, Lookups
 from flatbed.feed.source import Begins, check_source, n_batches
@@ -97,10 +96,7 @@ class Prefetcher:
         return n_batches(self.loader)
 
     def __iter__(self) -> Prefetched:
-        until = time.monotonic() + LEFT_SECONDS
-        for earlier in list(self._earlier):
-            if earlier.stopped:  # the loader may be one that cannot be in two threads at a time
-                earlier.join(max(0.0, until - time.monotonic()))
+        join_stopped(list(self._earlier), LEFT_SECONDS)
         device = self.device
         asked = [Lookups(table, each, lookups.ahead_of(table)) for table, each in self._functions.items()]
         prepare = Preparation(Mover(device), asked)
