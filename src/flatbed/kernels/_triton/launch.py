@@ -91,9 +91,8 @@ class Bound:
         if device.type != "cuda":
             self.function[(n_programs,)](*args, *self.constants)
             return
-        index = device.index
         values: list[Any] = []
-        kinds: list[Any] = [index]
+        kinds: list[Any] = [device.index]
         low = 0
         for arg in args:
             if isinstance(arg, Tensor):
@@ -104,15 +103,11 @@ class Bound:
             else:
                 values.append(arg)
                 kinds.append(arg.bit_length() > 31 if isinstance(arg, int) else float)
-        if torch._C._cuda_getDevice() != index:
+        if torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
                 self._launch(n_programs, device, args, values, tuple(kinds), low)
-            return
-        launch = self.compiled.get(tuple(kinds))
-        if launch is None or low & 15:
-            self._launch(n_programs, device, args, values, tuple(kinds), low)
         else:
-            launch(n_programs, torch._C._cuda_getCurrentRawStream(index), values)
+            self._launch(n_programs, device, args, values, tuple(kinds), low)
 
     def _launch(
         self,
