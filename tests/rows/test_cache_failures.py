@@ -86,6 +86,31 @@ def test_rows_that_could_not_be_written_are_tried_again(
     check_room(emb)
 
 
+@pytest.mark.parametrize("many", [1, 1000])
+def test_rows_that_cannot_be_read(many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread of the disk's, or here: all is as it was, though what has changed may be home."""
+    monkeypatch.setattr(host, "MANY", many)
+    twins = Twins("disk", tmp_path, n_slots=4).train()
+    cache = twins.cached.table.store.cache
+    before = cache.tags.slot_of_row.clone(), cache.tags.dirty.clone()
+
+    def fail(self: DiskTier, ids: Tensor, into: Tensor) -> None:
+        raise FlatbedError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "collect", fail)
+        for rows in ([10, 11], [12, 13, 14]):
+            with pytest.raises(FlatbedError, match="the disk is gone"):
+                cache.come(torch.tensor(rows))
+    assert torch.equal(cache.tags.slot_of_row, before[0])
+    assert torch.equal(cache.tags.dirty, before[1])
+    twins.step([10, 11, 1], [12, 2])
+    twins.check()
+    twins.cached.table.checkpoint()
+    twins.check()
+    check_room(twins.cached)
+
+
 @pytest.mark.parametrize("how", ["flush", "evict"])
 @pytest.mark.parametrize("function", ["let_go", "take_in"])
 def test_rows_outlast_an_interruption_anywhere(function: str, how: str, tmp_path: Path) -> None:

@@ -78,6 +78,23 @@ class Twins:
         assert self.cached.table.scalars() == self.plain.table.scalars()
 
 
+@pytest.mark.parametrize("n_slots", [3, 9, 20])
+def test_threads_of_the_disk(
+    n_slots: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read and uses are counted while room is found, for batches with and without enough of it."""
+    monkeypatch.setattr("flatbed.rows.cache.host.MANY", 1)
+    twins = Twins("disk", tmp_path, n_slots, where)
+    generator = torch.Generator().manual_seed(n_slots)
+    for number in range(30):
+        n = int(torch.randint(1, 12, (), generator=generator))
+        twins.step((torch.randn(n, generator=generator).abs() * ROWS / 4).long().clamp(max=ROWS - 1))
+        if number % 11 == 10:
+            twins.cached.table.checkpoint()
+    assert twins.cached.table.cache_stats().evictions > 0
+    twins.check()
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_rows_that_leave_before_the_step(storage: str, where: str, tmp_path: Path) -> None:
     """Their gradients wait, and the step finds them at home."""

@@ -6,7 +6,7 @@ for GPUs, where nothing waits for the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,21 @@ class Tags:
 
 
 @dataclass(frozen=True, slots=True)
+class Sought:
+    """What a batch's rows came upon."""
+
+    slots: NDArray[np.int64]
+    """Where they are; -1 for those that are not here."""
+    hits: NDArray[np.int64]
+    """Slots of those that are."""
+    missing: NDArray[np.int64]
+    """Rows that are not, in order."""
+    now: float
+    """The time in which uses age, when they came."""
+    tick: int
+
+
+@dataclass(frozen=True, slots=True)
 class Arrivals:
     """Rows that come, the slots they get, and which rows must go home from these (-1: none)."""
 
@@ -67,52 +82,48 @@ class Arrivals:
     victims: NDArray[np.int64]
     old: NDArray[np.int64]
     """The rows that are in these slots until then (-1: none)."""
-    complete: bool
-    """Whether all rows that were missing are among them."""
-    hits: NDArray[np.int64]
-    """Slots of rows that were here."""
-    now: float
-    """The time in which uses age, when they came."""
-
-    def in_order(self, order: NDArray[np.int64]) -> Arrivals:
-        """The same in another order."""
-        moved = {name: getattr(self, name)[order] for name in ("rows", "slots", "victims", "old")}
-        return replace(self, **moved)
 
 
-def choose(tags: Tags, rows: Tensor, *, window: int = 0) -> Arrivals:
-    """Touch the rows that are here; find slots for the others. Rows are distinct and exist.
+def seek(tags: Tags, rows: Tensor) -> Sought:
+    """Touch the rows that are here, and find out which are not. Rows are distinct and exist.
 
-    Slots of this batch and of the last `window` batches are kept. A row for which none is left stays at home.
-    Beside times of use and counts nothing changes until `let_go`: whoever moves the records may fail. The
-    uses are yet to be counted (`count_uses`), before the next batch comes.
+    The uses are yet to be counted (`count_uses`), before the next batch comes.
     """
     # numpy, since torch would have all cores at work for each of these small steps, beside the training.
-    stamp, counts = tags.stamp.numpy(), tags.counts.numpy()
+    counts, wanted = tags.counts.numpy(), rows.numpy()
     tags.clock += 1
     tick = int(tags.clock)
-    wanted = rows.numpy()
-    slots = tags.slot_of_row.numpy()[wanted]
+    slots = tags.slot_of_row.numpy()[wanted].astype(np.int64)  # once: numpy would do so for each use of them
     here = slots >= 0
-    hits = slots[here].astype(np.int64)  # once: numpy would do so whenever it is given them
-    stamp[hits] = tick
+    hits, missing = slots[here], wanted[~here]
+    tags.stamp.numpy()[hits] = tick
     now = float(counts[1] * tags.ageing)
-    missing = wanted[~here]
+    counts[:2] += (len(hits), len(missing))
+    return Sought(slots, hits, missing, now, tick)
+
+
+def find_room(tags: Tags, sought: Sought, *, window: int = 0) -> Arrivals:
+    """Slots for rows that are missing, in order: for fewer if there are no more, the others stay at home.
+
+    Slots of this batch and of the last `window` batches are kept. Beside times of use and counts nothing
+    changes until `let_go`: whoever moves the records may fail.
+    """
+    missing, tick = sought.missing, sought.tick
     given = missing if tags.direct else _slots_for(tags, len(missing), tick, tick - window)
     coming = missing[: len(given)]
     old = tags.row_of_slot.numpy()[given]
     old = np.where(tags.slot_of_row.numpy()[old] == given, old, -1)  # an interruption may have left others
     victims = np.where(tags.dirty.numpy()[given] != 0, old, -1)
     n_evicted, n_written = int((old >= 0).sum()), int((victims >= 0).sum())
-    counts += [len(hits), len(missing), n_evicted, n_written, len(missing) - len(coming)]
-    return Arrivals(coming, given, victims, old, len(coming) == len(missing), hits, now)
+    tags.counts.numpy()[2:] += (n_evicted, n_written, len(missing) - len(coming))
+    return Arrivals(coming, given, victims, old)
 
 
-def count_uses(tags: Tags, arrivals: Arrivals) -> None:
+def count_uses(tags: Tags, sought: Sought) -> None:
     """For "lfu": the rows that were here were used once more."""
     if tags.policy == "lfu":
         heat = tags.heat.numpy()
-        heat[arrivals.hits] = _one_more(heat[arrivals.hits], np.float32(arrivals.now))
+        heat[sought.hits] = _one_more(heat[sought.hits], np.float32(sought.now))
 
 
 def let_go(tags: Tags, arrivals: Arrivals) -> None:

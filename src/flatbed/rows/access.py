@@ -52,8 +52,7 @@ class Access:
             return self.place
         if isinstance(cache, HostCache):
             assert pack.ticket is not None
-            assert pack.ticket.rows is not None
-            cache.changed(pack.ticket.rows)
+            cache.changed(pack.ticket)
         return cache.place
 
     def wait(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flatbed.kernels.cache import Arrivals, Tags, choose, count_uses, let_go, take_in
+from flatbed.kernels.cache import Arrivals, Sought, Tags, count_uses, find_room, let_go, seek, take_in
 from flatbed.kernels.choose import by_triton
 from flatbed.kernels.rows import Place
 from flatbed.kernels.streams import relaxed_capture
@@ -120,10 +120,10 @@ class HostCache:
         with self._turn(early=True):
             if self.retired or not self.has_room(len(rows)):
                 return None
-            tick, complete = self._come(rows, window=self.under_way.window)
-            if not complete:
+            tick, slots = self._come(rows, window=self.under_way.window)
+            if slots is None:
                 return None
-            ticket = Ticket(self, rows, -1, rows, None, self.section, tick, None, rows=rows)
+            ticket = Ticket(self, rows, -1, rows, None, self.section, tick, None, rows=rows, slots=slots)
             self.under_way.begin(ticket, len(rows))
             return ticket
 
@@ -137,43 +137,80 @@ class HostCache:
             after = torch.cuda.current_stream(self.computes_on).record_event()
         self._after.append(after)
 
-    def _come(self, rows: Tensor, *, window: int) -> tuple[int, bool]:
-        """Which batch it is, and whether all of its rows are here now."""
+    def _come(self, rows: Tensor, *, window: int) -> tuple[int, NDArray[np.int64] | None]:
+        """Which batch it is, and the slots of its rows, if all of them are here now."""
         tick = self.under_way.come(len(rows))
-        arrivals = choose(self.tags, rows, window=window)
-        with self._counting(arrivals):
-            if len(arrivals.rows):
-                self._move(arrivals)
-        return tick, arrivals.complete
+        sought = seek(self.tags, rows)
+        with self._counting(sought):
+            if not len(sought.missing):
+                return tick, sought.slots
+            arrivals = self._move(sought, window)
+        if len(arrivals.rows) < len(sought.missing):
+            return tick, None
+        sought.slots[sought.slots < 0] = arrivals.slots
+        return tick, sought.slots
 
-    def _move(self, arrivals: Arrivals) -> None:
+    def _move(self, sought: Sought, window: int) -> Arrivals:
+        """Read what is missing; meanwhile, find room for it, and send home what has changed there."""
         self.arrive()
-        if isinstance(self.home, DiskTier):
-            arrivals = arrivals.in_order(self.home.nearest_first(arrivals.rows))
-        goes = arrivals.victims >= 0
-        leave, gone = arrivals.slots[goes], arrivals.old[arrivals.old >= 0]
-        leaving, *places = self._at_once(leave, arrivals.slots, arrivals.rows, gone)
-        changed = self._copies(leaving) if len(leave) else None  # meanwhile, the others are read
-        records = self._from_home(torch.from_numpy(arrivals.rows))
-        if changed is not None:
-            self._send_home(torch.from_numpy(leave), torch.from_numpy(arrivals.victims[goes]), changed)
-        self._replace(arrivals, records, *places)
+        with self._reading(sought.missing) as read:
+            arrivals = find_room(self.tags, sought, window=window)
+            self._send_changed(arrivals)
+            records, order = read()
+        n = len(arrivals.rows)
+        if n < len(order):
+            records, order = records[torch.from_numpy(order < n)], order[order < n]
+        self._replace(arrivals, records, order)
+        return arrivals
 
     @contextmanager
-    def _counting(self, arrivals: Arrivals) -> Iterator[None]:
-        """Count uses by the time this ends: many by a thread of the disk's, which has some to spare."""
-        if not isinstance(self.home, DiskTier) or len(arrivals.hits) < MANY:
-            count_uses(self.tags, arrivals)
+    def _reading(
+        self, missing: NDArray[np.int64]
+    ) -> Iterator[Callable[[], tuple[Tensor, NDArray[np.int64]]]]:
+        """Records from home, and which rows they are, by the time they are asked for: many of a file by
+        threads of the disk's, which have time to spare.
+        """
+        rows, home = torch.from_numpy(missing), self.home
+        if not isinstance(home, DiskTier):
+            yield lambda: (home.gather(rows), np.arange(len(rows)))
+            return
+        shape, pin = (len(rows), self.record.nbytes), self.computes_on.type == "cuda"
+        memory = torch.empty(shape, dtype=torch.uint8, device=CPU, pin_memory=pin)
+        if len(rows) < MANY:
+            yield lambda: (memory, home.collect(rows, memory))
+            return
+        order = home.aside(home.collect, rows, memory)
+        try:
+            yield lambda: (memory, order.result())
+        finally:
+            wait([order])
+
+    @contextmanager
+    def _counting(self, sought: Sought) -> Iterator[None]:
+        """Count uses by the time this ends: many by a thread of the disk's, too."""
+        if not isinstance(self.home, DiskTier) or len(sought.hits) < MANY:
+            count_uses(self.tags, sought)
             yield
             return
-        counted = self.home.aside(count_uses, self.tags, arrivals)
+        counted = self.home.aside(count_uses, self.tags, sought)
         try:
             yield
         finally:
             counted.result()
 
-    def _replace(self, arrivals: Arrivals, records: Tensor, slots: Tensor, rows: Tensor, old: Tensor) -> None:
-        """Put records into their slots. Interrupted anywhere, no slot has one that is not its row's."""
+    def _send_changed(self, arrivals: Arrivals) -> None:
+        """Copies of what has changed in slots that others come to, home."""
+        goes = arrivals.victims >= 0
+        slots = arrivals.slots[goes]
+        if len(slots):
+            copies = self._copies(*self._at_once(slots))
+            self._send_home(torch.from_numpy(slots), torch.from_numpy(arrivals.victims[goes]), copies)
+
+    def _replace(self, arrivals: Arrivals, records: Tensor, order: NDArray[np.int64]) -> None:
+        """Put records, in this order, into slots. Interrupted, no slot has one that is not its row's."""
+        gone = arrivals.old[arrivals.old >= 0]
+        slots, rows, old = self._at_once(arrivals.slots[order], arrivals.rows[order], gone)
+        records = self._there(records)
         let_go(self.tags, arrivals)
         _words(self.records).index_copy_(0, slots, _words(records))
         if self.place is not None:
@@ -254,19 +291,12 @@ class HostCache:
             finally:
                 self._last = stream.record_event()
 
-    def _from_home(self, rows: Tensor) -> Tensor:
-        """Records on the computing device."""
-        if self.computes_on.type != "cuda" or not isinstance(self.home, DiskTier) or not len(rows):
-            return self._there(self.home.gather(rows))
-        shape = (len(rows), self.record.nbytes)
-        pinned = torch.empty(shape, dtype=torch.uint8, device=CPU, pin_memory=True)
-        return self.home.gather(rows, into=pinned).to(self.computes_on, non_blocking=True)
-
     def _there(self, tensor: Tensor) -> Tensor:
         """On the computing device."""
         if self.computes_on.type != "cuda" or not tensor.numel():
             return tensor.to(self.computes_on)
-        return tensor.pin_memory().to(self.computes_on, non_blocking=True)
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self.computes_on, non_blocking=True)
 
     def _at_once(self, *numbers: NDArray[np.int64]) -> list[Tensor]:
         """On the computing device, by one copy."""
@@ -297,13 +327,15 @@ class HostCache:
         leaving = self._leaving
         return leaving is not None and leaving.there.done() and leaving.there.exception() is not None
 
-    def changed(self, rows: Tensor) -> None:
-        """Kernels are about to write to these rows, which are here and stay, and which room was made for."""
-        self._changed(rows, torch.from_numpy(self.tags.slot_of_row.numpy()[rows.numpy()]))
+    def changed(self, ticket: Ticket) -> None:
+        """Kernels are about to write to a ticket's rows, which are here and stay, and have their room."""
+        assert ticket.rows is not None
+        assert ticket.slots is not None
+        self._changed(ticket.rows, ticket.slots)
 
-    def _changed(self, rows: Tensor, slots: Tensor) -> None:
+    def _changed(self, rows: Tensor, at: NDArray[np.int64]) -> None:
         """Remember to write these home, and for which of them there must be room until then."""
-        dirty, at = self.tags.dirty.numpy(), slots.numpy()
+        dirty = self.tags.dirty.numpy()
         clean = np.flatnonzero(dirty[at] == 0)
         at = at[clean]
         if isinstance(self.home, DiskTier):
@@ -354,7 +386,7 @@ class HostCache:
                 self.home.scatter_(ids[away], records[self._there(away)].to(CPU))
             at = here.nonzero().flatten()
             self.records.index_copy_(0, self._there(slots[at]), records.index_select(0, self._there(at)))
-            self._changed(ids[at], slots[at])
+            self._changed(ids[at], slots[at].numpy())
 
     def read(self, start: int, stop: int) -> Tensor:
         """A copy of consecutive records."""

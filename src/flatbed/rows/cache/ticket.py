@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.kernels.rows import Distinct
@@ -38,6 +40,8 @@ class Ticket:
     done: torch.cuda.Event | None
     rows: Tensor | None = None
     """The distinct rows, on the host, if that has found them."""
+    slots: NDArray[np.int64] | None = None
+    """And where they are."""
     lease: Any = None
     """Of the memory that all of this is in."""
     live: bool = True

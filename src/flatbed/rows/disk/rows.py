@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from flatbed.rows.disk.file import MappedFile, Records
 from flatbed.rows.disk.header import RECORDS_AT
 from flatbed.rows.record import Record
+
+T = TypeVar("T")
 
 CHUNK = 32 << 20
 THREADS = 16  # more than cores: they wait for the disk, which answers many at a time
@@ -79,15 +81,14 @@ class Hands:
         record, byte = SLOW
         self.n_threads = FEW if sum(seconds) < n_rows * (record + nbytes * byte) else THREADS
 
-    def submit(self, do: Callable[..., None], *given: Any) -> Future[None]:
+    def submit(self, do: Callable[..., T], *given: Any) -> Future[T]:
         """Have something done by a thread, one after the other if there is only one."""
         try:
             return self._pool.submit(do, *given)
         except RuntimeError:  # the interpreter is about to exit, and begins no threads any more
-            done: Future[None] = Future()
+            done: Future[T] = Future()
             try:
-                do(*given)
-                done.set_result(None)
+                done.set_result(do(*given))
             except BaseException as error:
                 done.set_exception(error)
             return done
