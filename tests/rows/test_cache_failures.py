@@ -46,7 +46,7 @@ def test_changed_rows_outlast_a_failure_to_bring_them_home(
     twins = Twins("disk", tmp_path).train()
     expected = everything(twins.cached)[0]
 
-    def fail(self: DiskTier, ids: Tensor, records: Tensor) -> None:
+    def fail(self: DiskTier, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
         raise FlatbedError("no space left")
 
     with monkeypatch.context() as patch:
@@ -68,7 +68,7 @@ def test_rows_that_could_not_be_written_are_tried_again(
     cache = emb.table.store.cache
     n_failed = 0
 
-    def fail(self: DiskTier, ids: Tensor, records: Tensor) -> None:
+    def fail(self: DiskTier, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
         nonlocal n_failed
         n_failed += 1
         raise FlatbedError("the disk is gone")
@@ -276,7 +276,7 @@ def test_dropping_changes_needs_no_room(
     """A table on a full disk can be closed; its cached rows are dropped with the others."""
     twins = Twins("disk", tmp_path).train()
 
-    def fail(self: DiskTier, ids: Tensor, records: Tensor) -> None:
+    def fail(self: DiskTier, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
         raise FlatbedError("no space left")
 
     monkeypatch.setattr(DiskTier, "scatter_", fail)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from flatbed.rows.disk import DiskTier, tier
+from flatbed.rows.disk.rows import FEW, THREADS, Hands
 from tests.rows.crash_model import NBYTES, everything, fill, filled, made, random_records
 
 SOON = 0.2
@@ -154,3 +157,41 @@ def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
     stop.set()
     assert all(reader.done() > 0 for reader in readers)
     table.close()
+
+
+# ---- how many threads
+
+
+def shares(hands: Hands, n_rows: int, nbytes: int, seconds: float = 0.0) -> list[range]:
+    """What each thread was given, in order."""
+    given: list[range] = []
+
+    def part(some: slice) -> None:
+        time.sleep(seconds)
+        given.append(range(some.start, some.stop))
+
+    hands.spread(part, n_rows, nbytes=nbytes)
+    return sorted(given, key=lambda share: share.start)
+
+
+def test_as_many_threads_as_it_takes() -> None:
+    with closing(Hands(THREADS)) as hands:
+        assert len(shares(hands, 20_000, 1000)) == THREADS  # nothing is known yet
+        assert len(shares(hands, 20_000, 1000)) == FEW
+        assert len(shares(hands, 1, 1000)) == 1
+        assert len(shares(hands, 20_000, 1000, seconds=0.1)) == FEW  # as from a disk
+        found = shares(hands, 20_000, 1000)
+        assert len(found) == THREADS
+        assert [row for share in found for row in share] == list(range(20_000))
+
+
+def test_few_threads_where_nobody_waits() -> None:
+    with closing(Hands(THREADS)) as hands:
+        unhurried = hands.unhurried()
+        shares(unhurried, 20_000, 1000)
+        assert len(shares(unhurried, 20_000, 1000)) == 1
+        assert len(shares(unhurried, 40_000, 1000)) == 2
+        assert len(shares(unhurried, 1_000_000, 1000)) == FEW
+        assert len(shares(unhurried, 20_000, 1000, seconds=0.4)) == 1
+        assert len(shares(unhurried, 20_000, 1000)) == THREADS
+        assert len(shares(hands, 0, 1000)) == 1  # its own affair

@@ -25,6 +25,7 @@ class Held:
         self.n_elsewhere: Callable[[], int] = lambda: 0
         """How many rows have changed beside those in the journal."""
         self.readers, self.writers, self.sender = Hands(), Hands(), Hands(1)
+        self.collectors, self.senders = self.readers.unhurried(), self.writers.unhurried()
         self._descriptor = descriptor
         self._process = os.getpid()
         _ALL.add(self)

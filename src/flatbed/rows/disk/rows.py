@@ -22,6 +22,7 @@ CHUNK = 32 << 20
 THREADS = 16  # more than cores: they wait for the disk, which answers many at a time
 FEW = 4  # where nobody waits for a disk: more get into each other's way, in Python and in the system
 PART = 256 << 10
+LARGE_PART = 16 << 20  # for one thread, where nobody waits
 SLOW = 5e-6, 2e-9  # seconds for a record, and for each of its bytes, that tell a disk from memory
 
 Fill = Callable[[int, int, Tensor], None]
@@ -52,15 +53,25 @@ def head(records: Records, nbytes: int) -> Records:
 class Hands:
     """Threads that copy parts of a whole, as many at a time as it takes: few in memory, many for a disk."""
 
-    def __init__(self, most: int = THREADS) -> None:
-        self._pool = ThreadPoolExecutor(most, thread_name_prefix="flatbed-disk")
-        self.n_threads = most
-        """How many copy at a time; told by how long the last ones took."""
+    def __init__(self, most: int = THREADS, *, like: Hands | None = None) -> None:
+        self._pool: ThreadPoolExecutor = (
+            ThreadPoolExecutor(most, thread_name_prefix="flatbed-disk") if like is None else like._pool
+        )
+        self._part = PART if like is None else LARGE_PART
+        self.slow = True
+        """Whether it takes a disk's time, as far as is known; told by how long the last ones took."""
+
+    def unhurried(self) -> Hands:
+        """The same threads for what nobody waits for: each of them that begins keeps Python's other threads
+        from their work, those that do have somebody waiting included.
+        """
+        return Hands(like=self)
 
     def spread(self, part: Callable[[slice], None], n_rows: int, *, nbytes: int) -> None:
         """Do something with all rows, large parts of them at a time by several threads, this one included."""
-        n_parts = min(self.n_threads, n_rows * nbytes // PART)
-        step = -(-n_rows // max(1, n_parts))
+        most, least = (THREADS, PART) if self.slow else (FEW, self._part)
+        n_parts = max(1, min(most, n_rows * nbytes // least))
+        step = -(-n_rows // n_parts)
         seconds: list[float] = []
 
         def timed(start: int) -> None:
@@ -68,7 +79,7 @@ class Hands:
             part(slice(start, min(start + step, n_rows)))
             seconds.append(time.perf_counter() - begin)
 
-        if n_parts < 2:
+        if n_rows * nbytes < 2 * PART:  # which tells nothing
             part(slice(0, n_rows))
             return
         others = [self.submit(timed, start) for start in range(step, n_rows, step)]
@@ -79,7 +90,7 @@ class Hands:
         finally:  # an interruption is not to leave threads at work
             wait(others)
         record, byte = SLOW
-        self.n_threads = FEW if sum(seconds) < n_rows * (record + nbytes * byte) else THREADS
+        self.slow = sum(seconds) >= n_rows * (record + nbytes * byte)
 
     def submit(self, do: Callable[..., T], *given: Any) -> Future[T]:
         """Have something done by a thread, one after the other if there is only one."""

@@ -187,10 +187,13 @@ class DiskTier:
         return torch.from_numpy(out)
 
     def collect(self, ids: Tensor, into: Tensor) -> NDArray[np.int64]:
-        """`gather` of whole records in the order that is quickest, which is returned: places in `ids`."""
+        """`gather` of whole records in the order that is quickest, which is returned: places in `ids`.
+
+        For a thread that nobody waits for yet.
+        """
         with ExitStack() as reading:
             with self._use():
-                rows, hands = self._rows(ids), self._held.readers
+                rows, hands = self._rows(ids), self._held.collectors
                 found, _ = empty(len(rows), self.record.nbytes, into)
                 changed, slots = self._changed(rows)
                 n_changed = len(changed)
@@ -202,13 +205,14 @@ class DiskTier:
             take(records, rows[others], into=found[n_changed:], hands=hands)
         return np.concatenate((changed, others))
 
-    def scatter_(self, ids: Tensor, records: Tensor) -> None:
+    def scatter_(self, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
         """Replace the records of these rows; they reach the file with the next checkpoint."""
+        hands = self._held.writers if waited_for else self._held.senders
         with self._use(change=True):
             rows = self._rows(ids)
             given = self._given(records, len(rows))
             if len(rows):
-                self._held.journal.put(rows, given, n_rows=self.n_rows, hands=self._held.writers)
+                self._held.journal.put(rows, given, n_rows=self.n_rows, hands=hands)
 
     def send(self, ids: Tensor, records: Tensor, *, after: Callable[[], None]) -> Future[None]:
         """`scatter_` in another thread, one after the other, once `after` returns."""
@@ -217,7 +221,7 @@ class DiskTier:
 
     def _scatter_after(self, after: Callable[[], None], ids: Tensor, records: Tensor) -> None:
         after()
-        self.scatter_(ids, records)
+        self.scatter_(ids, records, waited_for=False)
 
     def aside(self, do: Callable[..., T], *given: Any) -> Future[T]:
         """Have something done by a thread that reads, while others do."""
