@@ -111,9 +111,10 @@ def cache() -> None:
         ptx(cache_kernels.swap, maps, **shape)
         ptx(cache_kernels.flush, maps, **shape)
     for keys in ("*i32", "*i64"):
-        changed = {**maps, "ids_ptr": keys, "out_ptr": "*bf16"}
         shape = {"STRIDE": 1536, "DIM": 48, "COLUMNS": 64, "ROWS": 16}
-        ptx(cache_kernels.look, changed, TYPE=tl.bfloat16, **shape)
+        for out, told in (("*bf16", False), ("*i64", True)):
+            changed = {**maps, "ids_ptr": keys, "out_ptr": out}
+            ptx(cache_kernels.look, changed, TYPE=tl.bfloat16, TOLD=told, **shape)
 
 
 EVEN = (128, tl.float32, False), (48, tl.bfloat16, True), (48, tl.float64, False)

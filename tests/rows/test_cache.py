@@ -137,6 +137,28 @@ def test_a_batch_larger_than_the_cache(where: str) -> None:
     assert torch.equal(cache.home.gather(torch.arange(40)), torch.cat([new, expected[20:]]))
 
 
+@pytest.mark.parametrize("n_ids", [1, 2, 7])
+def test_weights_where_the_batch_says(n_ids: int, kernel_device: str) -> None:
+    """The address of the output is read when the kernel runs, from behind the ids."""
+    from flatbed.kernels._triton.cache import look, look_there
+
+    cache = cache_of(kernel_device, 40, 5)
+    assert isinstance(cache, DeviceCache)
+    come(cache, [3, 4])
+    ids = torch.tensor([3, 39, 4, -1, 40, 3, 0], dtype=torch.int32, device=cache.device)[:n_ids]
+    outs = [torch.full((n_ids, 3), 7.0, device=cache.device) for _ in range(2)]
+    for out in outs:
+        address = torch.tensor([out.data_ptr()], device=cache.device)
+        look_there(cache.place, ids, address, 3, torch.float32, 40)
+    expected = look(cache.place, ids, 3, torch.float32, 40)
+    assert all(same_bits(out, expected) for out in outs)
+    assert not (expected == 7.0).any()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
 def test_a_slot_for_every_row(where: str) -> None:
     """Then nothing is ever evicted, and rows have the slots of their own number."""
     cache = cache_of(where, 10, 10)

@@ -32,6 +32,8 @@ class Batch:
     ticket: Ticket | None = None
     lease: Lease | None = None
     """Of the memory that `keys` and `found` are in."""
+    looked: Tensor | None = None
+    """The weights of the keys, (n, dim), if they have come with them."""
 
 
 def find(table: Table, ids: Any, *, lead: bool = False, training: bool = False) -> Batch:
@@ -53,11 +55,12 @@ def find(table: Table, ids: Any, *, lead: bool = False, training: bool = False) 
         check_range(given, n_rows)
     cache = table.store.cache_for(given.numel()) if training else None
     if isinstance(cache, DeviceCache) and not (lead or capturing):
-        lease = cache.pass_through(given, checked=checked)
-        if lease is not None:
+        passed = cache.pass_through(given, checked=checked)
+        if passed is not None:
+            lease, looked = passed
             if lease.bad is not None:
                 table.suspect(given, lease.bad)
-            return Batch(lease.keys, given.shape, lease.found, cache, lease=lease)
+            return Batch(lease.keys, given.shape, lease.found, cache, lease=lease, looked=looked)
     keys = _keys(given, n_rows, device, checked=checked).flatten()
     if training and not capturing:
         table.suspects.prepare_capture()
@@ -122,7 +125,9 @@ class Lookup(torch.autograd.Function):
         access, found = table.access, batch.found
         ctx.table, ctx.found, ctx.fetched, ctx.ticket = table, found, None, batch.ticket
         ctx.lease = batch.lease
-        out = access.look(batch.keys, batch.ticket, batch.cache)
+        out, batch.looked = batch.looked, None
+        if out is None:
+            out = access.look(batch.keys, batch.ticket, batch.cache)
         if out is None:
             rows = access.weights(found.rows)
             ctx.fetched = Fetched(rows, table.store.edition) if by_triton(rows.device) else None

@@ -108,6 +108,16 @@ def look(place: Place, ids: Tensor, dim: int, dtype: torch.dtype, n_rows: int) -
     return out
 
 
+def look_there(place: Place, ids: Tensor, address: Tensor, dim: int, dtype: torch.dtype, n_rows: int) -> None:
+    """The same into the memory whose address is in `address`, (1,) of int64, when it runs."""
+    memory, cached, slot_of_row, _ = addresses(place, ids)
+    at_once = max(1, 1024 // power(dim))
+    cache_kernels.look[(-(-len(ids) // at_once),)](
+        memory, cached, slot_of_row, ids, address, len(ids), n_rows,
+        STRIDE=place.stride, TYPE=TYPES[dtype], DIM=dim, COLUMNS=power(dim), ROWS=at_once, TOLD=True,
+    )  # fmt: skip
+
+
 @functools.cache
 def _look(stride: int, dtype: torch.dtype, dim: int, at_once: int) -> Bound:
-    return Bound(cache_kernels.look, (stride, TYPES[dtype], dim, power(dim), at_once))
+    return Bound(cache_kernels.look, (stride, TYPES[dtype], dim, power(dim), at_once, False))

@@ -202,8 +202,14 @@ def flush(
 def look(
     memory, cached, slot_of_row_ptr, ids_ptr, out_ptr, n, n_rows,
     STRIDE: tl.constexpr, TYPE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    TOLD: tl.constexpr = False,
 ):  # fmt: skip
-    """The weights of ids, wherever they are; zeros for an id that is no row."""
+    """The weights of ids, wherever they are; zeros for an id that is no row.
+
+    TOLD: `out_ptr` is where the address of the output is, a multiple of 16.
+    """
+    if TOLD:
+        out_ptr = tl.multiple_of(tl.load(out_ptr), 16).to(tl.pointer_type(TYPE))
     column = tl.arange(0, COLUMNS)[None, :]
     i = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     row = tl.load(ids_ptr + i, mask=i < n, other=-1).to(tl.int64)

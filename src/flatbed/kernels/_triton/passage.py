@@ -1,4 +1,6 @@
-"""A batch's way through a cache as CUDA graphs: sort, distinct rows, who is here, who goes, both ways."""
+"""A batch's way through a cache as CUDA graphs: sort, distinct rows, who is here, who goes, both ways, and
+what was asked for.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from flatbed.kernels.streams import stream_for
 class Passage:
     """Memory for batches of so many ids, and the graphs that work on it; one batch has it at a time.
 
-    Ids come from the host through `staging`; or they are in `keys` already, with `bad` for those out of range
-    if they were not looked at. With `early`, finding the rows is a graph of its own, which has nobody to wait
-    for and goes to another stream.
+    Ids come from the host, and their weights are looked up on the way, where the host says; or ids are in
+    `keys` already, with `bad` for those out of range if they were not looked at. With `early`, finding the
+    rows is a graph of its own, which has nobody to wait for and goes to another stream.
     """
 
     def __init__(
@@ -30,6 +32,8 @@ class Passage:
         place: Place,
         n: int,
         *,
+        dim: int,
+        dtype: torch.dtype,
         window: int,
         from_host: bool,
         checked: bool,
@@ -38,20 +42,34 @@ class Passage:
     ) -> None:
         self.device = device = tags.clock.device
         self.n_rows = len(tags.slot_of_row)
-        self.keys, self.in_order = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(2))
+        n_even = n + n % 2
+        arrives = torch.empty(n_even + 2, dtype=torch.int32, device=device)
+        self.keys, self._where = arrives[:n], arrives[n_even:].view(torch.int64)
+        self._arrives = arrives
+        self.in_order = torch.empty(n, dtype=torch.int32, device=device)
         self.order = torch.empty(n, dtype=torch.int64, device=device)
-        self.staging = torch.empty(n, dtype=torch.int32, device="cpu", pin_memory=True) if from_host else None
+        self.staging: Tensor | None = None
+        if from_host:
+            self.staging = torch.zeros(len(arrives), dtype=torch.int32, device="cpu", pin_memory=True)
+            self._given = self.staging.numpy()[:n]
+            self._address = self.staging.numpy()[n_even:].view(np.int64)
         self.bad = None if checked else torch.empty(1, dtype=torch.int64, device=device)
         self.made, self.turn = rows.Workspace(n, device), cache.Turn(tags, n)
         made = self.made
         self.found = Distinct(made.rows, made.inverse, self.order, made.starts, made.rank)
         self.done, self.known = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._place, self._tags, self._window = place, tags, window
-        self._bring_keys()  # all other kernels have run before: none can be loaded during a capture
+        self._place, self._tags, self._window, self._dim, self._dtype = place, tags, window, dim, dtype
         parts = [[self._find], [self._begin, self._admit]] if early else [[self._find_anew, self._admit]]
+        if from_host:
+            parts[0].append(self._look)
+            made_for_it = self._room()
+            self._bring()  # all other kernels have run before: none can be loaded during a capture
+            self._look()
+            del made_for_it
         self.graphs = [Graph(part, device, pool) for part in parts]
-        if early:  # its memory may have been somebody's in this stream, and is first used in another one
-            self.done.record()
+        # Its memory may have been somebody's in this stream, and be used in another one first; and what was
+        # staged here must have been read before a batch is.
+        self.done.record()
 
     # ---- what the graphs do
 
@@ -63,16 +81,17 @@ class Passage:
         self._sort(self.turn)
 
     def _sort(self, turn: cache.Turn | None) -> None:
-        self._bring_keys()
+        self._bring()
         if self.bad is not None:
             self.bad.fill_((1 << 63) - 1)
         torch.sort(self.keys, stable=True, out=(self.in_order, self.order))
         rows.mark(self.in_order, self.order, self.made, self.n_rows, self.bad, turn)
 
-    def _bring_keys(self) -> None:
+    def _bring(self) -> None:
+        """Keys, and where their weights are wanted."""
         if self.staging is not None:
-            n = len(self.keys)
-            row_kernels.bring[(-(-n // 1024),)](self.staging.data_ptr(), self.keys, n, BLOCK=1024)
+            n = len(self._arrives)
+            row_kernels.bring[(-(-n // 1024),)](self.staging.data_ptr(), self._arrives, n, BLOCK=1024)
 
     def _begin(self) -> None:
         """Nothing from here on may be allocated: `find` of another batch, at work, has the same pool."""
@@ -81,18 +100,31 @@ class Passage:
     def _admit(self) -> None:
         cache.admit(self._tags, self.found.rows, self.turn, self._place, window=self._window)
 
+    def _look(self) -> None:
+        cache.look_there(self._place, self.keys, self._where, self._dim, self._dtype, self.n_rows)
+
     # ---- what is done with a batch
 
-    def run(self, ids: Tensor | None) -> None:
-        """Let a batch pass; ids on the host, if that is where they come from."""
-        if ids is not None:
-            assert self.staging is not None
-            self.done.synchronize()  # the last batch's may still be on their way
-            np.copyto(self.staging.numpy(), ids.numpy(), casting="unsafe")
+    def look(self, ids: Tensor) -> Tensor:
+        """Let a batch pass, of ids on the host: (n,) → (n, dim), their weights."""
+        self.done.synchronize()  # the last batch's may still be on their way
+        np.copyto(self._given, ids.numpy(), casting="unsafe")
+        out = self._room()
         for graph in self.graphs:
             graph.launch()
-        if ids is not None:
-            self.done.record()
+        self.done.record()
+        return out
+
+    def _room(self) -> Tensor:
+        """Memory for weights, which the next batch's go to."""
+        out = torch.empty((len(self.keys), self._dim), dtype=self._dtype, device=self.device)
+        self._address[0] = out.data_ptr()
+        return out
+
+    def run(self) -> None:
+        """Let a batch pass, of ids in `keys`."""
+        for graph in self.graphs:
+            graph.launch()
 
     def find(self) -> None:
         """With `early`: find the rows of the ids in `keys`, in the current stream."""

@@ -47,7 +47,7 @@ class DeviceCache:
         """Whether rows were used outside of graphs since a batch last came ahead of time."""
         self.graphs = Graphs(device)
         self._loaded = device.type != "cuda"
-        self.passages = Passages(self.tags, self.place)
+        self.passages = Passages(self.tags, self.place, home.record.weight)
 
     @property
     def n_slots(self) -> int:
@@ -140,18 +140,20 @@ class DeviceCache:
         self.section += 1
         return 0
 
-    def pass_through(self, ids: Tensor, *, checked: bool) -> Lease | None:
-        """The same in one launch, if there is one for so many ids: checked ones on the host, or others."""
+    def pass_through(self, ids: Tensor, *, checked: bool) -> tuple[Lease, Tensor | None] | None:
+        """The same in one launch, if there is one for so many ids: checked ones on the host, which bring
+        their weights, (n, dim), or others.
+        """
         n = ids.numel()
         window = self.under_way.window if self.under_way.tickets and self.has_room(n) else 0
         lease = self.passages.lease(n, window=window, from_host=checked, checked=checked)
-        if lease is not None:
-            self.wait()
-            self._load_for_graphs()
-            self._window(n)
-            self.under_way.come(n)
-            lease.run(ids.flatten())
-        return lease
+        if lease is None:
+            return None
+        self.wait()
+        self._load_for_graphs()
+        self._window(n)
+        self.under_way.come(n)
+        return lease, lease.run(ids.flatten())
 
     def has_room(self, n_ids: int) -> bool:
         """Whether a batch may come beside those that are under way: all fit together."""

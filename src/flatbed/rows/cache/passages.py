@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flatbed.kernels.cache import Tags
 from flatbed.kernels.rows import NARROW, Distinct, Place
+from flatbed.rows.record import Field
 
 SIZES = 16  # kinds of batches that get a way of their own
 SOON = 2  # how often a kind has come before it gets one
@@ -48,13 +49,14 @@ class Lease:
         bad: Tensor | None = self.passage.bad
         return bad
 
-    def run(self, ids: Tensor) -> None:
-        """Let ids pass, in the current stream; (n,), on the host if that is where they are taken from."""
+    def run(self, ids: Tensor) -> Tensor | None:
+        """Let ids pass, (n,), in the current stream; those from the host bring their weights, (n, dim)."""
         if self.passage.staging is not None:
-            self.passage.run(ids)
-            return
+            looked: Tensor = self.passage.look(ids)
+            return looked
         _narrow()(ids, self.passage.n_rows, self.passage.keys)
-        self.passage.run(None)
+        self.passage.run()
+        return None
 
     def find(self, ids: Tensor) -> None:
         """Find the rows of ids, (n,), on the GPU, for `bring`. Only with `early`."""
@@ -78,8 +80,8 @@ def _narrow() -> Callable[[Tensor, int, Tensor], Tensor]:
 class Passages:
     """All passages of one cache. A stream has its own: what they share must not be used by two."""
 
-    def __init__(self, tags: Tags, place: Place) -> None:
-        self.tags, self.place = tags, place
+    def __init__(self, tags: Tags, place: Place, weight: Field) -> None:
+        self.tags, self.place, self.weight = tags, place, weight
         self.free: dict[Any, list[Any]] = {}
         self.seen: Counter[Any] = Counter()
         self.n_made: Counter[Any] = Counter()
@@ -121,7 +123,15 @@ class Passages:
         key = (stream, early)  # graphs of one pool share memory, and must not run at the same time
         if key not in self.pools:
             self.pools[key] = torch.cuda.graph_pool_handle()
-        how: dict[str, Any] = {"window": window, "from_host": from_host, "checked": checked, "early": early}
+        weight = self.weight
+        how: dict[str, Any] = {
+            "dim": weight.count,
+            "dtype": weight.dtype,
+            "window": window,
+            "from_host": from_host,
+            "checked": checked,
+            "early": early,
+        }
         try:
             with torch.inference_mode(False), torch.no_grad():
                 return Passage(self.tags, self.place, n, pool=self.pools[key], **how)
