@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from flatbed.feed.batches import Mover, from_numpy, mapped, record_stream, tensors_in
+from flatbed.feed.batches import (
+    Mover,
+    flat_values,
+    from_numpy,
+    mapped,
+    record_stream,
+    tensors_in,
+    with_values,
+)
 
 CPU = torch.device("cpu")
 
@@ -84,13 +92,15 @@ def test_arrays_become_tensors_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8"]
+    "dtype", ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "l", "q", "L", "Q"]
 )
 def test_dtypes_of_arrays(dtype: str) -> None:
     array = np.array([0, 1, 1], dtype)
     found = from_numpy(array)
     assert found.numpy().dtype == array.dtype
     assert found.tolist() == array.tolist()
+    assert found.data_ptr() == array.__array_interface__["data"][0]
+    assert from_numpy(array[::-1]).tolist() == array[::-1].tolist()
 
 
 @pytest.mark.parametrize(
@@ -194,6 +204,57 @@ def test_tensors_are_found_in_objects() -> None:
     loop: list[Any] = [Known(torch.zeros(1), slots), Encoding(ids=torch.full((1,), 2.0)), np.zeros(1), "x"]
     loop.append(loop)
     assert sorted(float(t) for t in tensors_in(loop)) == [0, 1, 2]
+
+
+class Sub(np.ndarray[Any, Any]):
+    pass
+
+
+A, T = np.arange(3), torch.arange(3)
+
+
+@pytest.mark.parametrize("batch", [[A], (A, T), {"a": A, "b": T, "n": 3, "s": "x"}, [], {}, [1, None]])
+def test_flat_batches_are_known_by_their_values(batch: Any) -> None:
+    values = flat_values(batch)
+    assert values == [*(batch.values() if isinstance(batch, dict) else batch)]
+    assert values is not batch
+    new = [object() for _ in values]
+    found = with_values(batch, new)
+    assert type(found) is type(batch)
+    assert [*(found.values() if isinstance(found, dict) else found)] == new
+    if isinstance(batch, dict):
+        assert [*found] == [*batch]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        A,
+        T,
+        "ab",
+        None,
+        {A.tobytes(): A}.items(),
+        [[A]],
+        {"a": {"b": A}},
+        Pair(A, T),
+        Ids([A]),
+        collections.OrderedDict(a=A),
+        collections.defaultdict(list, a=A),
+        types.MappingProxyType({"a": A}),
+        Frozen(A),
+        [A, A],
+        {"a": T, "b": T},
+        [A.view(Sub)],
+        [torch.nn.Parameter(torch.ones(1))],
+        [np.ma.masked_array([1])],
+        [np.float32(3)],
+        [Known(T)],
+        [Known],
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_all_other_batches_are_not_flat(batch: Any) -> None:
+    assert flat_values(batch) is None
 
 
 def test_mapped_calls_its_function_once_per_leaf() -> None:

@@ -475,6 +475,112 @@ def test_odd_containers() -> None:
     assert found[1]["new"] == []
 
 
+class Own(np.ndarray[Any, Any]):
+    pass
+
+
+class Named(dict[str, Any]):
+    kind = "own"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, t: [a, t],
+        lambda a, t: (a, t, "x"),
+        lambda a, t: {"a": a, "n": 3, "t": t},
+        lambda a, t: Pair(a, t),
+        lambda a, t: Named(a=a, t=t),
+        lambda a, t: [a, (t, a)],
+        lambda a, t: [a, a, t],
+        lambda a, t: {"a": a.view(Own), "t": t},
+        lambda a, t: {"a": np.asfortranarray(a.reshape(20, -1)), "t": t.t()},
+        lambda a, t: [a[:0], t[:0], a[3], t],
+        lambda a, t: [a[::-2], t],
+        lambda a, t: {"a": a, "t": t.to(torch.bfloat16)},
+        lambda a, t: {"words": np.array(["a"]), "a": a, "t": t},
+        lambda a, t: a,
+        lambda a, t: t,
+    ],
+)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_flat_batches_and_others_arrive_alike(make: Any, at_once: bool) -> None:
+    """Those of exactly the usual types have a way of their own."""
+
+    def leaves(batch: Any) -> list[Any]:
+        inside = batch.values() if isinstance(batch, dict) else batch
+        plain = isinstance(batch, list | tuple | dict)
+        return [leaf for part in inside for leaf in leaves(part)] if plain else [batch]
+
+    array, tensor = np.arange(600.0) + 0.5, torch.arange(900).view(30, 30)
+    given = make(array, tensor)
+    with lane() as through:
+        found, again = list(fed([given, given], through, of=ring(4, 16384), at_once=at_once))
+    assert type(found) is (Tensor if isinstance(given, np.ndarray) else type(given))
+    assert not isinstance(given, dict) or [*found] == [*given]
+    assert len(leaves(found)) == len(leaves(given))
+    for new, later, old in zip(leaves(found), leaves(again), leaves(given), strict=True):
+        if isinstance(old, str) or (isinstance(old, np.ndarray) and old.dtype.kind == "U"):
+            assert new is old
+            continue
+        if isinstance(old, int | float):
+            assert new == old
+            continue
+        want = torch.from_numpy(np.array(old, order="K")) if isinstance(old, np.ndarray) else old
+        assert (type(new), new.dtype, new.shape, new._base) == (Tensor, want.dtype, want.shape, None)
+        assert torch.equal(new, want)
+        assert torch.equal(later, want)
+        assert want.numel() == 0 or new.data_ptr() not in (later.data_ptr(), want.data_ptr())
+    assert isinstance(given, Tensor | np.ndarray) or found is not given
+
+
+def test_a_batch_without_leaves_is_the_same_and_any_other_is_new() -> None:
+    """Even if all that is in it stays where it is: the loop may put more into its own."""
+    plain: Any = {"n": 1, "words": np.array(["a"])}
+    there: Any = {"p": torch.ones(2, requires_grad=True)}
+    with lane() as through:
+        found = list(fed([plain, [], there], through))
+    assert found[0] is plain
+    assert found[1] == []
+    assert found[2] is not there
+    assert found[2]["p"] is there["p"]
+
+
+def test_in_inference_mode_and_out_of_it() -> None:
+    """Chunks remember what they have been, for as long as there are."""
+    of, given = ring(2, 1 << 20), [np.full(100_000, i, np.float32) for i in range(4)]
+    with lane(most_seconds=0) as through:
+        for inference in (True, False, True, False):
+            with torch.inference_mode(inference):
+                found = list(fed(given, through, of=of, at_once=True))
+            assert [float(one[-1]) for one in found] == [0, 1, 2, 3]
+            assert all(one.is_inference() == inference for one in found)
+            two = [[array[:9], array[9:30]] for array in given]
+            with torch.inference_mode(inference):
+                found = list(fed(two, through, of=of, at_once=True))
+            assert [float(b[-1]) for _, b in found] == [0, 1, 2, 3]
+
+
+def test_a_step_is_asked_for_once() -> None:
+    asked: list[Any] = []
+
+    class Asked(Reached):
+        def query(self) -> bool:
+            asked.append(self)
+            return super().query()
+
+    class Asking(LateLane):
+        def reached(self, current: Any, event: Any = None) -> Any:
+            return Asked()
+
+    through = Asking(most_seconds=0)
+    try:
+        list(fed((np.array([i]) for i in range(20)), through, depth=3, at_once=True))
+    finally:
+        through.close()
+    assert len(asked) == len({*map(id, asked)}) <= 20 - 3 + 1, "the last one for the end"
+
+
 # ---- the end of the interpreter
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from flatbed.errors import FlatbedError
 from flatbed.feed import background, conveyor, feeder, packing, pins
-from flatbed.feed.conveyor import Conveyor
+from flatbed.feed.conveyor import Conveyor, Read
 from flatbed.feed.feeder import Feeder
 from flatbed.feed.pins import Pins
 from tests.feed.fakes import wait_until
@@ -346,6 +346,26 @@ def test_a_tensor_of_such_an_array_may_be_written_to_as_well(
         assert (len(leaves.others), leaves.in_place) == (1, True)
     leaves = conveyor.Leaves([whole[: 1 << 10]], GPU)
     assert (len(leaves.slots), leaves.in_place) == (1, False)
+    backward = whole[: 1 << 17].reshape(1, -1)[::-1]  # dense, but nothing that torch would have
+    leaves = conveyor.Leaves([backward], GPU)
+    assert (len(leaves.slots), leaves.in_place) == (1, False)
+
+
+def test_one_that_is_not_pinned_is_not_looked_for_among_ours(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands of them."""
+    asked: list[int] = []
+    monkeypatch.setattr(pins, "is_ours", lambda address: bool(asked.append(address)))
+    pinned = [False]
+    monkeypatch.setattr(conveyor, "is_pinned", lambda address, nbytes: pinned.pop(0))
+    assert len(conveyor.Leaves([np.zeros(1 << 17)], GPU).slots) == 1
+    assert not asked
+    pinned[:] = [True, False]  # it has ended meanwhile
+    assert len(conveyor.Leaves([np.zeros(1 << 17)], GPU).slots) == 1
+    pinned[:] = [True, True]
+    leaves = conveyor.Leaves([np.zeros(1 << 17)], GPU)
+    assert (len(leaves.others), leaves.in_place, len(asked)) == (1, False, 3)
 
 
 def test_a_tensor_with_a_gradient_of_such_an_array(setup: Setup) -> None:
@@ -363,6 +383,131 @@ def test_a_tensor_with_a_gradient_of_such_an_array(setup: Setup) -> None:
     ]
     leaves = conveyor.Leaves(given, GPU)
     assert (len(leaves.others), leaves.in_place) == (3, False)
+
+
+# ---- how many events it takes
+
+
+class Counting(LazyLane):
+    """Knows what is held on to; an event that this waits for must not be used for another batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_marks = 0
+        self.conveyors: list[Conveyor] = []
+
+    def mark(self, event: Any = None) -> Any:
+        self.n_marks += 1
+        for made in self.conveyors:
+            assert event is None or all(read.event is not event for read in list(made._read))
+        return super().mark(event)
+
+
+@pytest.fixture
+def counting(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> Counting:
+    setup.lane = lane = Counting()
+
+    def make(*arguments: Any, **options: Any) -> Conveyor:
+        lane.conveyors.append(Conveyor(*arguments, **options))
+        return lane.conveyors[-1]
+
+    monkeypatch.setattr(feeder, "Conveyor", make)
+    return lane
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_one_event_is_enough_if_nothing_is_staged(
+    setup: Setup, counting: Counting, depth: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = parts(8)
+    feed = setup.feeder(given, depth=depth)
+    setup.epoch(feed)
+    setup.epoch(feed)
+    monkeypatch.setattr(Feeder, "_at_once", lambda self: at_once)
+    for n in range(6):
+        counting.n_marks = 0
+        want = [array.copy() for array in given]
+        found = []
+        for i, batch in enumerate(feed):
+            found.append(batch)
+            if i:
+                given[i - 1][:] = 100 + n
+        counting.settle()
+        assert counting.n_marks == 8
+        assert all(np.array_equal(a.numpy(), b) for a, b in zip(found, want, strict=True)), n
+        for i, array in enumerate(given):
+            array[:] = 8 * n + i
+    assert not any(made._read for made in counting.conveyors)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_two_events_if_something_is_staged_beside_it(
+    setup: Setup, counting: Counting, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read in place is known to be under way before anything is staged, which may take a while."""
+    given = [[part, np.array([i])] for i, part in enumerate(parts(8))]
+    feed = setup.feeder(given)
+    setup.epoch(feed)
+    setup.epoch(feed)
+    monkeypatch.setattr(Feeder, "_at_once", lambda self: at_once)
+    for _ in range(4):
+        counting.n_marks = 0
+        found = setup.epoch(feed)
+        assert counting.n_marks == 8 * 3, "that of the chunk, too"
+        assert all(np.array_equal(a.numpy(), b) for (a, _), (b, _) in zip(found, given, strict=True))
+        assert [int(y) for _, y in found] == [*range(8)]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_events_of_batches_with_and_without_something_staged(
+    setup: Setup, counting: Counting, depth: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is given back by one side only, and to whom it came from."""
+    given = [[part, np.array([i])] if i % 3 else [part] for i, part in enumerate(parts(12))]
+    feed = setup.feeder(given, depth=depth)
+    setup.epoch(feed)
+    setup.epoch(feed)
+    monkeypatch.setattr(Feeder, "_at_once", lambda self: at_once)
+    for n in range(4):
+        found = []
+        for batch in feed:
+            found.append(batch)
+            made = counting.conveyors[-1]
+            assert not {*map(id, made.spare_arrivals)} & {*map(id, made._spare_reads)}
+        counting.settle()
+        assert all(np.array_equal(a[0].numpy(), b[0]) for a, b in zip(found, given, strict=True)), n
+
+
+def test_an_event_that_is_given_back_while_the_thread_looks_for_what_was_read() -> None:
+    lane: Any = Counting()
+    made = Conveyor(ring(), lane, 4, in_thread=False)
+    lane.conveyors.append(made)
+
+    class Late(Lazy):
+        def query(self) -> bool:
+            made.spare_arrivals.append(self)  # the loop, in its own thread, has just waited for it
+            return False
+
+    made._read.append(Read(Late(lane), [np.zeros(9)], is_arrival=True))
+    made(np.ones(5))
+    assert len(made.spare_arrivals) == 1
+    made._read.clear()
+    lane.settle()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_pinned_memory_of_others_has_an_event_of_its_own(
+    counting: Counting, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop does not wait for it, and gives the other one back at once."""
+    given = [torch.full((3,), float(i), requires_grad=True) for i in range(8)]
+    monkeypatch.setattr(Feeder, "_at_once", lambda self: at_once)
+    found = list(Feeder(given, GPU))
+    assert counting.n_marks == 16
+    assert all(a is b for a, b in zip(found, given, strict=True))
+    counting.settle()
 
 
 # ---- how long they stay
@@ -521,7 +666,7 @@ def test_an_end_while_the_thread_looks_for_what_was_read(done: bool) -> None:
     made = Conveyor(ring(), lane, 4, in_thread=False)
     array = np.zeros(9)
     kept = weakref.ref(array)
-    made._read.append((Meanwhile(lane, made.close, done=done), [array]))
+    made._read.append(Read(Meanwhile(lane, made.close, done=done), [array]))
     del array
     settled, real = [], lane.settle
 
@@ -551,7 +696,7 @@ def test_the_thread_keeps_more_while_an_end_waits() -> None:
         made._keep([array])
 
     first = Meanwhile(lane, issue, done=False)
-    made._read.append((first, []))
+    made._read.append(Read(first, []))
     made.close()
     assert first.n_waited == 1
     assert not lane.todo, "the second was waited for, too"

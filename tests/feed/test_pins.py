@@ -113,6 +113,21 @@ def test_an_array_cannot_be_moved_while_it_is_registered(made: Pins) -> None:
         array.resize(2 * OWN_BYTES, refcheck=False)
 
 
+def test_whoever_knows_form_and_address_may_say_so(driver: FakeDriver, made: Pins) -> None:
+    whole = own()
+    for array in (whole, whole[5 : 5 + pins.MIN_BYTES], whole[::2], whole.view(Sub), whole[: 1 << 10]):
+        slot = packing.slot_of_array(array)
+        assert slot is not None
+        want = made.pin(array)
+        assert made.pin(array, slot.form, pins.address_of(array)) == want
+        over = slot.over()
+        assert over is not None
+        assert over.data_ptr() == pins.address_of(array)
+    assert driver.said("register") == 1
+    assert made.pin(whole, None, pins.address_of(whole) + (1 << 30)), "elsewhere, so it is registered anew"
+    assert (driver.said("register"), driver.said("unregister")) == (2, 1)
+
+
 def test_an_array_whose_memory_has_moved_is_not_taken_for_registered() -> None:
     """Nobody who watches an array hears of that."""
     driver = FakeDriver(reads=False)  # what the array had is unmapped by then
@@ -621,6 +636,39 @@ def test_the_driver_is_asked_at_four_points(monkeypatch: pytest.MonkeyPatch) -> 
     assert not packing.is_pinned(begin, 1), "managed"
     kinds[0] = (2, 0)
     assert not packing.is_pinned(begin, 1), "of a GPU"
+
+
+def test_each_thread_has_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(4)
+
+    def ask(n: int, attributes: Any, places: Any, address: int) -> int:
+        ctypes.c_uint32.from_address(places[0]).value = address % 2
+        together.wait(20)  # all have written, and none has read
+        return 0
+
+    monkeypatch.setattr(packing, "_pointer_attributes", lambda: ask)
+    found: dict[int, list[bool]] = {i: [] for i in range(4)}
+
+    def work(i: int) -> None:
+        for k in range(50):
+            found[i].append(packing._is_pinned_at(i + k))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {i: [(i + k) % 2 == 1 for k in range(50)] for i in range(4)}
+
+
+def test_an_answer_is_not_that_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(n: int, attributes: Any, places: Any, address: int) -> int:
+        if address:  # of memory that it does not know, it may say nothing
+            ctypes.c_uint32.from_address(places[0]).value = 1
+        return 0
+
+    monkeypatch.setattr(packing, "_pointer_attributes", lambda: ask)
+    assert [packing._is_pinned_at(one) for one in (1, 0, 1, 0)] == [True, False, True, False]
 
 
 def test_if_the_driver_cannot_say_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

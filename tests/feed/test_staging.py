@@ -197,6 +197,101 @@ def test_every_kind_arrives_bit_for_bit(kind: str) -> None:
         assert tensor.stride() == want.stride(), "as with Tensor.to"
 
 
+NUMBERS = [*"?bhilqBHILQefdFD"]
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64,
+    torch.complex128, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("parallel_bytes", [1, 1 << 18])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("dtype", [*NUMBERS, *DTYPES], ids=str)
+def test_every_bit_of_every_dtype(
+    dtype: Any, together: bool, parallel_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are no number, too."""
+    monkeypatch.setattr(packing, "PARALLEL_BYTES", parallel_bytes)
+    bits = np.random.default_rng(0).integers(0, 255, 16 * 60, np.uint8)
+    if dtype in ("?", torch.bool):
+        bits %= 2
+    given: Any = bits.view(dtype) if isinstance(dtype, str) else torch.from_numpy(bits).view(dtype)
+    arrays = [given[: len(given) // 20 * 20].reshape(4, 5, -1)]
+    arrays += [arrays[0][1:], arrays[0].swapaxes(0, 1)] if together else []
+    of = ring(3)
+    with lane() as through:
+        for _ in range(2):
+            slots = slots_of(*arrays)
+            owners = sent(slots, through, of)
+            assert len(owners) == 1
+            for slot, array in zip(slots, arrays, strict=True):
+                known = array.view(array.dtype.str) if isinstance(array, np.ndarray) else array
+                want = torch.from_numpy(known) if isinstance(known, np.ndarray) else known
+                assert (slot.tensor.dtype, slot.tensor.shape) == (want.dtype, want.shape)
+                assert slot.tensor.stride() == want.stride()
+                assert slot.tensor._base is None
+                found, wanted = (one.flatten().view(torch.uint8) for one in (slot.tensor, want))
+                assert torch.equal(found, wanted)
+
+
+def test_a_small_array_alone_has_memory_of_its_own() -> None:
+    with lane() as through:
+        for array in (np.arange(5), np.array(3.0), np.zeros((2, 0)), np.arange(6)[::-2]):
+            (slot,) = slots_of(array)
+            (owner,) = sent([slot], through, ring())
+            assert equal(slot, array.copy())
+            assert not array.nbytes or (owner is slot.tensor and owner.nbytes == array.nbytes)
+        large, small = np.arange(3000.0), np.arange(3)
+        slots = slots_of(large, small)
+        assert len(sent(slots, through, ring(3, 1 << 15))) == 2
+        assert all(equal(slot, array) for slot, array in zip(slots, (large, small), strict=True))
+
+
+def test_an_axis_of_one_that_goes_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dense all the same, and torch would not have it."""
+    monkeypatch.setattr(packing, "PARALLEL_BYTES", 1)
+    array = np.arange(50.0).reshape(1, 50)[::-1]
+    assert array.strides[0] < 0
+    (slot,) = slots_of(array)
+    assert slot.form.order is not None
+    assert slot.over() is None
+    with lane() as through:
+        sent([slot], through, ring())
+    assert equal(slot, array.copy())
+
+
+def test_chunks_remember_what_they_have_been_and_not_for_ever() -> None:
+    of = ring(1)
+    with lane(most_seconds=0) as through:
+        for n in (*range(1, 200), *range(1, 200)):
+            array = np.full(n, n, np.int16)
+            (slot,) = slots_of(array)
+            sent([slot], through, of)
+            assert equal(slot, array)
+            chunk = of.take()
+            assert 0 < len(chunk.views) <= staging.VIEWS
+            of.give(chunk)
+        for _ in range(3):
+            sent([slot], through, of)
+        chunk = of.take()
+        held = [one for one in chunk.views if one is slot.form]
+        of.give(chunk)
+    assert len(held) == 1
+
+
+def test_batches_that_look_alike_are_divided_once() -> None:
+    packing._loads.cache_clear()
+    with lane(most_seconds=0) as through:
+        for i in range(5):
+            arrays = [np.full(9, i), np.full((2, 3), i, np.float32), np.full(9, -i)]
+            slots = slots_of(*arrays)
+            sent(slots, through, ring())
+            assert all(equal(slot, array) for slot, array in zip(slots, arrays, strict=True))
+    assert (packing._loads.cache_info().misses, packing._loads.cache_info().hits) == (1, 4)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -14,6 +14,7 @@ from torch import Tensor
 import flatbed
 from flatbed.feed import batches, prefetcher
 from flatbed.feed.batches import Mover
+from flatbed.feed.conveyor import FeedLane, Sent
 from flatbed.feed.lookups import Lookups
 from flatbed.feed.prefetcher import Iteration, Preparation
 from flatbed.kernels import streams
@@ -316,6 +317,27 @@ def test_a_stream_of_another_gpu(gpu: Gpu) -> None:
     assert gpu.device == 1
     assert gpu.current.name == "training"
     assert gpu.calls == {"torch.cuda.stream": 1}
+
+
+def test_the_lane_of_a_feeder(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch costs none of torch's longer calls, and events that are given are used again."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking=False: gpu.event())
+    lane: Any = FeedLane(torch.device("cuda", 0), gpu.named("batches"))  # type: ignore[arg-type]
+    assert lane.current() is gpu.named("training")
+    step, arrived = lane.reached(lane.current()), lane.mark()
+    gpu.calls.clear()
+    gpu.log.clear()
+    for _ in range(3):
+        with lane.within():
+            assert gpu.current.name == "batches"
+            assert lane.mark(arrived) is arrived
+        assert gpu.current.name == "training"
+        assert lane.reached(lane.current(), step) is step
+        assert lane.arrive(Sent("batch", arrived), lane.current()) == "batch"
+    assert gpu.calls == {"set": 3 * 2}
+    assert gpu.log[:3] == ["record batches 2", "record training 2", "training waits for batches 2"]
+    lane.wait(lane.made({torch.device("cuda", 0)}), [])
+    assert gpu.log[-2:] == ["record training 5", "batches waits for training 5"]
 
 
 @pytest.mark.gpu

@@ -198,10 +198,10 @@ def _drain(batches: Iterable[Any]) -> None:
 
 
 class Compute:
-    """Products of matrices that take about so long."""
+    """Products of matrices that take about so long; large ones, so that the GPU sets the pace."""
 
     def __init__(self, device: torch.device, milliseconds: float) -> None:
-        size, dtype = (2048, torch.bfloat16) if device.type == "cuda" else (64, torch.float32)
+        size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (64, torch.float32)
         self.matrix = torch.eye(size, dtype=dtype, device=device)
         self.n_products = 1
         for n in (20, 200):  # warm, and then measured

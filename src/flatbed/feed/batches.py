@@ -19,6 +19,7 @@ from flatbed.kernels.streams import Within, current_stream, stream_for
 CPU = torch.device("cpu")
 ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
 ARRAYS = frozenset({Tensor, np.ndarray})  # exactly these, which are most of what batches are made of
+USUAL = ARRAYS | ATOMS
 COMPRESSED = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)  # by row, by column
 
 
@@ -75,6 +76,29 @@ def _kind(kind: type) -> str:
     if issubclass(kind, list | tuple):
         return "sequence"
     return "dataclass" if is_dataclass(kind) else "other"
+
+
+def flat_values(batch: Any) -> list[Any] | None:
+    """Of a list, tuple or dict, exactly these, with nothing but arrays, tensors and atoms in it, none of them
+    twice: most batches. None for any other, which takes more care.
+    """
+    kind = type(batch)
+    if kind is dict:
+        values = [*batch.values()]
+    elif kind is list or kind is tuple:
+        values = [*batch]
+    else:
+        return None
+    usual = USUAL.issuperset(map(type, values)) and len({*map(id, values)}) == len(values)
+    return values if usual else None
+
+
+def with_values(batch: Any, values: list[Any]) -> Any:
+    """A batch like one that has `flat_values`, with these instead."""
+    kind = type(batch)
+    if kind is dict:
+        return dict(zip(batch, values, strict=True))
+    return values if kind is list else tuple(values)
 
 
 def nbytes_in(batch: Any) -> float:
@@ -183,12 +207,20 @@ def from_numpy(array: np.ndarray[Any, Any], *, pinned: bool = False) -> Any:
     native = array.dtype.isnative and array.flags.writeable and all(s >= 0 for s in array.strides)
     try:
         return torch.from_numpy(array if native else _own(array))
+    except TypeError:  # torch knows one of those that are alike to numpy
+        return from_numpy(array.view(native_dtype(array.dtype)))
     except ValueError:  # strides that are no multiple of the item: a field of a structured array
         return torch.from_numpy(_own(array))
 
 
 def _own(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.array(array, array.dtype.newbyteorder("="), order="C")
+    return np.array(array, native_dtype(array.dtype), order="C")
+
+
+def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The same numbers in this machine's byte order; of those that are alike, the one that torch knows."""
+    known: np.dtype[Any] = np.dtype(dtype.newbyteorder("=").str)
+    return known
 
 
 @lru_cache(maxsize=64)
@@ -197,7 +229,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
     if dtype.kind not in "biufc":
         return None
     try:
-        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+        return torch.from_numpy(np.empty(0, native_dtype(dtype))).dtype
     except TypeError:  # long double
         return None
 

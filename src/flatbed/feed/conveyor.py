@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from operator import is_
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,19 +16,20 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.feed import pins
-from flatbed.feed.batches import mapped, record_stream, recorded, tensors_in, to_device
-from flatbed.feed.packing import (
-    Slot,
-    is_pinned,
-    send,
-    send_in_place,
-    slot_of_array,
-    slot_of_tensor,
-    tensor_over,
+from flatbed.feed.batches import (
+    ARRAYS,
+    flat_values,
+    mapped,
+    record_stream,
+    recorded,
+    tensors_in,
+    to_device,
+    with_values,
 )
+from flatbed.feed.packing import Slot, is_pinned, send, send_in_place, slot_of_array, slot_of_tensor
 from flatbed.feed.pins import Pins
-from flatbed.feed.staging import Carrier, CudaLane, Event, Lane, Ring, spare_the_loop
-from flatbed.kernels.streams import relax_capture
+from flatbed.feed.staging import Array, Carrier, CudaLane, Event, Lane, Ring, spare_the_loop
+from flatbed.kernels.streams import current_stream, relax_capture
 
 STRAIGHT_BYTES = 1 << 16  # what is pinned goes straight from here on; less is packed with the rest
 
@@ -77,7 +79,7 @@ class FeedLane(CudaLane):
         return self._within
 
     def made(self, origins: set[torch.device]) -> list[Any]:
-        return [recorded(torch.cuda.current_stream(origin)) for origin in origins]
+        return [recorded(current_stream(origin)) for origin in origins]
 
     def wait(self, events: list[Any], tensors: list[Tensor]) -> None:
         for event in events:
@@ -86,7 +88,7 @@ class FeedLane(CudaLane):
             record_stream(tensor, self.stream)
 
     def current(self) -> Any:
-        return torch.cuda.current_stream(self.device)
+        return current_stream(self.device)
 
     def reached(self, current: Any, event: Any = None) -> Event:
         event = torch.cuda.Event(blocking=True) if event is None else event  # type: ignore[no-untyped-call,unused-ignore]
@@ -128,33 +130,38 @@ class Leaves:
         """Whether we have pinned any of those that are not staged."""
         self._device = device
         self._pins = pins
-        self._marked = self._mark(batch) if type(batch) is np.ndarray else mapped(batch, self._mark)
+        self._batch = batch
+        self._values = values = flat_values(batch)
+        self._marked: Any
+        if values is None:
+            self._marked = mapped(batch, self._mark)
+        else:
+            self._marked = [self._mark(value) if type(value) in ARRAYS else value for value in values]
 
     def filled(self) -> Any:
         """The batch, with what has become of its leaves."""
         marked = self._marked
-        if type(marked) in PLACES:
-            return marked.tensor
-        return mapped(marked, lambda leaf: leaf.tensor if type(leaf) in PLACES else leaf)
+        if self._values is None:
+            return marked.tensor if type(marked) in PLACES else mapped(marked, _filled)
+        if all(map(is_, marked, self._values)):
+            return self._batch
+        return with_values(self._batch, [_filled(leaf) for leaf in marked])
 
     def _mark(self, leaf: Any) -> Any:
+        slot: Slot | None = None
         if isinstance(leaf, np.ndarray):
             slot = slot_of_array(leaf)
             if slot is None:
                 return leaf  # no numbers
-            if self._pins is not None and self._pins.pin(leaf) and (over := tensor_over(leaf)) is not None:
-                self.in_place = True
-                self.straight.append((slot, over))
+            if self._pins is not None and self._is_in_place(leaf, slot, self._pins):
                 return slot
         elif isinstance(leaf, Tensor):
             slot = slot_of_tensor(leaf)
-        else:
-            slot = None
         if slot is not None and (slot.form.nbytes < STRAIGHT_BYTES or not self._is_pinned(slot)):
             self.slots.append(slot)
             return slot
         if slot is not None:
-            leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+            leaf = slot.over() if isinstance(leaf, np.ndarray) else leaf
         elif isinstance(leaf, Tensor):
             self.in_place = self.in_place or _reads_ours(leaf)
         elif callable(pin := getattr(leaf, "pin_memory", None)):
@@ -162,18 +169,37 @@ class Leaves:
         self.others.append(Itself(leaf))
         return self.others[-1]
 
+    def _is_in_place(self, array: Array, slot: Slot, by: Pins) -> bool:
+        """Whether an array is pinned by our own doing."""
+        if slot.form.nbytes < pins.MIN_BYTES:
+            return False
+        over = slot.over()
+        if not by.pin(array, slot.form, None if over is None else over.data_ptr()) or over is None:
+            return False
+        self.in_place = True
+        self.straight.append((slot, over))
+        return True
+
     def _is_pinned(self, slot: Slot) -> bool:
         """Whether the GPU can copy it as it is."""
         if self._device.type != "cuda" or slot.form.order is None or not slot.source.flags.writeable:
             return False
-        address = slot.source.__array_interface__["data"][0]
-        ours = pins.is_ours(address)  # before and after: another thread may be about to end it
-        if not is_pinned(address, slot.form.nbytes):
+        over = slot.over()
+        if over is None:
             return False
-        self.in_place = (
-            self.in_place or ours or pins.is_ours(address)
-        )  # a part, or a tensor, of such an array
+        address, nbytes = over.data_ptr(), slot.form.nbytes
+        if not is_pinned(address, nbytes):
+            return False
+        ours = pins.is_ours(address)  # before and after: another thread may be about to end it
+        if not is_pinned(address, nbytes):
+            return False
+        if ours or pins.is_ours(address):  # a part, or a tensor, of such an array
+            self.in_place = True
         return True
+
+
+def _filled(leaf: Any) -> Any:
+    return leaf.tensor if type(leaf) in PLACES else leaf
 
 
 def _reads_ours(tensor: Tensor) -> bool:
@@ -183,6 +209,16 @@ def _reads_ours(tensor: Tensor) -> bool:
 
 def _tensors_in(value: Any) -> Iterable[Tensor]:
     return (value,) if type(value) is Tensor else tensors_in(value)
+
+
+class Read(NamedTuple):
+    """Pinned memory of others that copies may still read."""
+
+    event: Any
+    """Behind them."""
+    memory: list[Any]
+    is_arrival: bool = False
+    """Whether the event is that which the batch has arrived at, too: the loop gives it back."""
 
 
 class Conveyor:
@@ -201,10 +237,10 @@ class Conveyor:
         self.spare_arrivals: list[Event] = []
         """Events to be used again: one thread puts them here, one other takes them."""
         self._room = depth
+        """How many batches the device is known to have room for."""
         self._step: Event | None = None
         """The next of `steps`, if it was looked at."""
-        self._read: deque[tuple[Any, list[Any]]] = deque()
-        """Pinned memory of others that copies may still read."""
+        self._read: deque[Read] = deque()
         self._spare_reads: list[Any] = []
         self.closed = False
         self._entered = not in_thread
@@ -216,45 +252,67 @@ class Conveyor:
             spare_the_loop()
         self._wait_for_room()
         self._check_open()
-        leaves = Leaves(batch, self.lane.device, self.pins)
-        others = leaves.others
-        found = [tensor for other in others for tensor in _tensors_in(other.value) if tensor.is_cuda]
-        made = self.lane.made({tensor.device for tensor in found}) if found else []
-        with self.lane.within():
+        lane = self.lane
+        leaves = Leaves(batch, lane.device, self.pins)
+        made, found = self._made(leaves.others) if leaves.others else ([], [])
+        # First of all: if it was that of a batch in place, it was reached, and what was read is let go now.
+        spare = self.spare_arrivals.pop() if self.spare_arrivals else None
+        if self._read:
+            self._let_go()
+        owners: list[Tensor] = []
+        arrived = None
+        with lane.within():
             if made:
-                self.lane.wait(made, found)
+                lane.wait(made, found)
             if leaves.in_place:
                 with pins.lock:  # nobody may end it until it is known to be under way
-                    owners = self._issue(leaves)
-            else:
-                owners = self._issue(leaves)
+                    owners, arrived = self._issue(leaves, spare)
+            elif leaves.others:
+                owners, arrived = self._issue(leaves, spare)
             try:
                 if leaves.slots:
                     owners += send(leaves.slots, self.carrier)
-                arrived = self.lane.mark(self.spare_arrivals.pop() if self.spare_arrivals else None)
+                if arrived is None:
+                    arrived = lane.mark(spare)
             finally:
                 self._check_open()
         return Sent(leaves.filled(), arrived, owners, leaves.in_place)
 
-    def _issue(self, leaves: Leaves) -> list[Tensor]:
-        """What is not staged; returns whatever has memory of its own on the device."""
+    def _made(self, others: list[Itself]) -> tuple[list[Any], list[Tensor]]:
+        """What the source has made on GPUs, and events behind it."""
+        found = [tensor for other in others for tensor in _tensors_in(other.value) if tensor.is_cuda]
+        return self.lane.made({tensor.device for tensor in found}) if found else [], found
+
+    def _issue(self, leaves: Leaves, spare: Any) -> tuple[list[Tensor], Any]:
+        """What is not staged; returns whatever has memory of its own on the device. And, if nothing is staged
+        and the loop waits for what is read, an event that the batch has arrived at: `spare` again, if given.
+        """
         lane = self.lane
-        moved: dict[int, Tensor] = {}
-        if not (leaves.straight or leaves.others):
-            self._keep([])
-            return []
         try:
             owners = [send_in_place(slot, over, lane) for slot, over in leaves.straight]
-            for other in leaves.others:
-                other.tensor = to_device(other.value, lane.device)
-                moved.update((id(tensor), tensor) for tensor in _tensors_in(other.tensor) if tensor.is_cuda)
-            read = [slot.source for slot, _ in leaves.straight]
-            self._keep([*read, *(other.value for other in leaves.others)])
+            read: list[Any] = [slot.source for slot, _ in leaves.straight]
+            if leaves.others:
+                owners += self._move(leaves.others)
+                read += [other.value for other in leaves.others]
+            arrived = None
+            if leaves.in_place and not leaves.slots:
+                arrived = lane.mark(spare)
+                self._read.append(Read(arrived, read, is_arrival=True))
+            else:
+                self._keep(read)
         except BaseException:  # whatever became of copies that read what nobody keeps
             with suppress(Exception):
                 lane.settle()
             raise
-        return [*owners, *moved.values()]
+        return owners, arrived
+
+    def _move(self, others: list[Itself]) -> list[Tensor]:
+        """By their own `to`; returns tensors on GPUs, each once."""
+        moved: dict[int, Tensor] = {}
+        for other in others:
+            other.tensor = to_device(other.value, self.lane.device)
+            moved.update((id(tensor), tensor) for tensor in _tensors_in(other.tensor) if tensor.is_cuda)
+        return [*moved.values()]
 
     def has_room(self) -> bool:
         """Whether the device has room for one more batch by now: waits for the loop, not for the device."""
@@ -262,30 +320,38 @@ class Conveyor:
             return True
         if self._step is None:
             self._step = self.steps.get()
-        return self._step.query()
+        if not self._step.query():
+            return False
+        self._step_is_past(self._step)
+        return True
+
+    def _step_is_past(self, step: Event) -> None:
+        self._room += 1
+        self._step = None
+        self.spare_steps.append(step)
 
     def _wait_for_room(self) -> None:
         """The loop issues its steps ahead of the GPU; memory must not go there as far ahead."""
         if not self.has_room() and self._step is not None:
             self._step.synchronize()
-        if self._step is None:
-            self._room -= 1
-        else:
-            self.spare_steps.append(self._step)
-            self._step = None
+            self._step_is_past(self._step)
+        self._room -= 1
 
     def _keep(self, read: list[Any]) -> None:
         """Hold on to what copies read: not all pinned memory is torch's, which waits by itself."""
+        event = self.lane.mark(self._spare_reads.pop() if self._spare_reads else None)
+        self._read.append(Read(event, read))
+
+    def _let_go(self) -> None:
+        """Of what was read."""
         while (oldest := self._oldest()) is not None:
-            if not oldest[0].query():
+            if not oldest.event.query():
                 self._read.appendleft(oldest)
                 break
-            self._spare_reads.append(oldest[0])
-        if read:
-            event = self.lane.mark(self._spare_reads.pop() if self._spare_reads else None)
-            self._read.append((event, read))
+            if not oldest.is_arrival:
+                self._spare_reads.append(oldest.event)
 
-    def _oldest(self) -> tuple[Any, list[Any]] | None:
+    def _oldest(self) -> Read | None:
         """Whoever takes it holds on to it: another thread may be about to close all of this."""
         try:
             return self._read.popleft()
@@ -305,4 +371,4 @@ class Conveyor:
         self.closed = True
         while (oldest := self._oldest()) is not None:
             with suppress(Exception):  # of the GPU; the loop will hear of it
-                oldest[0].synchronize()
+                oldest.event.synchronize()

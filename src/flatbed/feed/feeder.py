@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 NAME = "flatbed-feed"
 MOST = 1024  # batches ahead
-AT_ONCE_BYTES = 4 << 20  # batches of a list that need no more staged are sent by the loop's own thread
+AT_ONCE_BYTES = 16 << 20
+"""Batches of a list that need no more staged are sent by the loop's own thread: to have them handed over by
+another one takes longer."""
 LISTS = frozenset({list, tuple})  # iterated over again, they have the same batches
 LEFT_SECONDS = 60.0
 """How long a new iteration waits for the thread of an earlier one that is still in the source."""
@@ -46,9 +48,9 @@ class Feeder:
     For a GPU, a thread iterates, and copies with all of torch's threads: pieces of a batch go into a ring of
     pinned memory, from there to the GPU on a stream of their own. Batches are the loop's for as long as it
     holds them; only the ring is used again. The GPU never holds more than `depth` + 1 batches of its own
-    accord: the thread waits for the steps of earlier ones. Small batches of a list or tuple are sent ahead by
-    the loop's own thread. For a CPU there is no thread and no copy: arrays become tensors of the same memory
-    (if it may be written to), as with `torch.from_numpy`.
+    accord: the thread waits for the steps of earlier ones. Batches of a list or tuple, of 16 MiB at most, are
+    sent ahead by the loop's own thread. For a CPU there is no thread and no copy: arrays become tensors of
+    the same memory (if it may be written to), as with `torch.from_numpy`.
 
     Keep the feeder of a list or tuple for all epochs. From the second on, large arrays (of 32 MiB or more,
     and often less) are registered with CUDA where they are, a quarter of the machine's memory at most, and

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.feed.batches import torch_dtype
-from flatbed.feed.staging import Array, Carrier, Lane
+from flatbed.feed.batches import native_dtype, torch_dtype
+from flatbed.feed.staging import Array, Carrier, Chunk, Lane
 
 ALIGNMENT = 256  # of tensors that share memory on the device: that of torch's own is no larger
 PACKED_BYTES = 1 << 20  # less shares memory, and a copy, with others
@@ -23,6 +24,8 @@ PARALLEL_BYTES = 1 << 18  # from here on it pays to wake torch's threads
 ATTRIBUTES = (ctypes.c_int * 2)(2, 8)  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, …_IS_MANAGED
 ON_HOST = 1  # CU_MEMORYTYPE_HOST
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+USUAL = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8})
+"""What most tensors are made of, and numpy knows."""
 
 
 # ---- from leaves to slots
@@ -34,7 +37,9 @@ class Form:
 
     dtype: torch.dtype
     native: np.dtype[Any]
-    """The same for numpy, in this machine's byte order."""
+    """The same for numpy, in this machine's byte order; for what it does not know, integers."""
+    plain: torch.dtype
+    """The same as `native`."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     """On the device, without gaps: memory that has none keeps its order, as with `Tensor.to`."""
@@ -43,6 +48,8 @@ class Form:
     order: tuple[int, ...] | None
     """Axes as they are in memory; None if that is not as it will be on the device."""
     nbytes: int
+    readable: bool
+    """Whether torch can have a tensor of such an array."""
 
 
 @lru_cache(maxsize=4096)
@@ -50,8 +57,8 @@ def form_of(
     dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...], own: torch.dtype | None = None
 ) -> Form | None:
     """Of arrays with these attributes; None if they are no numbers. `own`: what torch calls them."""
-    own = torch_dtype(dtype) if own is None else own
-    if own is None:
+    plain = torch_dtype(dtype)
+    if plain is None:
         return None
     axes = tuple(range(len(shape)))
     orders = (axes, tuple(sorted(axes, key=lambda axis: -strides[axis]))) if dtype.isnative else ()
@@ -59,9 +66,10 @@ def form_of(
     for n in shape:
         nbytes *= n
     order = next((o for o in orders if not nbytes or _is_dense(o, shape, strides, dtype.itemsize)), None)
+    readable = dtype.isnative and all(n >= 0 and n % dtype.itemsize == 0 for n in strides)
     stride = _strides(shape, axes if order is None else order)
     strides = tuple(dtype.itemsize * n for n in stride)
-    return Form(own, dtype.newbyteorder("="), shape, stride, strides, order, nbytes)
+    return Form(own or plain, native_dtype(dtype), plain, shape, stride, strides, order, nbytes, readable)
 
 
 def _is_dense(order: Sequence[int], shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
@@ -85,12 +93,19 @@ def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 class Slot:
     """A place in a batch whose tensor is on its way. `mapped` takes it for a leaf, since it has a `to`."""
 
-    __slots__ = ("form", "source", "tensor")
+    __slots__ = ("_over", "form", "source", "tensor")
 
-    def __init__(self, source: Array, form: Form) -> None:
+    def __init__(self, source: Array, form: Form, over: Tensor | None = None) -> None:
         self.source = source
         self.form = form
         self.tensor: Any = None
+        self._over = over
+
+    def over(self) -> Tensor | None:
+        """A tensor of the memory that it comes from, as with `tensor_over`."""
+        if self._over is None:
+            self._over = tensor_over(self.source, self.form)
+        return self._over
 
     def to(self, device: Any) -> Any:
         return self.tensor
@@ -114,10 +129,12 @@ def slot_of_tensor(tensor: Tensor) -> Slot | None:
         return None
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    plain = INTEGERS.get(tensor.dtype.itemsize)  # numpy does not know all of torch's numbers
-    array = (tensor if plain is None else tensor.view(plain)).numpy()
-    form = form_of(array.dtype, array.shape, array.strides, tensor.dtype)
-    return None if form is None else Slot(array, form)
+    dtype, over = tensor.dtype, tensor
+    if dtype not in USUAL and dtype.itemsize in INTEGERS:  # numpy does not know all of torch's numbers
+        over = tensor.view(INTEGERS[dtype.itemsize])
+    array = over.numpy()
+    form = form_of(array.dtype, array.shape, array.strides, dtype)
+    return None if form is None else Slot(array, form, over)
 
 
 # ---- from slots to tensors
@@ -128,40 +145,61 @@ def send(slots: Sequence[Slot], carrier: Carrier) -> list[Tensor]:
 
     Small ones share memory, a chunk of it at most; each of the others has its own.
     """
-    small = min(PACKED_BYTES, carrier.ring.chunk_bytes // 2)
+    chunk_bytes = carrier.ring.chunk_bytes
+    small = min(PACKED_BYTES, chunk_bytes // 2)
     owners: list[Tensor] = []
-    groups: dict[Form, list[Slot]] = {}
+    packed: list[Slot] = []
     for slot in slots:
-        form = slot.form
-        if form.nbytes >= small:
+        if slot.form.nbytes >= small:
             owners.append(_send_alone(slot, carrier))
-        elif form in groups:
-            groups[form].append(slot)
         else:
-            groups[form] = [slot]
-    for runs, nbytes in _packed(groups, carrier.ring.chunk_bytes):
-        owners.append(_send_together(runs, nbytes, carrier))
+            packed.append(slot)
+    if len(packed) == 1 and packed[0].form.nbytes:
+        owners.append(_send_alone(packed[0], carrier))
+    elif packed:
+        for load in _loads(tuple([slot.form for slot in packed]), chunk_bytes):
+            owners.append(_send_together(load, packed, carrier))
     return owners
 
 
 def _send_alone(slot: Slot, carrier: Carrier) -> Tensor:
-    """Through as many chunks as it takes, about equally full."""
-    form, chunk_bytes = slot.form, carrier.ring.chunk_bytes
-    memory = torch.empty(form.nbytes, dtype=torch.uint8, device=carrier.lane.device)
-    if form.nbytes <= chunk_bytes:
-        carrier.carry(memory, lambda chunk: _write(chunk, slot.source, form))
-    else:
-        for target, lines in _pieces(slot, memory, chunk_bytes):
-            carrier.carry(target, lambda chunk: copy_into(_over(chunk, lines), lines))  # noqa: B023
-    slot.tensor = memory.view(form.dtype).as_strided(form.shape, form.stride).data
+    """Through as many chunks as it takes."""
+    form = slot.form
+    if form.nbytes > carrier.ring.chunk_bytes:
+        return _send_in_pieces(slot, carrier)
+    memory = torch.empty_strided(form.shape, form.stride, dtype=form.plain, device=carrier.lane.device)
+
+    def fill(chunk: Chunk) -> Tensor:
+        array, tensor, filled = chunk.view(form, _as_form)
+        over = slot.over() if form.nbytes >= PARALLEL_BYTES else None
+        if over is None:
+            np.copyto(array, slot.source)
+        else:
+            tensor.copy_(over)
+        return filled  # type: ignore[no-any-return]
+
+    carrier.carry_as(memory, fill)
+    slot.tensor = memory if form.dtype is form.plain else memory.view(form.dtype).data
     return memory
 
 
-def _write(chunk: Array, source: Array, form: Form) -> None:
-    if form.order is None:
-        copy_into(chunk[: form.nbytes].view(form.native).reshape(form.shape), source)
-    else:
-        copy_into(chunk[: form.nbytes], _flat(source, form.order))
+def _as_form(chunk: Chunk, form: Form) -> tuple[Array, Tensor, Tensor]:
+    """The first bytes of a chunk, as they will be on the device: to be filled by numpy or by torch, and to be
+    copied. The last is made of torch's memory, which is to know of copies if it is pinned by torch.
+    """
+    array: Array = np.ndarray(form.shape, form.native, chunk.array, 0, form.strides)  # type: ignore[arg-type,unused-ignore]
+    filled = chunk.memory[: form.nbytes].view(form.plain).as_strided(form.shape, form.stride)
+    return array, torch.from_numpy(array), filled
+
+
+def _send_in_pieces(slot: Slot, carrier: Carrier) -> Tensor:
+    """Through chunks that are about equally full."""
+    form = slot.form
+    memory = torch.empty(form.nbytes, dtype=torch.uint8, device=carrier.lane.device)
+    for target, lines in _pieces(slot, memory, carrier.ring.chunk_bytes):
+        carrier.carry(target, lambda chunk: copy_into(_over(chunk, lines), lines))  # noqa: B023
+    slot.tensor = memory.view(form.dtype).as_strided(form.shape, form.stride).data
+    return memory
 
 
 def _flat(source: Array, order: Sequence[int]) -> Array:
@@ -202,41 +240,56 @@ def send_in_place(slot: Slot, over: Tensor, lane: Lane) -> Tensor:
 # ---- many small ones
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Run:
     """Slots of one form, one after the other in memory that is shared."""
 
     form: Form
-    slots: list[Slot]
+    slots: tuple[int, ...]
+    """Which, of those that are sent."""
     begin: int
     each: int
     """Bytes from the begin of one to that of the next."""
 
-    def write(self, chunk: Array) -> None:
+    def write(self, chunk: Array, slots: Sequence[Slot]) -> None:
         """All of them, where they belong in the chunk."""
-        form, slots = self.form, self.slots
-        shape, strides = (len(slots), *form.shape), (self.each, *form.strides)
+        form = self.form
+        shape, strides = (len(self.slots), *form.shape), (self.each, *form.strides)
         places = np.ndarray(shape, form.native, chunk, self.begin, strides)  # type: ignore[arg-type,unused-ignore]
         if form.nbytes < PARALLEL_BYTES:
-            for i, slot in enumerate(slots):
-                places[i] = slot.source
+            for i, n in enumerate(self.slots):
+                places[i] = slots[n].source
         else:
-            for i, slot in enumerate(slots):
-                copy_into(places[i, ...], slot.source)
+            for i, n in enumerate(self.slots):
+                _copy_into(places[i, ...], slots[n].source, slots[n].over())
 
-    def place(self, memory: Tensor) -> None:
+    def place(self, memory: Tensor, slots: Sequence[Slot]) -> None:
         """Give each its tensor. No views: writing into one must not mark the others as changed."""
-        form, slots, itemsize = self.form, self.slots, self.form.native.itemsize
+        form, itemsize = self.form, self.form.native.itemsize
         first = self.begin // itemsize
-        if len(slots) == 1:
-            slots[0].tensor = memory.as_strided(form.shape, form.stride, first).data
+        if len(self.slots) == 1:
+            slots[self.slots[0]].tensor = memory.as_strided(form.shape, form.stride, first).data
             return
-        shape, stride = (len(slots), *form.shape), (self.each // itemsize, *form.stride)
-        for slot, view in zip(slots, memory.as_strided(shape, stride, first).unbind(), strict=True):
-            slot.tensor = view.data
+        shape, stride = (len(self.slots), *form.shape), (self.each // itemsize, *form.stride)
+        for n, view in zip(self.slots, memory.as_strided(shape, stride, first).unbind(), strict=True):
+            slots[n].tensor = view.data
 
 
-def _packed(groups: dict[Form, list[Slot]], chunk_bytes: int) -> Iterator[tuple[list[Run], int]]:
-    """As many together as fit into a chunk, and how many bytes they take."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Load:
+    """Slots that share a chunk, and memory on the device."""
+
+    runs: tuple[Run, ...]
+    nbytes: int
+
+
+@lru_cache(maxsize=64)
+def _loads(forms: tuple[Form, ...], chunk_bytes: int) -> tuple[Load, ...]:
+    """As many together as fit into a chunk: found once, looked up for all batches that look alike."""
+    groups: dict[Form, list[int]] = {}
+    for n, form in enumerate(forms):
+        groups.setdefault(form, []).append(n)
+    loads: list[Load] = []
     runs: list[Run] = []
     end = 0
     for form, slots in groups.items():
@@ -244,31 +297,37 @@ def _packed(groups: dict[Form, list[Slot]], chunk_bytes: int) -> Iterator[tuple[
         while slots:
             n = (chunk_bytes - end) // each
             if n:
-                runs.append(Run(form, slots[:n], end, each))
+                runs.append(Run(form, tuple(slots[:n]), end, each))
                 end += each * len(runs[-1].slots)
                 slots = slots[n:]
             else:
-                yield runs, end
+                loads.append(Load(tuple(runs), end))
                 runs, end = [], 0
     if runs:
-        yield runs, end
+        loads.append(Load(tuple(runs), end))
+    return tuple(loads)
 
 
-def _send_together(runs: list[Run], nbytes: int, carrier: Carrier) -> Tensor:
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=carrier.lane.device)
+def _send_together(load: Load, slots: Sequence[Slot], carrier: Carrier) -> Tensor:
+    memory = torch.empty(load.nbytes, dtype=torch.uint8, device=carrier.lane.device)
 
-    def write(chunk: Array) -> None:
-        for run in runs:
-            run.write(chunk)
+    def fill(chunk: Chunk) -> Tensor:
+        for run in load.runs:
+            run.write(chunk.array, slots)
+        return chunk.view(load.nbytes, _as_bytes)  # type: ignore[no-any-return]
 
-    carrier.carry(memory, write)
+    carrier.carry_as(memory, fill)
     typed: dict[torch.dtype, Tensor] = {}
-    for run in runs:
+    for run in load.runs:
         dtype = run.form.dtype
         if dtype not in typed:
             typed[dtype] = memory.view(dtype)
-        run.place(typed[dtype])
+        run.place(typed[dtype], slots)
     return memory
+
+
+def _as_bytes(chunk: Chunk, nbytes: int) -> Tensor:
+    return chunk.memory[:nbytes]
 
 
 def _aligned(nbytes: int) -> int:
@@ -280,23 +339,30 @@ def _aligned(nbytes: int) -> int:
 
 def copy_into(target: Array, source: Array) -> None:
     """Numbers of equal shape, in this machine's order: by all of torch's threads, where that pays."""
-    over = tensor_over(source) if source.nbytes >= PARALLEL_BYTES else None
+    _copy_into(target, source, tensor_over(source) if source.nbytes >= PARALLEL_BYTES else None)
+
+
+def _copy_into(target: Array, source: Array, over: Tensor | None) -> None:
     if over is None:
         np.copyto(target, source)
     else:
         torch.from_numpy(target).copy_(over)
 
 
-def tensor_over(array: Array) -> Tensor | None:
+def tensor_over(array: Array, form: Form | None = None) -> Tensor | None:
     """The memory of an array that is not empty, to be read and not written; None if torch cannot have it."""
-    dtype, itemsize = torch_dtype(array.dtype), array.dtype.itemsize
-    if dtype is None or not array.dtype.isnative or any(n < 0 or n % itemsize for n in array.strides):
+    form = form_of(array.dtype, array.shape, array.strides) if form is None else form
+    if form is None or not form.readable:
         return None
     if array.flags.writeable:
-        return torch.from_numpy(array)
+        try:
+            return torch.from_numpy(array)
+        except TypeError:  # torch knows one of those that are alike to numpy
+            return torch.from_numpy(array.view(form.native))
     # torch warns of arrays that are locked, and has no tensors that are.
+    itemsize = array.dtype.itemsize
     extent = itemsize + sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
-    over = bytes_at(int(array.__array_interface__["data"][0]), extent).view(dtype)
+    over = bytes_at(int(array.__array_interface__["data"][0]), extent).view(form.plain)
     return over.as_strided(array.shape, [n // itemsize for n in array.strides])
 
 
@@ -305,20 +371,31 @@ def is_pinned(address: int, nbytes: int) -> bool:
 
     The first and the last page may be pinned with a neighbour: memory of the heap does not begin with a page.
     """
-    last, page = address + nbytes - 1, mmap.PAGESIZE
     if not _is_pinned_at(address):
         return False
+    last, page = address + nbytes - 1, mmap.PAGESIZE
     ends = {min(address // page * page + page, last), max(last // page * page - 1, address), last}
     return all(_is_pinned_at(one) for one in ends)
+
+
+class _Answer(threading.local):
+    """Where the driver writes to, in each thread: what kind of memory it is, and whether it is managed."""
+
+    def __init__(self) -> None:
+        self.kind, self.managed = ctypes.c_uint64(), ctypes.c_uint64()
+        self.places = (ctypes.c_void_p * 2)(ctypes.addressof(self.kind), ctypes.addressof(self.managed))
+
+
+_answer = _Answer()
 
 
 def _is_pinned_at(address: int) -> bool:
     """Asked of the driver itself, which is far quicker than torch. As there, managed memory is not meant."""
     ask = _pointer_attributes()
     if ask is not None:
-        kind, managed = ctypes.c_uint64(), ctypes.c_uint64()
-        places = (ctypes.c_void_p * 2)(ctypes.addressof(kind), ctypes.addressof(managed))
-        if ask(2, ATTRIBUTES, places, address) == 0:
+        kind, managed = _answer.kind, _answer.managed
+        kind.value = managed.value = 0
+        if ask(2, ATTRIBUTES, _answer.places, address) == 0:
             return kind.value == ON_HOST and managed.value == 0
     return bytes_at(address, 1).is_pinned()
 

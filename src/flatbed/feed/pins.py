@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatbed.feed.packing import form_of
+from flatbed.feed.packing import Form, form_of
 from flatbed.feed.staging import Array
 from flatbed.kernels.streams import relaxed_capture
 from flatbed.rows import cuda_host, memory
@@ -75,12 +75,15 @@ class Pins:
         self._end = weakref.finalize(self, _leave, self._number, os.getpid())
         self._end.atexit = False  # the feeder's own handler is earlier, while CUDA is still there
 
-    def pin(self, array: Array) -> bool:
-        """Whether GPUs can copy all of the array as it is, by our own doing. Registers it if need be."""
-        root = owner_of(array)
+    def pin(self, array: Array, form: Form | None = None, address: int | None = None) -> bool:
+        """Whether GPUs can copy all of the array as it is, by our own doing. Registers it if need be.
+
+        `form`, `address`: those of the array, by whoever knows them already.
+        """
+        root = owner_of(array, form)
         if root is None or not self._end.alive:
             return False
-        found = _known(root)
+        found = _known(root, address if root is array else None)
         if found is not None and self._number in found.users:
             return True
         return self._register(root)
@@ -141,11 +144,11 @@ class Pins:
 # ---- which arrays
 
 
-def owner_of(array: Any) -> Array | None:
+def owner_of(array: Any, form: Form | None = None) -> Array | None:
     """The array whose memory it is, if it is dense, large enough, of numbers, and numpy's alone."""
     if type(array) is not np.ndarray or array.nbytes < MIN_BYTES:
         return None
-    form = form_of(array.dtype, array.shape, array.strides)
+    form = form_of(array.dtype, array.shape, array.strides) if form is None else form
     if form is None or form.order is None:
         return None
     while (base := array.base) is not None:
@@ -160,9 +163,9 @@ def address_of(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def pages_of(root: Array) -> tuple[int, int]:
+def pages_of(root: Array, address: int | None = None) -> tuple[int, int]:
     """From the begin of the first to the end of the last one."""
-    page, address = mmap.PAGESIZE, address_of(root)
+    page, address = mmap.PAGESIZE, address_of(root) if address is None else address
     return address // page * page, -(-(address + root.nbytes) // page) * page
 
 
@@ -214,10 +217,10 @@ def _refuse(root: Array) -> None:
     _refused[key] = weakref.ref(root, lambda _: _refused.pop(key, None))
 
 
-def _known(root: Array) -> Root | None:
+def _known(root: Array, address: int | None = None) -> Root | None:
     """What is registered of an array, as long as its memory is where it was."""
     found = _roots.get(id(root))
-    if found is None or (found.begin, found.end) == pages_of(root):
+    if found is None or (found.begin, found.end) == pages_of(root, address):
         return found
     with lock:
         _end(id(root))

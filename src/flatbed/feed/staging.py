@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
+from flatbed.kernels.streams import Within
 from flatbed.rows import memory
 from flatbed.rows.cuda_host import DriverError
 
@@ -26,6 +27,7 @@ Array = np.ndarray[Any, Any]
 
 CHUNK_BYTES = 32 << 20  # torch's threads fill one together, and to wake them takes a while
 RING_BYTES = 96 << 20  # more would not stay in the processor's caches
+VIEWS = 64  # that a chunk remembers: batches look alike, mostly
 SPARED = 1  # of torch's threads, for the loop: a copy is as late as the one that shares a core with it
 
 
@@ -68,8 +70,7 @@ class CudaLane:
         self.stream = stream
 
     def within(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = torch.cuda.stream(self.stream)
-        return context
+        return Within(self.stream)
 
     def send(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -104,6 +105,18 @@ class Chunk:
     array: Array
     gone: Any = None
     """The event behind the copy of what was in it last."""
+    views: dict[Any, Any] = field(default_factory=dict)
+    """Its first bytes as what they have been."""
+
+    def view(self, key: Any, make: Callable[[Chunk, Any], Any]) -> Any:
+        """What `make` makes of it and `key`, or made earlier."""
+        found = self.views.get(key)
+        if found is None:
+            if len(self.views) >= VIEWS:
+                self.views.clear()
+            with torch.inference_mode(False):  # or it could be written to in no other mode
+                found = self.views[key] = make(self, key)
+        return found
 
 
 class Ring:
@@ -168,11 +181,20 @@ class Carrier:
 
         What it was filled from may change once this returns; the copy may go on.
         """
+
+        def filled(chunk: Chunk) -> Tensor:
+            fill(chunk.array)
+            return chunk.memory[: target.numel()]
+
+        self.carry_as(target, filled)
+
+    def carry_as(self, target: Tensor, fill: Callable[[Chunk], Tensor]) -> None:
+        """The same, where `fill` returns the tensor of the chunk that is to be copied."""
         chunk = self.ring.take()
         try:
-            fill(chunk.array)
+            filled = fill(chunk)
             try:
-                self.lane.send(target, chunk.memory[: target.numel()])
+                self.lane.send(target, filled)
                 chunk.gone = self.lane.mark(chunk.gone)
             except BaseException:  # whatever became of the copy
                 with suppress(Exception):
