@@ -139,7 +139,7 @@ def test_a_batch_larger_than_the_cache(where: str) -> None:
 
 @pytest.mark.parametrize("n_ids", [1, 2, 7])
 def test_weights_where_the_batch_says(n_ids: int, kernel_device: str) -> None:
-    """The address of the output is read when the kernel runs, from behind the ids."""
+    """The address of the output is read when the kernel runs, and a number that the host is told."""
     from flatbed.kernels._triton.cache import look, look_there
 
     cache = cache_of(kernel_device, 40, 5)
@@ -147,10 +147,14 @@ def test_weights_where_the_batch_says(n_ids: int, kernel_device: str) -> None:
     come(cache, [3, 4])
     ids = torch.tensor([3, 39, 4, -1, 40, 3, 0], dtype=torch.int32, device=cache.device)[:n_ids]
     outs = [torch.full((n_ids, 3), 7.0, device=cache.device) for _ in range(2)]
-    for out in outs:
-        address = torch.tensor([out.data_ptr()], device=cache.device)
-        look_there(cache.place, ids, address, 3, torch.float32, 40)
+    seen = torch.zeros(1, dtype=torch.int64, pin_memory=kernel_device == "cuda")
+    for number, out in enumerate(outs):
+        told = torch.tensor([out.data_ptr(), 100 + number], device=cache.device)
+        look_there(cache.place, ids, told, seen, 3, torch.float32, 40)
     expected = look(cache.place, ids, 3, torch.float32, 40)
+    if kernel_device == "cuda":
+        torch.cuda.synchronize()
+    assert seen.item() == 101
     assert all(same_bits(out, expected) for out in outs)
     assert not (expected == 7.0).any()
 

@@ -104,16 +104,20 @@ def look(place: Place, ids: Tensor, dim: int, dtype: torch.dtype, n_rows: int) -
     memory, cached, slot_of_row, _ = addresses(place, ids)
     at_once = max(1, 1024 // power(dim))
     launch = _look(place.stride, dtype, dim, at_once)
-    launch(-(-n // at_once), ids.device, memory, cached, slot_of_row, ids, out, n, n_rows)
+    launch(-(-n // at_once), ids.device, memory, cached, slot_of_row, ids, out, n, n_rows, 0)
     return out
 
 
-def look_there(place: Place, ids: Tensor, address: Tensor, dim: int, dtype: torch.dtype, n_rows: int) -> None:
-    """The same into the memory whose address is in `address`, (1,) of int64, when it runs."""
+def look_there(
+    place: Place, ids: Tensor, told: Tensor, seen: Tensor, dim: int, dtype: torch.dtype, n_rows: int
+) -> None:
+    """The same into memory that is known when it runs: its address is in `told`, (2,) of int64, and so is a
+    number that goes to `seen`, (1,), in memory of the host that kernels reach.
+    """
     memory, cached, slot_of_row, _ = addresses(place, ids)
     at_once = max(1, 1024 // power(dim))
     cache_kernels.look[(-(-len(ids) // at_once),)](
-        memory, cached, slot_of_row, ids, address, len(ids), n_rows,
+        memory, cached, slot_of_row, ids, told, len(ids), n_rows, seen.data_ptr(),
         STRIDE=place.stride, TYPE=TYPES[dtype], DIM=dim, COLUMNS=power(dim), ROWS=at_once, TOLD=True,
     )  # fmt: skip
 

@@ -198,17 +198,20 @@ def flush(
             tl.store(home + start + column, tl.load(here + start + column, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["memory", "cached", "n", "n_rows"])
+@triton.jit(do_not_specialize=["memory", "cached", "n", "n_rows", "seen"])
 def look(
-    memory, cached, slot_of_row_ptr, ids_ptr, out_ptr, n, n_rows,
+    memory, cached, slot_of_row_ptr, ids_ptr, out_ptr, n, n_rows, seen,
     STRIDE: tl.constexpr, TYPE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     TOLD: tl.constexpr = False,
 ):  # fmt: skip
     """The weights of ids, wherever they are; zeros for an id that is no row.
 
-    TOLD: `out_ptr` is where the address of the output is, a multiple of 16.
+    TOLD: at `out_ptr` are the address of the output, a multiple of 16, and a number that the host is told, at
+    `seen`: all kernels before this one are done.
     """
     if TOLD:
+        if tl.program_id(0) == 0:
+            tl.store(seen.to(tl.pointer_type(tl.int64)), tl.load(out_ptr + 1))
         out_ptr = tl.multiple_of(tl.load(out_ptr), 16).to(tl.pointer_type(TYPE))
     column = tl.arange(0, COLUMNS)[None, :]
     i = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]

@@ -4,7 +4,9 @@ what was asked for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from flatbed.kernels._triton.chain import Chain, chained
 from flatbed.kernels.cache import Tags
 from flatbed.kernels.rows import Distinct, Place
 from flatbed.kernels.streams import stream_for
+
+SHORT, LONG = 5e-5, 1.0  # seconds: between two looks at what the GPU says, and until it is asked why not
 
 
 class Passage:
@@ -42,17 +46,10 @@ class Passage:
     ) -> None:
         self.device = device = tags.clock.device
         self.n_rows = len(tags.slot_of_row)
-        n_even = n + n % 2
-        arrives = torch.empty(n_even + 2, dtype=torch.int32, device=device)
-        self.keys, self._where = arrives[:n], arrives[n_even:].view(torch.int64)
-        self._arrives = arrives
         self.in_order = torch.empty(n, dtype=torch.int32, device=device)
         self.order = torch.empty(n, dtype=torch.int64, device=device)
-        self.staging: Tensor | None = None
-        if from_host:
-            self.staging = torch.zeros(len(arrives), dtype=torch.int32, device="cpu", pin_memory=True)
-            self._given = self.staging.numpy()[:n]
-            self._address = self.staging.numpy()[n_even:].view(np.int64)
+        self.staged: Staged | None = Staged(n, device) if from_host else None
+        self.keys = torch.empty_like(self.in_order) if self.staged is None else self.staged.keys
         self.bad = None if checked else torch.empty(1, dtype=torch.int64, device=device)
         self.made, self.turn = rows.Workspace(n, device), cache.Turn(tags, n)
         made = self.made
@@ -60,16 +57,16 @@ class Passage:
         self.done, self.known = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._place, self._tags, self._window, self._dim, self._dtype = place, tags, window, dim, dtype
         parts = [[self._find], [self._begin, self._admit]] if early else [[self._find_anew, self._admit]]
-        if from_host:
+        if self.staged is not None:
             parts[0].append(self._look)
-            made_for_it = self._room()
-            self._bring()  # all other kernels have run before: none can be loaded during a capture
+            room = self._room()  # until it was used
+            self.staged.give(np.zeros(n, np.int64), room)
+            self.staged.bring()  # all other kernels have run before: none can be loaded during a capture
             self._look()
-            del made_for_it
+            del room
         self.graphs = [Graph(part, device, pool) for part in parts]
-        # Its memory may have been somebody's in this stream, and be used in another one first; and what was
-        # staged here must have been read before a batch is.
-        self.done.record()
+        if early:  # its memory may have been somebody's in this stream, and is first used in another one
+            self.done.record()
 
     # ---- what the graphs do
 
@@ -81,17 +78,12 @@ class Passage:
         self._sort(self.turn)
 
     def _sort(self, turn: cache.Turn | None) -> None:
-        self._bring()
+        if self.staged is not None:
+            self.staged.bring()
         if self.bad is not None:
             self.bad.fill_((1 << 63) - 1)
         torch.sort(self.keys, stable=True, out=(self.in_order, self.order))
         rows.mark(self.in_order, self.order, self.made, self.n_rows, self.bad, turn)
-
-    def _bring(self) -> None:
-        """Keys, and where their weights are wanted."""
-        if self.staging is not None:
-            n = len(self._arrives)
-            row_kernels.bring[(-(-n // 1024),)](self.staging.data_ptr(), self._arrives, n, BLOCK=1024)
 
     def _begin(self) -> None:
         """Nothing from here on may be allocated: `find` of another batch, at work, has the same pool."""
@@ -101,25 +93,32 @@ class Passage:
         cache.admit(self._tags, self.found.rows, self.turn, self._place, window=self._window)
 
     def _look(self) -> None:
-        cache.look_there(self._place, self.keys, self._where, self._dim, self._dtype, self.n_rows)
+        assert self.staged is not None
+        told, seen = self.staged.told, self.staged.seen
+        cache.look_there(self._place, self.keys, told, seen, self._dim, self._dtype, self.n_rows)
 
     # ---- what is done with a batch
 
+    @property
+    def free(self) -> bool:
+        """Whether the last batch is through, as far as the host is concerned."""
+        return bool(self.done.query()) if self.staged is None else self.staged.taken  # type: ignore[no-untyped-call,unused-ignore]
+
     def look(self, ids: Tensor) -> Tensor:
         """Let a batch pass, of ids on the host: (n,) → (n, dim), their weights."""
-        self.done.synchronize()  # the last batch's may still be on their way
-        np.copyto(self._given, ids.numpy(), casting="unsafe")
+        assert self.staged is not None
+        self.staged.wait()
         out = self._room()
-        for graph in self.graphs:
-            graph.launch()
-        self.done.record()
+        self.staged.give(ids.numpy(), out)
+        try:
+            self.run()
+        except BaseException:  # whether or not it was launched
+            self.staged.settle()
+            raise
         return out
 
     def _room(self) -> Tensor:
-        """Memory for weights, which the next batch's go to."""
-        out = torch.empty((len(self.keys), self._dim), dtype=self._dtype, device=self.device)
-        self._address[0] = out.data_ptr()
-        return out
+        return torch.empty((len(self.keys), self._dim), dtype=self._dtype, device=self.device)
 
     def run(self) -> None:
         """Let a batch pass, of ids in `keys`."""
@@ -136,6 +135,58 @@ class Passage:
         self.known.wait()
         self.graphs[1].launch()
         self.done.record()
+
+
+class Staged:
+    """Ids that a graph takes from the host, and where it is to put their weights. It says when it has.
+
+    By memory, and not by an event: to record one behind a graph takes the host longer than to launch it.
+    """
+
+    def __init__(self, n: int, device: torch.device) -> None:
+        n_even = n + n % 2
+        self._arrives = torch.empty(n_even + 4, dtype=torch.int32, device=device)
+        self.keys, self.told = self._arrives[:n], self._arrives[n_even:].view(torch.int64)
+        self._memory = torch.zeros(len(self._arrives), dtype=torch.int32, device="cpu", pin_memory=True)
+        self.seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
+        memory = self._memory.numpy()
+        self._ids, self._told, self._seen = memory[:n], memory[n_even:].view(np.int64), self.seen.numpy()
+        self._number = 0
+
+    def give(self, ids: np.ndarray[Any, Any], out: Tensor) -> None:
+        """To the next graph that is launched, once the last has `taken` what it was given."""
+        np.copyto(self._ids, ids, casting="unsafe")
+        self._number += 1
+        self._told[:] = out.data_ptr(), self._number
+
+    def bring(self) -> None:
+        """As part of the graph."""
+        n = len(self._arrives)
+        row_kernels.bring[(-(-n // 1024),)](self._memory.data_ptr(), self._arrives, n, BLOCK=1024)
+
+    @property
+    def taken(self) -> bool:
+        """Whether the last graph has."""
+        return bool(self._seen[0] == self._number)
+
+    def wait(self) -> None:
+        """Until it has; raises if the GPU has failed meanwhile."""
+        until = time.monotonic() + LONG
+        while not self.taken:
+            if time.monotonic() > until:
+                self.settle()
+            time.sleep(SHORT)
+
+    def settle(self) -> None:
+        """Wait for all that was launched: nothing is at work then, whatever became of it."""
+        number = self._number
+        torch.cuda.synchronize(self.keys.device)
+        self._seen[0] = number
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the GPU's memory is in order anyway, and the host's must not go before
+            if not self.taken:
+                self.settle()
 
 
 class Graph:

@@ -51,7 +51,7 @@ class Lease:
 
     def run(self, ids: Tensor) -> Tensor | None:
         """Let ids pass, (n,), in the current stream; those from the host bring their weights, (n, dim)."""
-        if self.passage.staging is not None:
+        if self.passage.staged is not None:
             looked: Tensor = self.passage.look(ids)
             return looked
         _narrow()(ids, self.passage.n_rows, self.passage.keys)
@@ -109,7 +109,7 @@ class Passages:
             if self.seen[kind] <= SOON or len(self.free) >= SIZES:
                 return None
             free = self.free[kind] = []
-        if free and (free[0].done.query() or self.n_made[kind] == AT_ONCE):  # the one used longest ago
+        if free and (free[0].free or self.n_made[kind] == AT_ONCE):  # the one used longest ago
             return Lease(free.pop(0), free)
         if self.n_made[kind] == AT_ONCE:
             return None
