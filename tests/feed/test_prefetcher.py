@@ -322,6 +322,15 @@ def test_stop_iteration_does_not_end_the_loop(
     assert seen == [0, 1]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Also in a process that was begun in the background, where shells have signals ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_it_waits(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
     """Control-C in a loop whose loader never comes back."""
     go = threading.Event()
