@@ -134,6 +134,8 @@ def test_calls_out_of_order(pair: tuple[Model, Any, Any]) -> None:
             with pytest.raises(FlatbedError, match="other ids than"):
                 switcher.afterOptimizerStep(*other)
         assert np.array_equal(rows.getNumpyVersion(), start()[0].numpy())
+    with pytest.raises(FlatbedError, match="not come home"):
+        rows.beforeForwardPass([1, 2])
     rows.beforeForwardPass([1, 2])
     state.beforeForwardPass([1, 3])
     with pytest.raises(FlatbedError, match="another switcher of this variable was given other ids"):
@@ -143,6 +145,50 @@ def test_calls_out_of_order(pair: tuple[Model, Any, Any]) -> None:
     state.afterOptimizerStep([1, 3])
     with pytest.raises(FlatbedError, match="without a beforeForwardPass"):
         rows.afterOptimizerStep([1, 3])
+
+
+def train(model: Model, rows: Any, state: Any, ids: list[int]) -> None:
+    """Until after the step."""
+    rows.beforeForwardPass(ids)
+    state.beforeForwardPass(ids)
+    state.given_optimizer.zero_grad()
+    model.head(model.u_embeddings(torch.arange(len(ids)))).sum().backward()
+    state.given_optimizer.step()
+
+
+@pytest.mark.parametrize("forgotten", ["rows", "state"])
+def test_a_step_that_is_about_to_be_lost(forgotten: str, pair: tuple[Model, Any, Any]) -> None:
+    """Said once for each, with nothing changed: the rows can still come home."""
+    model, rows, state = pair
+    switchers = {"rows": rows, "state": state}
+    lost, other = switchers.pop(forgotten), next(iter(switchers.values()))
+    for ids in ([1, 2], [3, 2], [4, 1]):
+        before = np.copy(lost.getNumpyVersion()["exp_avg"] if lost is state else lost.getNumpyVersion())
+        train(model, rows, state, ids)
+        other.afterOptimizerStep(ids)
+        with pytest.raises(FlatbedError, match=r"not come home: call afterOptimizerStep\(\)"):
+            lost.beforeForwardPass([5, 6])
+        after = lost.getNumpyVersion()["exp_avg"] if lost is state else lost.getNumpyVersion()
+        assert np.array_equal(before, after)
+        if ids == [4, 1]:
+            lost.beforeForwardPass([5, 6])  # it is to be lost
+            return
+        lost.afterOptimizerStep(ids)
+        after = lost.getNumpyVersion()["exp_avg"] if lost is state else lost.getNumpyVersion()
+        assert not np.array_equal(before, after)
+
+
+def test_reading_and_whole_loops_raise_nothing(pair: tuple[Model, Any, Any]) -> None:
+    model, rows, state = pair
+    for ids in ([1, 2], [3, 2], [3, 2], [1, 2, 3, 4, 5]):
+        for _ in range(2):
+            rows.beforeForwardPass(ids)
+            model.u_embeddings(torch.arange(2))
+        train(model, rows, state, ids)
+        rows.afterOptimizerStep(ids)
+        state.afterOptimizerStep(ids)
+        rows.beforeForwardPass([7, 8])
+        state.beforeForwardPass([7, 8])
 
 
 def test_ids_that_changed_in_place_are_noticed(pair: tuple[Model, Any, Any]) -> None:

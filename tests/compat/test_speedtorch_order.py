@@ -94,6 +94,7 @@ def test_steps_that_are_right() -> None:
     backward(embedding, [1, 2])
     optimizer.step()  # the state of these rows is still there
     state.close()
+    rows.afterOptimizerStep([1, 2])
     rows.beforeForwardPass([7, 8])
     backward(embedding, [7, 8])
     optimizer.step()

@@ -33,6 +33,7 @@ class _ModelFactory(Switcher):
     ) -> None:
         super().__init__(total_classes, embed_dimension, datatype, home)
         self.model_variable = model_variable
+        self._version = 0
         for option, (harmless, reason) in REFUSED.items():
             if getattr(model_variable, option, harmless) is not harmless:
                 raise ValueError(f"an embedding with {option} cannot be switched: {reason}; leave it out")
@@ -58,6 +59,12 @@ class _ModelFactory(Switcher):
 
     def _held(self, slots: Slots) -> Held | None:
         return slots.model
+
+    def _has_changed(self) -> bool:
+        variable = self._variable()
+        held = Slots.of(variable).model
+        ours = held is not None and held.by() is self and held.batch is self._out
+        return ours and variable._version != self._version
 
     # ---- first values
 
@@ -121,6 +128,7 @@ class _ModelFactory(Switcher):
         """Copy rows into the variable: those of the positive ids first, then those of the negative ones."""
         rows, variable = self._rows(), self._variable()
         ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        self._check_home()
         rows.move(variable.device)
         slots = Slots.of(variable)
         batch = slots.prepare(ids, self.total_classes)
@@ -134,7 +142,7 @@ class _ModelFactory(Switcher):
         variable[n:].zero_()
         slots.hold(batch)
         slots.model = Held(weakref.ref(self), batch)
-        self._out = batch
+        self._out, self._version = batch, variable._version
 
     @torch.no_grad()
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:

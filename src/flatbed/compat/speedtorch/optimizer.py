@@ -38,7 +38,7 @@ class _OptimizerFactory(Switcher):
         self.given_optimizer, self.model, self.variable_name = given_optimizer, model, variable_name
         self._found = found_state(given_optimizer, self._group(), self.datatype)
         self.optVarList = list(self._found.tensors)
-        self._begun = self._loaded = False
+        self._begun = self._loaded = self._stepped = False
         self._watch: Any = None
         self._watch_steps()
 
@@ -53,6 +53,9 @@ class _OptimizerFactory(Switcher):
 
     def _held(self, slots: Slots) -> Held | None:
         return slots.states.get(self.given_optimizer)
+
+    def _has_changed(self) -> bool:
+        return self._stepped
 
     def _columns(self) -> list[Column]:
         if not self.optVarList:
@@ -122,6 +125,7 @@ class _OptimizerFactory(Switcher):
                 f"'{self.variable_name}': give {type(self).__name__}.beforeForwardPass() the ids that the "
                 "variable's own switcher was given, in every batch"
             )
+        self._stepped = True
 
     # ---- the loop
 
@@ -134,13 +138,14 @@ class _OptimizerFactory(Switcher):
         rows = self._rows() if self.optVarList else None
         variable = self._variable()
         ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        self._check_home()
         slots = Slots.of(variable)
         batch = slots.prepare(ids, self.total_classes)
         if rows is not None:
             self._install(rows, slots, batch)
         slots.hold(batch)
         slots.states[self.given_optimizer] = Held(weakref.ref(self), batch)
-        self._out = batch
+        self._out, self._stepped = batch, False
 
     def _install(self, rows: Collection, slots: Slots, batch: Batch) -> None:
         variable = slots.variable

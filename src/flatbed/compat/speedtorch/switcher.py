@@ -34,6 +34,7 @@ class Switcher(ABC):
         self._home = home
         self._collection: Collection | None = None
         self._out: Batch | None = None
+        self._told = False  # of changes that are about to be lost
 
     # ---- to be said by each kind
 
@@ -48,6 +49,10 @@ class Switcher(ABC):
     @abstractmethod
     def _held(self, slots: Slots) -> Held | None:
         """What is where its rows go to."""
+
+    @abstractmethod
+    def _has_changed(self) -> bool:
+        """Whether a step has changed what is out."""
 
     # ---- the collection
 
@@ -93,6 +98,17 @@ class Switcher(ABC):
 
     def _ids(self, positive: Any, negative: Any) -> Tensor:
         return flatten(positive, negative, self.total_classes)
+
+    def _check_home(self) -> None:
+        """Raise if other rows are about to replace some that a step has changed; for each of them once."""
+        lost = self._out is not None and not self._told and self._has_changed()
+        self._told = lost
+        if lost:
+            raise FlatbedError(
+                f"{type(self).__name__}.beforeForwardPass(), but the rows of the last one have been through "
+                "a step and not come home: call afterOptimizerStep() with their ids after every "
+                "optimizer.step(); or call beforeForwardPass() once more to go on without their changes"
+            )
 
     def _taken(self, positive: Any, negative: Any) -> Batch:
         """The batch of an `afterOptimizerStep`: the one that is out."""
