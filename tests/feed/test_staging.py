@@ -15,7 +15,7 @@ import torch
 from flatbed.feed import packing, staging
 from flatbed.feed.packing import Slot, send, slot_of_array, slot_of_tensor
 from flatbed.feed.staging import Carrier, Ring, ring_for
-from tests.feed.lanes import LateLane, Reached, lane, ring
+from tests.feed.lanes import LateLane, Reached, fed, lane, ring
 from tests.feed.pinning import PINNED_PAGES
 
 
@@ -346,6 +346,21 @@ def test_large_arrays_are_copied_by_torchs_threads(kind: str, monkeypatch: pytes
     monkeypatch.setattr(packing.np, "copyto", lambda *pair: (by_numpy.append(pair), copy(*pair)))
     test_every_kind_arrives_bit_for_bit(kind)
     assert bool(by_numpy) == (kind in ("backward", "swapped", "swapped number", "field"))
+
+
+@pytest.mark.parametrize("kind", [np.uint64, np.ulonglong, np.longlong, np.intc, np.longdouble])
+def test_names_that_numpy_has_for_the_same_numbers(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gaps, and larger than a chunk; torch knows one of the names."""
+    monkeypatch.setattr("flatbed.feed.packing.PARALLEL_BYTES", 256)
+    array = np.arange(4000, dtype=kind).reshape(-1, 2)[:, :1]
+    lane = LateLane(most_seconds=0)
+    (found,) = fed([{"x": array}], lane, of=ring(3, 1 << 12))
+    lane.close()
+    if kind is np.longdouble:
+        assert found["x"] is array  # no number of torch's
+    else:
+        assert found["x"].numpy().tobytes() == array.tobytes()
+        assert found["x"].dtype.itemsize == array.itemsize
 
 
 def test_memory_is_pinned_if_it_is_beside_the_pages_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:

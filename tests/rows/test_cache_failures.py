@@ -87,6 +87,27 @@ def test_rows_that_could_not_be_written_are_tried_again(
 
 
 @pytest.mark.parametrize("many", [1, 1000])
+def test_no_more_rows_are_read_than_can_come(
+    many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a batch that is larger than the cache."""
+    monkeypatch.setattr(host, "MANY", many)
+    twins = Twins("disk", tmp_path, n_slots=4).train()
+    cache = twins.cached.table.store.cache
+    collect, read = DiskTier.collect, []
+
+    def counted(self: DiskTier, ids: Tensor, into: Tensor) -> Any:
+        read.append(len(ids))
+        return collect(self, ids, into)
+
+    monkeypatch.setattr(DiskTier, "collect", counted)
+    n_here = int((cache.tags.slot_of_row[:20] >= 0).sum())
+    cache.come(torch.arange(20))
+    assert read == [4 - n_here]
+    twins.check()
+
+
+@pytest.mark.parametrize("many", [1, 1000])
 def test_rows_that_cannot_be_read(many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a thread of the disk's, or here: all is as it was, though what has changed may be home."""
     monkeypatch.setattr(host, "MANY", many)

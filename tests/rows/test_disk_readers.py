@@ -195,3 +195,38 @@ def test_few_threads_where_nobody_waits() -> None:
         assert len(shares(unhurried, 20_000, 1000, seconds=0.4)) == 1
         assert len(shares(unhurried, 20_000, 1000)) == THREADS
         assert len(shares(hands, 0, 1000)) == 1  # its own affair
+
+
+def test_what_is_in_the_queue_of_a_pool_without_threads_is_done_once() -> None:
+    """The queue comes before the thread, which the system may refuse."""
+    done: list[int] = []
+    with closing(Hands(1)) as hands:
+        submit = hands._pool.submit
+
+        def refuse(do: Any) -> Any:
+            submit(do)
+            raise RuntimeError("can't start new thread")
+
+        for number in range(5):
+            hands._pool.submit = refuse if number % 2 else submit  # type: ignore[method-assign]
+            assert hands.submit(lambda i: done.append(i) or i, number).result() == number  # type: ignore[func-returns-value]
+        hands._pool.submit = submit  # type: ignore[method-assign]
+        failed = hands.submit(lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            failed.result()
+    assert done == list(range(5))
+
+
+def test_a_reader_that_was_interrupted_on_its_way_out() -> None:
+    """Control-C in the line before it is gone: its own thread does not wait for it."""
+    readers = tier.Readers()
+    readers.__enter__()
+    readers.wait()
+    waited = threading.Thread(target=readers.wait, daemon=True)
+    waited.start()
+    waited.join(0.1)
+    assert waited.is_alive()
+    with readers:
+        pass
+    waited.join(LATE)
+    assert not waited.is_alive()

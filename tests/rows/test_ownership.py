@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import flatbed
+from flatbed.errors import FlatbedError
 from tests.rows.models import DIM, EVERY, ROWS, Model, assert_same, pair
 
 
@@ -469,3 +471,43 @@ def test_a_step_without_gradients_does_nothing() -> None:
     optimizer.step()
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def model_on_disk(folder: Path) -> nn.Sequential:
+    return nn.Sequential(flatbed.HostEmbedding(50, 4, storage="disk", path=folder / "rows.bed"))
+
+
+def one_step(model: nn.Module, optimizer: flatbed.optim.Optimizer) -> None:
+    model(torch.arange(8)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("other", [flatbed.optim.SGD, partial(flatbed.optim.Adam, amsgrad=True)])
+def test_a_file_is_not_made_anew_for_another_optimizer(other: Any, tmp_path: Path) -> None:
+    """In a living process as in a new one: what was saved would be gone."""
+    model = model_on_disk(tmp_path)
+    optimizer = flatbed.optim.Adam(model, lr=0.1)
+    one_step(model, optimizer)
+    flatbed.save_checkpoint(tmp_path / "saved", model, optimizer)
+    expected = model[0].read_rows(range(50)).clone()
+    with pytest.raises(FlatbedError, match=r"holds optimizer state of its own .*drop_state"):
+        other(model, lr=0.1)
+    one_step(model, optimizer)  # the first one goes on
+    again = flatbed.optim.Adam(model, lr=0.1)  # with the same kind of state, anew
+    one_step(model, again)
+    model[0].table.close(discard=True)
+    model = model_on_disk(tmp_path)
+    optimizer = flatbed.optim.Adam(model, lr=0.1)
+    flatbed.load_checkpoint(tmp_path / "saved", model, optimizer)
+    assert torch.equal(model[0].read_rows(range(50)), expected)
+    model[0].table.drop_state()
+    one_step(model, other(model, lr=0.1))
+    model[0].table.close(discard=True)
+
+
+def test_an_optimizer_that_was_never_used_is_in_nobodys_way(tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    flatbed.optim.Adam(model, lr=0.1)
+    one_step(model, flatbed.optim.SGD(model, lr=0.1))
+    assert model[0].table.state_names == ()
+    model[0].table.close(discard=True)

@@ -210,7 +210,7 @@ def _flat(source: Array, order: Sequence[int]) -> Array:
 
 def _over(chunk: Array, lines: Array) -> Array:
     """The first bytes of a chunk, as what they are to be."""
-    over: Array = chunk[: lines.nbytes].view(lines.dtype.newbyteorder("=")).reshape(lines.shape)
+    over: Array = chunk[: lines.nbytes].view(native_dtype(lines.dtype)).reshape(lines.shape)
     return over
 
 

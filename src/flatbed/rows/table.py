@@ -207,8 +207,12 @@ class Table(nn.Parameter):
         return None if self._owner is None else self._owner()
 
     def check_attach(self, owner: Owner, state: tuple[Field, ...]) -> None:
-        """Raise if the table holds state that the optimizer cannot go on with."""
-        if self.store.claimed:
+        """Raise if the table holds state that the optimizer cannot go on with. In memory, another one begins
+        anew; a file would be made anew for it, and what was last saved would be gone.
+        """
+        store = self.store
+        in_file = store.config.storage == "disk" and bool(store.record.state) and not store.waiting
+        if self.store.claimed and not in_file:
             return
         kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (self.store.record.state, state)]
         if kinds[0] != kinds[1]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,12 @@ from flatbed.kernels._triton import cache, row_kernels, rows
 from flatbed.kernels._triton.chain import Chain, chained
 from flatbed.kernels.cache import Tags
 from flatbed.kernels.rows import Distinct, Place
-from flatbed.kernels.streams import stream_for
+from flatbed.kernels.streams import relaxed_capture, stream_for
 
+_LOADED: set[Any] = set()
+"""Kinds of lookups whose kernels have run."""
+_KEPT: list[Any] = []
+"""Memory of the host that a GPU which has failed may still use."""
 SHORT, LONG = 5e-5, 1.0  # seconds: between two looks at what the GPU says, and until it is asked why not
 
 
@@ -59,14 +62,20 @@ class Passage:
         parts = [[self._find], [self._begin, self._admit]] if early else [[self._find_anew, self._admit]]
         if self.staged is not None:
             parts[0].append(self._look)
-            room = self._room()  # until it was used
-            self.staged.give(np.zeros(n, np.int64), room)
-            self.staged.bring()  # all other kernels have run before: none can be loaded during a capture
-            self._look()
-            del room
+            self._load(self.staged)
         self.graphs = [Graph(part, device, pool) for part in parts]
         if early:  # its memory may have been somebody's in this stream, and is first used in another one
             self.done.record()
+
+    def _load(self, staged: Staged) -> None:
+        """Run what only graphs of this kind run, once: nothing can be loaded while they are captured."""
+        kind = (self.device, self._place.stride, self._dim, self._dtype, staged.told.data_ptr() % 16)
+        if kind not in _LOADED:
+            room = self._room()
+            staged.give(np.zeros(len(self.keys), np.int64), room)
+            staged.bring()
+            self._look()
+            _LOADED.add(kind)
 
     # ---- what the graphs do
 
@@ -109,8 +118,8 @@ class Passage:
         assert self.staged is not None
         self.staged.wait()
         out = self._room()
-        self.staged.give(ids.numpy(), out)
         try:
+            self.staged.give(ids.numpy(), out)
             self.run()
         except BaseException:  # whether or not it was launched
             self.staged.settle()
@@ -180,13 +189,17 @@ class Staged:
     def settle(self) -> None:
         """Wait for all that was launched: nothing is at work then, whatever became of it."""
         number = self._number
-        torch.cuda.synchronize(self.keys.device)
+        with relaxed_capture():  # of another thread
+            torch.cuda.synchronize(self.keys.device)
         self._seen[0] = number
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the GPU's memory is in order anyway, and the host's must not go before
+        """The GPU's memory goes in the order of its stream; the host's must not go before it was used."""
+        try:
             if not self.taken:
                 self.settle()
+        except Exception:
+            _KEPT.append((self._memory, self.seen))
 
 
 class Graph:

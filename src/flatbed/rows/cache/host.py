@@ -153,7 +153,8 @@ class HostCache:
     def _move(self, sought: Sought, window: int) -> Arrivals:
         """Read what is missing; meanwhile, find room for it, and send home what has changed there."""
         self.arrive()
-        with self._reading(sought.missing) as read:
+        most = self.n_slots - len(sought.hits)  # that can come: no more are to be read
+        with self._reading(sought.missing[:most]) as read:
             arrivals = find_room(self.tags, sought, window=window)
             self._send_changed(arrivals)
             records, order = read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,24 @@ def head(records: Records, nbytes: int) -> Records:
     parts: Any = {"names": ["head"], "formats": [f"V{nbytes}"], "itemsize": records.dtype.itemsize}
     found: Records = records.view(np.dtype(parts))["head"]
     return found
+
+
+class _Once(Generic[T]):
+    """Something to be done by whoever comes first."""
+
+    def __init__(self, do: Callable[..., T], given: tuple[Any, ...]) -> None:
+        self.done: Future[T] = Future()
+        self._todo = [(do, given)]
+
+    def __call__(self) -> None:
+        try:
+            do, given = self._todo.pop()
+        except IndexError:
+            return
+        try:
+            self.done.set_result(do(*given))
+        except BaseException as error:
+            self.done.set_exception(error)
 
 
 class Hands:
@@ -94,15 +112,12 @@ class Hands:
 
     def submit(self, do: Callable[..., T], *given: Any) -> Future[T]:
         """Have something done by a thread, one after the other if there is only one."""
+        once = _Once(do, given)
         try:
-            return self._pool.submit(do, *given)
-        except RuntimeError:  # the interpreter is about to exit, and begins no threads any more
-            done: Future[T] = Future()
-            try:
-                done.set_result(do(*given))
-            except BaseException as error:
-                done.set_exception(error)
-            return done
+            self._pool.submit(once)
+        except RuntimeError:  # the interpreter is about to exit, or the system has no thread left
+            once()  # it may be in the queue nevertheless
+        return once.done
 
     def close(self) -> None:
         """Threads that are at work go on to the end."""

@@ -44,25 +44,27 @@ class Readers:
     """Who reads from a table's file without the tier's lock.
 
     They begin with the lock; whoever has it and is about to change the file, or to close it, waits for them.
+    Known by their threads: one that was interrupted on its way out does not read any more if it waits here.
     """
 
     def __init__(self) -> None:
-        self._n = 0
+        self._threads: set[int] = set()
         self._done = threading.Condition()
 
     def __enter__(self) -> None:
         with self._done:
-            self._n += 1
+            self._threads.add(threading.get_ident())
 
     def __exit__(self, *_: object) -> None:
         with self._done:
-            self._n -= 1
+            self._threads.discard(threading.get_ident())
             self._done.notify_all()
 
     def wait(self) -> None:
         """Until nobody reads."""
+        me = {threading.get_ident()}
         with self._done:
-            self._done.wait_for(lambda: not self._n)
+            self._done.wait_for(lambda: self._threads <= me)
 
 
 class DiskTier:
