@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -104,3 +105,46 @@ def test_a_table_that_goes_while_the_gpu_is_at_work() -> None:
     gc.collect()
     torch.cuda.synchronize()
     assert not any(bool(one.any()) for one in left)
+
+
+def test_a_capture_that_fails() -> None:
+    """Torch is as it was: random numbers can be drawn, memory is used again, and others can be captured."""
+    from flatbed.kernels._triton.passage import Graph
+
+    device = torch.device("cuda", 0)
+    held = torch.zeros(5, device=device)
+
+    def spoil() -> None:
+        with suppress(RuntimeError):
+            torch.cuda.synchronize()
+
+    for spoils in (True, False, True, True, False):
+        pool = torch.cuda.graph_pool_handle()
+        if spoils:
+            with pytest.raises(RuntimeError):
+                Graph([lambda: held.add_(1), spoil, lambda: held.add_(1)], device, pool)  # type: ignore[list-item,return-value]
+        else:
+            graph = Graph([lambda: held.add_(1)], device, pool)  # type: ignore[list-item,return-value]
+            graph.launch()
+        torch.rand(3, device=device)
+        many = [torch.empty(1 << 20, device=device) for _ in range(3)]
+        before = torch.cuda.memory_allocated()
+        del many
+        assert torch.cuda.memory_allocated() < before
+    assert held.tolist() == [2.0] * 5
+    emb, _ = table()
+    expected = emb.read_rows(np.arange(ROWS)).clone()
+    for ids in batches(6, 100):
+        assert torch.equal(emb(ids).detach().cpu(), expected[torch.from_numpy(ids)].cpu())
+    assert passages(emb)
+
+
+def test_garbage_is_not_collected_during_a_capture() -> None:
+    from flatbed.kernels._triton.passage import Graph
+
+    seen: list[bool] = []
+    parts: list[Any] = [lambda: seen.append(gc.isenabled()), lambda: held.add_(1)]
+    held = torch.zeros(5, device="cuda")
+    Graph(parts, torch.device("cuda", 0), torch.cuda.graph_pool_handle())
+    assert seen == [False]
+    assert gc.isenabled()

@@ -4,8 +4,10 @@ what was asked for.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from flatbed.kernels.streams import relaxed_capture, stream_for
 _LOADED: set[Any] = set()
 """Kinds of lookups whose kernels have run."""
 _KEPT: list[Any] = []
-"""Memory of the host that a GPU which has failed may still use."""
+"""What must not go: memory of the host that a GPU may still use, and graphs that torch may."""
 SHORT, LONG = 5e-5, 1.0  # seconds: between two looks at what the GPU says, and until it is asked why not
 
 
@@ -197,6 +199,8 @@ class Staged:
         """The GPU's memory goes in the order of its stream; the host's must not go before it was used."""
         try:
             if not self.taken:
+                if torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError("to wait would spoil it")
                 self.settle()
         except Exception:
             _KEPT.append((self._memory, self.seen))
@@ -210,14 +214,16 @@ class Graph:
         self._graph = _kept_graph()
         aside = stream_for(device, "captures")
         aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):
+        with torch.cuda.stream(aside), _uncollected():
             # Other threads may go on with whatever they do.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 for part in parts:
                     part()
-            finally:
                 self._graph.capture_end()
+            except BaseException:
+                _end_capture(self._graph, device, pool)
+                raise
             self.chain: Chain | None = chained(self._graph)
 
     def launch(self) -> None:
@@ -227,6 +233,35 @@ class Graph:
             if chain.launch(torch._C._cuda_getCurrentRawStream(self._index)):
                 return
         self._graph.replay()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """What is garbage stays until later: some of it gives memory back, which would spoil a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """After one that has failed: torch would think that it goes on, and neither draw random numbers nor use
+    memory again. The pool is not for others any more.
+    """
+    with suppress(Exception):
+        graph.capture_end()
+        return
+    _KEPT.append(graph)  # torch goes on to ask it whether memory is its own
+    with suppress(Exception):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    with suppress(Exception):
+        again, some = torch.cuda.CUDAGraph(), torch.empty(1, device=device)
+        again.capture_begin(capture_error_mode="thread_local")
+        some.zero_()
+        again.capture_end()
 
 
 def _kept_graph() -> torch.cuda.CUDAGraph:
