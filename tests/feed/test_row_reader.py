@@ -197,6 +197,12 @@ def test_wrong_files(tmp_path: Path) -> None:
     for name in ("text.npy", "objects.npy"):
         with pytest.raises(ValueError, match=rf"{name} is not a \.npy file of numbers: .*numpy\.save"):
             RowReader(tmp_path / name, device="cpu")
+    np.save(tmp_path / "short.npy", np.ones(1000))
+    os.truncate(tmp_path / "short.npy", 999)
+    with pytest.raises(ValueError, match=r"short\.npy is a \.npy file, but cut short or damaged"):
+        RowReader(tmp_path / "short.npy", device="cpu")
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        RowReader(tmp_path, device="cpu")
     with pytest.raises(ValueError, match=r"two\.npz is an \.npz archive \(of a, b\), which cannot be mapped"):
         RowReader(tmp_path / "two.npz", device="cpu")
 

@@ -20,6 +20,8 @@ from flatbed.rows.ids import as_ids, check_range
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+MAGIC = b"\x93NUMPY"  # how .npy files begin
+
 
 class RowReader:
     """Reads rows, along the first axis, of an array or of a .npy file that is mapped, not loaded.
@@ -159,9 +161,16 @@ def _dtype(array: Array) -> torch.dtype:
 def _mapped(path: Path) -> Any:
     if not path.exists():
         raise FileNotFoundError(f"there is no file at {path}: check the path")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the path of a .npy file in it")
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:  # numpy's own advice is to trust the file
+        with open(path, "rb") as file:
+            if file.read(len(MAGIC)) == MAGIC and "object" not in str(error).lower():
+                raise ValueError(
+                    f"{path} is a .npy file, but cut short or damaged: write it again"
+                ) from error
         raise ValueError(f"{path} is not a .npy file of numbers: write one with numpy.save") from error
     if isinstance(found, np.ndarray):
         return found

@@ -88,7 +88,10 @@ class Trainer:
                 "give more text, or a lower min_count"
             )
         if len(self.corpus) < 2 or len(self.corpus.words) < 2:
-            raise ValueError("there is only one word in the text: there is nothing to learn from it")
+            raise ValueError(
+                f"only one word occurs min_count={settings.min_count} times or more in a text of "
+                f"{len(corpus):,} words, which is nothing to learn from: give more text, or a lower min_count"
+            )
         self._fingerprint = self.corpus.fingerprint()
         n_words = len(self.corpus.words)
         self._bags = (
