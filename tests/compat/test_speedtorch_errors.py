@@ -180,6 +180,7 @@ def test_a_step_that_is_about_to_be_lost(forgotten: str, pair: tuple[Model, Any,
 
 def test_reading_and_whole_loops_raise_nothing(pair: tuple[Model, Any, Any]) -> None:
     model, rows, state = pair
+    before = rows.getNumpyVersion().copy()
     for ids in ([1, 2], [3, 2], [3, 2], [1, 2, 3, 4, 5]):
         for _ in range(2):
             rows.beforeForwardPass(ids)
@@ -189,6 +190,7 @@ def test_reading_and_whole_loops_raise_nothing(pair: tuple[Model, Any, Any]) -> 
         state.afterOptimizerStep(ids)
         rows.beforeForwardPass([7, 8])
         state.beforeForwardPass([7, 8])
+    assert (rows.getNumpyVersion() != before).any(1).nonzero()[0].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_ids_that_changed_in_place_are_noticed(pair: tuple[Model, Any, Any]) -> None:

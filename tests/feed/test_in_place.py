@@ -285,17 +285,23 @@ def test_lists_of_other_batches(setup: Setup) -> None:
 # ---- the arrays may be written to once the next batch is asked for
 
 
+def overwriting(feed: Any, given: list[Any], value: int) -> tuple[list[Any], list[Any]]:
+    """An epoch in which each array is written to once the next is asked for: what they had, and what came."""
+    want = [array.copy() for array in given]
+    found = []
+    for i, batch in enumerate(feed):
+        found.append(batch)
+        if i:
+            given[i - 1][:] = value
+    return want, found
+
+
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_arrays_are_written_to_as_soon_as_the_next_batch_is_asked_for(setup: Setup, depth: int) -> None:
     given = parts(8)
     feed = setup.feeder(given, depth=depth)
     for n in range(4):
-        want = [array.copy() for array in given]
-        found = []
-        for i, batch in enumerate(feed):
-            found.append(batch)
-            if i:
-                given[i - 1][:] = 100 + n
+        want, found = overwriting(feed, given, 100 + n)
         given[-1][:] = 100 + n  # the end was asked for, too
         setup.lane.settle()
         assert all(np.array_equal(a.numpy(), b) for a, b in zip(found, want, strict=True)), n
@@ -427,12 +433,7 @@ def test_one_event_is_enough_if_nothing_is_staged(
     monkeypatch.setattr(Feeder, "_at_once", lambda self: at_once)
     for n in range(6):
         counting.n_marks = 0
-        want = [array.copy() for array in given]
-        found = []
-        for i, batch in enumerate(feed):
-            found.append(batch)
-            if i:
-                given[i - 1][:] = 100 + n
+        want, found = overwriting(feed, given, 100 + n)
         counting.settle()
         assert counting.n_marks == 8
         assert all(np.array_equal(a.numpy(), b) for a, b in zip(found, want, strict=True)), n
