@@ -107,6 +107,7 @@ def test_the_default_device_is_for_users_only(storage: str, tmp_path: Path) -> N
     emb = flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path, device="cpu", padding_idx=1)
     bag = flatbed.HostEmbeddingBag.from_table(emb.table)
     for options in ({"max_norm": 1.0}, {"per_row_steps": True}):
+        emb.table.drop_state()
         optimizer = flatbed.optim.Adam(emb, **options)  # type: ignore[arg-type]
         for _ in range(2):
             emb([1, 2, 2]).sum().backward()

@@ -296,6 +296,9 @@ def test_another_optimizer(storage: str, kind: str, tmp_path: Path) -> None:
     before = everything(twins.cached)[0]
     twins.step([8, 9])
     before = copy_of(twins)
+    if storage == "disk" and kind == "SGD":  # which would not be done in silence
+        for emb in twins.both:
+            emb.table.drop_state()
     twins.optimizers = [
         getattr(flatbed.optim, kind)(emb, lr=0.1, **({"momentum": 0.9} if kind == "SGD" else {}))
         for emb in twins.both

@@ -33,6 +33,7 @@ COLUMNS: dict[str, dict[str, Callable[[CacheRow], str | None]]] = {
         "warm-up": lambda row: f"{row.warm_up_steps:,} steps",
     },
     "rows": {
+        "way": lambda row: row.way,
         "table": lambda row: f"{row.n_rows:,}",
         "cache": lambda row: f"{row.cache_rows:,}",
         **TIMES,
