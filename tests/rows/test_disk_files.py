@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.rows.disk import DiskTier
 from flatbed.rows.disk.file import MappedFile
@@ -444,3 +446,23 @@ optimizer.step()
     assert told.format(path=path) in done.stderr
     assert bool(done.stderr) == bool(told)
     assert not told or "7 rows" in done.stderr
+
+
+@pytest.mark.parametrize("end", ["", "checkpoint", "discard"])
+def test_a_table_that_is_forgotten(end: str, tmp_path: Path) -> None:
+    """Whoever lets go of it before it was saved is told, in a process that goes on."""
+    emb = flatbed.HostEmbedding(30, 4, storage="disk", path=tmp_path / "rows.bed")
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    emb([1, 2, 2]).sum().backward()
+    optimizer.step()
+    if end == "checkpoint":
+        emb.table.checkpoint()
+    elif end == "discard":
+        emb.table.close(discard=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        del emb, optimizer
+        gc.collect()
+    found = [str(one.message) for one in told if "rows.bed" in str(one.message)]
+    assert len(found) == (not end)
+    assert all("2 rows of" in one and "which nobody has any more" in one for one in found)

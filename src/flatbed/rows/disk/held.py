@@ -28,6 +28,7 @@ class Held:
         self.collectors, self.senders = self.readers.unhurried(), self.writers.unhurried()
         self._descriptor = descriptor
         self._process = os.getpid()
+        self._told = False
         _ALL.add(self)
 
     def here(self) -> bool:
@@ -71,15 +72,23 @@ class Held:
             self.journal.close(remove=False)
             self.table.close()
 
-    def tell(self) -> None:
-        """Warn of what an exit will lose."""
-        if self._descriptor < 0 or not self.here() or self.keep_journal:
+    def forgotten(self) -> None:
+        """Nobody has the table any more, and nobody has closed it."""
+        try:
+            self.tell("with the table, which nobody has any more")
+        finally:
+            self.close()
+
+    def tell(self, when: str = "at exit") -> None:
+        """Warn, once, of what is about to be lost."""
+        if self._told or self._descriptor < 0 or not self.here() or self.keep_journal:
             return
         n_rows = self.journal.n_slots + self.n_elsewhere()
         message = (
-            f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped at exit: "
+            f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped {when}: "
             f"call table.checkpoint() or flatbed.save_checkpoint first, or table.close(discard=True)"
         )
+        self._told = True
         if n_rows:
             with suppress(UserWarning):  # where warnings are errors, there is nobody left to hear of one
                 warnings.warn(message, stacklevel=2)

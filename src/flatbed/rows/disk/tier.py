@@ -100,7 +100,7 @@ class DiskTier:
         self._decided = False  # by a file of its own
         self._committing = False
         self._broken: str | None = None
-        self._finalizer = weakref.finalize(self, Held.close, held)
+        self._finalizer = weakref.finalize(self, Held.forgotten, held)
         tell_at_exit()
 
     @classmethod
