@@ -65,6 +65,26 @@ def test_training_far_ahead_of_the_gpu() -> None:
     assert torch.equal(emb.read_rows(every), plain.read_rows(every))
 
 
+@pytest.mark.parametrize("value", [ROWS, -1, 1 << 40, -(1 << 32)])
+def test_ids_out_of_range(value: int) -> None:
+    """They are said before anything comes through, even if they look right in 32 bits."""
+    emb, optimizer = table()
+    given = [ids.reshape(20, 10) for ids in batches(6 + 2 * AT_ONCE, 200)]
+    for ids in given[:5]:
+        emb(ids)
+    bad = given[5].copy()
+    bad[5, 7] = value
+    before, weights = emb.table.cache_stats(), emb.read_rows(np.arange(ROWS))
+    for _ in range(2 * AT_ONCE):
+        with pytest.raises(IndexError, match=rf"id {value} at position \(5, 7\) is out of range"):
+            emb(bad)
+    optimizer.step()
+    assert emb.table.cache_stats() == before
+    assert len(passages(emb)) <= AT_ONCE
+    for ids in given:
+        assert torch.equal(emb(ids).detach().cpu(), weights[torch.from_numpy(ids)].cpu())
+
+
 def test_a_launch_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is used again, and nobody waits for what was never launched."""
     from flatbed.kernels._triton import passage

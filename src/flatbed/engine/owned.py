@@ -102,22 +102,24 @@ class OwnedTables:
     def look(self) -> list[Packed | None]:
         """Gradients of all tables; with several ranks, the mean over them. Errors come before any change."""
         self._follow_groups()
-        self._refuse_norms_that_differ()
-        capturing = _capturing()
-        if capturing and n_processes() > 1:
-            raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
+        several, capturing = n_processes() > 1, _capturing()
+        if several:
+            self._refuse_norms_that_differ()
+            if capturing:
+                raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
         for member in self.members:
             if member.table.owner is not self.optimizer:
                 raise FlatbedError(
                     f"table {member.name} has been given to another optimizer since: step that one"
                 )
-            if not capturing:
+            if member.table.suspects and not capturing:
                 member.table.raise_bad_ids()
         packs = []
         for member in self.members:
             table = member.table
             table.pending.check_capture(capturing)
-            table.share_gradients()
+            if several:
+                table.share_gradients()
             if not table.trains:
                 table.pending.clear()
             packs.append(table.pending.packed())
@@ -142,7 +144,7 @@ class OwnedTables:
 
     def _refuse_norms_that_differ(self) -> None:
         """A table that is no replica has another gradient on every rank, and so would have the norm."""
-        if not self.optimizer.settings.normed or n_processes() == 1:
+        if not self.optimizer.settings.normed:
             return
         apart = [member.name for member in self.members if not member.table.replicate]
         if 0 < len(apart) < len(self.members):  # whoever replicates nothing sees to it by himself

@@ -169,20 +169,17 @@ class TableSteps:
         self.packs = []
 
     def _launch(self, index: int, pack: Packed, settings: Settings) -> None:
-        from flatbed.kernels._triton.row_stepper import Work
-
         table = self.members[index].table
         store, access = table.store, table.access
         place = access.place_of(pack)
         if place is not None:
             fetched = pack.fetched
             weights = None if fetched is None or fetched.edition != store.edition else fetched.weights
-            work = Work(pack.rows, pack.grads, place, staged=False, weights=weights)
-            self._kernels.update(index, work, settings)
+            self._kernels.update(index, pack.rows, pack.grads, place, settings, weights=weights)
             store.writes += 1
             return
         records = access.gather(pack.rows).contiguous()
-        self._kernels.update(index, Work(pack.rows, pack.grads, Place(records), staged=True), settings)
+        self._kernels.update(index, pack.rows, pack.grads, Place(records), settings, staged=True)
         if not bool(self.shared[SKIP]):
             access.scatter_(pack.rows, records)
 

@@ -100,11 +100,11 @@ def sum_runs(grads: Tensor, found: Distinct, padding_idx: int | None) -> tuple[T
     Summed in the order of the ids, as torch does for an embedding. The padding row becomes -1, with zeros.
     """
     padding = NONE if padding_idx is None else padding_idx
-    wide = torch.promote_types(grads.dtype, torch.float32)
     if by_triton(grads.device):
         from flatbed.kernels._triton import rows
 
         return rows.sum_runs(grads, found, padding)
+    wide = torch.promote_types(grads.dtype, torch.float32)
     sums = torch.ops.aten.embedding_dense_backward(grads.to(wide), found.inverse, len(found.rows), -1, False)
     return without(found.rows, sums, padding)
 

@@ -11,7 +11,6 @@ from flatbed.kernels import rows as ops
 from flatbed.kernels.choose import by_triton
 from flatbed.kernels.rows import Place
 from flatbed.rows.cache import Cache, DeviceCache, HostCache, Ticket
-from flatbed.rows.disk import DiskTier
 from flatbed.rows.gradient import Packed
 from flatbed.rows.record import WEIGHT
 from flatbed.rows.store import Store
@@ -128,9 +127,9 @@ class Access:
 
         With the ticket of a batch that came ahead of time, the host need not ask the GPU which they are.
         """
-        tier, cache = self.store.tier, self.store.cache
-        if not isinstance(tier, DiskTier):
+        if self.store.config.storage != "disk":
             return
+        tier, cache = self.store.disk, self.store.cache
         known = ticket.rows if ticket is not None and cache is not None and cache.covers(ticket) else None
         if known is None:
             known = rows.to(tier.device)

@@ -46,21 +46,20 @@ def find(table: Table, ids: Any, *, lead: bool = False, training: bool = False) 
     ticket = table.ticket(ids) if isinstance(ids, Tensor) and not lead else None
     if ticket is not None and ticket.found is not None and training:
         return Batch(ticket.keys, given.shape, ticket.found, ticket.cache, ticket)
-    checked = given.device.type == "cpu"
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    checked = given.device.type == "cpu" and not capturing
     if capturing:
-        checked = False
         _check_capture(table, given)
-    elif checked:
-        check_range(given, n_rows)
     cache = table.store.cache_for(given.numel()) if training else None
     if isinstance(cache, DeviceCache) and not (lead or capturing):
-        passed = cache.pass_through(given, checked=checked)
+        passed = cache.pass_through(given)
         if passed is not None:
             lease, looked = passed
             if lease.bad is not None:
                 table.suspect(given, lease.bad)
             return Batch(lease.keys, given.shape, lease.found, cache, lease=lease, looked=looked)
+    if checked:
+        check_range(given, n_rows)
     keys = _keys(given, n_rows, device, checked=checked).flatten()
     if training and not capturing:
         table.suspects.prepare_capture()
@@ -132,12 +131,13 @@ class Lookup(torch.autograd.Function):
             rows = access.weights(found.rows)
             ctx.fetched = Fetched(rows, table.store.edition) if by_triton(rows.device) else None
             out = rows.index_select(0, found.inverse)
-        return out.view(*batch.shape, table.embedding_dim)
+        return out if len(batch.shape) == 1 else out.view(*batch.shape, table.embedding_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         table, found = ctx.table, ctx.found
-        flat = grads[0].detach().reshape(-1, table.embedding_dim)
+        grad = grads[0].detach() if grads[0].requires_grad else grads[0]
+        flat = grad if grad.dim() == 2 else grad.reshape(-1, table.embedding_dim)
         rows, sums = sum_runs(flat, found, table.store.config.padding_idx)
         table.record(rows, sums, ctx.fetched, ctx.ticket)
         return None, None

@@ -74,7 +74,7 @@ class Passage:
         kind = (self.device, self._place.stride, self._dim, self._dtype, staged.told.data_ptr() % 16)
         if kind not in _LOADED:
             room = self._room()
-            staged.give(np.zeros(len(self.keys), np.int64), room)
+            staged.give(room)  # its ids are zeros
             staged.bring()
             self._look()
             _LOADED.add(kind)
@@ -115,13 +115,12 @@ class Passage:
         """Whether the last batch is through, as far as the host is concerned."""
         return bool(self.done.query()) if self.staged is None else self.staged.taken  # type: ignore[no-untyped-call,unused-ignore]
 
-    def look(self, ids: Tensor) -> Tensor:
-        """Let a batch pass, of ids on the host: (n,) → (n, dim), their weights."""
+    def look(self) -> Tensor:
+        """Let the batch pass whose ids were taken from the host: their weights, (n, dim)."""
         assert self.staged is not None
-        self.staged.wait()
         out = self._room()
         try:
-            self.staged.give(ids.numpy(), out)
+            self.staged.give(out)
             self.run()
         except BaseException:  # whether or not it was launched
             self.staged.settle()
@@ -161,14 +160,18 @@ class Staged:
         self._memory = torch.zeros(len(self._arrives), dtype=torch.int32, device="cpu", pin_memory=True)
         self.seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
         memory = self._memory.numpy()
-        self._ids, self._told, self._seen = memory[:n], memory[n_even:].view(np.int64), self.seen.numpy()
-        self._number = 0
+        self._ids, self._number = memory[:n], 0
+        self._told, self._seen = memory[n_even:].view(np.int64).data, self.seen.numpy().data
 
-    def give(self, ids: np.ndarray[Any, Any], out: Tensor) -> None:
-        """To the next graph that is launched, once the last has `taken` what it was given."""
+    def take(self, ids: np.ndarray[Any, Any]) -> None:
+        """Copy ids, once the last graph has `taken` those that it was given."""
+        self.wait()
         np.copyto(self._ids, ids, casting="unsafe")
+
+    def give(self, out: Tensor) -> None:
+        """Tell the next graph that is launched where weights go; the ids are there."""
         self._number += 1
-        self._told[:] = out.data_ptr(), self._number
+        self._told[0], self._told[1] = out.data_ptr(), self._number
 
     def bring(self) -> None:
         """As part of the graph."""
@@ -178,7 +181,7 @@ class Staged:
     @property
     def taken(self) -> bool:
         """Whether the last graph has."""
-        return bool(self._seen[0] == self._number)
+        return self._seen[0] == self._number
 
     def wait(self) -> None:
         """Until it has; raises if the GPU has failed meanwhile."""

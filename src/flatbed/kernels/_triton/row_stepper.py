@@ -33,19 +33,6 @@ class Plan:
     has: int
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One table's rows in one step."""
-
-    rows: Tensor
-    grads: Tensor
-    place: Place
-    """Where all records are; or staged ones: copies in the order of `rows`."""
-    staged: bool
-    weights: Tensor | None = None
-    """The rows' weights, if they are on the device already: they are not read again then."""
-
-
 class TritonRows:
     """Runs a rule over the rows of the tables of one device.
 
@@ -83,27 +70,41 @@ class TritonRows:
         self.heads.update(settings, scaling, squares)
         self._present = present
 
-    def update(self, index: int, work: Work, settings: Settings) -> None:
-        """Update the rows of one table in their records."""
-        plan = self.plans[index]
-        n = len(work.rows)
+    def update(
+        self,
+        index: int,
+        rows: Tensor,
+        grads: Tensor,
+        place: Place,
+        settings: Settings,
+        *,
+        staged: bool = False,
+        weights: Tensor | None = None,
+    ) -> None:
+        """Update the rows of one table in their records: where all are, or staged copies in their order.
+
+        `weights`: the rows' weights, if they are on the device already: they are not read again then.
+        """
+        plan, n = self.plans[index], len(rows)
         if n == 0:
             return
         stochastic = settings.stochastic_rounding and plan.weight == torch.bfloat16
-        near, read = work.place.cached is None, work.weights is None
-        kind = (index, work.grads.dtype, stochastic, work.staged, read, near)
+        cached, read = place.cached is not None, weights is None
+        kind = (index, grads.dtype, stochastic, staged, read, cached)
         launch = self._launches.get(kind)
         if launch is None:
-            launch = self._launches[kind] = self._bound(plan, work, stochastic)
-        weights = work.rows if work.weights is None else work.weights  # some memory, if it is not read
+            launch = self._launches[kind] = self._bound(plan, *kind[1:])
+        weights = rows if weights is None else weights  # some memory, if it is not read
         launch(
-            programs(-(-n // tile(power(plan.dim), 512)), UPDATERS, work.place), work.rows.device,
-            *addresses(work.place, work.rows), work.rows, work.grads.contiguous(), weights, weights.stride(0),
+            programs(-(-n // tile(power(plan.dim), 512)), UPDATERS, place), rows.device,
+            *addresses(place, rows), rows, grads.contiguous(), weights, weights.stride(0),
             self.heads._coefficients, self.heads.tables.numbers, self.heads.shared,
             n, index, self.heads.rows[index].group,
         )  # fmt: skip
 
-    def _bound(self, plan: Plan, work: Work, stochastic: bool) -> Bound:
+    def _bound(
+        self, plan: Plan, grad: torch.dtype, stochastic: bool, staged: bool, read: bool, cached: bool
+    ) -> Bound:
         rule, columns = self.rule, power(plan.dim)
         compute = torch.promote_types(plan.weight, torch.float32)
         offsets = (*plan.offsets, 0, 0, 0, 0)[:4]
@@ -113,8 +114,8 @@ class TritonRows:
         constants = (
             element(rule.prepare), element(rule.update), plan.has, len(rule.scalars),
             plan.stride, *offsets, first, second, rule.rowwise,
-            TYPES[plan.weight], TYPES[work.grads.dtype], TYPES[plan.state], TYPES[compute],
-            bool(plan.numbers), stochastic, work.staged, work.weights is not None,
-            work.place.cached is not None, 1 + MAX_NUMBERS, plan.dim, columns, tile(columns, 512),
+            TYPES[plan.weight], TYPES[grad], TYPES[plan.state], TYPES[compute],
+            bool(plan.numbers), stochastic, staged, not read,
+            cached, 1 + MAX_NUMBERS, plan.dim, columns, tile(columns, 512),
         )  # fmt: skip
         return Bound(row_kernels.step, constants, num_warps=2 if columns <= 256 else 4)

@@ -75,7 +75,8 @@ def mark(
 
 def sum_runs(grads: Tensor, found: Distinct, padding: int) -> tuple[Tensor, Tensor]:
     n, dim = len(found.rows), grads.shape[1]
-    wide = torch.promote_types(grads.dtype, torch.float32)
+    grads = grads if grads.is_contiguous() else grads.contiguous()
+    wide = _wide(grads.dtype)
     kept, sums = torch.empty_like(found.rows), torch.empty((n, dim), dtype=wide, device=grads.device)
     if n == 0:
         return kept, sums
@@ -85,11 +86,16 @@ def sum_runs(grads: Tensor, found: Distinct, padding: int) -> tuple[Tensor, Tens
     runs, chunks = _sums(dim, wide)
     runs(
         n_tiles + n_windows, grads.device,
-        grads.contiguous(), found.order, found.rank, found.starts, found.rows, kept, sums, partials,
+        grads, found.order, found.rank, found.starts, found.rows, kept, sums, partials,
         n, padding, n_tiles,
     )  # fmt: skip
     chunks(n_windows, grads.device, found.rank, found.starts, kept, sums, partials, n)
     return kept, sums
+
+
+@functools.cache
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from flatbed.rows.cache.passages import Lease, Passages
 from flatbed.rows.cache.stats import CacheStats
 from flatbed.rows.cache.ticket import Ticket, version_of
 from flatbed.rows.cache.under_way import UnderWay
-from flatbed.rows.ids import as_ids
+from flatbed.rows.ids import as_ids, check_range
 from flatbed.rows.tiers import MemoryTier
 
 
@@ -140,20 +140,26 @@ class DeviceCache:
         self.section += 1
         return 0
 
-    def pass_through(self, ids: Tensor, *, checked: bool) -> tuple[Lease, Tensor | None] | None:
-        """The same in one launch, if there is one for so many ids: checked ones on the host, which bring
-        their weights, (n, dim), or others.
+    def pass_through(self, ids: Tensor) -> tuple[Lease, Tensor | None] | None:
+        """The same in one launch, if there is one for so many ids. Those from the host are checked, and bring
+        their weights, (n, dim).
         """
-        n = ids.numel()
+        n, from_host = ids.numel(), ids.device.type == "cpu"
         window = self.under_way.window if self.under_way.tickets and self.has_room(n) else 0
-        lease = self.passages.lease(n, window=window, from_host=checked, checked=checked)
+        lease = self.passages.lease(n, window=window, from_host=from_host, checked=from_host)
         if lease is None:
             return None
+        if from_host:
+            lease.take(ids.flatten())
+            check_range(ids, self.n_rows)  # in half the time, now that they are in the processor's cache
         self.wait()
         self._load_for_graphs()
         self._window(n)
         self.under_way.come(n)
-        return lease, lease.run(ids.flatten())
+        if from_host:
+            return lease, lease.look()
+        lease.run(ids.flatten())
+        return lease, None
 
     def has_room(self, n_ids: int) -> bool:
         """Whether a batch may come beside those that are under way: all fit together."""

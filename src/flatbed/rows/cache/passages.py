@@ -49,14 +49,19 @@ class Lease:
         bad: Tensor | None = self.passage.bad
         return bad
 
-    def run(self, ids: Tensor) -> Tensor | None:
-        """Let ids pass, (n,), in the current stream; those from the host bring their weights, (n, dim)."""
-        if self.passage.staged is not None:
-            looked: Tensor = self.passage.look(ids)
-            return looked
+    def take(self, ids: Tensor) -> None:
+        """Ids from the host, (n,), for `look`: they may be changed afterwards."""
+        self.passage.staged.take(ids.numpy())
+
+    def look(self) -> Tensor:
+        """Let the ids that were taken pass, in the current stream: their weights, (n, dim)."""
+        looked: Tensor = self.passage.look()
+        return looked
+
+    def run(self, ids: Tensor) -> None:
+        """Let ids pass that are on the GPU, (n,), in the current stream."""
         _narrow()(ids, self.passage.n_rows, self.passage.keys)
         self.passage.run()
-        return None
 
     def find(self, ids: Tensor) -> None:
         """Find the rows of ids, (n,), on the GPU, for `bring`. Only with `early`."""
