@@ -40,6 +40,7 @@ CACHE_ROW = CacheRow(
     in_row_p20_ms=0.72,
     in_row_p50_ms=0.73,
     in_row_p80_ms=0.75,
+    host_pace_p50=1.02,
     hits_per_step=18_000.0,
     misses_per_step=2_000.0,
     written_per_step=1_900.0,
@@ -144,10 +145,10 @@ def test_a_row_is_one_line_for_those_who_watch() -> None:
 def test_tables_show_times_and_hits() -> None:
     text = to_markdown(ALL)
     for line in (
-        "| flatbed | lru 2,000,000 | 0.73 ms | 0.72 to 0.75 ms | 0.9 ms | 90.0% | 2,000 | 3.4 GB |",
-        "| flatbed | no cache | 4.4 ms | 0.72 to 0.75 ms | 0.9 ms |  |  | 3.4 GB |",
-        "| lfu | 1,048,576 | 0.73 ms | 0.72 to 0.75 ms | 0.9 ms | 90.5% | 1,907 | 200 steps |",
-        "| flatbed | 60,000,000 | 524,288 | 0.73 ms | 0.72 to 0.75 ms | 0.9 ms | 90.0% | 2,000 |",
+        "| flatbed | lru 2,000,000 | 0.73 ms | 0.72 to 0.75 ms | 0.9 ms | 1.02× | 90.0% | 2,000 | 3.4 GB |",
+        "| flatbed | no cache | 4.4 ms | 0.72 to 0.75 ms | 0.9 ms | 1.02× |  |  | 3.4 GB |",
+        "| lfu | 1,048,576 | 0.73 ms | 0.72 to 0.75 ms | 0.9 ms | 1.02× | 90.5% | 1,907 | 200 steps |",
+        "| flatbed | 60,000,000 | 524,288 | 0.73 ms | 0.72 to 0.75 ms | 0.9 ms | 1.02× | 90.0% | 2,000 |",
         "| flatbed swap | managed | 30.7 GB | 1,536 B | 59,000 | 2.15 ms | 84.3 GB/s | 94.0 GB/s | 90% |",
     ):
         assert line in text.splitlines()

@@ -60,7 +60,7 @@ def run(
     alone = Readings()
     with closing(model.steps()) as steps:
         for _ in range(TURNS):
-            read_turn(steps, setting.plan, alone, device)
+            read_turn(steps, setting.plan, alone, device, setting.host)
     with TemporaryDirectory(dir=folder) as made:
         shape = replace(setting.shape, storage="disk", path=Path(made) / "rows.table")
         setting = replace(setting, shape=shape)
@@ -80,6 +80,7 @@ def run(
                 source,
                 setting.plan,
                 device=device,
+                host=setting.host,
                 left_out=setting.left_out,
                 baseline_bytes=baseline,
             )

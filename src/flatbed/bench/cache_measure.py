@@ -12,6 +12,7 @@ import torch
 
 from flatbed.bench.cache_ids import Batch, Source
 from flatbed.bench.cache_ways import EAGER, Trainee, Way
+from flatbed.bench.host import Host
 from flatbed.bench.measure import synchronize
 from flatbed.bench.tables_measure import wall_time
 from flatbed.rows.cache import CacheStats
@@ -19,6 +20,7 @@ from flatbed.rows.cache import CacheStats
 TURNS = 2
 COUNTED = ("hits", "misses", "written")
 SETTLE = 5  # steps before the readings of a turn: a graph is captured in them, a prefetcher begins
+AFTER_PAUSE = 3  # steps before a block: what a prefetcher has fetched in a pause is not to count
 AT_ONCE = 100  # batches of a warm-up in memory at a time
 
 LeftOut: TypeAlias = Callable[[str, str], object]
@@ -39,7 +41,7 @@ class Plan:
     @property
     def n_steps(self) -> int:
         """Of one turn of one way."""
-        return SETTLE + _part(self.synced) + _part(self.blocks) * self.block_steps
+        return SETTLE + _part(self.synced) + _part(self.blocks) * (AFTER_PAUSE + self.block_steps)
 
 
 @dataclass(slots=True)
@@ -48,6 +50,8 @@ class Readings:
 
     synced: list[float] = field(default_factory=list)
     in_row: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
+    """Of the host, before each of these."""
     n_steps: int = 0
     counts: dict[str, int] | None = None
     peak_bytes: int | None = None
@@ -83,6 +87,7 @@ def read_in_turns(
     plan: Plan,
     *,
     device: torch.device,
+    host: Host,
     left_out: LeftOut,
     baseline_bytes: int = 0,
 ) -> dict[Way, Readings]:
@@ -98,7 +103,7 @@ def read_in_turns(
             _begin_peak(device)
             try:
                 with closing(trainee.steps(way, batches)) as steps:
-                    read_turn(steps, plan, found[way], device)
+                    read_turn(steps, plan, found[way], device, host)
             except Exception as error:  # of any kind: it must not cost what the others have found
                 left_out(way.name, f"{type(error).__name__}: {error}")
                 del found[way]
@@ -109,13 +114,21 @@ def read_in_turns(
     return found
 
 
-def read_turn(steps: Iterator[None], plan: Plan, readings: Readings, device: torch.device) -> None:
-    """One turn: all of the steps."""
+def read_turn(
+    steps: Iterator[None], plan: Plan, readings: Readings, device: torch.device, host: Host
+) -> None:
+    """One turn: all of the steps, on cores that nobody else uses, as far as there are some."""
     for _ in range(SETTLE):
         next(steps)
-    for _ in range(_part(plan.synced)):
+    for number in range(_part(plan.synced)):
+        if number % plan.block_steps == 0:
+            host.settle()
         readings.synced.append(wall_time(lambda: next(steps), device))
     for _ in range(_part(plan.blocks)):
+        synchronize(device)
+        readings.paces.append(host.settle())
+        for _ in range(AFTER_PAUSE):
+            next(steps)
         synchronize(device)
         begin = time.perf_counter()
         for _ in range(plan.block_steps):

@@ -24,6 +24,7 @@ from flatbed.bench.cache_ways import (
     Trainee,
     Way,
 )
+from flatbed.bench.host import Host
 from flatbed.bench.measure import allocated_bytes, free_memory, percentiles
 from flatbed.bench.rows import Machine
 
@@ -41,6 +42,7 @@ class StepSetting:
     device: torch.device
     machine: Machine
     checker: Checker
+    host: Host
     stage: Stage
     left_out: LeftOut
 
@@ -162,6 +164,7 @@ def _measured(
             source,
             setting.plan,
             device=setting.device,
+            host=setting.host,
             left_out=setting.left_out,
             baseline_bytes=baseline,
         )
@@ -229,6 +232,7 @@ def row_of(setting: StepSetting, measured: Measured) -> CacheRow:
         in_row_p20_ms=in_row[0],
         in_row_p50_ms=in_row[1],
         in_row_p80_ms=in_row[2],
+        host_pace_p50=percentiles(readings.paces)[1],
         hits_per_step=readings.per_step("hits"),
         misses_per_step=readings.per_step("misses"),
         written_per_step=readings.per_step("written"),
