@@ -218,7 +218,10 @@ class SparseTable:
 
 
 def pinned(ids: Batch) -> Tensor:
-    """In pinned memory of its own, which torch does not reuse before copies from it are done."""
+    """In pinned memory of its own, which torch does not reuse before copies from it are done.
+
+    Copied by this thread alone: torch would wake others, and wait for them where a core is shared.
+    """
     made = torch.empty(ids.shape, dtype=torch.int64, pin_memory=True)
-    made.copy_(torch.from_numpy(ids))
+    made.numpy()[...] = ids
     return made
