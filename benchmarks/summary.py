@@ -120,7 +120,7 @@ LINES = [
         ZIPF_105,
     ),
     Line(
-        "the same, prefetched",
+        "the same, prefetched (at worst a tenth more)",
         "h200-cache-step.json",
         "flatbed, captured, prefetched",
         SPARSE,

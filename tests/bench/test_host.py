@@ -87,6 +87,27 @@ def test_an_interruption_leaves_the_thread_free(machine: Machine, monkeypatch: p
         quiet.settle()
 
 
+def test_cores_that_are_forbidden(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are tried; if all are, the thread stays where it is."""
+    machine.times[3] = 1.0
+
+    def some(thread: int, cores: set[int]) -> None:
+        if cores == {0}:
+            raise PermissionError
+        machine.setaffinity(thread, cores)
+
+    def none(thread: int, cores: set[int]) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", some)
+    quiet = Host()
+    assert (quiet.fastest, machine.core) == (1.0, 3)
+    monkeypatch.setattr(os, "sched_setaffinity", none)
+    machine.times[3] = 2.5
+    assert quiet.settle() == 2.5
+    assert Host().settle() == 1.0
+
+
 def test_systems_that_do_not_tell(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_setaffinity")
     machine.times[0] = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 import flatbed
 from flatbed.kernels.cache import COUNTS, FREE, Arrivals, Tags, _lowest, find_room, let_go, seek, take_in
 from flatbed.rows.cache import DeviceCache, HostCache, Ticket, build
+from flatbed.rows.cache.passages import Lease
 from flatbed.rows.cache.under_way import UnderWay
 from flatbed.rows.record import Field, Record
 from flatbed.rows.tiers import host_tier
@@ -46,6 +48,26 @@ def come(cache: DeviceCache | HostCache, rows: Any, window: int | None = None) -
         cache.come(torch.unique(ids))
     else:
         cache._come(torch.unique(ids), window=window)
+
+
+def test_ids_of_the_host_are_checked_before_they_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then they were copied; but nothing has been launched, and whoever comes next has the same way."""
+    cache = DeviceCache(host_tier(RECORD, 20, CPU), 10, policy="lru", device=CPU)
+    taken: list[Any] = []
+    weights, home = torch.ones(4, 3), []
+    staged = SimpleNamespace(take=lambda ids: taken.append(ids.tolist()))
+    passage = SimpleNamespace(staged=staged, look=lambda: weights)
+    monkeypatch.setattr(cache.passages, "lease", lambda n, **how: Lease(passage, home))
+    with pytest.raises(IndexError, match=r"id 20 at position \(1, 0\) is out of range for a table of 20"):
+        cache.pass_through(torch.tensor([[3, 1], [20, 2]]))
+    assert (home, cache.under_way.tick, cache.section) == ([passage], 0, 0)
+    passed = cache.pass_through(torch.tensor([[3, 1], [19, 2]]))
+    assert passed is not None
+    assert passed[1] is weights
+    assert taken == [[3, 1, 20, 2], [3, 1, 19, 2]]
+    assert cache.under_way.tick == 1
+    del passed
+    assert home == [passage, passage]
 
 
 def held(cache: DeviceCache | HostCache) -> set[int]:

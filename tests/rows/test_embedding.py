@@ -35,6 +35,17 @@ def dense_grad(table: flatbed.Table) -> Tensor:
     return dense if table.grad is None else dense.index_copy(0, table.grad_rows, table.grad)
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (4,), (2, 3), (2, 1, 3)])
+def test_output_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
+    ours, theirs = both()
+    ids = torch.randint(ROWS, shape)
+    for module in (ours, theirs):
+        found = module(ids)
+        found.mul_(2).add_(1)
+        found.square().sum().backward()
+    assert torch.equal(dense_grad(ours.table), theirs.weight.grad)
+
+
 # ---- what it is made of
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,22 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
     assert theirs.weight.grad is not None
     packed = torch.zeros(ROWS, DIM).index_copy(0, ours.table.grad_rows, ours.table.grad)
     assert torch.equal(packed, theirs.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("storage", "cache_rows"), [("device", None), *product(("host", "disk"), (None, 0, 20))]
+)
+def test_nothing_is_made_for_wrong_ids(storage: str, cache_rows: int | None, tmp_path: Path) -> None:
+    """Neither memory nor a file: the table may have been meant to be larger."""
+    path = tmp_path / "rows.table" if storage == "disk" else None
+    emb = flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path, cache_rows=cache_rows)
+    with pytest.raises(IndexError, match="id 50 at position 2 is out of range for a table of 50 rows"):
+        emb([0, 1, ROWS])
+    assert not emb.table.store.laid_out
+    assert not list(tmp_path.iterdir())
+    larger = flatbed.HostEmbedding(ROWS + 1, DIM, storage=storage, path=path, cache_rows=cache_rows)
+    assert larger([0, 1, ROWS]).shape == (3, DIM)
+    larger.table.close(discard=True)
 
 
 @pytest.mark.parametrize("dtype", TORCH)

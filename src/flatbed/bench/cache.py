@@ -20,7 +20,7 @@ from flatbed.bench.cache_rows import CASES, Result
 from flatbed.bench.cache_step import LAWS, StepSetting
 from flatbed.bench.cache_swap import SwapSetting
 from flatbed.bench.cache_ways import Shape
-from flatbed.bench.host import Host
+from flatbed.bench.host import this_host
 from flatbed.bench.measure import free_memory
 from flatbed.bench.rows import Machine
 
@@ -208,7 +208,7 @@ def _steps(case: str, setting: Setting, stage: Stage, left_out: LeftOut) -> Step
         device=setting.device,
         machine=setting.machine,
         checker=Checker(dim, setting.device, n_rows=sizes.check_rows, n_ids=sizes.check_ids),
-        host=Host(),
+        host=this_host(),
         stage=stage,
         left_out=left_out,
     )

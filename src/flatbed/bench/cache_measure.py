@@ -17,10 +17,9 @@ from flatbed.bench.measure import synchronize
 from flatbed.bench.tables_measure import wall_time
 from flatbed.rows.cache import CacheStats
 
-TURNS = 2
+TURNS = 4
 COUNTED = ("hits", "misses", "written")
 SETTLE = 5  # steps before the readings of a turn: a graph is captured in them, a prefetcher begins
-AFTER_PAUSE = 3  # steps before a block: what a prefetcher has fetched in a pause is not to count
 AT_ONCE = 100  # batches of a warm-up in memory at a time
 
 LeftOut: TypeAlias = Callable[[str, str], object]
@@ -41,7 +40,7 @@ class Plan:
     @property
     def n_steps(self) -> int:
         """Of one turn of one way."""
-        return SETTLE + _part(self.synced) + _part(self.blocks) * (AFTER_PAUSE + self.block_steps)
+        return SETTLE + _part(self.synced) + _part(self.blocks) * self.block_steps
 
 
 @dataclass(slots=True)
@@ -51,7 +50,7 @@ class Readings:
     synced: list[float] = field(default_factory=list)
     in_row: list[float] = field(default_factory=list)
     paces: list[float] = field(default_factory=list)
-    """Of the host, before each of these."""
+    """Of the host, before and after each turn."""
     n_steps: int = 0
     counts: dict[str, int] | None = None
     peak_bytes: int | None = None
@@ -117,24 +116,23 @@ def read_in_turns(
 def read_turn(
     steps: Iterator[None], plan: Plan, readings: Readings, device: torch.device, host: Host
 ) -> None:
-    """One turn: all of the steps, on cores that nobody else uses, as far as there are some."""
+    """One turn: all of the steps, from a core on that nobody else uses, if there is one.
+
+    Nothing pauses in between: a prefetcher would get ahead in a way that it cannot keep up.
+    """
+    readings.paces.append(host.settle())
     for _ in range(SETTLE):
         next(steps)
-    for number in range(_part(plan.synced)):
-        if number % plan.block_steps == 0:
-            host.settle()
+    for _ in range(_part(plan.synced)):
         readings.synced.append(wall_time(lambda: next(steps), device))
     for _ in range(_part(plan.blocks)):
-        synchronize(device)
-        readings.paces.append(host.settle())
-        for _ in range(AFTER_PAUSE):
-            next(steps)
         synchronize(device)
         begin = time.perf_counter()
         for _ in range(plan.block_steps):
             next(steps)
         synchronize(device)
         readings.in_row.append(1e3 * (time.perf_counter() - begin) / plan.block_steps)
+    readings.paces.append(host.pace())
 
 
 def _part(n: int) -> int:

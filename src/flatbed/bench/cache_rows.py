@@ -48,8 +48,8 @@ class CacheRow(Record):
     in_row_p20_ms: float
     in_row_p50_ms: float
     in_row_p80_ms: float
-    host_pace_p50: float
-    """A loop in Python before each of these, over the fastest such loop: 2 is a host at half its speed."""
+    host_pace_p50: float | None
+    """A loop in Python between these, over the fastest such loop: 2 is a host at half its speed."""
     hits_per_step: float | None
     """Distinct rows of a batch. A captured step after a prefetcher counts them once more, as hits."""
     misses_per_step: float | None

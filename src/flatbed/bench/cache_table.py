@@ -16,7 +16,7 @@ TIMES: dict[str, Callable[[CacheRow], str | None]] = {
     "per step, in a row": lambda row: _ms(row.in_row_p50_ms),
     "p20 to p80": lambda row: f"{row.in_row_p20_ms:.3g} to {row.in_row_p80_ms:.3g} ms",
     "one by one": lambda row: _ms(row.p50_ms),
-    "host": lambda row: f"{row.host_pace_p50:.2f}×",
+    "host": lambda row: None if row.host_pace_p50 is None else f"{row.host_pace_p50:.2f}×",
     "hits": lambda row: None if row.hit_rate is None else f"{row.hit_rate:.1%}",
     "misses a step": lambda row: None if row.misses_per_step is None else f"{row.misses_per_step:,.0f}",
 }

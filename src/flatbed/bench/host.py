@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import time
@@ -17,37 +18,63 @@ class Host:
         self.fastest = loop_time()
         self._search(0.0)
 
+    def pace(self) -> float:
+        """Of the core that this thread is on."""
+        return self._look() / self.fastest
+
     def settle(self) -> float:
         """Go to a core that nobody else uses just now, if there is one; returns its pace.
 
         The thread may go on to others afterwards, as it likes.
         """
-        here = self._look()
-        return here / self.fastest if here <= QUIET * self.fastest else self._search(QUIET)
+        pace = self.pace()
+        return pace if pace <= QUIET else self._search(QUIET)
 
     def _look(self) -> float:
-        """The time of a loop on the core that this thread is on."""
         found = min(loop_time() for _ in range(2))
         self.fastest = min(self.fastest, found)
         return found
 
     def _search(self, enough: float) -> float:
-        """Try cores until one is fast enough, or all; stay on the best."""
-        if not hasattr(os, "sched_setaffinity"):  # not on macOS and Windows
-            return self._look() / self.fastest
-        allowed = os.sched_getaffinity(0)
+        """Try cores until one is fast enough, or all; stay on the best. Returns its pace."""
+        allowed = _cores()
         found: dict[int, float] = {}
         try:
-            for core in random.sample(sorted(allowed), len(allowed)):
-                os.sched_setaffinity(0, {core})
-                found[core] = self._look()
-                if found[core] <= enough * self.fastest:
-                    break
-            best = min(found, key=found.__getitem__)
-            os.sched_setaffinity(0, {best})
+            for core in random.sample(allowed, len(allowed)):
+                if _go({core}):
+                    found[core] = self._look()
+                    if found[core] <= enough * self.fastest:
+                        break
+            if found:
+                _go({min(found, key=found.__getitem__)})
         finally:
-            os.sched_setaffinity(0, allowed)
-        return found[best] / self.fastest
+            _go(set(allowed))
+        return min(found.values()) / self.fastest if found else self.pace()
+
+
+@functools.cache
+def this_host() -> Host:
+    """One for all that is measured, so that paces can be compared."""
+    return Host()
+
+
+def _cores() -> list[int]:
+    """Those that this thread may use; none where nobody tells: macOS, Windows."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        return []
+
+
+def _go(cores: set[int]) -> bool:
+    """Let this thread use these alone; whether it may: containers can forbid it."""
+    if not cores:
+        return False
+    try:
+        os.sched_setaffinity(0, cores)
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def loop_time() -> float:

@@ -18,6 +18,8 @@ from flatbed.rows.ids import as_ids, check_range, to_device
 from flatbed.rows.suspects import NOWHERE
 from flatbed.rows.table import Table
 
+_shaped = torch.ops.aten._unsafe_view.default  # with another shape, and no view
+
 
 @dataclass(slots=True)
 class Batch:
@@ -48,8 +50,11 @@ def find(table: Table, ids: Any, *, lead: bool = False, training: bool = False) 
         return Batch(ticket.keys, given.shape, ticket.found, ticket.cache, ticket)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     checked = given.device.type == "cpu" and not capturing
+    later = training and not lead and table.store.has_cache_for(given.numel())
     if capturing:
         _check_capture(table, given)
+    elif checked and not later:  # before anything is made
+        check_range(given, n_rows)
     cache = table.store.cache_for(given.numel()) if training else None
     if isinstance(cache, DeviceCache) and not (lead or capturing):
         passed = cache.pass_through(given)
@@ -58,7 +63,7 @@ def find(table: Table, ids: Any, *, lead: bool = False, training: bool = False) 
             if lease.bad is not None:
                 table.suspect(given, lease.bad)
             return Batch(lease.keys, given.shape, lease.found, cache, lease=lease, looked=looked)
-    if checked:
+    if checked and later:  # there was no way for so many
         check_range(given, n_rows)
     keys = _keys(given, n_rows, device, checked=checked).flatten()
     if training and not capturing:
@@ -131,7 +136,8 @@ class Lookup(torch.autograd.Function):
             rows = access.weights(found.rows)
             ctx.fetched = Fetched(rows, table.store.edition) if by_triton(rows.device) else None
             out = rows.index_select(0, found.inverse)
-        return out if len(batch.shape) == 1 else out.view(*batch.shape, table.embedding_dim)
+        # It may be changed in place, as the output of nn.Embedding; a view that was made here may not.
+        return out if len(batch.shape) == 1 else _shaped(out, (*batch.shape, table.embedding_dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:

@@ -336,6 +336,14 @@ class Store:
             return None
         return self._fit_cache(n_ids)
 
+    def has_cache_for(self, n_ids: int) -> bool:
+        """Whether a cache on the GPU is there that so many ids come through: nothing is to be made first."""
+        return (
+            isinstance(self.cache, DeviceCache)
+            and not self.waiting
+            and (n_ids <= self._fits or self.config.sized)
+        )
+
     def _fit_cache(self, n_ids: int) -> Cache | None:
         with self._laying_out:
             tier, cache = self.tier, self.cache
