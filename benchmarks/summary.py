@@ -143,6 +143,7 @@ LINES = [
     Line("the same with 1.4 ms, about the transfer's time", FEED, "flatbed Feeder", LOADER, also=EQUAL),
     Line("the same, from a generator", FEED, GENERATED, LOADER, also=EQUAL),
     Line("a list again, with 2.6 ms", FEED, "flatbed Feeder", LOADER, also=TWICE),
+    Line("numpy batches of 1 MiB", FEED, "flatbed Feeder", LOADER, also={**BATCH, "batch_bytes": 1 << 20}),
     Line("500 arrays of 16 KiB", FEED, "flatbed Feeder", TO, also=SMALL),
     Line(
         "65,536 rows of 512 B out of a numpy array",

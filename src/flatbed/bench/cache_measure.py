@@ -116,9 +116,9 @@ def read_in_turns(
 def read_turn(
     steps: Iterator[None], plan: Plan, readings: Readings, device: torch.device, host: Host
 ) -> None:
-    """One turn: all of the steps, from a core on that nobody else uses, if there is one.
+    """One turn: all of the steps, beginning on a core that nobody else uses, if there is one.
 
-    Nothing pauses in between: a prefetcher would get ahead in a way that it cannot keep up.
+    Nothing pauses in between: meanwhile a prefetcher would get further ahead than it can stay.
     """
     readings.paces.append(host.settle())
     for _ in range(SETTLE):

@@ -37,7 +37,7 @@ class Host:
 
     def _search(self, enough: float) -> float:
         """Try cores until one is fast enough, or all; stay on the best. Returns its pace."""
-        allowed = _cores()
+        allowed = allowed_cores()
         found: dict[int, float] = {}
         try:
             for core in random.sample(allowed, len(allowed)):
@@ -58,7 +58,7 @@ def this_host() -> Host:
     return Host()
 
 
-def _cores() -> list[int]:
+def allowed_cores() -> list[int]:
     """Those that this thread may use; none where nobody tells: macOS, Windows."""
     try:
         return sorted(os.sched_getaffinity(0))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 from flatbed._version import __version__
+from flatbed.bench.host import allowed_cores
 
 Part = Literal["optimizer", "step"]
 FUSED, FOREACH, LOOP = "torch fused", "torch foreach", "torch loop"
@@ -84,7 +85,7 @@ def this_machine(device: str) -> Machine:
     return Machine(
         device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
         cpu=_cpu_name(),
-        cores=_cores(),
+        cores=len(allowed_cores()) or os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         python=platform.python_version(),
         torch=str(torch.__version__),
@@ -252,10 +253,3 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS and Windows
-        return os.cpu_count() or 1

@@ -50,10 +50,11 @@ def find(table: Table, ids: Any, *, lead: bool = False, training: bool = False) 
         return Batch(ticket.keys, given.shape, ticket.found, ticket.cache, ticket)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     checked = given.device.type == "cpu" and not capturing
-    later = training and not lead and table.store.has_cache_for(given.numel())
+    # A cache that is there looks at ids in passing; before anything is made for them, it is done here.
+    in_passing = checked and training and not lead and table.store.has_cache_for(given.numel())
     if capturing:
         _check_capture(table, given)
-    elif checked and not later:  # before anything is made
+    elif checked and not in_passing:
         check_range(given, n_rows)
     cache = table.store.cache_for(given.numel()) if training else None
     if isinstance(cache, DeviceCache) and not (lead or capturing):
@@ -63,7 +64,7 @@ def find(table: Table, ids: Any, *, lead: bool = False, training: bool = False) 
             if lease.bad is not None:
                 table.suspect(given, lease.bad)
             return Batch(lease.keys, given.shape, lease.found, cache, lease=lease, looked=looked)
-    if checked and later:  # there was no way for so many
+    if in_passing:  # but there was no passage for so many
         check_range(given, n_rows)
     keys = _keys(given, n_rows, device, checked=checked).flatten()
     if training and not capturing:

@@ -330,7 +330,7 @@ class Store:
         """The cache that a batch of so many ids comes through, if the table has one."""
         _ = self.tier  # rows may be laid out anew, and then there is no cache
         cache = self.cache
-        if cache is not None and (n_ids <= self._fits or self.config.sized):
+        if cache is not None and self._need_not_grow(n_ids):
             return cache
         if self.config.cache_rows == 0 or self.config.storage == "device":
             return None
@@ -338,11 +338,11 @@ class Store:
 
     def has_cache_for(self, n_ids: int) -> bool:
         """Whether a cache on the GPU is there that so many ids come through: nothing is to be made first."""
-        return (
-            isinstance(self.cache, DeviceCache)
-            and not self.waiting
-            and (n_ids <= self._fits or self.config.sized)
-        )
+        return isinstance(self.cache, DeviceCache) and self._need_not_grow(n_ids) and not self.waiting
+
+    def _need_not_grow(self, n_ids: int) -> bool:
+        """Whether a cache that is there will do for so many."""
+        return n_ids <= self._fits or self.config.sized
 
     def _fit_cache(self, n_ids: int) -> Cache | None:
         with self._laying_out:
