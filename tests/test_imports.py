@@ -11,8 +11,8 @@ import flatbed
 
 SOURCE = Path(flatbed.__file__).parent
 ORDER = [
-    *("_version", "errors", "layout", "rule", "kernels", "rows", "feed", "engine", "rules", "optim"),
-    *("flat", "checkpoint", "compat", "words", "bench", "doctor", "cli", "__main__"),
+    *("_version", "errors", "layout", "rule", "progress", "cuda", "kernels", "distributed", "tables", "data"),
+    *("optim", "flat", "checkpoint", "compat", "word2vec", "bench", "doctor", "cli", "__main__"),
 ]
 RANK = {name: rank for rank, name in enumerate(ORDER)}
 

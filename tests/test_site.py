@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flatbed
-from flatbed import words
+from flatbed import word2vec
 from flatbed.compat import speedtorch
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")
 RESULTS = ROOT / "benchmarks" / "results"
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-MODULES = ("optim", "compat", "words")
+MODULES = ("optim", "compat", "word2vec")
 
 
 def prose(page: Path) -> str:
@@ -81,7 +81,7 @@ def documented() -> set[str]:
 
 def test_every_public_name_is_in_the_api() -> None:
     names = {f"flatbed.{name}" for name in flatbed.__all__ if name not in (*MODULES, "__version__")}
-    for module in (flatbed.optim, speedtorch, words):
+    for module in (flatbed.optim, speedtorch, word2vec):
         names |= {f"{module.__name__}.{name}" for name in module.__all__}
     assert names - documented() == set()
 

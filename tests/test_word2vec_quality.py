@@ -240,8 +240,8 @@ def test_a_broken_trainer_is_noticed() -> None:
 
 
 def test_mistakes_are_gone_afterwards() -> None:
-    from flatbed.words.pairs import Batches
-    from flatbed.words.vocabulary import Unigrams
+    from flatbed.word2vec.sampling import Batches
+    from flatbed.word2vec.vocabulary import Unigrams
 
     before = Unigrams.draw, Batches.make
     for mistake in (trainers.uniform_negatives, trainers.shifted_window):

@@ -88,7 +88,7 @@ def train_gensim(text: Text, task: Task, seed: int) -> Trained:
 
 def train_flatbed(text: Text, task: Task, seed: int, **settings: Any) -> Trained:
     """By flatbed on the CPU; `settings` are its own, such as the optimizer."""
-    from flatbed.words import Corpus, Settings, Trainer
+    from flatbed.word2vec import Corpus, Settings, Trainer
 
     corpus = Corpus.from_sentences(order(text, seed))
     known: dict[str, Any] = {
@@ -123,7 +123,7 @@ def with_default(text: Text, task: Task, seed: int) -> Trained:
 @contextmanager
 def uniform_negatives() -> Iterator[None]:
     """The mistake: negatives are drawn from all words alike, however frequent they are."""
-    from flatbed.words.vocabulary import Unigrams
+    from flatbed.word2vec.vocabulary import Unigrams
 
     def draw(self: Unigrams, n: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
         return random.integers(len(self._cumulative), size=n)
@@ -135,7 +135,7 @@ def uniform_negatives() -> Iterator[None]:
 @contextmanager
 def shifted_window() -> Iterator[None]:
     """The mistake: a word is given the contexts of the word that stands `window` places before it."""
-    from flatbed.words.pairs import Batch, Batches
+    from flatbed.word2vec.sampling import Batch, Batches
 
     make = Batches.make
 

@@ -7,17 +7,17 @@ from flatbed import optim
 from flatbed._version import __version__
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.compat.contiguous_params import ContiguousParams
+from flatbed.data import Feeder, Prefetcher, RowReader
 from flatbed.errors import FlatbedError
-from flatbed.feed import Feeder, Prefetcher, RowReader
 from flatbed.flat.checkpoint import state_dict
 from flatbed.flat.ema import EMA
-from flatbed.flat.health import Problem
 from flatbed.flat.parameter import FlatParameter
 from flatbed.flat.params import FlatParams, Snapshot
+from flatbed.flat.repair import Problem
 from flatbed.layout import Segment
-from flatbed.rows.embedding import HostEmbedding, HostEmbeddingBag, tables
-from flatbed.rows.saving import load_table, open_table
-from flatbed.rows.table import Table
+from flatbed.tables.embedding import HostEmbedding, HostEmbeddingBag, tables
+from flatbed.tables.saving import load_table, open_table
+from flatbed.tables.table import Table
 
 __all__ = [
     "EMA",

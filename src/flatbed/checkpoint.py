@@ -27,15 +27,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatbed.engine import portable
-from flatbed.engine.portable import Packer, unpack
+from flatbed.distributed.ranks import Ranks
 from flatbed.errors import FlatbedError
-from flatbed.rows import saving
-from flatbed.rows.disk import DiskTier
-from flatbed.rows.embedding import named_tables
-from flatbed.rows.ranks import Ranks
-from flatbed.rows.table import Table
-from flatbed.rows.tensor_file import as_path, read_tensors, sync_folder, write_tensors, write_text
+from flatbed.optim import json_codec as portable
+from flatbed.optim.json_codec import Packer, unpack
+from flatbed.tables import saving
+from flatbed.tables.embedding import named_tables
+from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.table import Table
+from flatbed.tables.tensor_file import as_path, read_tensors, sync_folder, write_tensors, write_text
 
 FORMAT, FORMAT_VERSION = "flatbed-checkpoint", 1
 CURRENT = "CURRENT.json"

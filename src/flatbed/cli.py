@@ -13,7 +13,7 @@ from rich.text import Text
 from flatbed._version import __version__
 from flatbed.bench.commands import bench
 from flatbed.bench.terminal import console
-from flatbed.words.commands import neighbors, word2vec
+from flatbed.word2vec.commands import neighbors, word2vec
 
 if TYPE_CHECKING:
     from flatbed.doctor import Finding

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from flatbed.bench.copies import Speed
     from flatbed.bench.disk_reads import Reads
-    from flatbed.rows.sizing import Example, Rates
+    from flatbed.tables.sizing import Example, Rates
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -276,7 +276,7 @@ def _memory() -> Answer:
 
 
 def _available_bytes() -> int:
-    from flatbed.rows.memory import available_bytes
+    from flatbed.cuda.host_memory import available_bytes
 
     return available_bytes()
 
@@ -307,7 +307,7 @@ def _read_at_random() -> Reads:
 
 @probe("tables")
 def _tables() -> Answer:
-    from flatbed.rows.sizing import storage_for
+    from flatbed.tables.sizing import storage_for
 
     free = _free_bytes()
     found = {size: storage_for(size * GB, free) for size in (1, 10, 100)}
@@ -320,7 +320,7 @@ def _tables() -> Answer:
 
 @probe("100 GB table")
 def _large_table() -> Answer:
-    from flatbed.rows.sizing import ROOM, Example, storage_for
+    from flatbed.tables.sizing import ROOM, Example, storage_for
 
     example, free = _example(), _free_bytes()
     parts = [
@@ -340,7 +340,7 @@ def _large_table() -> Answer:
 
 def _batch_times(storages: list[str]) -> str:
     """What a batch of the 100 GB table takes, from what was measured."""
-    from flatbed.rows.sizing import batch_seconds
+    from flatbed.tables.sizing import batch_seconds
 
     record, rates = _example().record, _rates()
     times = []
@@ -357,7 +357,7 @@ def _ms(seconds: float) -> str:
 
 
 def _example() -> Example:
-    from flatbed.rows.sizing import Example
+    from flatbed.tables.sizing import Example
 
     return Example(100 * GB)
 
@@ -374,7 +374,7 @@ def _free_bytes() -> dict[str, int]:
 
 
 def _rates() -> Rates:
-    from flatbed.rows.sizing import Rates
+    from flatbed.tables.sizing import Rates
 
     def rate(way: str) -> float | None:
         speed = _measured(way)

@@ -35,7 +35,7 @@ from flatbed.bench.feed_rows import (
 )
 from flatbed.bench.feed_table import tables, to_markdown
 from flatbed.bench.rows import Record, read_rows, write_rows
-from flatbed.feed import Feeder
+from flatbed.data import Feeder
 from tests.bench.samples import CPU, MACHINE
 
 SMALL = feed.Sizes(

@@ -36,7 +36,7 @@ from flatbed.bench.reach_rows import (
 from flatbed.bench.reach_table import tables, to_markdown
 from flatbed.bench.rows import read_rows, write_rows
 from flatbed.bench.tables_measure import Dma
-from flatbed.rows.memory import available_bytes
+from flatbed.cuda.host_memory import available_bytes
 from tests.bench.samples import CPU, MACHINE, ROW
 
 SMALL = Sizes(

@@ -43,7 +43,7 @@ from flatbed.bench.tables_table import to_markdown
 from flatbed.cli import app
 from flatbed.kernels import rows as ops
 from flatbed.kernels.rows import Place
-from flatbed.rows.tiers import MemoryTier
+from flatbed.tables.storage.memory import MemoryTier
 from tests.bench.samples import CPU, FLOOR_ROW, MACHINE, four_rows
 from tests.bench.table_samples import MOVE_ROW, TRAIN_ROW, moves, peers, steps
 

@@ -10,7 +10,7 @@ import torch
 from flatbed.bench import train
 from flatbed.bench.rows import read_rows, this_machine, write_rows
 from flatbed.bench.train_rows import WordsRow, file_name, groups, panels, sheets, summary, to_markdown
-from flatbed.words.tables import Tables
+from flatbed.word2vec.tables import Tables
 
 CPU = torch.device("cpu")
 TINY = train.Case("n-grams", 300, 6000, 500, 16, 512, 1)

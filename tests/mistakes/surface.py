@@ -10,10 +10,10 @@ import typer
 
 import flatbed
 import flatbed.compat.speedtorch
-import flatbed.words
+import flatbed.word2vec
 from flatbed.cli import app
 
-MODULES: tuple[ModuleType, ...] = (flatbed, flatbed.optim, flatbed.compat.speedtorch, flatbed.words)
+MODULES: tuple[ModuleType, ...] = (flatbed, flatbed.optim, flatbed.compat.speedtorch, flatbed.word2vec)
 CALLED = ("__call__", "__getitem__", "__setitem__", "__iter__", "__len__")
 
 NO_MISTAKE = {
@@ -40,11 +40,11 @@ NO_MISTAKE = {
         "flatbed.optim.*.nonfinite",
         "flatbed.optim.*.state_dict",
         "flatbed.optim.*.state_dict_without_tables",
-        "flatbed.words.Corpus.__len__",
-        "flatbed.words.Corpus.fingerprint",
-        "flatbed.words.Settings.to_dict",
-        "flatbed.words.Trainer.vectors",
-        "flatbed.words.Vectors.__len__",
+        "flatbed.word2vec.Corpus.__len__",
+        "flatbed.word2vec.Corpus.fingerprint",
+        "flatbed.word2vec.Settings.to_dict",
+        "flatbed.word2vec.Trainer.vectors",
+        "flatbed.word2vec.Vectors.__len__",
     ),
     "takes no argument, and can be called at any time and as often as one likes": (
         "flatbed.ContiguousParams.make_params_contiguous",
@@ -58,8 +58,8 @@ NO_MISTAKE = {
         "flatbed.compat.speedtorch.*.zerosInit",
         "flatbed.optim.*.refresh_masters",
         "flatbed.optim.Adagrad.share_memory",
-        "flatbed.words.Trainer.close",
-        "flatbed.words.Trainer.stop",
+        "flatbed.word2vec.Trainer.close",
+        "flatbed.word2vec.Trainer.stop",
     ),
     "is for lookups and optimizers to call, at every step, and for nobody else": (
         "flatbed.FlatParameter.over",
@@ -71,7 +71,7 @@ NO_MISTAKE = {
         "flatbed.Table.ticket",
     ),
     "is what is raised": ("flatbed.FlatbedError",),
-    "is made by a training, and only read by others": ("flatbed.words.Progress",),
+    "is made by a training, and only read by others": ("flatbed.word2vec.Progress",),
 }
 """What needs no mistake, by the reason."""
 

@@ -20,7 +20,7 @@ from tests.mistakes.saving import SAVING
 from tests.mistakes.speedtorch import SPEEDTORCH
 from tests.mistakes.surface import NO_MISTAKE, commands, public
 from tests.mistakes.tables import TABLES
-from tests.mistakes.words import WORD_VECTORS
+from tests.mistakes.word2vec import WORD_VECTORS
 
 MISTAKES: list[Mistake] = [*FLAT, *SAVING, *OPTIM, *EMBEDDINGS, *TABLES, *FEED, *SPEEDTORCH, *WORD_VECTORS]
 

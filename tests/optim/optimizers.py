@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, optim, tensor
 
 import flatbed.optim
-from flatbed.engine.optimizer import Optimizer
+from flatbed.optim.optimizer import Optimizer
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import nn, optim
 
 import flatbed
 from tests.cases import build
+from tests.optim.devices import assert_models_equal, is_exact
 from tests.optim.test_dropin import give_grads, pair
-from tests.optim.where import assert_models_equal, is_exact
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.1, 5.0, 1e6, math.inf])

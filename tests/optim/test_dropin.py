@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import flatbed
 from tests.cases import batches, build, loss_of, two_groups
-from tests.optim.where import assert_equal, assert_models_equal
+from tests.optim.devices import assert_equal, assert_models_equal
 
 
 def pair(where: str, model: str = "mixed") -> tuple[nn.Module, nn.Module]:

@@ -8,8 +8,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flatbed
 from tests.cases import build
+from tests.optim.devices import assert_models_equal
 from tests.optim.test_dropin import give_grads
-from tests.optim.where import assert_models_equal
 
 
 def test_the_average_is_torchs(where: str) -> None:

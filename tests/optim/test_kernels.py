@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.optim.mutants import WRONG, Wrong, broken
 from tests.optim.optimizers import CASES, Case
-from tests.optim.wrong import WRONG, Wrong, broken
 
 SHAPES = [(5,), (3, 7), (1100,)]  # the last is one full block and a bit
 KINDS = list({case.kind: case for case in CASES}.values())

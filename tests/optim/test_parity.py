@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import flatbed.optim
 from flatbed.kernels.step import is_whole, stride_of
 from tests.cases import MODELS, assert_same, batches, build, loss_of
+from tests.optim.mutants import WRONG, Wrong, broken
 from tests.optim.optimizers import CASES, Case
-from tests.optim.wrong import WRONG, Wrong, broken
 
 STEPS = 8  # RAdam rectifies from the sixth on
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

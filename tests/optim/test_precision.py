@@ -12,8 +12,8 @@ from torch import Tensor, nn, optim
 
 import flatbed
 from tests.cases import build
+from tests.optim.devices import assert_equal
 from tests.optim.test_dropin import give_grads
-from tests.optim.where import assert_equal
 
 LOW = [torch.bfloat16, torch.float16]
 

@@ -14,10 +14,10 @@ from torch import nn, optim
 
 import flatbed
 from tests.cases import build
+from tests.optim.devices import assert_equal, assert_models_equal, is_exact
 from tests.optim.optimizers import CASES, Case
 from tests.optim.test_dropin import give_grads
 from tests.optim.test_precision import low
-from tests.optim.where import assert_equal, assert_models_equal, is_exact
 
 TORCH = [getattr(optim, name, None) for name in flatbed.optim.__all__]
 IN_TORCH = [case for case in CASES if case.torch_kind in TORCH]

@@ -15,7 +15,7 @@ from flatbed.bench.cache_ways import EAGER, Trainee, Way
 from flatbed.bench.host import Host
 from flatbed.bench.measure import synchronize
 from flatbed.bench.tables_measure import wall_time
-from flatbed.rows.cache import CacheStats
+from flatbed.tables.cache import CacheStats
 
 TURNS = 4
 COUNTED = ("hits", "misses", "written")

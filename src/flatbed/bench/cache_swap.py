@@ -23,10 +23,10 @@ from flatbed.bench.tables_measure import (
     same_bits,
     sample,
 )
+from flatbed.cuda.host_memory import HostMemory, allocate
 from flatbed.errors import FlatbedError
-from flatbed.kernels.choose import by_triton
+from flatbed.kernels.dispatch import by_triton
 from flatbed.kernels.rows import Place
-from flatbed.rows.memory import HostMemory, allocate
 
 SWAP = f"{FLATBED} swap"
 N_STAGES = 2

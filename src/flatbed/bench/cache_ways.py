@@ -17,8 +17,8 @@ from flatbed.bench.cache_ids import Batch
 from flatbed.bench.cache_rows import FLATBED, TORCH
 from flatbed.bench.capture import Captured
 from flatbed.bench.tables_measure import SEED, same_bits
-from flatbed.feed import Prefetcher
-from flatbed.rows.cache import CacheStats
+from flatbed.data import Prefetcher
+from flatbed.tables.cache import CacheStats
 
 LR = 1e-3
 CAPTURE_STEPS = 3  # until a graph has been replayed: one as it is, one that is captured, one more

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from flatbed.bench.feed_rows import BENCHMARK, FEEDER, GENERATED, LOADER, PLAIN, BandwidthRow, EpochRow
 from flatbed.bench.measure import percentiles, synchronize
 from flatbed.bench.rows import Machine
-from flatbed.feed import Feeder
+from flatbed.data import Feeder
 
 Batch: TypeAlias = list[np.ndarray[Any, Any]]
 Way: TypeAlias = Callable[[Sequence[Batch], torch.device], Iterable[list[Tensor]]]

@@ -14,7 +14,7 @@ from flatbed.bench.feed_measure import SEED, FeedSetting
 from flatbed.bench.feed_rows import BENCHMARK, NUMPY, READER, READER_COPY, TORCH, ReadRow
 from flatbed.bench.measure import percentiles
 from flatbed.bench.tables_measure import number_, wall_time
-from flatbed.feed import RowReader
+from flatbed.data import RowReader
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Read: TypeAlias = Callable[[Array], Tensor]

@@ -24,7 +24,7 @@ from flatbed.bench.reach_measure import BLOCK_WORDS, ReachSetting, Shape, measur
 from flatbed.bench.reach_rows import TIERS, Direction, ReachRow, Tier, gigabytes, plain_copy
 from flatbed.bench.rows import Machine, this_machine, write_rows
 from flatbed.bench.tables_measure import Dma, dma_speed
-from flatbed.rows.memory import available_bytes
+from flatbed.cuda.host_memory import available_bytes
 
 MB, GB = 10**6, 10**9
 ROW_BYTES = (64, 256, 512, 1536, 4096)

@@ -27,12 +27,12 @@ from flatbed.bench.reach_rows import (
     TORCH_FILE,
     TORCH_PINNED,
 )
+from flatbed.cuda.host_memory import HostMemory, allocate
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
 from flatbed.kernels.rows import Place
-from flatbed.rows.disk import DiskTier
-from flatbed.rows.memory import HostMemory, allocate
-from flatbed.rows.record import WEIGHT, Field, Record
+from flatbed.tables.record import WEIGHT, Field, Record
+from flatbed.tables.storage.disk import DiskTier
 
 WaysOf: TypeAlias = Callable[[Shape], list[Way]]
 

@@ -22,9 +22,9 @@ from flatbed.bench.tables_measure import (
     sample,
 )
 from flatbed.bench.tables_rows import BENCHMARK, KERNEL, Clock, Direction, MoveRow
+from flatbed.cuda.host_memory import HostMemory, allocate
 from flatbed.kernels import rows as ops
 from flatbed.kernels.rows import Place
-from flatbed.rows.memory import HostMemory, allocate
 
 RECORD_BYTES = (128, 256, 512, 1024, 1536, 3072)
 ADAM_RECORD = 1536  # 128 numbers of fp32, with two moments

@@ -28,7 +28,7 @@ from flatbed.bench.tables_move import MoveSetting, Shape, move_row
 from flatbed.bench.tables_rows import CUPY, CUPY_GPU, KERNEL, ROWS, TORCH, MoveRow
 from flatbed.kernels import rows as ops
 from flatbed.kernels.rows import Place
-from flatbed.rows.tiers import MemoryTier
+from flatbed.tables.storage.memory import MemoryTier
 
 DIM = 128
 CASE = "speedtorch"

@@ -14,8 +14,8 @@ import flatbed
 from flatbed.bench.measure import Progress, free_memory, percentiles, synchronize
 from flatbed.bench.rows import Machine
 from flatbed.bench.train_rows import BENCHMARK, WordsRow
-from flatbed.words import Corpus, Settings, Trainer
-from flatbed.words.tables import MakeTables, Tables, host_tables
+from flatbed.word2vec import Corpus, Settings, Trainer
+from flatbed.word2vec.tables import MakeTables, Tables, host_tables
 
 SPARSE, HOST, PREFETCHED, DEVICE = (
     "torch sparse",

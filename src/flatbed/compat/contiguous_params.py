@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import torch
 
+from flatbed.flat.inputs import Source
 from flatbed.flat.parameter import FlatParameter
 from flatbed.flat.params import FlatParams
-from flatbed.flat.source import Source
 
 
 class ContiguousParams:

@@ -22,7 +22,8 @@ from torch.optim.optimizer import (
 )
 
 from flatbed.errors import FlatbedError
-from flatbed.flat import health, probe
+from flatbed.flat import probe
+from flatbed.flat import repair as health
 from flatbed.flat.buffer import Buffer, capturing, view
 from flatbed.flat.parameter import FlatParameter
 

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from flatbed.errors import FlatbedError
-from flatbed.flat import checkpoint, health, hooks, norms
+from flatbed.flat import checkpoint, hooks, norms
+from flatbed.flat import repair as health
 from flatbed.flat.buffer import Buffer, view
-from flatbed.flat.health import Problem
+from flatbed.flat.inputs import Entry, Source, read
 from flatbed.flat.parameter import FlatParameter
-from flatbed.flat.source import Entry, Source, read
+from flatbed.flat.repair import Problem
 from flatbed.layout import Segment, Spec, plan
 
 

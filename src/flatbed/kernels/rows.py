@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatbed.kernels.choose import by_triton
+from flatbed.kernels.dispatch import by_triton
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 NONE = -1

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
-from flatbed.kernels.choose import by_triton
+from flatbed.kernels.dispatch import by_triton
 from flatbed.kernels.rows import Place
-from flatbed.rows.disk import DiskTier
-from flatbed.rows.record import NAMES, WEIGHT, Field, Record
-from flatbed.rows.tiers import CPU, MemoryTier, device_tier, host_tier
+from flatbed.tables.record import NAMES, WEIGHT, Field, Record
+from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.memory import CPU, MemoryTier, device_tier, host_tier
 
 BLOCK_BYTES = 1 << 26  # of rows that are handled at once, beside the collection
 STAND_IN = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}

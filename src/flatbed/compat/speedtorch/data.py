@@ -20,8 +20,8 @@ from flatbed.compat.speedtorch.collection import (
 )
 from flatbed.compat.speedtorch.homes import cupy_home
 from flatbed.errors import FlatbedError
-from flatbed.rows.ids import as_ids, check_range, to_device
-from flatbed.rows.tensor_file import as_path
+from flatbed.tables.ids import as_ids, check_range, to_device
+from flatbed.tables.tensor_file import as_path
 
 DATA = "data"
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

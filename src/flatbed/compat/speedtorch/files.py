@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatbed.compat.speedtorch.collection import Collection
 from flatbed.errors import FlatbedError
-from flatbed.rows.tensor_file import as_path, replacing, write_at
+from flatbed.tables.tensor_file import as_path, replacing, write_at
 
 BFLOAT = torch.bfloat16  # which numpy does not know: it is given float32 instead, which loses nothing
 

@@ -13,7 +13,7 @@ from flatbed.compat.speedtorch import files
 from flatbed.compat.speedtorch.collection import Home, as_dtype, natural
 from flatbed.compat.speedtorch.data import DATA, Rows, _signed, as_values
 from flatbed.compat.speedtorch.homes import cupy_home, torch_home
-from flatbed.rows.ids import as_ids, check_range
+from flatbed.tables.ids import as_ids, check_range
 
 
 class _Matrix(Rows):

@@ -13,8 +13,8 @@ from flatbed.compat.speedtorch.collection import Collection, Column, Home
 from flatbed.compat.speedtorch.homes import cupy_home, torch_home
 from flatbed.compat.speedtorch.slots import Held, Slots, part_from_graphs
 from flatbed.compat.speedtorch.switcher import Switcher, check_variable, dummy_inputs
-from flatbed.rows import initial
-from flatbed.rows.record import DTYPES, WEIGHT
+from flatbed.tables import initializers as initial
+from flatbed.tables.record import DTYPES, WEIGHT
 
 REFUSED = {
     "max_norm": (None, "it would renormalise some of a row's slots, and not the others"),

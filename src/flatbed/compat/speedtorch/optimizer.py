@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.compat.speedtorch.collection import Collection, Column, Fill, Home
-from flatbed.compat.speedtorch.found import found_state, group_of, variable_of
 from flatbed.compat.speedtorch.homes import cupy_home, torch_home
+from flatbed.compat.speedtorch.optimizer_state import found_state, group_of, variable_of
 from flatbed.compat.speedtorch.slots import Batch, Held, Slots
 from flatbed.compat.speedtorch.switcher import Switcher, check_variable
 from flatbed.errors import FlatbedError

@@ -15,7 +15,7 @@ from flatbed.compat.speedtorch.collection import Collection
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
 from flatbed.kernels.rows import Distinct
-from flatbed.rows.ids import as_ids, check_range, to_device
+from flatbed.tables.ids import as_ids, check_range, to_device
 
 _KNOWN: Any = WeakTensorKeyDictionary()
 _current_node = getattr(torch._C, "_current_autograd_node", lambda: None)

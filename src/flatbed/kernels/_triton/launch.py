@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flatbed.cuda.streams import another_than, relaxed_capture
 from flatbed.kernels._triton import elementary
-from flatbed.kernels.streams import another_than, relaxed_capture
 
 TYPES = {
     torch.float64: tl.float64,

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatbed.cuda.streams import relaxed_capture, stream_for
 from flatbed.kernels._triton import cache, row_kernels, rows
 from flatbed.kernels._triton.chain import Chain, chained
 from flatbed.kernels.cache import Tags
 from flatbed.kernels.rows import Distinct, Place
-from flatbed.kernels.streams import relaxed_capture, stream_for
 
 _LOADED: set[Any] = set()
 """Kinds of lookups whose kernels have run."""

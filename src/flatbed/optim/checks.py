@@ -1,0 +1,232 @@
+"""What an optimizer is given, looked at once at the door."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatbed.errors import FlatbedError
+from flatbed.tables.view import WeightView
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def _not_negative(value: float) -> bool:
+    return value >= 0
+
+
+def _fraction(value: float) -> bool:
+    return 0 <= value < 1
+
+
+def _share(value: float) -> bool:
+    return 0 <= value <= 1
+
+
+LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "lr": (_not_negative, "≥ 0"),
+    "eps": (_not_negative, "≥ 0"),
+    "weight_decay": (_not_negative, "≥ 0"),
+    "momentum": (_not_negative, "≥ 0"),
+    "lr_decay": (_not_negative, "≥ 0"),
+    "momentum_decay": (_not_negative, "≥ 0"),
+    "initial_accumulator_value": (_not_negative, "≥ 0"),
+    "alpha": (_not_negative, "≥ 0"),
+    "betas": (_fraction, "in [0, 1)"),
+    "rho": (_share, "in [0, 1]"),
+}
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Hyperparameters within the ranges torch allows, and nothing asked for that cannot be had."""
+    for name, (good, range_) in LIMITS.items():
+        if name not in group:
+            continue
+        value = group[name]
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        if name == "betas" and len(values) != 2:
+            raise ValueError(f"betas must be two numbers; found {value!r}")
+        for one in values:
+            _check_number(name, one, good, range_)
+    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+        raise ValueError(
+            f"nesterov needs a momentum and no dampening; found momentum={group['momentum']}, "
+            f"dampening={group['dampening']}"
+        )
+    if group.get("differentiable"):
+        raise ValueError(
+            "differentiable=True: these steps cannot be differentiated through; use torch.optim for that"
+        )
+
+
+def _check_number(name: str, value: Any, good: Callable[[float], bool], range_: str) -> None:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"{name} must be a number or a tensor of one element; found shape {tuple(value.shape)}"
+            )
+        if value.device.type != "cpu":
+            if name != "lr":
+                raise ValueError(f"only lr may be a tensor on a GPU; found {name} on {value.device}")
+            return  # reading it would wait for the GPU
+        value = value.item()
+    if not isinstance(value, numbers.Real):  # numpy's too
+        raise TypeError(f"{name} must be a number; found {value!r}")
+    if math.isnan(value) or not good(float(value)):
+        raise ValueError(f"{name} must be {range_}; found {value}")
+
+
+def check_known(kind: type, unknown: Iterable[str], extras: Iterable[str]) -> None:
+    """Raise for options that an optimizer does not have."""
+    if named := ", ".join(map(repr, unknown)):
+        own = [name for name in inspect.signature(kind).parameters if name not in ("params", "extras")]
+        raise TypeError(f"{kind.__name__} has no option {named}; it has {', '.join([*own, *extras])}")
+
+
+def check_closure(closure: Any) -> None:
+    """Raise for what cannot be called, such as a loss."""
+    if not callable(closure):
+        raise TypeError(
+            f"closure must be a function that computes the loss again; found {type(closure).__name__}: call "
+            f"loss.backward(), and then step()"
+        )
+
+
+def check_set_to_none(set_to_none: Any) -> None:
+    """Raise for parameters, or a module, in its place."""
+    if not isinstance(set_to_none, bool):
+        raise TypeError(
+            f"set_to_none must be True or False; found {type(set_to_none).__name__}: call zero_grad()"
+        )
+
+
+def check_params(params: Any) -> None:
+    """Raise for what is no list of parameters, or of groups of them."""
+    if isinstance(params, Tensor):
+        raise TypeError(
+            f"params must be a module, or an iterable of Tensors or dicts, but got "
+            f"{torch.typename(params)}: put it in a list"
+        )
+    wrong = isinstance(params, str | bytes | Mapping) or not isinstance(params, Iterable)
+    if wrong and not isinstance(params, nn.Module):
+        raise TypeError(
+            f"params must be a module, an iterable of parameters or of (name, parameter), or of groups; "
+            f"found {type(params).__name__}: give the module itself"
+        )
+
+
+def check_members(params: Any) -> None:
+    """Raise for what is no parameter among those of a group."""
+    for one in params if isinstance(params, list | tuple) else ():
+        param = one[1] if isinstance(one, tuple) and len(one) == 2 else one
+        if not isinstance(param, Tensor):
+            module = isinstance(param, nn.Module)
+            remedy = "its .parameters(), or its .table if it has one" if module else "parameters"
+            raise TypeError(f"a {type(param).__name__} is among the parameters, and is none: give {remedy}")
+
+
+def check_new_group(group: Any, known: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for what is no param group, and for parameters that are in another one already."""
+    if not isinstance(group, dict) or "params" not in group:
+        found = (
+            f"a dict with {', '.join(group) or 'nothing'}"
+            if isinstance(group, dict)
+            else type(group).__name__
+        )
+        raise TypeError(f"a param group is a dict with 'params', {{'params': […], 'lr': 0.1}}; found {found}")
+    if isinstance(group["params"], nn.Module | str | Mapping):
+        raise TypeError(
+            f"'params' of a group are parameters; found {type(group['params']).__name__}: give its "
+            f".parameters(), or [its .table]"
+        )
+    check_members(group["params"])
+    taken = {id(param): number for number, other in enumerate(known) for param in other["params"]}
+    for i, one in enumerate(group["params"] if isinstance(group["params"], list | tuple) else ()):
+        param = one[1] if isinstance(one, tuple) else one
+        if id(param) in taken:
+            raise ValueError(
+                f"some parameters appear in more than one parameter group: number {i} of the new one is in "
+                f"group {taken[id(param)]} already; leave it out"
+            )
+
+
+def check_param(param: Tensor, name: str) -> None:
+    """Parameters that no step could update are refused when they are handed over."""
+    if isinstance(param, WeightView):
+        raise TypeError(f"parameter {name} is a view of a table's weights: give emb.table instead")
+    if type(param).__module__.startswith("torch.distributed") or hasattr(param, "device_mesh"):
+        raise TypeError(
+            f"parameter {name} is a {type(param).__name__} (FSDP2 or tensor parallelism), which "
+            f"flatbed.optim does not update; use torch.optim for it"
+        )
+    if param.dtype.is_complex:
+        raise TypeError(
+            f"parameter {name} is complex ({param.dtype}); make torch.view_as_real(parameter) the parameter, "
+            f"or use torch.optim for it"
+        )
+    if isinstance(param, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        raise ValueError(f"parameter {name} is lazy and has no shape yet: run one forward pass first")
+
+
+def check_grad(param: Tensor, grad: Tensor, name: str) -> None:
+    """Everything about a gradient that would stop a step half way stops it before it begins."""
+    if grad.layout != torch.strided:
+        raise FlatbedError(
+            f"the gradient of parameter {name} is sparse ({grad.layout}); build the layer with sparse=False, "
+            f"or give its parameters to torch.optim.SparseAdam"
+        )
+    if grad.dtype.is_complex:
+        raise FlatbedError(f"the gradient of parameter {name} is complex ({grad.dtype})")
+    for what, dtype in (("parameter", param.dtype), ("gradient of parameter", grad.dtype)):
+        if dtype not in DTYPES:
+            raise FlatbedError(
+                f"the {what} {name} is {dtype}; found none of float32, bfloat16, float16, float64"
+            )
+    if grad.shape != param.shape or grad.device != param.device:
+        raise FlatbedError(
+            f"the gradient of parameter {name} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
+            f"{tuple(param.shape)} on {param.device}"
+        )
+    if type(grad).__module__.startswith("torch.distributed"):
+        raise FlatbedError(
+            f"the gradient of parameter {name} is a {type(grad).__name__}; use torch.optim for it"
+        )
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Zero is allowed, as in torch; infinity only measures."""
+    if max_norm is not None and not (isinstance(max_norm, numbers.Real) and float(max_norm) >= 0):
+        raise ValueError(f"max_norm must be a number ≥ 0, or None for no clipping; found {max_norm!r}")
+
+
+def check_settings(
+    *,
+    max_norm: float | None,
+    ema_decay: Any,
+    state_dtype: torch.dtype | None,
+    master_weights: bool,
+    stochastic_rounding: bool,
+    **switches: bool,
+) -> None:
+    """The options that torch's optimizers do not have."""
+    switches |= {"master_weights": master_weights, "stochastic_rounding": stochastic_rounding}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False; found {value!r}")
+    check_max_norm(max_norm)
+    if ema_decay is not None and not (isinstance(ema_decay, numbers.Real) and 0 <= float(ema_decay) < 1):
+        raise ValueError(f"ema_decay must be in [0, 1), or None; found {ema_decay!r}")
+    if state_dtype is not None and state_dtype not in STATE_DTYPES:
+        allowed = ", ".join(map(str, STATE_DTYPES))
+        raise ValueError(f"state_dtype must be one of {allowed} (fp16 is too narrow); found {state_dtype!r}")
+    if master_weights and stochastic_rounding:
+        raise ValueError(
+            "master_weights=True keeps what stochastic_rounding=True would leave to chance: choose one"
+        )

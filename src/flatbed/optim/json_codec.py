@@ -1,0 +1,177 @@
+"""State dicts as JSON and named tensors: what pickle does, for plain data alone, and without running code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flatbed.errors import FlatbedError
+from flatbed.tables.embedding import TableModule
+from flatbed.tables.tensor_file import check_plain
+
+MARK = "$"  # keys of JSON objects that stand for something else begin with it
+
+
+class Packer:
+    """Turns values into JSON; the tensors in them gather in `tensors`, by names made of the path to them."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.ties: dict[str, str] = {}
+        """Of tensors that lie in the same memory: the name, and the one it is stored under."""
+        self._tied = tied
+        self._places: dict[Any, str] = {}
+
+    def pack(self, value: Any, name: str) -> Any:
+        """The value in JSON's terms."""
+        if isinstance(value, Tensor):
+            return self._tensor(value, name)
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, (list, tuple)):
+            items = [self.pack(item, f"{name}.{i}") for i, item in enumerate(value)]
+            return items if isinstance(value, list) else {"$tuple": items}
+        if isinstance(value, Mapping):
+            return self._mapping(value, name)
+        raise FlatbedError(
+            f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}, which JSON cannot hold: "
+            "numbers, strings, tensors, and lists, tuples and dicts of them can be saved"
+        )
+
+    def _mapping(self, value: Mapping[Any, Any], name: str) -> Any:
+        items = [(key, self.pack(item, f"{name}.{key}")) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith(MARK) for key in value):
+            return dict(items)
+        return {"$dict": [[self.pack(key, f"{name}.key"), item] for key, item in items]}
+
+    def _tensor(self, value: Tensor, name: str) -> Any:
+        check_plain(value, name)
+        place = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        if self._tied and value.numel() and place in self._places:
+            self.ties[name] = self._places[place]
+            return {"$tensor": self._places[place]}
+        while name in self.tensors:
+            name += "'"
+        self._places[place] = name
+        self.tensors[name] = value
+        # Kernels want state to be laid out as the parameter is, channels last for example.
+        dense = not value.is_contiguous() and torch.empty_like(value).stride() == value.stride()
+        return {"$tensor": name, "stride": list(value.stride())} if dense else {"$tensor": name}
+
+
+def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `Packer.pack`. Wrong values raise KeyError, TypeError, ValueError or RuntimeError."""
+    if isinstance(value, list):
+        return [unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        found = tensors[value["$tensor"]]
+        if "stride" not in value:
+            return found
+        return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype).copy_(found)
+    if "$tuple" in value:
+        return tuple(unpack(item, tensors) for item in value["$tuple"])
+    if "$dict" in value:
+        return {unpack(key, tensors): unpack(item, tensors) for key, item in value["$dict"]}
+    if "$float" in value:
+        return float(value["$float"])
+    if "$dtype" in value:
+        return getattr(torch, value["$dtype"])
+    return {key: unpack(item, tensors) for key, item in value.items()}
+
+
+# ---- models
+
+
+def dense_state(model: nn.Module) -> dict[str, Any]:
+    """`model.state_dict()` without the tables, which might not fit into memory."""
+    modules = [module for module in model.modules() if isinstance(module, TableModule)]
+    for module in modules:
+        module.__dict__["_save_to_state_dict"] = partial(nn.Module._save_to_state_dict, module)
+    try:
+        return dict(model.state_dict())
+    finally:
+        for module in modules:
+            del module.__dict__["_save_to_state_dict"]
+
+
+# ---- optimizers
+
+DAMAGE = (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError)
+"""What reading a damaged description may raise."""
+
+
+def optimizer_parts(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An optimizer's state, without that of tables: JSON, and the tensors it speaks of."""
+    packer = Packer()
+    packed = {key: packer.pack(value, key) for key, value in plain_state(optimizer).items()}
+    about = {"class": type(optimizer).__name__, "shapes": shapes_of(optimizer), "state": packed}
+    return about, packer.tensors
+
+
+def plain_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict of any optimizer; tables, if it has some, are saved by themselves."""
+    without_tables = getattr(optimizer, "state_dict_without_tables", optimizer.state_dict)
+    return dict(without_tables())
+
+
+def shapes_of(optimizer: Optimizer) -> list[list[list[int]]]:
+    """By group, the shapes of its parameters."""
+    return [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def check_same(optimizer: Optimizer, state: Any, shapes: Any, *, where: str) -> None:
+    """Raise unless state was saved from the same parameters in the same groups."""
+    ours = shapes_of(optimizer)
+    if shapes != ours:
+        raise FlatbedError(
+            f"{where} holds state for groups of parameters of the shapes {_shortened(shapes)}; "
+            f"{type(optimizer).__name__} has {_shortened(ours)}. Build it over the same parameters"
+        )
+    for number, (saved, own) in enumerate(zip(state["param_groups"], optimizer.param_groups, strict=True)):
+        theirs, mine = saved.get("param_names"), own.get("param_names")
+        if theirs is not None and mine is not None and list(theirs) != list(mine):
+            raise FlatbedError(
+                f"{where}, group {number}, is of the parameters {_shortened(theirs)}; "
+                f"{type(optimizer).__name__} has {_shortened(mine)}, in this order"
+            )
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 200 else text[:200] + "…"
+
+
+def load_all(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) -> None:
+    """Load all states, or none."""
+    before = [plain_state(optimizer) for optimizer in optimizers]
+    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
+                    saved[key] = value.to(own[key].device)  # the learning rate of a captured step
+        try:
+            _load(optimizer, state)
+        except BaseException:
+            for loaded, old in zip(optimizers[:number], before, strict=False):
+                _load(loaded, old)
+            raise
+
+
+def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """The inverse of `plain_state`: tables stay as they are."""
+    getattr(optimizer, "load_state_dict_without_tables", optimizer.load_state_dict)(state)

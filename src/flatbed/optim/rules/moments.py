@@ -1,0 +1,22 @@
+"""How a step of Adam and its kin begins."""
+
+from __future__ import annotations
+
+import torch
+
+from flatbed.optim.rules.foreach import TensorList, multiply_
+from flatbed.rule import Group, Tensors
+
+
+def update_moments_(group: Group, at: Tensors) -> TensorList:
+    """Weight decay of either kind, and the two moments; returns the gradients that went into them."""
+    (beta1, beta2), weight_decay, grads = group["betas"], group["weight_decay"], at.grads
+    if weight_decay != 0:
+        if group["decoupled_weight_decay"]:
+            multiply_(at.params, 1 - group["lr"] * weight_decay)
+        else:
+            grads = torch._foreach_add(grads, at.params, alpha=weight_decay)
+    torch._foreach_lerp_(at["exp_avg"], grads, 1 - beta1)
+    multiply_(at["exp_avg_sq"], beta2)
+    torch._foreach_addcmul_(at["exp_avg_sq"], grads, grads, value=1 - beta2)
+    return grads

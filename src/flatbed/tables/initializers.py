@@ -1,0 +1,291 @@
+"""What a table starts with: each row drawn from (seed, row) alone, whatever the chunks or threads."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flatbed.tables.record import DTYPES, NAMES
+
+CHUNK = 1 << 17  # elements drawn at once: long enough that threads seldom meet at the interpreter's lock
+MOST_THREADS = 8  # more of them wait for each other: on 16 cores, 16 took longer than 8
+BLOCK = 8  # 32-bit words that one step of Philox's counter gives
+TAIL = 7.0  # no draw lies further out, in standard deviations: sqrt(2 ln 2**33) is 6.8
+
+Words: TypeAlias = NDArray[np.uint32]
+Values: TypeAlias = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """Every element 0: memory that is zero already need not be touched."""
+
+    @property
+    def largest(self) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Every element the same."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        _finite_(self)
+
+    @property
+    def largest(self) -> float:
+        return abs(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Normally distributed elements, as those of torch.nn.Embedding are."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        _finite_(self)
+        if self.std < 0:
+            raise ValueError(f"a standard deviation is not negative, found std={self.std}")
+
+    @property
+    def largest(self) -> float:
+        return abs(self.mean) + TAIL * self.std
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Elements equally likely anywhere in [low, high) (16 bits may round up to `high`)."""
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        _finite_(self)
+        if self.low > self.high:
+            raise ValueError(f"low must not be above high, found low={self.low}, high={self.high}")
+
+    @property
+    def largest(self) -> float:
+        return max(abs(self.low), abs(self.high), self.high - self.low)
+
+
+Init: TypeAlias = Zeros | Constant | Normal | Uniform
+KINDS: dict[str, Callable[..., Init]] = {
+    "zeros": Zeros,
+    "constant": Constant,
+    "normal": Normal,
+    "uniform": Uniform,
+}
+FORMS = (
+    '"zeros", "normal", "uniform", a number, ("normal", mean, std), ("uniform", low, high), '
+    "Zeros(), Constant(value), Normal(mean, std), Uniform(low, high)"
+)
+
+
+def parse(init: object) -> Init:
+    """What the user asked for: `FORMS` lists the ways to say it."""
+    if isinstance(init, (Zeros, Constant, Normal, Uniform)):
+        return init
+    if _is_number(init):
+        return Constant(init)
+    if isinstance(init, str) and init in ("zeros", "normal", "uniform"):
+        return KINDS[init]()
+    if isinstance(init, (tuple, list)) and len(init) == 3 and init[0] in ("normal", "uniform"):
+        return KINDS[init[0]](*init[1:])
+    raise ValueError(f"init={init!r} is not known; expected one of {FORMS}")
+
+
+def describe(init: Init) -> dict[str, Any]:
+    """The same in JSON's terms."""
+    return {"kind": type(init).__name__.lower(), **asdict(init)}
+
+
+def described(init: Mapping[str, Any]) -> Init:
+    """The inverse of `describe`. Wrong descriptions raise KeyError, TypeError or ValueError."""
+    numbers = {name: value for name, value in init.items() if name != "kind"}
+    return KINDS[init["kind"]](**numbers)
+
+
+def fill_(
+    out: Tensor,
+    *,
+    first_row: int,
+    init: Init,
+    seed: int,
+    padding_idx: int | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Fill rows `first_row`… of a table: `out` is (n, dim) on the CPU, rows may lie apart.
+
+    A row depends on `seed` (any integer), its number and `dim` alone; values are drawn in float32 and
+    then rounded to the dtype. `advance` hears, from several threads, how many rows are done.
+    """
+    _check(out, first_row, init, padding_idx)
+    n_rows, dim = out.shape
+    if isinstance(init, (Zeros, Constant)):
+        out.fill_(0.0 if isinstance(init, Zeros) else init.value)
+        _tell(advance, n_rows)
+    elif out.numel():
+        rows = max(1, CHUNK // dim)
+        target = (out.view(torch.int16) if out.dtype is torch.bfloat16 else out).numpy()
+
+        def filler() -> Callable[[int], None]:
+            draw = _Draw(init, dim, key(seed))
+
+            def fill_rows(start: int) -> None:
+                stop = min(start + rows, n_rows)
+                _store_(target[start:stop], draw(first_row + start, stop - start), out.dtype)
+                _tell(advance, stop - start)
+
+            return fill_rows
+
+        _in_threads(filler, range(0, n_rows, rows))
+    if padding_idx is not None and first_row <= padding_idx < first_row + n_rows:
+        out[padding_idx - first_row].zero_()
+
+
+def key(seed: int) -> int:
+    """Philox's key for a seed: 128 bits of BLAKE2b of its decimal digits, so every integer has its own."""
+    digits = str(operator.index(seed)).encode()
+    return int.from_bytes(hashlib.blake2b(digits, digest_size=16).digest(), "little")
+
+
+class _Draw:
+    """Rows of random numbers: row r takes the `blocks` steps of the counter that follow r * blocks.
+
+    One for each thread: memory is used again, since to get it from the system threads would have to queue.
+    """
+
+    def __init__(self, init: Normal | Uniform, dim: int, key: int) -> None:
+        self.init, self.dim, self.key = init, dim, key
+        self._memory: dict[str, NDArray[Any]] = {}
+
+    def __call__(self, first_row: int, n_rows: int) -> Values:
+        """(n_rows, dim) of float32, until the next call."""
+        blocks = -(-self.dim // BLOCK)
+        source = np.random.Philox(counter=first_row * blocks, key=self.key)
+        words = source.random_raw(n_rows * blocks * (BLOCK // 2)).view(np.uint32).reshape(n_rows, -1)
+        if isinstance(self.init, Normal):
+            values = self._normal(words)
+            values *= np.float32(self.init.std)
+            values += np.float32(self.init.mean)
+        else:
+            low, high = np.float32(self.init.low), np.float32(self.init.high)
+            values = self._uniform(words, "values")
+            values *= high - low
+            values += low
+            np.minimum(values, np.nextafter(high, low), out=values)  # low + u * width may round up to high
+        return values[:, : self.dim]
+
+    def _empty(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
+        size = math.prod(shape)
+        held = self._memory.get(name)
+        if held is None or held.size < size:
+            held = self._memory[name] = np.empty(size, dtype)
+        return held[:size].reshape(shape)
+
+    def _uniform(self, words: Words, name: str) -> Values:
+        """24 random bits each, in [0, 1)."""
+        values = self._empty(name, words.shape)
+        np.copyto(values, np.right_shift(words, 8, out=self._empty("bits", words.shape, np.uint32)))
+        values *= np.float32(2**-24)
+        return values
+
+    def _normal(self, words: Words) -> Values:
+        """Box and Muller's transform of the first half of each row with its second half."""
+        half = words.shape[1] // 2
+        radius = self._empty("radius", (len(words), half))
+        np.copyto(radius, words[:, :half], casting="same_kind")
+        radius += np.float32(0.5)  # never 0, whose logarithm is infinite
+        radius *= np.float32(2**-32)
+        np.log(radius, out=radius)
+        radius *= np.float32(-2.0)
+        np.sqrt(radius, out=radius)
+        angle = self._uniform(words[:, half:], "angle")
+        angle *= np.float32(2 * math.pi)
+        values, wave = self._empty("values", words.shape), self._empty("wave", angle.shape)
+        np.multiply(radius, np.cos(angle, out=wave), out=values[:, :half])
+        np.multiply(radius, np.sin(angle, out=wave), out=values[:, half:])
+        return values
+
+
+def _store_(target: NDArray[Any], values: Values, dtype: torch.dtype) -> None:
+    """Round to nearest, ties to even; bfloat16 arrives as the 16-bit integers that numpy knows."""
+    if dtype is torch.bfloat16:
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+        values = rounded.astype(np.uint16).view(np.int16)
+    np.copyto(target, values, casting="same_kind")
+
+
+def _in_threads(worker: Callable[[], Callable[[int], None]], starts: range) -> None:
+    """A worker's work on every start: numpy lets go of the interpreter while it computes."""
+    n_threads = min(torch.get_num_threads(), MOST_THREADS, len(starts))
+    failed = threading.Event()
+
+    def share(first: int) -> None:
+        work = worker()
+        for start in starts[first::n_threads]:
+            if failed.is_set():
+                return
+            work(start)
+
+    if n_threads == 1:
+        return share(0)
+    with ThreadPoolExecutor(n_threads) as pool:
+        shares = [pool.submit(share, first) for first in range(n_threads)]
+        try:
+            for one in shares:
+                one.result()
+        except BaseException:
+            failed.set()
+            raise
+    return None
+
+
+def _tell(advance: Callable[[int], None] | None, n_rows: int) -> None:
+    if advance is not None:
+        advance(n_rows)
+
+
+def _check(out: Tensor, first_row: int, init: Init, padding_idx: int | None) -> None:
+    if out.dim() != 2 or out.device.type != "cpu" or out.dtype not in NAMES:
+        found = f"{tuple(out.shape)} of {out.dtype} on {out.device}"
+        raise ValueError(f"expected a CPU tensor (rows, dim) of {', '.join(DTYPES)}, found {found}")
+    if first_row < 0 or (padding_idx is not None and padding_idx < 0):
+        raise ValueError(f"row numbers count from 0: first_row={first_row}, padding_idx={padding_idx}")
+    # Random values are drawn in float32, whatever they become.
+    limit = torch.finfo(out.dtype).max if isinstance(init, Constant) else _float32_or_less(out.dtype)
+    if init.largest > limit:
+        raise ValueError(f"{init} reaches {init.largest:.3g}, but {out.dtype} ends at {limit:.3g}")
+
+
+def _float32_or_less(dtype: torch.dtype) -> float:
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+
+
+def _finite_(init: Constant | Normal | Uniform) -> None:
+    """Numbers of any kind become floats; anything else is refused."""
+    for name, value in asdict(init).items():
+        if not _is_number(value) or not math.isfinite(value):
+            raise ValueError(f"{type(init).__name__}: {name}={value!r} is not a finite number")
+        object.__setattr__(init, name, float(value))
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)

@@ -1,0 +1,5 @@
+"""Tables in files: larger than memory, and whole again after a crash."""
+
+from flatbed.tables.storage.disk.storage import DiskTier
+
+__all__ = ["DiskTier"]

@@ -1,0 +1,189 @@
+"""What stands before the records of a table's file: what it is, and how far it has come.
+
+The first page says what the table is and never changes. The pages after it say which checkpoint the
+records are at, and change with every one. Both are blocks: magic, version, length, checksum, JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatbed.errors import FlatbedError
+from flatbed.tables.record import Record
+
+PAGE = 4096
+STATE_AT = PAGE
+RECORDS_AT = 16 * PAGE  # a multiple of a page, with room for some 60 kB of state before it
+VERSION = 1
+
+TABLE = b"flatbed-table\r\n\x1a"
+STATE = b"flatbed-state\r\n\x1a"
+JOURNAL = b"flatbed-journal\n"
+
+_PREFIX = struct.Struct("<16sII32s")
+
+
+class Damaged(ValueError):
+    """These bytes are no whole block; the message says why."""
+
+
+class OtherVersion(Damaged):
+    """A block of another version of the format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a table is: written once, when its file is made."""
+
+    table: str
+    """A random name, by which a journal knows its table."""
+    record: Record
+    replaces: str | None = None
+    """The table whose journal may still lie beside this file."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a table has come to: the last checkpoint."""
+
+    n_rows: int
+    generation: int
+    meta: dict[str, Any]
+    applying: bool = False
+    """Records are being copied from the journal: without it, they are of no use."""
+
+
+def encode(magic: bytes, payload: Mapping[str, Any], room: int) -> bytes:
+    """A block of at most `room` bytes."""
+    text = dump(payload)
+    if len(text) > room - _PREFIX.size:
+        raise ValueError(
+            f"{len(text)} bytes of JSON do not fit into the {room - _PREFIX.size} that a table's header has "
+            "for them; keep large values in a file of their own"
+        )
+    return _PREFIX.pack(magic, VERSION, len(text), _checksum(magic, text)) + text
+
+
+def decode(magic: bytes, block: bytes) -> dict[str, Any]:
+    """The inverse of `encode`; `block` may be longer than what was encoded."""
+    if len(block) < _PREFIX.size:
+        raise Damaged(f"it ends after {len(block)} bytes")
+    found, version, length, checksum = _PREFIX.unpack_from(block)
+    if found != magic:
+        raise Damaged(f"it begins with {found!r} instead of {magic!r}")
+    if version != VERSION:
+        raise OtherVersion(
+            f"it has version {version} of the format, and this flatbed knows version {VERSION}"
+        )
+    text = block[_PREFIX.size : _PREFIX.size + length]
+    if len(text) < length or _checksum(magic, text) != checksum:
+        raise Damaged("its checksum is wrong")
+    return load(text)
+
+
+def dump(payload: Mapping[str, Any]) -> bytes:
+    """JSON in as few bytes as possible."""
+    return json.dumps(payload, separators=(",", ":")).encode("ascii")
+
+
+def load(text: bytes) -> dict[str, Any]:
+    """The object in a JSON text, or `Damaged`."""
+    try:
+        payload = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"its JSON is wrong ({error})") from None
+    if not isinstance(payload, dict):
+        raise Damaged("its JSON is no object")
+    return payload
+
+
+def normal(meta: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Meta as it will come back from the file."""
+    if meta is not None and not isinstance(meta, Mapping):
+        raise TypeError(f"meta must be a mapping that JSON can hold, not {type(meta).__name__}")
+    try:
+        return load(dump(dict(meta or {})))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"meta must be a mapping that JSON can hold: {error}") from error
+
+
+def encode_identity(identity: Identity) -> bytes:
+    """A file's first page."""
+    payload = {
+        "table": identity.table,
+        "replaces": identity.replaces,
+        "byteorder": sys.byteorder,
+        "fields": identity.record.describe(),
+    }
+    return encode(TABLE, payload, PAGE).ljust(PAGE, b"\0")
+
+
+def decode_identity(path: Path, page: bytes) -> Identity:
+    """What the file's first page says; anything but a table raises `FlatbedError`."""
+    try:
+        payload = decode(TABLE, page)
+        record = Record.described(payload["fields"])
+        table, replaces, order = payload["table"], payload["replaces"], payload["byteorder"]
+        if not isinstance(table, str) or not isinstance(replaces, str | None):
+            raise Damaged("its name is none")
+        if record.nbytes >= 2**31:
+            raise Damaged(f"its records have {record.nbytes} bytes")
+    except OtherVersion as error:
+        raise FlatbedError(f"cannot open {path}: {error}; open it with the flatbed that wrote it") from None
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise FlatbedError(
+            f"{path} is no table of flatbed, or its header is damaged: {error}; check the path, or restore "
+            "the file from a copy"
+        ) from None
+    if order != sys.byteorder:
+        raise FlatbedError(
+            f"{path} was written on a {order}-endian machine, and this one is {sys.byteorder}-endian; "
+            "save the table there and load it here instead"
+        )
+    return Identity(table, record, replaces)
+
+
+def state_payload(state: State) -> dict[str, Any]:
+    """The same in JSON's terms."""
+    return {
+        "n_rows": state.n_rows,
+        "generation": state.generation,
+        "applying": state.applying,
+        "meta": state.meta,
+    }
+
+
+def state_of(payload: Mapping[str, Any]) -> State:
+    """The inverse of `state_payload`, or `Damaged`."""
+    meta, applying = payload.get("meta"), payload.get("applying")
+    n_rows, generation = (_count(payload.get(name)) for name in ("n_rows", "generation"))
+    if not isinstance(meta, dict) or not isinstance(applying, bool):
+        raise Damaged("its meta is none")
+    return State(n_rows, generation, meta, applying)
+
+
+def _count(found: object) -> int:
+    if type(found) is not int or not 0 <= found < 2**63:
+        raise Damaged("its row count or its generation is none")
+    return found
+
+
+def encode_state(state: State) -> bytes:
+    """What stands between a file's first page and its records; ValueError if meta is too large for it."""
+    return encode(STATE, state_payload(state), RECORDS_AT - STATE_AT)
+
+
+def decode_state(block: bytes) -> State:
+    """The state in these pages, or `Damaged`: also when a crash has torn them."""
+    return state_of(decode(STATE, block))
+
+
+def _checksum(magic: bytes, text: bytes) -> bytes:
+    return hashlib.sha256(magic + struct.pack("<II", VERSION, len(text)) + text).digest()

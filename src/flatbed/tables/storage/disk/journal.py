@@ -1,0 +1,314 @@
+"""The rows of a disk table that changed since its last checkpoint, in a file beside it.
+
+    [seal: one page] [slots: a record each] [rows of the slots: int64 each] [what is sealed: JSON]
+
+Until it is sealed, the first page is zero and the file means nothing: whoever finds it drops it. Once its
+seal is on the disk, it *is* the next checkpoint, and copying it to the table can be repeated at will.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatbed.errors import FlatbedError
+from flatbed.tables.storage.disk.copy_pool import Hands, put, take
+from flatbed.tables.storage.disk.file import MappedFile, NoSpace, Records, anonymous
+from flatbed.tables.storage.disk.format import (
+    JOURNAL,
+    PAGE,
+    RECORDS_AT,
+    STATE_AT,
+    Damaged,
+    OtherVersion,
+    State,
+    decode,
+    dump,
+    encode,
+    encode_state,
+    load,
+    state_of,
+    state_payload,
+)
+
+SLOTS_AT = PAGE
+SEALED_ROOM = 2 * RECORDS_AT  # of JSON: a state, and the path of a decision
+HASHED = 16 << 20  # bytes under one checksum: part of the format
+CHUNK = 16 << 20
+MOST_SLOTS = 2**31 - 2  # the slot map counts them in int32
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where to read whether a checkpoint of several files was completed: a JSON file with this token."""
+
+    path: str
+    token: str
+
+    def made(self) -> bool:
+        """Whether the file holds the token; a file that cannot be understood is an error, not a no."""
+        try:
+            found = load(Path(self.path).read_bytes())["token"]
+        except FileNotFoundError as error:
+            if Path(self.path).parent.is_dir():
+                return False
+            raise FlatbedError(
+                f"a checkpoint was being made, and the folder of {self.path}, which says whether it was "
+                f"completed, is not there: put it back (or mount it), or make an empty folder of that name "
+                f"to go back to the checkpoint before"
+            ) from error
+        except (OSError, ValueError, KeyError) as error:
+            raise FlatbedError(
+                f"a checkpoint was being made, and {self.path}, which says whether it was completed, cannot "
+                f"be read ({error}); restore that file, or remove it to go back to the checkpoint before"
+            ) from error
+        return bool(found == self.token)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What a sealed journal holds, next to its slots."""
+
+    table: str
+    state: State
+    decision: Decision | None
+    rows: NDArray[np.int64]
+
+
+class Journal:
+    """Changed rows: which they are, and their records."""
+
+    def __init__(self, path: Path, table: str, *, nbytes: int) -> None:
+        self.path, self.table, self.nbytes = path, table, nbytes
+        self.n_slots = 0
+        self._n_lost = 0  # of them, that no row knows of
+        self._capacity = -1
+        self._file: MappedFile | None = None
+        self._named = False  # durably
+        self._slot_of_row: NDArray[np.int32] | None = None  # counted from 1: 0 is "not changed"
+        self._row_of_slot: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def rows(self) -> NDArray[np.int64]:
+        """The changed rows, in the order of their slots; -1 for a slot that is none's."""
+        rows: NDArray[np.int64] = self._row_of_slot[: self.n_slots].copy()
+        if self._slot_of_row is not None:
+            rows[self._slot_of_row[rows] != np.arange(1, self.n_slots + 1)] = -1
+        return rows
+
+    @property
+    def records(self) -> Records:
+        """The records of all slots."""
+        if self._file is None or self._file.rows is None:
+            return np.empty(0, f"V{self.nbytes}")
+        return self._file.rows
+
+    def slots(self, ids: NDArray[np.int64] | slice) -> NDArray[np.int32] | None:
+        """The slots of these rows, -1 for a row that has none; None if no row at all has one."""
+        if self._slot_of_row is None or not self.n_slots:
+            return None
+        slots: NDArray[np.int32] = self._slot_of_row[ids] - np.int32(1)
+        return slots
+
+    def has_room(self, n_others: int, *, n_rows: int) -> bool:
+        """Whether so many rows can come, whichever they are. No lock is needed; False may be too careful."""
+        return self.n_slots + n_others <= self._capacity or n_rows + self._n_lost <= self._capacity
+
+    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, hands: Hands) -> None:
+        """Replace the records of distinct rows; nothing has changed when there is no room."""
+        if self._slot_of_row is None:
+            self._slot_of_row = anonymous(n_rows)
+        slots = self._slot_of_row[ids].astype(np.int64) - 1
+        fresh = np.flatnonzero(slots < 0)
+        after = self.n_slots + len(fresh)
+        self._grow(after, n_rows)
+        slots[fresh] = np.arange(self.n_slots, after)
+        # Interrupted between any two of these, slots are taken that no row knows of, and `rows` leaves out.
+        self._n_lost += len(fresh)
+        self._row_of_slot[self.n_slots : after] = ids[fresh]
+        self.n_slots = after
+        if self._file is not None:
+            put(self._file, slots, records=records, hands=hands)
+        self._slot_of_row[ids[fresh]] = slots[fresh] + 1
+        self._n_lost -= len(fresh)
+
+    def take(
+        self,
+        slots: NDArray[np.int32],
+        *,
+        into: Records,
+        where: NDArray[np.int64] | None = None,
+        hands: Hands,
+    ) -> None:
+        """Copies of the records of some slots."""
+        take(self.records, slots, into=into, where=where, hands=hands)
+
+    def make_room(self, ids: NDArray[np.int64], *, also: int, n_rows: int) -> None:
+        """Have room for the records of these rows, and of so many others that have no slot either."""
+        slots = self.slots(ids)
+        n_fresh = len(ids) if slots is None else int((slots < 0).sum())
+        self._grow(self.n_slots + n_fresh + also, n_rows)
+
+    def _grow(self, needed: int, n_rows: int) -> None:
+        """Have room for so many slots and for sealing them; twice as many as before, if the disk can."""
+        if needed <= self._capacity:
+            return
+        if needed > MOST_SLOTS:
+            raise FlatbedError(f"{needed} rows changed since the last checkpoint; make one before going on")
+        if self._file is None:
+            self._file, self._named = MappedFile(self.path, create=True), False
+        file = self._file
+        roomy = max(needed, min(max(2 * self._capacity, (1 << 20) // self.nbytes), n_rows, MOST_SLOTS))
+        try:
+            file.reserve(self._size(roomy))
+            capacity = roomy
+        except NoSpace:
+            file.reserve(self._size(needed))
+            capacity = needed
+        rows = np.empty(capacity, np.int64)
+        rows[: self.n_slots] = self._row_of_slot[: self.n_slots]
+        file.map(SLOTS_AT, self.nbytes, count=capacity)
+        self._row_of_slot, self._capacity = rows, capacity
+
+    def _size(self, n_slots: int) -> int:
+        return index_at(n_slots, self.nbytes) + 8 * n_slots + SEALED_ROOM
+
+    def seal(self, state: State, decision: Decision | None, *, n_rows: int) -> None:
+        """Make all slots, durably, the checkpoint `state`."""
+        encode_state(state)  # raises if it will not fit into the table's header
+        self._grow(self.n_slots, n_rows)
+        file = self._file
+        if file is None:
+            raise FlatbedError(f"{self.path} is closed")
+        about = dump(
+            {
+                "state": state_payload(state),
+                "decision": decision and decision.path,
+                "token": decision and decision.token,
+            }
+        )
+        if len(about) > SEALED_ROOM:
+            raise ValueError(
+                f"the path and the token of a decision take {len(about)} bytes, which is too many"
+            )
+        at = index_at(self.n_slots, self.nbytes)
+        end = at + 8 * self.n_slots + len(about)
+        if not self._named:  # else a sealed journal might have no name after a loss of power
+            MappedFile.sync_folder(self.path.parent)
+            self._named = True
+        file.write(at, self.rows())
+        file.write(end - len(about), about)
+        seal = {
+            "table": self.table,
+            "nbytes": self.nbytes,
+            "n_slots": self.n_slots,
+            "sealed": len(about),
+            "digest": digest(file, SLOTS_AT, end),
+        }
+        file.write(0, encode(JOURNAL, seal, PAGE).ljust(PAGE, b"\0"))
+        file.sync()
+
+    def unseal(self, *, durably: bool) -> None:
+        """Make the file mean nothing again.
+
+        A seal that is back after a loss of power does no harm once its records are home: either its slots
+        are as they were, and are copied again, or they are not, and its checksum is wrong.
+        """
+        if self._file is not None and self._capacity >= 0:
+            self._file.write(0, bytes(PAGE))
+            if durably:
+                self._file.sync()
+
+    def clear(self, *, same_rows: bool = True) -> None:
+        """No row has changed; the file keeps its room for the next ones."""
+        if same_rows and self._slot_of_row is not None:
+            self._slot_of_row[self._row_of_slot[: self.n_slots]] = 0
+        else:
+            self._slot_of_row = None
+        self.n_slots = self._n_lost = 0
+
+    def close(self, *, remove: bool) -> None:
+        """Give memory and file back; a sealed journal must not be removed."""
+        file, self._file, self._slot_of_row, self.n_slots = self._file, None, None, 0
+        if file is not None:
+            file.close()
+            if remove:
+                with suppress(FlatbedError):  # it means nothing, and the next to open the table drops it
+                    MappedFile.remove(self.path)
+
+
+def index_at(n_slots: int, nbytes: int) -> int:
+    """Where the rows of the slots begin."""
+    return -(-(SLOTS_AT + n_slots * nbytes) // PAGE) * PAGE
+
+
+def digest(file: MappedFile, start: int, stop: int) -> str:
+    """A checksum of mapped bytes: that of the checksums of its chunks, which threads make."""
+
+    def one(at: int) -> bytes:
+        with file.part(at, min(at + HASHED, stop)) as chunk:
+            return hashlib.sha256(chunk).digest()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return hashlib.sha256(b"".join(pool.map(one, range(start, stop, HASHED)))).hexdigest()
+
+
+def read_sealed(file: MappedFile) -> Sealed | None:
+    """What a journal holds, its slots mapped; None if it is not sealed, or not with a whole seal."""
+    page = np.zeros(PAGE, np.uint8)
+    file.read(0, page)
+    if not page[: len(JOURNAL)].any():
+        return None
+    if page[: len(JOURNAL)].tobytes() != JOURNAL:
+        raise FlatbedError(f"{file.path} is no journal of a table, but lies where one must be; move it away")
+    try:
+        return _sealed(file, decode(JOURNAL, page.tobytes()))
+    except OtherVersion as error:
+        raise FlatbedError(
+            f"cannot use {file.path}: {error}; open the table with that flatbed once"
+        ) from None
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _sealed(file: MappedFile, seal: dict[str, Any]) -> Sealed:
+    n_slots, nbytes, length = (int(seal[name]) for name in ("n_slots", "nbytes", "sealed"))
+    at = index_at(n_slots, nbytes)
+    end = at + 8 * n_slots + length
+    if min(n_slots, nbytes - 1, length) < 0 or end > file.size:
+        raise Damaged("it is shorter than its seal says")
+    file.map(SLOTS_AT, nbytes, count=n_slots)
+    if digest(file, SLOTS_AT, end) != seal["digest"]:
+        raise Damaged("its checksum is wrong")
+    rows = np.empty(n_slots, np.int64)
+    text = np.empty(length, np.uint8)
+    file.read(at, rows)
+    file.read(end - length, text)
+    sealed = load(text.tobytes())
+    path, token = sealed["decision"], sealed["token"]
+    decision = None if path is None else Decision(str(path), str(token))
+    return Sealed(str(seal["table"]), state_of(sealed["state"]), decision, rows)
+
+
+def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state: State) -> None:
+    """Copy sealed records home and make `state` the table's; may be repeated, and must be if interrupted."""
+    # Said before the first record changes: from here on neither a lost decision nor a lost journal can
+    # make a half-changed table look like the checkpoint before.
+    table.write(STATE_AT, encode_state(replace(state, applying=True)))
+    table.sync()
+    order = np.argsort(rows, kind="stable")
+    order = order[np.searchsorted(rows, 0, sorter=order) :]
+    step = max(1, CHUNK // records.dtype.itemsize)
+    with closing(Hands()) as hands:
+        for start in range(0, len(order), step):
+            some = order[start : start + step]
+            put(table, rows[some], records=records[some], hands=hands)
+    table.write(STATE_AT, encode_state(state))
+    table.sync()

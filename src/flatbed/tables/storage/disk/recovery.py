@@ -1,0 +1,109 @@
+"""What opening a table's file finds, and makes whole: the last completed checkpoint."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from flatbed.errors import FlatbedError
+from flatbed.tables.storage.disk.file import MappedFile
+from flatbed.tables.storage.disk.format import (
+    PAGE,
+    RECORDS_AT,
+    STATE_AT,
+    Damaged,
+    Identity,
+    State,
+    decode_identity,
+    decode_state,
+)
+from flatbed.tables.storage.disk.journal import Sealed, apply, read_sealed
+
+
+def journal_of(path: Path) -> Path:
+    """Where a table's journal lies."""
+    return path.with_name(path.name + ".journal")
+
+
+def recover(table: MappedFile) -> tuple[Identity, State]:
+    """Complete a sealed checkpoint or drop an unfinished one; the records are mapped when it returns.
+
+    All that can be wrong is found before anything is written.
+    """
+    path = table.path
+    head = np.zeros(RECORDS_AT, np.uint8)
+    length = table.read(0, head)
+    identity = decode_identity(path, head[: min(length, PAGE)].tobytes())
+    state: State | None
+    try:
+        state, why = decode_state(head[STATE_AT:length].tobytes()), ""
+    except Damaged as error:
+        state, why = None, str(error)
+    journal = journal_of(path)
+    if journal.exists():
+        with closing(MappedFile(journal)) as file:
+            sealed = read_sealed(file)
+            if sealed is not None and _wanted(path, identity, state=state, sealed=sealed):
+                _check_rows(journal, identity, sealed=sealed, file=file)
+                _map_records(table, identity, sealed.state)
+                if file.rows is not None:
+                    apply(table, file.rows, rows=sealed.rows, state=sealed.state)
+                state = sealed.state
+    if state is None:
+        raise FlatbedError(f"the header of {path} is damaged: {why}; restore the file from a copy")
+    if state.applying:
+        raise FlatbedError(
+            f"{path} was being changed when its process ended, and its journal {journal} is missing or "
+            "damaged; put the journal back beside it, or restore the table from a copy"
+        )
+    _map_records(table, identity, state)
+    if journal.exists():
+        MappedFile.remove(journal)
+        MappedFile.sync_folder(journal.parent)
+    return identity, state
+
+
+def _wanted(path: Path, identity: Identity, *, state: State | None, sealed: Sealed) -> bool:
+    """Whether a sealed journal belongs to this table's past and future; one of elsewhere is an error."""
+    if sealed.table != identity.table:
+        if sealed.table == identity.replaces:
+            return False
+        raise FlatbedError(f"{journal_of(path)} belongs to another table than {path}; move one of them away")
+    generation = sealed.state.generation
+    if state is None:
+        return True  # torn, which happens only while a sealed journal is being applied
+    if state.generation == generation:
+        return True
+    if state.generation + 1 == generation and not state.applying:
+        return sealed.decision is None or sealed.decision.made()
+    raise FlatbedError(
+        f"{path} is at checkpoint {state.generation}, but {journal_of(path)} holds checkpoint {generation}: "
+        "they were copied at different times; restore both from one copy, or remove the journal"
+    )
+
+
+def _check_rows(journal: Path, identity: Identity, *, sealed: Sealed, file: MappedFile) -> None:
+    rows, n_rows = sealed.rows, sealed.state.n_rows
+    if file.rows is None or file.rows.dtype.itemsize != identity.record.nbytes:
+        raise FlatbedError(
+            f"{journal} holds records of another size than its table; restore both from a copy"
+        )
+    if len(rows) and (rows.min() < -1 or rows.max() >= n_rows):
+        raise FlatbedError(f"{journal} holds rows beyond the table's {n_rows}; restore both from a copy")
+
+
+def _map_records(table: MappedFile, identity: Identity, state: State) -> None:
+    """Map a table's records, if the file holds so many."""
+    nbytes, size = identity.record.nbytes, table.size
+    expected = RECORDS_AT + state.n_rows * nbytes
+    if size < expected:
+        raise FlatbedError(
+            f"{table.path} has {size} bytes, but {state.n_rows} rows of {nbytes} bytes need {expected}: it "
+            "was cut short; restore it from a copy"
+        )
+    if size > expected:
+        table.truncate(expected)  # room for rows of a growth that was not completed
+    table.fill_holes()
+    table.map(RECORDS_AT, nbytes, count=state.n_rows, random=True)

@@ -1,0 +1,17 @@
+"""Word vectors: skip-gram with negative sampling over tables that live on the host.
+
+>>> from flatbed.word2vec import Corpus, Settings, Trainer
+>>> corpus = Corpus.from_sentences([["a", "cat", "and", "a", "dog"], ["a", "dog", "and", "a", "cat"]] * 20)
+>>> trainer = Trainer(corpus, Settings(dim=8, min_count=1, epochs=2, device="cpu"))
+>>> trainer.run()
+>>> trainer.vectors().matrix.shape
+(4, 8)
+"""
+
+from flatbed.word2vec.corpus import Corpus, read_corpus
+from flatbed.word2vec.settings import Settings
+from flatbed.word2vec.stdlib_corpus import python_corpus
+from flatbed.word2vec.trainer import Progress, Trainer
+from flatbed.word2vec.vectors import Vectors
+
+__all__ = ["Corpus", "Progress", "Settings", "Trainer", "Vectors", "python_corpus", "read_corpus"]

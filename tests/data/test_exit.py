@@ -1,0 +1,97 @@
+"""The end of the interpreter in the middle of an iteration: quiet, quick, and with its own exit status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flatbed
+
+ROOT = Path(__file__).parents[2]
+BEGIN = """
+import itertools, sys, time, torch, flatbed
+from flatbed.data import Prefetcher
+from torch.utils.data import DataLoader
+
+emb = flatbed.HostEmbedding(100, 4, OPTIONS)
+ids = {emb: lambda batch: batch}
+"""
+ENDS = {
+    "in the middle": """
+def endless():
+    while True:
+        yield torch.arange(10)
+prefetched = iter(Prefetcher(endless(), ids))
+next(prefetched)
+""",
+    "in an error": """
+def endless():
+    while True:
+        yield torch.arange(10)
+for batch in Prefetcher(endless(), ids):
+    sys.exit(3)
+""",
+    "with workers": """
+prefetched = iter(Prefetcher(DataLoader(range(100), 2, num_workers=2), ids))
+next(prefetched)
+""",
+    "with workers that stay": """
+prefetched = iter(Prefetcher(DataLoader(range(100), 2, num_workers=1, persistent_workers=True), ids))
+next(prefetched)
+""",
+    "not begun": """
+prefetched = iter(Prefetcher([torch.arange(3)], ids))
+""",
+    "in a loader that is busy": """
+def slow():
+    yield torch.arange(3)
+    for _ in range(10_000):
+        torch.arange(10_000).sum()
+    yield torch.arange(3)
+prefetched = iter(Prefetcher(slow(), ids))
+next(prefetched)
+""",
+    "in a fork": """
+import os
+def endless():
+    while True:
+        yield torch.arange(10)
+prefetched = iter(Prefetcher(endless(), ids))
+next(prefetched)
+child = os.fork()
+if child == 0:
+    try:
+        for _ in range(10):
+            next(prefetched)
+    except flatbed.FlatbedError as error:
+        assert "another process" in str(error)
+    else:
+        os._exit(1)
+    del prefetched
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert next(prefetched).tolist() == list(range(10))
+""",
+}
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+@pytest.mark.parametrize("end", ENDS)
+def test_exit(end: str, storage: str, tmp_path: Path) -> None:
+    """With one thread, and with the two that tables on disk have."""
+    options = f"storage={storage!r}" + (f", path={str(tmp_path / 'a.bed')!r}" if storage == "disk" else "")
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN.replace("OPTIONS", options) + ENDS[end]],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+    )
+    assert done.stderr == ""
+    assert done.returncode == (3 if end == "in an error" else 0)

@@ -1,0 +1,237 @@
+"""Training with a prefetcher is bit for bit that without, wherever rows live and however far it is ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import flatbed
+from flatbed.data import Prefetcher
+
+ROWS, DIM, STEPS = 64, 8, 24
+
+
+class Clicks(Dataset[dict[str, Any]]):
+    """Few rows, so that each batch shares many with those before and after it; some ids as numpy."""
+
+    def __len__(self) -> int:
+        return 16 * STEPS
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        chance = torch.Generator().manual_seed(i)
+        return {
+            "items": torch.randint(0, ROWS, (3,), generator=chance).numpy(),
+            "user": torch.randint(0, ROWS, (), generator=chance),
+            "label": torch.rand((), generator=chance),
+        }
+
+
+class Model(nn.Module):
+    def __init__(self, storage: str, folder: Path, device: str, **options: Any) -> None:
+        super().__init__()
+        folder.mkdir(exist_ok=True, parents=True)
+
+        def place(name: str) -> dict[str, Any]:
+            path = {"path": folder / f"{name}.bed"} if storage == "disk" else {}
+            return {"storage": storage, "device": device, **path, **options}
+
+        self.items = flatbed.HostEmbeddingBag(ROWS, DIM, padding_idx=0, seed=1, **place("items"))
+        self.users = flatbed.HostEmbedding(ROWS, DIM, seed=2, **place("users"))
+        self.top = nn.Linear(DIM, 1, device=device)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        rows = self.items(batch["items"]) * self.users(batch["user"])
+        found: Tensor = self.top(rows + self.users(batch["items"][:, 0])).squeeze(1)
+        return found
+
+    def asked(self) -> dict[Any, Any]:
+        return {self.items: lambda b: b["items"], self.users: lambda b: [b["user"], b["items"][:, 0]]}
+
+
+def trained(
+    storage: str,
+    folder: Path,
+    *,
+    depth: int | None,
+    device: str = "cpu",
+    workers: int = 0,
+    epochs: int = 1,
+    **options: Any,
+) -> tuple[list[Tensor], list[float]]:
+    torch.manual_seed(0)
+    model = Model(storage, folder, device, **options)
+    optimizer = flatbed.optim.Adam(model, lr=0.05)
+    chance = torch.Generator().manual_seed(1)
+    plain = DataLoader(Clicks(), batch_size=16, shuffle=True, generator=chance, num_workers=workers)
+
+    def moved() -> Iterator[Any]:
+        for batch in plain:
+            yield {name: value.to(device) for name, value in batch.items()}
+
+    losses = []
+    for _ in range(epochs):
+        for batch in moved() if depth is None else Prefetcher(plain, model.asked(), depth=depth):
+            loss = (model(batch) - batch["label"]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    everything = torch.arange(ROWS)
+    found = [table.read_rows(everything).cpu() for table in flatbed.tables(model)]
+    found += [table.read_state("exp_avg_sq", everything).cpu() for table in flatbed.tables(model)]
+    found += [p.detach().cpu() for p in model.top.parameters()]
+    for table in flatbed.tables(model):
+        table.close(discard=True)
+    return found, [float(loss) for loss in losses]
+
+
+def check(storage: str, folder: Path, *, depth: int, **options: Any) -> None:
+    ours, losses = trained(storage, folder / "ours", depth=depth, **options)
+    theirs, expected = trained(storage, folder / "theirs", depth=None, **options)
+    assert losses == expected
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("storage", ["host", "disk", "device"])
+def test_the_same_training(storage: str, depth: int, tmp_path: Path) -> None:
+    check(storage, tmp_path, depth=depth)
+
+
+def test_the_same_training_with_workers(tmp_path: Path) -> None:
+    check("disk", tmp_path, depth=2, workers=2, epochs=2)
+
+
+def test_a_disk_table_is_not_read_after_the_loop(tmp_path: Path) -> None:
+    """A loop that was left has no thread at a table that is then closed."""
+    for i in range(20):
+        emb = flatbed.HostEmbedding(ROWS, DIM, storage="disk", path=tmp_path / f"{i}.bed")
+        given = [torch.randint(0, ROWS, (200,)) for _ in range(50)]
+        for n, batch in enumerate(Prefetcher(given, {emb: lambda b: b}, depth=3)):
+            emb.read_rows(batch)
+            if n == i % 5:
+                break
+        emb.table.close(discard=True)
+        assert n == i % 5
+
+
+def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
+    """Of a disk table that is being read ahead."""
+
+    def rows(path: Path, ahead: bool) -> Tensor:
+        emb = flatbed.HostEmbedding(ROWS, DIM, storage="disk", path=path)
+        optimizer = flatbed.optim.Adam(emb, lr=0.1)
+        chance = torch.Generator().manual_seed(3)
+        given = [torch.randint(0, ROWS, (30,), generator=chance) for _ in range(20)]
+        for n, batch in enumerate(Prefetcher(given, {emb: lambda b: b}, depth=3) if ahead else given):
+            emb(batch).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if n % 3 == 0:
+                emb.table.checkpoint()
+        emb.table.checkpoint()
+        found = emb.read_rows(torch.arange(ROWS))
+        emb.table.close()
+        return found
+
+    assert torch.equal(rows(tmp_path / "a.bed", True), rows(tmp_path / "b.bed", False))
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("storage", ["host", "disk", "device"])
+def test_the_same_training_on_the_gpu(storage: str, depth: int, tmp_path: Path) -> None:
+    check(storage, tmp_path, depth=depth, device="cuda", epochs=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_streams_that_are_late(storage: str, tmp_path: Path) -> None:
+    """With random delays on every stream: each batch, each id and each row is what it should be."""
+    emb = flatbed.HostEmbedding(
+        ROWS,
+        DIM,
+        device="cuda",
+        seed=5,
+        storage=storage,
+        **({"path": tmp_path / "a.bed"} if storage == "disk" else {}),
+    )
+    table = emb.read_rows(torch.arange(ROWS)).clone()
+    chance = torch.Generator().manual_seed(2)
+
+    def given() -> Iterator[dict[str, Any]]:
+        for i in range(60):
+            items = torch.randint(0, ROWS, (4000,), generator=chance)
+            yield {"items": items.pin_memory() if i % 2 else items, "array": items.numpy().astype("int32")}
+
+    prefetched = iter(Prefetcher(given(), {emb: lambda b: [b["items"], b["array"] + 0]}, depth=3))
+    iteration = prefetched._iteration
+    streams = [torch.cuda.current_stream(), iteration.stream, iteration.mover.stream]
+    bad = torch.zeros((), dtype=torch.long, device="cuda")
+    with torch.no_grad():
+        for n, batch in enumerate(prefetched):
+            with torch.cuda.stream(streams[n % 3]):
+                torch.cuda._sleep(3_000_000 * (n % 4))
+            bad += (batch["items"] != batch["array"]).sum()
+            bad += (emb(batch["items"]) != table[batch["items"]]).sum()
+            del batch
+    assert int(bad) == 0
+
+
+@pytest.mark.gpu
+def test_the_loop_does_not_wait_for_the_gpu() -> None:
+    """Batches are handed out while a kernel of the first step still runs."""
+    emb = flatbed.HostEmbedding(ROWS, DIM, device="cuda")
+    emb.read_rows([0])
+    given = [{"items": torch.randint(0, ROWS, (100,)), "array": torch.rand(10).numpy()} for _ in range(40)]
+    list(Prefetcher(given, {emb: lambda b: b["items"]}))  # memory is allocated, kernels compiled
+    torch.cuda.synchronize()
+    busy = torch.cuda.Event()
+    for n, _ in enumerate(Prefetcher(given, {emb: lambda b: b["items"]})):
+        if n == 0:
+            torch.cuda._sleep(4_000_000_000)
+            busy.record()
+    assert not busy.query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_memory_does_not_grow_on_the_gpu() -> None:
+    emb = flatbed.HostEmbedding(ROWS, DIM, device="cuda")
+    given = [{"items": torch.randint(0, ROWS, (1000,))} for _ in range(10)]
+    used = []
+    for n in range(200):
+        for _ in Prefetcher(given, {emb: lambda b: b["items"]}, depth=3):
+            if n % 2:
+                break
+        del _
+        if n in (20, 199):
+            torch.cuda.synchronize()
+            used.append(torch.cuda.memory_allocated())
+    assert used[1] <= used[0] + (1 << 20)
+
+
+@pytest.mark.gpu
+def test_the_stream_of_the_user_may_be_any() -> None:
+    emb = flatbed.HostEmbedding(ROWS, DIM, device="cuda", seed=3)
+    table = emb.read_rows(torch.arange(ROWS)).clone()
+    torch.cuda.synchronize()
+    given = [{"items": torch.full((5000,), i % ROWS)} for i in range(30)]
+    found = []
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        for batch in Prefetcher(given, {emb: lambda b: b["items"]}):
+            torch.cuda._sleep(1_000_000)
+            found.append((emb(batch["items"]) == table[batch["items"]]).all())
+    torch.cuda.synchronize()
+    assert all(bool(one) for one in found)

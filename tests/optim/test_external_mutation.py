@@ -1,0 +1,373 @@
+"""What users and other libraries change between steps: the next step knows, or it says so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import flatbed
+from tests.cases import build
+from tests.optim.devices import assert_equal, assert_models_equal
+from tests.optim.test_dropin import give_grads, pair
+from tests.optim.test_precision import low
+
+# ---- memory of parameters
+
+
+@pytest.mark.parametrize("change", ["shrunk", "viewed", "transposed", "transposed, contiguous gradient"])
+def test_parameters_of_another_shape_in_the_same_memory(where: str, change: str) -> None:
+    whole = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).to(where)
+    outcomes = []
+    for make in (flatbed.optim.SGD, optim.SGD):
+        memory = whole.clone()
+        p = nn.Parameter(memory)
+        optimizer = make([p], lr=1.0)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        if change == "shrunk":
+            p.data = p.data[:2]
+        elif change == "viewed":
+            p.data = p.data.view(2, 8)
+        else:
+            p.data = p.data.t()
+        values = torch.arange(p.numel(), dtype=torch.float32, device=where).view(p.shape)
+        p.grad = values if "contiguous" in change else torch.empty_like(p).copy_(values)
+        optimizer.step()
+        optimizer.step()
+        outcomes.append((p.detach().clone(), memory.clone()))
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])  # nothing beside the parameter was written
+
+
+def test_swapped_parameters_and_future_conversion(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.01)
+    give_grads(model)
+    optimizer.step()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    give_grads(model, seed=1)
+    before = [(p.detach().clone(), p._version) for p in model.parameters()]
+    optimizer.step()
+    for p, (value, version) in zip(model.parameters(), before, strict=True):
+        assert p.dtype == torch.float64
+        assert p.numel() == 0 or not torch.equal(p, value)
+        assert p._version > version
+
+
+def test_param_groups_replaced_as_a_list(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.1)
+    give_grads(model)
+    optimizer.step()
+    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_state_moved_by_data(where: str) -> None:
+    """As offloading does it: away, and back to somewhere else."""
+    ours, theirs = pair(where)
+    a, b = (
+        flatbed.optim.Adam(ours.parameters(), lr=0.01),
+        optim.Adam(theirs.parameters(), lr=0.01, fused=True),
+    )
+    for step in range(3):
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+        for state in a.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key].data = state[key].data.clone()
+    assert_models_equal(ours, theirs, where)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_equal(a.state[p]["exp_avg"], b.state[q]["exp_avg"], where)
+
+
+def test_default_devices_do_not_matter(where: str) -> None:
+    ours, theirs = pair(where)
+    a, b = (flatbed.optim.Adam(m.parameters(), lr=0.01, max_norm=1.0) for m in (ours, theirs))
+    c, d = (flatbed.optim.NAdam(m.parameters(), lr=0.01) for m in (ours, theirs))
+    for step in range(2):
+        give_grads(ours, theirs, seed=step)
+        with torch.device("meta"):
+            a.step()
+            c.step()
+        b.step()
+        d.step()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+# ---- masters and averages
+
+
+def step_still(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """A step with a learning rate of 0, which shows what the masters hold."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    give_grads(model, seed=99)
+    optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def trained(where: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = build("mixed", where).to(low(where))
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.01, **options)
+    for step in range(2):
+        give_grads(model, seed=step)
+        optimizer.step()
+    return model, optimizer
+
+
+def other_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.full_like(value, 0.375) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("between", ["nothing", "ema", "rebuild", "checkpoint"])
+def test_loaded_weights_reach_the_masters(where: str, between: str) -> None:
+    model, optimizer = trained(where, master_weights=True, ema_decay=0.9)
+    model.load_state_dict(other_weights(model))
+    if between == "ema":
+        with optimizer.ema_weights():
+            pass
+    elif between == "rebuild":
+        late = nn.Parameter(torch.zeros(3, device=where))
+        late.grad = torch.ones(3, device=where)
+        optimizer.add_param_group({"params": [late]})
+    elif between == "checkpoint":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all((value == 0.375).all() for value in step_still(model, optimizer))
+
+
+def test_writes_that_autograd_does_not_see_need_a_word(where: str) -> None:
+    model, optimizer = trained(where, master_weights=True)
+    for p in model.parameters():
+        p.data.fill_(0.375)
+    optimizer.refresh_masters()
+    assert all((value == 0.375).all() for value in step_still(model, optimizer))
+
+
+def test_masters_keep_what_rounding_hides(where: str) -> None:
+    """Weights that are the masters, rounded, do not round the masters."""
+    model, optimizer = trained(where, master_weights=True)
+    masters = [optimizer.state[p]["master_weight"].clone() for p in model.parameters()]
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    optimizer.refresh_masters()
+    step_still(model, optimizer)
+    for p, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(optimizer.state[p]["master_weight"], master)
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_the_order_of_loading_does_not_matter(where: str, first: str) -> None:
+    model, optimizer = trained(where, master_weights=True)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    torch.manual_seed(5)
+    again = build("mixed", where).to(low(where))
+    for p in again.parameters():
+        nn.init.constant_(p, 0.125)
+    optimizer_again = flatbed.optim.Adam(again.parameters(), lr=0.01, master_weights=True, ema_decay=0.5)
+    if first == "model":
+        again.load_state_dict(weights)
+        optimizer_again.load_state_dict(state)
+    else:
+        optimizer_again.load_state_dict(state)
+        again.load_state_dict(weights)
+    give_grads(model, again, seed=7)
+    optimizer.step()
+    optimizer_again.step()
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(optimizer.state[p]["master_weight"], optimizer_again.state[q]["master_weight"])
+        # The average, which the checkpoint lacks, begins at the loaded weights.
+        assert (optimizer_again.state[q]["ema"] - q.float()).abs().max() < 0.05 if q.numel() else True
+
+
+def test_masters_that_are_no_longer_kept_are_forgotten(where: str) -> None:
+    model, optimizer = trained(where, master_weights=True)
+    model.float()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.375)
+    give_grads(model)
+    step_still(model, optimizer)
+    assert not any("master_weight" in state for state in optimizer.state.values())
+    model.to(low(where))
+    assert all((value == 0.375).all() for value in step_still(model, optimizer))
+    plain = flatbed.optim.Adam(model.parameters(), lr=0.01)
+    saved = copy.deepcopy(trained(where, master_weights=True, ema_decay=0.5)[1].state_dict())
+    with pytest.warns(UserWarning, match="'master_weight' and 'ema', which this optimizer does not keep"):
+        plain.load_state_dict(saved)
+    assert all(set(s) == {"step", "exp_avg", "exp_avg_sq"} for s in plain.state_dict()["state"].values())
+
+
+def test_flat_parameters_with_masters_follow_their_model(where: str) -> None:
+    model = nn.Linear(5, 3, device=where).to(low(where))
+    flat = flatbed.FlatParams(model)
+    optimizer = flatbed.optim.Adam(flat, lr=0.01, master_weights=True)
+    model(torch.ones(2, 5, device=where, dtype=low(where))).sum().backward()
+    optimizer.step()
+    model.load_state_dict(other_weights(model))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert all((p == 0.375).all() for p in model.parameters())
+
+
+def test_averages_of_a_copied_optimizer(where: str) -> None:
+    model = build("mixed", where)
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.1, ema_decay=0.9)
+    give_grads(model)
+    optimizer.step()
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    with optimizer.ema_weights(), twin_optimizer.ema_weights():
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert torch.equal(p, optimizer.state[p]["ema"])
+
+
+# ---- state and hyperparameters
+
+
+def test_a_checkpoint_in_low_precision_does_not_lower_the_state(where: str) -> None:
+    model = build("mixed", where).bfloat16()
+    theirs = optim.Adam(model.parameters())
+    give_grads(model)
+    theirs.step()
+    wide = build("mixed", where)
+    ours = flatbed.optim.Adam(wide.parameters())
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state[next(wide.parameters())]["exp_avg"].dtype == torch.float32
+
+
+def test_adamw_stays_adamw(where: str) -> None:
+    ours, theirs = pair(where)
+    source = optim.Adam(build("mixed", where).parameters(), lr=0.01, weight_decay=0.5, fused=True)
+    a, b = flatbed.optim.AdamW(ours.parameters()), optim.AdamW(theirs.parameters())
+    for optimizer, model in ((a, ours), (b, theirs)):
+        optimizer.load_state_dict(source.state_dict())
+        give_grads(model)
+        optimizer.step()
+    assert a.param_groups[0]["decoupled_weight_decay"] is True
+    assert_models_equal(ours, theirs, where)
+
+
+@pytest.mark.parametrize("case", ["another optimizer's", "half of it", "integers"])
+def test_state_that_is_not_this_optimizers_is_refused(where: str, case: str) -> None:
+    model = build("mixed", where)
+    source: Any = (
+        optim.RMSprop(model.parameters()) if case.startswith("another") else optim.Adam(model.parameters())
+    )
+    give_grads(model)
+    source.step()
+    saved = copy.deepcopy(source.state_dict())
+    for state in saved["state"].values():
+        if case == "half of it":
+            del state["exp_avg_sq"]
+        elif case == "integers":
+            state["exp_avg"] = state["exp_avg"].long()
+    optimizer = flatbed.optim.Adam(model.parameters())
+    with pytest.raises(flatbed.FlatbedError, match=r"lacks 'exp_avg|is torch\.int64|another optimizer"):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state_dict()["state"]
+    optimizer.step()
+
+
+def test_momentum_switched_off_and_on_after_loading(where: str) -> None:
+    ours, theirs = pair(where)
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    b = optim.SGD(theirs.parameters(), **options)
+    give_grads(ours, theirs)
+    b.step()
+    ours.load_state_dict(theirs.state_dict())
+    a = flatbed.optim.SGD(ours.parameters(), **options)
+    a.load_state_dict(copy.deepcopy(b.state_dict()))
+    for step, momentum in enumerate((0.0, 0.9, 0.9)):
+        a.param_groups[0]["momentum"] = b.param_groups[0]["momentum"] = momentum
+        give_grads(ours, theirs, seed=step)
+        a.step()
+        b.step()
+    assert_models_equal(ours, theirs, "tolerant")
+
+
+@pytest.mark.parametrize("lr", [np.float32(0.01), np.float64(0.01), np.int64(0), 1])
+def test_numbers_of_numpy(where: str, lr: Any) -> None:
+    ours, theirs = pair(where)
+    a, b = (
+        flatbed.optim.Adam(ours.parameters(), lr=lr),
+        optim.Adam(theirs.parameters(), lr=float(lr), fused=True),
+    )
+    give_grads(ours, theirs)
+    a.step()
+    b.step()
+    a.load_state_dict(a.state_dict())
+    assert_models_equal(ours, theirs, where)
+
+
+def test_a_scale_without_a_verdict(where: str) -> None:
+    ours, theirs = pair(where)
+    a, b = (
+        flatbed.optim.Adam(ours.parameters(), lr=0.01),
+        optim.Adam(theirs.parameters(), lr=0.01, fused=True),
+    )
+    give_grads(ours, theirs)
+    for model, optimizer in ((ours, a), (theirs, b)):
+        for p in model.parameters():
+            p.grad.mul_(4.0)
+        optimizer.grad_scale = torch.tensor(4.0, device=where)
+        optimizer.step()
+    assert_models_equal(ours, theirs, where)
+
+
+def test_a_clipped_step_without_gradients(where: str) -> None:
+    model = build("mixed", where)
+    for optimizer in (
+        flatbed.optim.Adam(model.parameters(), max_norm=1.0),
+        flatbed.optim.Adagrad(model.parameters(), max_norm=1.0),
+    ):
+        optimizer.step()
+        give_grads(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        assert float(optimizer.grad_norm) == 0
+
+
+def test_names_inside_flat_parameters(where: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(where)
+    optimizer = flatbed.optim.Adam(flatbed.FlatParams(model))
+    model(torch.ones(2, 3, device=where)).sum().backward()
+    model[1].bias.grad[0] = float("nan")
+    assert optimizer.nonfinite() == ["1.bias"]
+
+
+def test_a_captured_table_does_not_hide_that_the_eager_one_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of a captured step that stay where they are, and an eager step with them."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if torch.cuda.is_available():
+        pytest.skip("test_gpu has the same with a real graph")
+    p = nn.Parameter(torch.zeros(4))
+    optimizer = flatbed.optim.SGD([p], lr=1.0)
+    eager = torch.ones(4)
+    p.grad = eager
+    optimizer.step()
+    stepper: Any = optimizer._steppers[0][0]
+    staged: list[list[int]] = []
+    monkeypatch.setattr(stepper, "_stage", staged.append)
+    monkeypatch.setattr(stepper._stream, "capturing", True)
+    captured = torch.full((4,), 2.0)
+    p.grad = captured
+    stepper.place([captured], frozenset(), optimizer._look()[1])
+    assert staged == [[captured.data_ptr()]]
+    monkeypatch.setattr(stepper._stream, "capturing", False)
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.full((4,), -3.0))

@@ -1,0 +1,58 @@
+"""A table as plain arrays, and deterministic training, for the tests that end it at any moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flatbed.tables.record import Field, Record
+from flatbed.tables.storage.disk import DiskTier
+
+Dense = NDArray[np.uint8]
+
+RECORD = Record((Field("weight", torch.float32, 8), Field("moment", torch.bfloat16, 8, 0.5)))
+WIDER = Record((*RECORD.fields, Field("other", torch.float32, 8)))
+NBYTES = RECORD.nbytes
+
+
+def filled(start: int, stop: int, nbytes: int) -> Dense:
+    """The first records of rows: every byte depends on its row and its place."""
+    place = np.arange(nbytes, dtype=np.int64)[None] * 31
+    return ((np.arange(start, stop, dtype=np.int64)[:, None] * 7 + place + 1) % 251).astype(np.uint8)
+
+
+def fill(start: int, stop: int, records: Tensor) -> None:
+    records.copy_(torch.from_numpy(filled(start, stop, records.shape[1])))
+
+
+def batch(step: int, n_rows: int, nbytes: int) -> tuple[NDArray[np.int64], Dense]:
+    """What a step of training writes: distinct rows in any order, and their records."""
+    generator = np.random.default_rng(step)
+    n_ids = int(generator.integers(1, min(n_rows, 64)))
+    ids = generator.permutation(n_rows)[:n_ids]
+    return ids, generator.integers(0, 256, (n_ids, nbytes), np.uint8)
+
+
+def train(model: Dense, step: int) -> None:
+    ids, records = batch(step, *model.shape)
+    model[ids] = records
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def made(folder: Path, n_rows: int = 100, record: Record = RECORD) -> DiskTier:
+    return DiskTier.create(folder / "table", record, n_rows, fill=fill, meta={"step": 0})
+
+
+def everything(tier: DiskTier) -> Dense:
+    return tier.read(0, tier.n_rows).numpy()
+
+
+def random_records(n: int, nbytes: int = NBYTES) -> torch.Tensor:
+    return torch.randint(0, 256, (n, nbytes), dtype=torch.uint8)

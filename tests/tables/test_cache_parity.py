@@ -1,0 +1,442 @@
+"""A cache, or rows fetched ahead of time, change nothing: the same bits as without, whatever is combined."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatbed
+import flatbed.optim
+from flatbed.data import Prefetcher
+from flatbed.kernels.dispatch import by_triton
+from flatbed.kernels.rows import distinct
+from flatbed.tables.cache import CacheStats, DeviceCache, HostCache, Ticket
+from tests.tables.tables import ALL_CASES, BY_NAME, everything
+
+N_ROWS = 40
+PADDING = 2
+STEPS = 5
+SIZES = {"none": 0, "smaller": 5, "between": 20, "larger": 3 * N_ROWS}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+# The interpreter computes with numpy, which remarks on log(0); exp(-inf) is 0, as it should be.
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
+
+
+# ---- what is combined
+
+
+PER_ROW = ("adam", "adamw-amsgrad", "nadam", "radam-unrectified", "adagrad-decay", "sparseadam")
+
+
+def _rules() -> dict[str, Callable[..., Any]]:
+    made: dict[str, Callable[..., Any]] = {case.name: case.ours for case in ALL_CASES}
+    for case in [BY_NAME[name] for name in PER_ROW]:
+        made[f"{case.name}-per-row"] = lambda params, case=case, **more: case.ours(
+            params, per_row_steps=True, **more
+        )
+    made["from-torch"] = lambda params, **more: flatbed.optim.from_torch(torch.optim.Rprop, params, **more)
+    return made
+
+
+RULES = _rules()
+FACTORS: dict[str, list[Any]] = {
+    "rule": list(RULES),
+    "dim": [1, 3, 5, 8, 130],
+    "dtype": list(DTYPES),
+    "size": ["smaller", "between", "larger"],
+    "depth": [0, 1, 2, 4],  # 0: no prefetcher
+    "storage": ["host", "disk"],
+    "policy": ["lru", "lfu"],
+    "module": ["embedding", "bag"],
+    "padding": [None, PADDING],
+    "max_norm": [None, 0.05],
+    "n_passes": [1, 3],  # backward passes per step
+    "around": [False, True],  # whether rows are read and written in between
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One way to train a table."""
+
+    rule: str
+    dim: int
+    dtype: str
+    size: str
+    depth: int
+    storage: str
+    policy: str
+    module: str
+    padding: int | None
+    max_norm: float | None
+    n_passes: int
+    around: bool
+
+    def __str__(self) -> str:
+        return "-".join(str(getattr(self, name)) for name in FACTORS)
+
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs_of(chosen: dict[str, Any]) -> set[Pair]:
+    return set(combinations(chosen.items(), 2))
+
+
+def every_pair(factors: dict[str, list[Any]]) -> set[Pair]:
+    return {
+        ((one, a), (other, b))
+        for one, other in combinations(factors, 2)
+        for a, b in product(factors[one], factors[other])
+    }
+
+
+def pairwise(factors: dict[str, list[Any]]) -> list[Training]:
+    """Trainings in which every value of every factor meets every value of every other one."""
+    draw = random.Random(0)
+    left = sorted(every_pair(factors), key=repr)
+    uncovered, made = set(left), []
+    for needed in left:
+        if needed not in uncovered:
+            continue
+        tries = [
+            {name: draw.choice(values) for name, values in factors.items()} | dict(needed) for _ in range(12)
+        ]
+        best = max(tries, key=lambda one: len(pairs_of(one) & uncovered))
+        uncovered -= pairs_of(best)
+        made.append(Training(**best))
+    return made
+
+
+TRAININGS = pairwise(FACTORS)
+
+
+def test_every_pair_is_there() -> None:
+    found = {pair for one in TRAININGS for pair in pairs_of({name: getattr(one, name) for name in FACTORS})}
+    assert found >= every_pair(FACTORS)
+
+
+# ---- a training
+
+
+def often(n: int, draw: torch.Generator) -> Tensor:
+    """Ids of which few are frequent and most are rare, in all parts of the table."""
+    ranks = (N_ROWS * torch.rand(n, generator=draw) ** 3).long()
+    return ranks * 7 % N_ROWS
+
+
+def batches(n: int, draw: torch.Generator, *, small: bool = False) -> list[dict[str, Any]]:
+    """Two lookups each; one of the batches is empty, one is larger than most caches."""
+    made = []
+    for number in range(n):
+        n_ids = [0, 48, 14, 9, 20][(number + 2) % 5]
+        n_ids, n_more = (min(n_ids, 8), 4) if small else (n_ids, 7)
+        made.append({"first": often(n_ids, draw).view(-1, 1), "second": often(n_more, draw), "text": "a"})
+    return made
+
+
+def embedding(training: Training, n_slots: int, device: str, folder: Path) -> Any:
+    draw = torch.Generator().manual_seed(1)
+    weight = torch.randn(N_ROWS, training.dim, generator=draw).to(DTYPES[training.dtype])
+    path = folder / f"table-{len(list(folder.iterdir()))}" if training.storage == "disk" else None
+    options: dict[str, Any] = {"storage": training.storage, "path": path, "device": device}
+    options |= {"cache_rows": n_slots, "cache_policy": training.policy, "padding_idx": training.padding}
+    if training.module == "bag":
+        return flatbed.HostEmbeddingBag.from_pretrained(weight, freeze=False, mode="sum", **options)
+    return flatbed.HostEmbedding.from_pretrained(weight, freeze=False, **options)
+
+
+def handed_out(given: list[dict[str, Any]], emb: Any, depth: int, device: str) -> Iterator[dict[str, Any]]:
+    if not depth:
+        yield from ({**b, "first": b["first"].to(device), "second": b["second"].to(device)} for b in given)
+        return
+    ahead = iter(Prefetcher(given, {emb: lambda batch: [batch["first"], batch["second"]]}, depth=depth))
+    with ahead:
+        yield from ahead
+
+
+@dataclass
+class Result:
+    """All that a training can be told by."""
+
+    outputs: list[Tensor]
+    weight: Tensor
+    state: dict[str, Tensor]
+    scalars: dict[str, float]
+    stats: CacheStats
+
+    def check(self, other: Result) -> None:
+        assert len(self.outputs) == len(other.outputs)
+        for number, (one, two) in enumerate(zip(self.outputs, other.outputs, strict=True)):
+            assert torch.equal(one, two), f"output {number}"
+        assert torch.equal(self.weight, other.weight)
+        assert self.state.keys() == other.state.keys()
+        for name, value in self.state.items():
+            assert torch.equal(value, other.state[name]), name
+        assert self.scalars == other.scalars
+
+
+def trained(
+    training: Training, n_slots: int, depth: int, device: str, folder: Path, *, steps: int = STEPS
+) -> Result:
+    emb = embedding(training, n_slots, device, folder)
+    optimizer = RULES[training.rule]([emb.table], max_norm=training.max_norm)
+    draw, outputs = torch.Generator().manual_seed(2), []
+    given = batches(steps * training.n_passes, torch.Generator().manual_seed(3), small=steps < STEPS)
+    for number, batch in enumerate(handed_out(given, emb, depth, device), start=1):
+        found = [emb(batch[name]) for name in ("first", "second") if training.module == "embedding"]
+        if training.module == "bag":
+            found = [emb(batch["first"]), emb(batch["second"].view(1, -1))]
+        outputs += [one.detach().cpu().clone() for one in found]
+        grads = [torch.randn(one.shape, generator=draw).to(one) for one in found]
+        torch.autograd.backward(found, grads)
+        if training.around:
+            outputs += between(emb, number, draw, storage=training.storage)
+        if number % training.n_passes == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    weight, state = everything(emb)
+    result = Result(outputs, weight, state, emb.table.scalars(), emb.table.cache_stats())
+    emb.table.close(discard=True)
+    return result
+
+
+def between(emb: Any, number: int, draw: torch.Generator, *, storage: str) -> list[Tensor]:
+    """What others do with rows, gradients of which are waiting."""
+    rows = often(9, draw)
+    values = torch.randn(9, emb.embedding_dim, generator=draw)
+    emb.write_rows(rows, values)
+    found = [emb.read_rows(rows).cpu()]
+    with torch.no_grad():
+        found.append(emb.eval()(rows.view(3, 3)).cpu())
+        emb.train()
+        found.append(emb(often(6, draw).view(2, 3)).cpu())
+        if storage == "host" and number % 2:
+            emb.weight[3:6] *= 0.5
+            found.append(emb.weight.detach().clone())
+    if number % 3 == 0:
+        found += [value.cpu() for value in everything(emb)[1].values()]
+    return found
+
+
+def check(training: Training, device: str, folder: Path, *, steps: int = STEPS) -> None:
+    expected = trained(training, 0, 0, device, folder, steps=steps)
+    n_slots = SIZES[training.size]
+    found = trained(training, n_slots, training.depth, device, folder, steps=steps)
+    found.check(expected)
+    assert expected.stats.rows == expected.stats.misses == 0
+    assert found.stats.rows == min(n_slots, N_ROWS)
+    assert found.stats.misses > 0
+
+
+@pytest.mark.parametrize("training", TRAININGS, ids=str)
+def test_pairs(training: Training, tmp_path: Path) -> None:
+    check(training, "cpu", tmp_path)
+
+
+BASE = Training("adam", 8, "fp32", "between", 0, "host", "lru", "embedding", None, None, 1, False)
+
+
+def like(**changes: Any) -> Training:
+    return Training(**{name: getattr(BASE, name) for name in FACTORS} | changes)
+
+
+FEW = [
+    like(size="smaller", padding=PADDING, n_passes=2),
+    like(size="smaller", policy="lfu", rule="rowwise", dim=3, around=True),
+    like(size="between", dim=130, rule="sgd-momentum", max_norm=0.05),
+    like(size="between", module="bag", padding=PADDING, rule="adagrad", policy="lfu", around=True),
+    like(size="larger", rule="adam-per-row", dtype="bf16", dim=5),
+    like(size="larger", dtype="fp64", rule="sparseadam", dim=1, n_passes=2, around=True),
+    like(size="smaller", storage="disk", rule="nadam", n_passes=2),
+    like(size="between", storage="disk", policy="lfu", around=True, padding=PADDING),
+    like(size="between", rule="from-torch", around=True),
+]
+
+
+@pytest.mark.parametrize("training", FEW, ids=str)
+def test_by_kernels(training: Training, kernel_device: str, tmp_path: Path) -> None:
+    check(training, kernel_device, tmp_path, steps=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("training", FEW, ids=str)
+def test_ahead_of_time_on_the_gpu(training: Training, depth: int, tmp_path: Path) -> None:
+    check(like(**{name: getattr(training, name) for name in FACTORS} | {"depth": depth}), "cuda", tmp_path)
+
+
+@pytest.mark.parametrize("depth", FACTORS["depth"])
+@pytest.mark.parametrize("storage", FACTORS["storage"])
+@pytest.mark.parametrize("policy", FACTORS["policy"])
+def test_every_size_and_depth(depth: int, storage: str, policy: str, tmp_path: Path) -> None:
+    """Each with each, for one rule: several backward passes a step, and rows that change in between."""
+    for size in FACTORS["size"]:
+        check(
+            like(size=size, depth=depth, storage=storage, policy=policy, n_passes=2, around=True),
+            "cpu",
+            tmp_path,
+        )
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_which_cache_it_is(storage: str, where: str, tmp_path: Path) -> None:
+    emb = embedding(like(storage=storage), 5, where, tmp_path)
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    emb([1, 2]).sum().backward()
+    kind = DeviceCache if storage == "host" and by_triton(torch.device(where)) else HostCache
+    assert type(emb.table.store.cache) is kind
+    optimizer.zero_grad()
+
+
+# ---- rows that come ahead of time: who does it has a stream of its own on a GPU, and none here
+
+
+class Early:
+    """Lookups of batches to come, announced; at most so many batches at a time."""
+
+    def __init__(self, table: flatbed.Table, depth: int) -> None:
+        self.table, self.depth = table, depth
+        self.held: list[list[Ticket]] = []
+
+    def announce(self, lookups: list[Tensor]) -> bool:
+        """False: there is no room for all of them."""
+        made: list[Ticket] = []
+        for ids in lookups:
+            ticket = announced(self.table, ids)
+            if ticket is None:
+                for one in made:
+                    one.end()
+                return False
+            made.append(ticket)
+        self.held.append(made)
+        self.table.tickets.extend(made)
+        return True
+
+    def finish(self) -> None:
+        """The first batch is done with."""
+        if self.held:
+            for ticket in self.held.pop(0):
+                ticket.end()
+            self.table.tickets = [ticket for ticket in self.table.tickets if ticket.live]
+
+
+def announced(table: flatbed.Table, ids: Tensor) -> Ticket | None:
+    """What a lookup of these ids will find, and their rows in the cache."""
+    cache, n_rows = table.store.cache_for(ids.numel()), table.num_embeddings
+    keys = ids.flatten()
+    if isinstance(cache, DeviceCache):
+        return cache.come_early(ids, None) if cache.has_room(ids.numel()) else None
+    assert cache is not None
+    ticket = cache.come_early(torch.unique(keys.cpu()))
+    if ticket is not None:
+        ticket.ids, ticket.version, ticket.keys = ids, ids._version, keys
+        ticket.found = distinct(keys, n_rows)
+    return ticket
+
+
+@pytest.mark.parametrize(
+    ("policy", "storage", "depth"),
+    [("lru", "host", 1), ("lfu", "host", 2), ("lru", "host", 4), ("lfu", "disk", 1), ("lru", "disk", 4)],
+)
+def test_announced_lookups(policy: str, storage: str, depth: int, where: str, tmp_path: Path) -> None:
+    """Two lookups a step, of which the next batches' are announced while the first is at work."""
+    given = batches(3 + depth, torch.Generator().manual_seed(5), small=True)
+    lookups = [[batch[name].to(where) for name in ("first", "second")] for batch in given]
+    training = like(storage=storage, policy=policy, dim=3)
+    results, n_used = [], 0
+    for n_slots in (0, 20):
+        emb = embedding(training, n_slots, where, tmp_path)
+        optimizer = flatbed.optim.Adam(emb, lr=0.1)
+        early, coming, outputs = Early(emb.table, depth), list(lookups), []
+        waiting = list(coming)
+        for batch in coming:
+            early.finish()
+            while n_slots and waiting and len(early.held) < depth and early.announce(waiting[0]):
+                waiting.pop(0)
+            n_used += sum(emb.table.ticket(ids) is not None for ids in batch)
+            found = [emb(ids) for ids in batch]
+            outputs += [one.detach().cpu() for one in found]
+            torch.autograd.backward([one.sin().sum() for one in found])
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(Result(outputs, *everything(emb), emb.table.scalars(), emb.table.cache_stats()))
+    results[1].check(results[0])
+    assert n_used >= 4  # the test is about something
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_a_second_loader_over_the_same_table(storage: str, where: str, tmp_path: Path) -> None:
+    """A validation in the middle of an epoch fetches rows ahead of time, too, and ends before the epoch."""
+    given = batches(6, torch.Generator().manual_seed(8), small=True)
+    others = batches(4, torch.Generator().manual_seed(9), small=True)
+    results = []
+    for n_slots, depth in ((0, 0), (20, 2)):
+        emb = embedding(like(storage=storage, dim=3), n_slots, where, tmp_path)
+        optimizer, outputs = flatbed.optim.Adam(emb, lr=0.1), []
+        for number, batch in enumerate(handed_out(given, emb, depth, where)):
+            found = [emb(batch[name]) for name in ("first", "second")]
+            if number % 2:
+                with torch.no_grad():
+                    for other in handed_out(others, emb, depth, where):
+                        outputs += [emb(other[name]).cpu() for name in ("first", "second")]
+            outputs += [one.detach().cpu() for one in found]
+            torch.autograd.backward([one.sin().sum() for one in found])
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(Result(outputs, *everything(emb), emb.table.scalars(), emb.table.cache_stats()))
+    results[1].check(results[0])
+
+
+# ---- compiled models
+
+
+class Tower(nn.Module):
+    """Two lookups of one table, and something dense."""
+
+    emb: Any
+
+    def __init__(self, emb: nn.Module) -> None:
+        super().__init__()
+        self.emb = emb
+        torch.manual_seed(3)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        out: Tensor = self.head(self.emb(first).relu() + self.emb(second).mean(0))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at what comes after a graph break
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("size", ["smaller", "larger"])
+def test_compiled_models(backend: str, size: str, tmp_path: Path) -> None:
+    """Bit for bit as the model itself, at the same size of cache and without one."""
+    torch._dynamo.reset()
+    results = []
+    for compiled, n_slots in ((False, 0), (True, SIZES[size])):
+        model = Tower(embedding(BASE, n_slots, "cpu", tmp_path))
+        optimizer = flatbed.optim.Adam(model, lr=0.01)
+        run = torch.compile(model, backend=backend) if compiled else model
+        outputs = []
+        draw = torch.Generator().manual_seed(7)
+        for _ in range(4):
+            out = run(often(12, draw), often(5, draw))
+            outputs.append(out.detach().clone())
+            out.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outputs.append(model.head.weight.detach().clone())
+        results.append(
+            Result(outputs, *everything(model.emb), model.emb.table.scalars(), model.emb.table.cache_stats())
+        )
+    results[1].check(results[0])

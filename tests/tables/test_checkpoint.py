@@ -1,0 +1,577 @@
+"""Whole trainings in a folder: resumed bit for bit, and whole whatever happens while they are saved."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import flatbed
+from flatbed.checkpoint import load_checkpoint, save_checkpoint
+from flatbed.errors import FlatbedError
+from flatbed.optim import json_codec as portable
+from flatbed.tables.embedding import HostEmbedding, tables
+from flatbed.tables.saving import load_table
+from tests.tables.training import Expected, Model, Operations, build, close, difference, snapshot, step
+
+ROOT = Path(__file__).parents[2]
+PAIRS = [("host", "disk"), ("device", "host"), ("disk", "disk")]
+
+
+def current(folder: Path) -> Path:
+    found: str = json.loads((folder / "CURRENT.json").read_text())["version"]
+    return folder / found
+
+
+# ---- there and back
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
+@pytest.mark.parametrize("storages", PAIRS, ids="-".join)
+def test_resuming_is_as_not_stopping(storages: tuple[str, str], copied: bool, tmp_path: Path) -> None:
+    expected = Expected(tmp_path / "expected", storages)
+    model, optimizer = build(tmp_path, storages)
+    for number in range(1, 7):
+        step(model, optimizer, number)
+        if number % 2 == 0:
+            save_checkpoint(
+                tmp_path / "saved", model, optimizer, extra={"step": number}, copy_disk_tables=copied
+            )
+    close(model)
+    model, optimizer = build(tmp_path, storages)
+    assert load_checkpoint(tmp_path / "saved", model, optimizer) == {"step": 6}
+    assert difference(snapshot(model, optimizer), expected.at(6)) is None
+    for number in range(7, 10):
+        step(model, optimizer, number)
+    assert difference(snapshot(model, optimizer), expected.at(9)) is None
+
+
+def test_going_back_in_the_same_process(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    before = snapshot(model, optimizer)
+    for _ in range(2):
+        step(model, optimizer, 2)
+        assert difference(snapshot(model, optimizer), before) is not None
+        assert load_checkpoint(tmp_path / "saved", model, optimizer) == {}
+        assert difference(snapshot(model, optimizer), before) is None
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda m: flatbed.optim.SGD(m, lr=0.1, momentum=0.9, dampening=0.5),
+    "Adagrad": lambda m: flatbed.optim.Adagrad(m, lr=0.1, initial_accumulator_value=0.25),
+    "NAdam": lambda m: flatbed.optim.NAdam(m, lr=torch.tensor(0.01)),
+    "rows": lambda m: flatbed.optim.Adam(m, lr=0.1, per_row_steps=True),
+    "clipped": lambda m: flatbed.optim.AdamW(m, lr=0.1, max_norm=0.5),
+    "rounded": lambda m: flatbed.optim.Adam(m, lr=0.1, stochastic_rounding=True),
+    "several": lambda m: [
+        flatbed.optim.Adam([m.first.table], lr=0.1),
+        torch.optim.SGD([m.one.weight], lr=0.1, momentum=0.9),
+        flatbed.optim.Adam([{"params": [m.second.table], "lr": 0.2}, {"params": m.norm.parameters()}]),
+    ],
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_every_kind_of_optimizer_resumes(make: Any, tmp_path: Path) -> None:
+    first, second = (build(tmp_path / name)[0] for name in ("a", "b"))
+    for model in (first, second):
+        for table in tables(model):
+            table.drop_state()
+    optimizers = make(first)
+    step(first, optimizers, 1)
+    save_checkpoint(tmp_path / "saved", first, optimizers, copy_disk_tables=True)
+    other = make(second)
+    load_checkpoint(tmp_path / "saved", second, other)
+    assert difference(snapshot(second, other), snapshot(first, optimizers)) is None
+    for number in (2, 3):
+        step(first, optimizers, number)
+        step(second, other, number)
+    assert difference(snapshot(second, other), snapshot(first, optimizers)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.Adam, {"lr": torch.tensor(0.01), "amsgrad": True}),
+        (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.ASGD, {}),
+        (torch.optim.LBFGS, {"max_iter": 3}),
+        (torch.optim.Adafactor, {}),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_any_optimizer_of_torch(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        if kind is not torch.optim.LBFGS:  # which takes no other strides
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model, kind(model.parameters(), **options)
+
+    def go_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        batch = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(3))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(batch).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    first, other = make(), make()
+    go_on(*first)
+    save_checkpoint(tmp_path / "saved", *first)
+    load_checkpoint(tmp_path / "saved", *other)
+    assert repr(other[1].state_dict()["param_groups"]) == repr(first[1].state_dict()["param_groups"])
+    strides = [
+        [v.stride() for held in made[1].state.values() for v in held.values() if isinstance(v, torch.Tensor)]
+        for made in (first, other)
+    ]
+    assert strides[0] == strides[1]
+    for made in (first, other):
+        go_on(*made)
+        go_on(*made)
+    for name, value in first[0].state_dict().items():
+        assert torch.equal(other[0].state_dict()[name], value), name
+
+
+def test_a_model_alone(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path / "a", ("host", "host"))
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer, extra={"a": [1, None]})
+    other = Model(tmp_path / "b", ("host", "host"))
+    assert load_checkpoint(str(tmp_path / "saved"), other) == {"a": [1, None]}
+    ids = torch.arange(10)
+    assert torch.equal(other.eval()(ids), model.eval()(ids))
+    flatbed.optim.Adam(other, lr=0.1)  # goes on with the tables' state
+    assert other.first.table.scalars() == {"step": 1.0}
+
+
+def test_without_optimizers_then_with(tmp_path: Path) -> None:
+    model = Model(tmp_path, ("host", "host"))
+    save_checkpoint(tmp_path / "saved", model)
+    other, optimizer = build(tmp_path, ("host", "host"))
+    with pytest.raises(FlatbedError, match="0 optimizers; found 1"):
+        load_checkpoint(tmp_path / "saved", other, optimizer)
+    load_checkpoint(tmp_path / "saved", other)
+    step(other, optimizer, 1)
+
+
+def test_a_model_without_tables_and_one_of_tables_alone(tmp_path: Path) -> None:
+    for n, model in enumerate((nn.Linear(2, 3), HostEmbedding(4, 2), nn.Module())):
+        save_checkpoint(tmp_path / str(n), model)
+        assert load_checkpoint(tmp_path / str(n), model) == {}
+
+
+# ---- what is in the folder
+
+
+def test_the_files_are_readable_without_flatbed(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    version = current(tmp_path / "saved")
+    assert sorted(path.name for path in version.iterdir()) == [
+        *(".flatbed", "checkpoint.json", "model.safetensors", "optimizer-0.safetensors", "optimizer.json"),
+        "table-0.safetensors",
+    ]
+    dense = safetensors.torch.load_file(version / "model.safetensors")
+    assert dense["norm.num_batches_tracked"].dtype == torch.int64
+    assert "two.weight" not in dense  # one.weight, as save_model has it
+    plain = nn.ModuleDict({"one": nn.Linear(4, 4, bias=False), "norm": nn.BatchNorm1d(4)})
+    plain["two"] = nn.Linear(4, 4, bias=False)
+    plain["two"].weight = plain["one"].weight
+    plain.register_parameter("frozen", nn.Parameter(torch.zeros(2)))
+    assert safetensors.torch.load_model(plain, version / "model.safetensors") == (set(), [])
+    assert torch.equal(plain["two"].weight, model.two.weight)
+    assert torch.equal(load_table(version / "table-0.safetensors").weight, model.first.weight)
+
+
+def test_old_versions_go_and_other_files_stay(tmp_path: Path) -> None:
+    model = Model(tmp_path, ("host", "host"))
+    folder = tmp_path / "deep" / "saved"
+    save_checkpoint(folder, model)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "v2").mkdir()
+    (folder / "v0000007").mkdir()  # left by an interrupted save
+    (folder / "v0000007" / ".flatbed").touch()
+    (folder / "v0000007" / "model.safetensors").write_bytes(b"half")
+    (folder / ".old-v0000007").mkdir()  # left by an interrupted removal
+    (folder / ".old-v0000007" / "x").touch()
+    (folder / ".new").touch()
+    (folder / "v0000005").mkdir()  # somebody's own
+    (folder / "v0000005" / "precious").touch()
+    for _ in range(3):
+        save_checkpoint(folder, model)
+    left = ["CURRENT.json", "notes.txt", "v0000005", "v0000008", "v2"]
+    assert sorted(p.name for p in folder.iterdir()) == left
+    assert (folder / "v0000005" / "precious").exists()
+
+
+def test_tied_weights_that_are_not_tied_any_more(tmp_path: Path) -> None:
+    model, _ = build(tmp_path, ("host", "host"))
+    save_checkpoint(tmp_path / "saved", model)
+    other, _ = build(tmp_path, ("host", "host"))
+    other.two.weight = nn.Parameter(torch.zeros(4, 4))
+    load_checkpoint(tmp_path / "saved", other)
+    assert torch.equal(other.two.weight, model.two.weight)
+
+
+def test_flat_parameters(tmp_path: Path) -> None:
+    made = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        flat = flatbed.FlatParams(model)
+        made.append((model, torch.optim.Adam(flat.parameters(), lr=0.1)))
+        model(torch.ones(2, 3)).sum().backward()
+        made[-1][1].step()
+    save_checkpoint(tmp_path / "saved", *made[0])
+    load_checkpoint(tmp_path / "saved", *made[1])
+    for _, optimizer in made:
+        optimizer.step()
+    for one, other in zip(made[0][0].parameters(), made[1][0].parameters(), strict=True):
+        assert torch.equal(one, other) or one.grad is not None
+
+
+class Extra(nn.Linear):
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_extra_state(tmp_path: Path) -> None:
+    given = {"a": (1, 2.5, float("inf")), 3: torch.arange(3), "$": None, "dtype": torch.bfloat16}
+    save_checkpoint(tmp_path / "saved", Extra(given))
+    other = Extra({})
+    load_checkpoint(tmp_path / "saved", other)
+    assert repr(other.extra) == repr(given)
+    with pytest.raises(FlatbedError, match=r"_extra_state.a.*builtins\.object"):
+        save_checkpoint(tmp_path / "saved", Extra({"a": object()}))
+    load_checkpoint(tmp_path / "saved", other)
+
+
+def test_values_there_and_back() -> None:
+    packer = portable.Packer()
+    given = {"lr": torch.tensor(0.1), "betas": (0.9, [True, None]), "a.b": {"": 1}, "a": {"b": {"": 2}}}
+    packed = json.loads(json.dumps(packer.pack(given, "x")))
+    assert repr(portable.unpack(packed, packer.tensors)) == repr(given)
+
+
+# ---- what does not fit: errors, and nothing has changed
+
+
+def replace_in(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+WRONG = {
+    "no model": ("model.safetensors", Path.unlink),
+    "model cut": ("model.safetensors", lambda p: os.truncate(p, p.stat().st_size - 1)),
+    "no table": ("table-0.safetensors", Path.unlink),
+    "table cut": ("table-0.safetensors", lambda p: os.truncate(p, 100)),
+    "no optimizer": ("optimizer-0.safetensors", Path.unlink),
+    "no groups": ("optimizer.json", Path.unlink),
+    "empty groups": ("optimizer.json", lambda p: p.write_text("[]")),
+    "no manifest": ("checkpoint.json", Path.unlink),
+    "manifest": ("checkpoint.json", lambda p: p.write_text("{}")),
+    "manifest no JSON": ("checkpoint.json", lambda p: p.write_text("{")),
+    "manifest of another": (
+        "checkpoint.json",
+        lambda p: p.write_text(p.read_text().replace("token", "taken")),
+    ),
+    "newer": (
+        "checkpoint.json",
+        lambda p: p.write_text(p.read_text().replace('"version": 1', '"version": 2')),
+    ),
+    "current": ("../CURRENT.json", lambda p: p.write_text("[]")),
+    "current elsewhere": ("../CURRENT.json", lambda p: p.write_text('{"token": "a", "version": "../x"}')),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), WRONG.values(), ids=WRONG.keys())
+def test_damaged_checkpoints(name: str, change: Any, tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    step(model, optimizer, 2)
+    before = snapshot(model, optimizer)
+    change(current(tmp_path / "saved") / name)
+    with pytest.raises(FlatbedError, match="saved"):
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+    assert difference(snapshot(model, optimizer), before) is None
+
+
+def another(kind: str, folder: Path) -> tuple[nn.Module, Any]:
+    model, optimizer = build(folder, ("host", "host"))
+    if kind == "parameter":
+        model.more = nn.Parameter(torch.zeros(1))
+    elif kind == "shape":
+        model.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    elif kind == "rows":
+        model.second = HostEmbedding(41, 4)
+        optimizer = None
+    elif kind == "no table":
+        model.second = nn.Embedding(40, 4)  # type: ignore[assignment]
+        optimizer = None
+    elif kind == "state":
+        for table in tables(model):
+            table.drop_state()
+        optimizer = flatbed.optim.SGD(model, lr=0.1, momentum=0.9)
+    elif kind == "groups":
+        optimizer = torch.optim.Adam([{"params": [model.one.weight]}, {"params": model.norm.parameters()}])
+    elif kind == "order":
+        params = [model.norm.weight, model.norm.bias, model.one.weight, model.frozen]
+        optimizer = torch.optim.Adam(params)
+    elif kind == "optimizers":
+        optimizer = [optimizer, torch.optim.SGD(model.parameters())]
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("parameter", "lacks .'more'"),
+        ("shape", r"'frozen' is \(2,\).*\(3,\)"),
+        ("rows", "40 × 4.*41 × 4"),
+        ("no table", "second.weight"),
+        ("state", "exp_avg.*SGD keeps momentum_buffer"),
+        ("groups", "shapes"),
+        ("order", "shapes"),
+        ("optimizers", "1 optimizers; found 2"),
+    ],
+)
+def test_another_model(kind: str, words: str, tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path, ("host", "host"))
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    other, its = another(kind, tmp_path)
+    before = snapshot(other, its)
+    with pytest.raises(FlatbedError, match=words):
+        load_checkpoint(tmp_path / "saved", other, its)
+    assert difference(snapshot(other, its), before) is None
+
+
+def test_optimizers_are_put_back_if_a_later_one_refuses(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)]
+    save_checkpoint(tmp_path / "saved", model, optimizers)
+    optimizers[0].param_groups[0]["lr"] = 0.7
+    before = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    optimizers[1].register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(RuntimeError, match="no"):
+        load_checkpoint(tmp_path / "saved", model, optimizers)
+    assert optimizers[0].param_groups[0]["lr"] == 0.7
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_disk_table_that_has_moved_on(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    step(model, optimizer, 2)
+    model.second.table.checkpoint()
+    before = snapshot(model, optimizer)
+    with pytest.raises(FlatbedError, match=r"1\.bed.*later checkpoint.*copy_disk_tables"):
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+    assert difference(snapshot(model, optimizer), before) is None
+    save_checkpoint(tmp_path / "other", model, optimizer)
+    load_checkpoint(tmp_path / "other", model, optimizer)
+    with pytest.raises(FlatbedError, match="in another folder"):
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+
+
+def test_a_disk_table_in_place_does_not_load_into_memory(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path / "a")
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    with pytest.raises(FlatbedError, match=r'second.*storage="disk"'):
+        load_checkpoint(tmp_path / "saved", *build(tmp_path / "b", ("host", "host")))
+    with pytest.raises(FlatbedError, match="another file"):
+        load_checkpoint(tmp_path / "saved", *build(tmp_path / "b"))
+    save_checkpoint(tmp_path / "saved", model, optimizer, copy_disk_tables=True)
+    for storages in PAIRS:
+        other, its = build(tmp_path / "-".join(storages), storages)
+        load_checkpoint(tmp_path / "saved", other, its)
+        assert difference(snapshot(other, its), snapshot(model, optimizer)) is None
+
+
+def test_a_moved_folder_and_table(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path / "a")
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "a" / "saved", model, optimizer)
+    before = snapshot(model, optimizer)
+    close(model)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    model, optimizer = build(tmp_path / "b")
+    load_checkpoint(tmp_path / "b" / "saved", model, optimizer)
+    assert difference(snapshot(model, optimizer), before) is None
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        save_checkpoint(tmp_path / "saved", model.state_dict())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Optimizer"):
+        save_checkpoint(tmp_path / "saved", model, [model])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="extra"):
+        save_checkpoint(tmp_path / "saved", model, extra={"a": object()})
+    emb = HostEmbedding(4, 2)
+    with pytest.raises(FlatbedError, match="not in the model"):
+        save_checkpoint(tmp_path / "saved", model, flatbed.optim.Adam(emb))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["strange"] = object()
+    with pytest.raises(FlatbedError, match=r"param_groups\.0\.strange"):
+        save_checkpoint(tmp_path / "saved", model, optimizer)
+    with pytest.raises(FlatbedError, match="sparse"):
+        save_checkpoint(tmp_path / "saved", Extra(torch.eye(2).to_sparse()))
+    with pytest.raises(FlatbedError, match="run the model once"):
+        save_checkpoint(tmp_path / "saved", nn.LazyLinear(2))
+    with pytest.raises(FlatbedError, match="complex128"):
+        save_checkpoint(tmp_path / "saved", Extra(torch.zeros(2, dtype=torch.complex128)))
+    with pytest.raises(FlatbedError, match="no checkpoint"):
+        load_checkpoint(tmp_path / "saved", model)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FlatbedError, match="cannot be written to"):
+        save_checkpoint(tmp_path / "file", model)
+    assert [p.name for p in (tmp_path / "saved").iterdir()] == []
+
+
+# ---- failures and ends
+
+
+def saved_twice(folder: Path, operations: Operations) -> tuple[Any, Any, bool]:
+    """A training whose second save meets with something; whether that was an error."""
+    model, optimizer = build(folder)
+    step(model, optimizer, 1)
+    save_checkpoint(folder / "saved", model, optimizer, extra={"step": 1})
+    step(model, optimizer, 2)
+    failed = False
+    with operations:
+        try:
+            save_checkpoint(folder / "saved", model, optimizer, extra={"step": 2})
+        except (FlatbedError, KeyboardInterrupt):
+            failed = True
+    return model, optimizer, failed
+
+
+def goes_on(folder: Path, model: Any, optimizer: Any, *, save: bool) -> bool:
+    """Whether it has trained and saved; it may say that the disk table's file is in doubt."""
+    try:
+        step(model, optimizer, 3)
+        if save:
+            save_checkpoint(folder / "saved", model, optimizer, extra={"step": 3})
+    except FlatbedError as error:
+        if "1.bed" not in str(error):
+            raise
+        return False
+    return save
+
+
+def failing(error: BaseException) -> Any:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space"), KeyboardInterrupt()], ids=repr)
+def test_failure_of_every_file_operation(error: BaseException, tmp_path: Path) -> None:
+    counted = Operations(synced=False)
+    expected = Expected(tmp_path / "expected")
+    gc.collect()
+    close(saved_twice(tmp_path / "count", counted)[0])
+    assert counted.count > 40
+    went_on = failures = 0
+    for number in range(1, counted.count + 1):
+        folder = tmp_path / str(number)
+        model, optimizer, failed = saved_twice(folder, Operations(number, failing(error), synced=False))
+        failures += failed
+        went_on += goes_on(folder, model, optimizer, save=number % 2 == 1)
+        close(model)
+        model, optimizer = build(folder)
+        found = load_checkpoint(folder / "saved", model, optimizer)["step"]
+        assert difference(snapshot(model, optimizer), expected.at(found)) is None, (number, found)
+        assert found >= (1 if failed else 2)
+        close(model)
+        if number % 2 and found == 3:
+            assert len(list((folder / "saved").glob("v*"))) == 1
+        shutil.rmtree(folder)
+    assert failures > counted.count * 0.7
+    assert went_on > counted.count * 0.3
+
+
+def test_forty_kills(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tables.training", "kill", str(tmp_path), "40", "0"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["kills"] == 40
+    assert seen["leftovers"] >= 5
+    assert seen["saved"] >= 5
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.tables.training", "ranks", str(tmp_path), str(rank)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    for rank, (out, _) in enumerate(said):
+        found = json.loads(out)
+        other = "saving a checkpoint failed on another rank: see its error"
+        assert found["moved"]
+        assert (found["back"], found["again"]) == (None, None)
+        assert [failure == other for failure in found["failures"]] == [rank == 1, rank == 0]
+
+
+def test_ranks_with_tables_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatbed import checkpoint
+
+    class Two(checkpoint.Ranks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.many = True
+
+    monkeypatch.setattr(checkpoint, "Ranks", Two)
+    with pytest.raises(FlatbedError, match="replicate=False"):
+        save_checkpoint(tmp_path / "saved", HostEmbedding(4, 2, replicate=False))

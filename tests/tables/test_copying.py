@@ -1,0 +1,152 @@
+"""Copies of tables and of modules that have them: deepcopy, pickle, torch.save."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatbed
+from flatbed.errors import FlatbedError
+from flatbed.tables import copying
+from flatbed.tables.embedding import HostEmbedding
+from flatbed.tables.storage import table_storage as store
+from tests.tables.test_saving import DTYPES, everything, same, train, trained
+
+ROWS, DIM = 50, 5
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "CHUNK_BYTES", 1000)
+
+
+def through_torch(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+WAYS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": through_torch,
+}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+storages = pytest.mark.parametrize("storage", ["host", "device"])
+
+
+@ways
+@storages
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_copy_is_equal_and_apart(storage: str, dtype: torch.dtype, way: Any, tmp_path: Path) -> None:
+    emb, optimizer = trained(storage, tmp_path, dtype=dtype, padding_idx=1, seed=4)
+    before = everything(emb.table)
+    made = way(emb)
+    assert same(everything(made.table), before)
+    assert made.table.scalars() == {"step": 3.0}
+    assert made.table.store.config == emb.table.store.config
+    assert made.table.owner is None
+    assert not made.table.store.claimed
+    train(emb, optimizer)
+    assert same(everything(made.table), before)
+
+
+@ways
+@storages
+def test_the_copy_goes_on_where_the_original_was(storage: str, way: Any, tmp_path: Path) -> None:
+    emb, optimizer = trained(storage, tmp_path)
+    made = way(emb)
+    other = flatbed.optim.Adam(made, lr=0.1)
+    train(emb, optimizer, seed=3)
+    train(made, other, seed=3)
+    assert same(everything(made.table), everything(emb.table))
+    assert made.table.scalars() == {"step": 6.0}
+
+
+@ways
+@storages
+def test_a_table_that_was_never_used(storage: str, way: Any) -> None:
+    emb = HostEmbedding(ROWS, DIM, storage=storage, seed=8, replicate=False)
+    flatbed.optim.Adam(emb)
+    made = way(emb)
+    assert not made.table.store.laid_out
+    assert made.table.store.claimed
+    assert not made.table.replicate
+    assert torch.equal(made.weight, HostEmbedding(ROWS, DIM, seed=8).weight)
+
+
+@ways
+def test_state_that_waits_to_be_laid_out(way: Any) -> None:
+    emb = HostEmbedding(ROWS, DIM)
+    emb(torch.tensor([0]))
+    optimizer = flatbed.optim.Adagrad(emb, initial_accumulator_value=0.5)
+    made = way(emb)
+    assert same(everything(made.table), everything(emb.table))
+    assert float(made.table.read_state("sum", 3)[0]) == 0.5
+    del optimizer
+
+
+@ways
+@storages
+def test_flags_are_kept_and_gradients_are_not(storage: str, way: Any, tmp_path: Path) -> None:
+    emb, _ = trained(storage, tmp_path)
+    emb(torch.tensor([1, 2])).sum().backward()
+    emb.requires_grad_(False)
+    made = way(emb)
+    assert not made.table.requires_grad
+    assert made.table.grad is None
+    assert emb.table.grad is not None
+
+
+@ways
+def test_a_table_that_is_shared_stays_shared(way: Any) -> None:
+    first = HostEmbedding(ROWS, DIM)
+    model = nn.ModuleList([first, HostEmbedding.from_table(first.table), first])
+    made = way(model)
+    assert made[0].table is made[1].table is made[2].table
+    assert made[0].table is not first.table
+
+
+def test_disk_tables_say_what_to_do(tmp_path: Path) -> None:
+    emb, _ = trained("disk", tmp_path)
+    with pytest.raises(FlatbedError, match=r"t\.bed.*load_table"):
+        copy.deepcopy(emb)
+    with pytest.raises(FlatbedError, match=r"t\.bed.*save_checkpoint or table\.save"):
+        pickle.dumps(emb)
+
+
+def test_too_large_to_pickle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    emb, _ = trained("host", tmp_path)
+    monkeypatch.setattr(copying, "available_bytes", lambda: 1000)
+    with pytest.raises(FlatbedError, match=r"3,000 bytes, and 1,000 bytes.*table\.save"):
+        pickle.dumps(emb)
+
+
+def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    emb = HostEmbedding(ROWS, DIM, storage="device")
+    about, *rest = copying.parts(emb.table)
+    made = copying.rebuild({**about, "device": f"cuda:{torch.cuda.device_count()}"}, *rest)
+    assert made.store.device == torch.device("cpu")
+
+
+def test_another_process_reads_it(tmp_path: Path) -> None:
+    emb, _ = trained("host", tmp_path)
+    torch.save(nn.Sequential(emb, nn.Linear(DIM, 1)), tmp_path / "model.pt")
+    program = f"""
+import torch
+model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+print(model[0].weight.double().sum().item(), model[0].table.scalars()["step"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(emb.weight.double().sum().item()), "3.0"]

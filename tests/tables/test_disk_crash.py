@@ -1,0 +1,276 @@
+"""After a kill at any moment, and after any loss of power, a table is at its last completed checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import Generator, default_rng
+
+from flatbed.errors import FlatbedError
+from flatbed.tables.storage.disk import DiskTier
+from tests.tables.crash_model import NBYTES, RECORD, WIDER, Dense, batch, everything, fill, filled
+from tests.tables.crash_replay import Choice, Disk, Event, Log, recorded
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_two_hundred_kills(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tables.crash_kill", str(tmp_path), "200", "0"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["kills"] == 200
+    assert seen["with a journal"] >= 100
+    assert seen["completed by recovery"] >= 10
+    assert seen["steps"] >= 300
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a table holds after a checkpoint."""
+
+    generation: int
+    meta: dict[str, Any]
+    rows: Dense
+
+
+@dataclass(slots=True)
+class Scenario:
+    """A life of a table with every kind of checkpoint: what it did to its files, and what it meant."""
+
+    folder: Path
+    log: Log = field(default_factory=Log)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    step: int = 0
+
+    def train(self, tier: DiskTier, n_steps: int = 2) -> None:
+        for _ in range(n_steps):
+            self.step += 1
+            tier.scatter_(*map(torch.from_numpy, batch(self.step, tier.n_rows, tier.record.nbytes)))
+
+    def begin(self, rows: Dense) -> dict[str, Any]:
+        meta = {"checkpoint": len(self.checkpoints), "text": "x" * (700 * len(self.checkpoints) % 3000)}
+        self.checkpoints.append(Checkpoint(len(self.checkpoints), meta, rows))
+        self.log.mark("begin")
+        return meta
+
+    def done(self) -> None:
+        self.log.mark("done")
+
+    def run(self) -> None:
+        with recorded(self.log):
+            meta = self.begin(filled(0, 40, NBYTES))
+            tier = DiskTier.create(self.folder / "table", RECORD, 40, fill=fill, meta=meta)
+            self.done()
+            for _ in range(2):
+                self.train(tier)
+                tier.checkpoint(self.begin(everything(tier)))
+                self.done()
+            self.decide(tier)
+            self.abort(tier)
+            tier = self.reopen(tier)
+            self.train(tier)
+            grown = np.concatenate([everything(tier), filled(40, 70, NBYTES)])
+            tier.resize(70, fill=fill, meta=self.begin(grown))
+            self.done()
+            self.train(tier)
+            tier.checkpoint(self.begin(everything(tier)))
+            self.done()
+            tier = self.rebuild(tier)
+            self.train(tier)
+            tier.checkpoint(self.begin(everything(tier)))
+            self.done()
+            self.train(tier)
+            tier.close()
+
+    def decide(self, tier: DiskTier) -> None:
+        self.train(tier)
+        self.log.mark("prepare")
+        tier.prepare(self.begin(everything(tier)), decision=self.folder / "decision", token="first")
+        self.log.mark("decide", "first")
+        tier.commit()
+        self.done()
+
+    def abort(self, tier: DiskTier) -> None:
+        """One checkpoint taken back, after which its decision must not count, should anybody make it."""
+        self.train(tier)
+        self.log.mark("prepare")
+        tier.prepare({}, decision=self.folder / "decision", token="second")
+        tier.abort()
+        self.log.mark("late", "second")
+        self.train(tier, 1)
+        tier.checkpoint(self.begin(everything(tier)))
+        self.done()
+
+    def reopen(self, tier: DiskTier) -> DiskTier:
+        """One prepared and left, and dropped by whoever opens the table without a decision."""
+        self.train(tier)
+        self.log.mark("prepare")
+        tier.prepare({}, decision=self.folder / "decision", token="third")
+        tier.close()
+        tier = DiskTier.open(self.folder / "table")
+        self.log.mark("late", "third")
+        return tier
+
+    def rebuild(self, tier: DiskTier) -> DiskTier:
+        self.train(tier)
+        before = everything(tier)
+        after = filled(0, 70, WIDER.nbytes)
+        after[:, :NBYTES] = before
+
+        def carry(start: int, stop: int, records: torch.Tensor) -> None:
+            fill(start, stop, records)
+            records[:, :NBYTES] = tier.read(start, stop)
+
+        new = tier.rebuilt(WIDER, fill=carry, meta=self.begin(after))
+        self.done()
+        return new
+
+
+@dataclass(slots=True)
+class Expected:
+    """Which checkpoints may be found at a moment, and the decision that lies in the folder by then."""
+
+    last: int = -1
+    begun: int = -1
+    prepared: bool = False
+    token: str | None = None
+
+    def happen(self, event: Event) -> None:
+        if event.kind == "begin":
+            self.begun += 1
+        elif event.kind == "done":
+            self.last, self.prepared = self.begun, False
+        elif event.kind == "prepare":
+            self.prepared = True
+        elif event.kind in ("decide", "late"):
+            self.token = event.file
+            if event.kind == "late":
+                self.prepared = False
+
+    def cases(self) -> Iterator[tuple[str | None, set[int]]]:
+        """Decisions that may lie there, with the checkpoints that may then be found."""
+        if self.prepared and self.token == "first" and self.begun > self.last:
+            yield self.token, {self.begun}
+            yield None, {self.last, self.begun}  # lost, which must not tear the table either
+        elif self.prepared:
+            yield None, {self.last}
+        else:
+            yield self.token, {self.last, self.begun}
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+    scenario = Scenario(tmp_path_factory.mktemp("scenario"))
+    scenario.run()
+    return scenario
+
+
+def laid_out(folder: Path, files: dict[str, bytes], token: str | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    if token is not None:
+        (folder / "decision").write_text(json.dumps({"token": token}))
+
+
+def found(folder: Path, checkpoints: list[Checkpoint]) -> int:
+    """Which checkpoint the table in a folder is at, -1 if there is none."""
+    if not (folder / "table").exists():
+        return -1
+    tier = DiskTier.open(folder / "table")
+    expected = checkpoints[tier.generation]
+    same = tier.meta == expected.meta and np.array_equal(everything(tier), expected.rows)
+    tier.close()
+    if not same:
+        raise FlatbedError(f"the table at checkpoint {expected.generation} holds something else")
+    return expected.generation
+
+
+def replayed(
+    scenario: Scenario, folder: Path, generator: Generator, *, deaf: str | None = None
+) -> Iterator[str]:
+    """Lose power after events of the scenario, open what is left; what was wrong, and "" for right."""
+    # Decisions are named by where the scenario ran, so that all of it happens in its folder.
+    disk, expected, events = Disk(deaf), Expected(), scenario.log.events
+    for event, following in zip(events, [*events[1:], Event("end")], strict=True):
+        disk.happen(event)
+        expected.happen(event)
+        n_times = 1
+        if following.kind == "sync":
+            n_times = 5  # most is at stake here
+        elif event.kind == "write" and generator.random() > 0.15:
+            n_times = 0
+        for token, allowed in list(expected.cases()) * n_times:
+            files = disk.left(Choice.random(generator))
+            yield outcome(scenario, folder, files, token=token, allowed=allowed, generator=generator)
+
+
+def outcome(
+    scenario: Scenario,
+    folder: Path,
+    files: dict[str, bytes],
+    *,
+    token: str | None,
+    allowed: set[int],
+    generator: Generator,
+) -> str:
+    laid_out(folder, files, token)
+    log = Log()
+    try:
+        with recorded(log):
+            at = found(folder, scenario.checkpoints)
+    except FlatbedError as error:
+        return str(error)
+    if at not in allowed:
+        return f"found checkpoint {at}, expected one of {allowed}"
+    if not log.events or generator.random() > 0.3:
+        return ""
+    # Power is lost again, while opening.
+    disk = Disk(files=files)
+    for event in log.events[: generator.integers(0, len(log.events) + 1)]:
+        disk.happen(event)
+    laid_out(folder, disk.left(Choice.random(generator)), token)
+    try:
+        with recorded(Log()):
+            again = found(folder, scenario.checkpoints)
+    except FlatbedError as error:
+        return f"the second time: {error}"
+    return "" if again in allowed else f"found checkpoint {again} the second time, expected one of {allowed}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_loss_of_power(scenario: Scenario, seed: int) -> None:
+    outcomes = list(replayed(scenario, scenario.folder, default_rng(seed)))
+    assert len(outcomes) >= 150
+    assert set(outcomes) == {""}
+
+
+def test_every_sync_is_needed(scenario: Scenario) -> None:
+    """The test above can fail: without any one of the syncs, it does."""
+    sites = sorted({event.site for event in scenario.log.events if event.site})
+    assert len(sites) >= 8
+    unneeded = []
+    for site in sites:
+        seeds = range(100, 140)
+        if not any(any(replayed(scenario, scenario.folder, default_rng(seed), deaf=site)) for seed in seeds):
+            unneeded.append(site)
+    assert unneeded == []

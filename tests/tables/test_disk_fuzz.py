@@ -1,0 +1,258 @@
+"""Files that are wrong in any way: a clear error that leaves them as they are, or the right table."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flatbed.errors import FlatbedError
+from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.disk import format as header
+from flatbed.tables.storage.disk import storage as disk
+from flatbed.tables.storage.disk.file import MappedFile
+from flatbed.tables.storage.disk.format import (
+    JOURNAL,
+    PAGE,
+    RECORDS_AT,
+    STATE,
+    STATE_AT,
+    TABLE,
+    VERSION,
+    Identity,
+    State,
+    encode,
+    encode_identity,
+    state_payload,
+)
+from tests.tables.crash_model import NBYTES, RECORD, Dense, everything, files, made, random_records
+
+N_ROWS = 30
+EITHER = {0, 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Files as a process left them, and the checkpoints that they may be opened at."""
+
+    files: dict[str, bytes]
+    rows: tuple[Dense, Dense]
+    allowed: set[int]
+
+
+def left(how: str) -> Found:
+    """A closed table, one with a sealed journal, and one whose journal was half copied."""
+
+    def ended(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = Path(tempfile.mkdtemp())
+    tier = made(folder, N_ROWS)
+    before = everything(tier)
+    torch.manual_seed(0)
+    tier.scatter_(torch.arange(5, 25), random_records(20))
+    after = everything(tier)
+    if how == "closed":
+        tier.checkpoint({"step": 1})
+    else:
+        where: Any = (disk, "apply") if how == "sealed" else (MappedFile, "scatter")
+        with mock.patch.object(*where, ended), pytest.raises(KeyboardInterrupt):
+            tier.checkpoint({"step": 1})
+    tier.close()
+    found = files(folder)
+    shutil.rmtree(folder)
+    return Found(found, (before, after), {"closed": {1}, "sealed": EITHER, "half copied": {1}}[how])
+
+
+FOUND = {how: left(how) for how in ("closed", "sealed", "half copied")}
+
+
+def opened(found: dict[str, bytes], base: Found, allowed: set[int]) -> str:
+    """Open the files; the error's message, or "" if the table was right."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, data in found.items():
+            (folder / file).write_bytes(data)
+        try:
+            tier = DiskTier.open(folder / "table")
+        except FlatbedError as error:
+            assert files(folder) == found
+            message = str(error)
+            assert f"{folder}/table" in message
+            return message
+        assert tier.generation in allowed
+        assert tier.meta == {"step": tier.generation}
+        assert np.array_equal(everything(tier), base.rows[tier.generation])
+        tier.close()
+        return ""
+
+
+@pytest.mark.parametrize("how", FOUND)
+def test_untouched_files(how: str) -> None:
+    assert opened(FOUND[how].files, FOUND[how], {1}) == ""
+
+
+@st.composite
+def damage(draw: st.DrawFn, data: bytes, end: int) -> bytes:
+    """The file with some bytes before `end` changed, or cut short, or longer."""
+    at = st.one_of(st.integers(0, min(end, 700) - 1), st.integers(0, end - 1))
+    kind = draw(st.sampled_from(["flip", "flip", "cut", "zero", "noise", "more", "swap"]))
+    changed = bytearray(data)
+    if kind == "flip":
+        for place in draw(st.lists(at, min_size=1, max_size=4)):
+            changed[place] ^= 1 << draw(st.integers(0, 7))
+    elif kind == "cut":
+        return data[: draw(st.one_of(at, st.integers(0, len(data))))]
+    elif kind == "more":
+        return data + draw(st.binary(min_size=1, max_size=5000))
+    else:
+        start = draw(at)
+        stop = min(end, start + draw(st.integers(1, 5000)))
+        noise = {
+            "zero": bytes(stop - start),
+            "noise": np.random.default_rng(start).bytes(stop - start),
+            "swap": bytes(changed[start:stop])[::-1],
+        }
+        changed[start:stop] = noise[kind]
+    return bytes(changed)
+
+
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), how=st.sampled_from(list(FOUND)))
+def test_damaged_header(data: st.DataObject, how: str) -> None:
+    base = FOUND[how]
+    changed = data.draw(damage(base.files["table"], RECORDS_AT))
+    opened({**base.files, "table": changed}, base, base.allowed)
+
+
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), how=st.sampled_from(["sealed", "half copied"]))
+def test_damaged_journal(data: st.DataObject, how: str) -> None:
+    base = FOUND[how]
+    journal = base.files["table.journal"]
+    changed = data.draw(damage(journal, len(journal)))
+    opened({**base.files, "table.journal": changed}, base, base.allowed)
+
+
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(content=st.binary(max_size=300), padding=st.sampled_from([0, PAGE, RECORDS_AT + 100_000]))
+def test_foreign_files(content: bytes, padding: int) -> None:
+    base = FOUND["closed"]
+    file = content.ljust(padding, b"\0")
+    assert opened({"table": file}, base, set()) != ""
+    if content[: len(JOURNAL)].strip(b"\0"):
+        assert opened({**base.files, "table.journal": file}, base, set()) != ""
+    else:
+        assert opened({**base.files, "table.journal": file}, base, {1}) == ""
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), magic=st.sampled_from([TABLE, STATE, JOURNAL]))
+def test_wrong_values_under_a_right_checksum(data: st.DataObject, magic: bytes) -> None:
+    """Also what no flatbed writes must not be believed, nor cost memory."""
+    base = FOUND["sealed"]
+    right: dict[bytes, dict[str, Any]] = {
+        TABLE: {"table": "0", "replaces": None, "byteorder": "little", "fields": RECORD.describe()},
+        STATE: state_payload(State(N_ROWS, 0, {"step": 0})),
+        JOURNAL: {"table": "0", "nbytes": NBYTES, "n_slots": 20, "sealed": 100, "digest": ""},
+    }
+    wrong = dict(right[magic])
+    for key in data.draw(st.sets(st.sampled_from(sorted(wrong)), min_size=1)):
+        if data.draw(st.booleans()):
+            del wrong[key]
+        else:
+            wrong[key] = data.draw(JSON | st.sampled_from([2**31, 2**62, 2**70, -1, 10**300]))
+    name, at = {TABLE: ("table", 0), STATE: ("table", STATE_AT), JOURNAL: ("table.journal", 0)}[magic]
+    block = encode(magic, wrong, PAGE)
+    file = base.files[name]
+    changed = file[:at] + block + file[at + len(block) :]
+    with tempfile.TemporaryDirectory() as folder:
+        for other, content in {**base.files, name: changed}.items():
+            (Path(folder) / other).write_bytes(content)
+        try:
+            tier = DiskTier.open(Path(folder) / "table")
+        except FlatbedError:
+            assert files(Path(folder)) == {**base.files, name: changed}
+        else:
+            assert tier.record.nbytes * tier.n_rows <= len(base.files["table"])
+            tier.close()
+
+
+def _version(magic: bytes) -> bytes:
+    return magic + (VERSION + 1).to_bytes(4, "little")
+
+
+def _big_endian() -> bytes:
+    with mock.patch.object(sys, "byteorder", "big"):
+        return encode_identity(Identity("0", RECORD))
+
+
+def _with(name: str, at: int, block: bytes) -> Callable[[dict[str, bytes]], dict[str, bytes]]:
+    return lambda f: {**f, name: f[name][:at] + block + f[name][at + len(block) :]}
+
+
+DEEP = b"[" * 3000
+CASES: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = {
+    "empty": (
+        lambda f: {"table": b""},
+        "no table of flatbed, or its header is damaged: it ends after 0 bytes",
+    ),
+    "text": (lambda f: {"table": b"PK\3\4" * 9999}, "begins with b'PK.*' instead of b'flatbed-table"),
+    "newer": (_with("table", 0, _version(TABLE)), r"version 2 of the format.*open it with the flatbed that"),
+    "cut in the header": (
+        lambda f: {"table": f["table"][: PAGE + 20]},
+        "header of .* is damaged: it ends after",
+    ),
+    "cut by a byte": (
+        lambda f: {"table": f["table"][:-1]},
+        r"30 rows of 64 bytes need 67456: it was cut short",
+    ),
+    "state": (_with("table", STATE_AT + 60, b"?"), "header of .* is damaged: its checksum is wrong; restore"),
+    "other machine": (lambda f: {"table": _big_endian() + f["table"][PAGE:]}, "big-endian machine"),
+    "newer journal": (
+        lambda f: {**f, "table.journal": _version(JOURNAL) + bytes(PAGE)},
+        "version 2 of the format.*open the table with that flatbed once",
+    ),
+    "foreign journal": (
+        lambda f: {**f, "table.journal": b"dear diary" * 99},
+        "no journal of a table.*move it away",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_messages(case: str) -> None:
+    change, message = CASES[case]
+    base = FOUND["closed"]
+    found = opened(change(base.files), base, set())
+    assert re.search(message, found), found
+
+
+def test_endless_json() -> None:
+    """Nested without end under a right checksum."""
+    base = FOUND["closed"]
+    with mock.patch.object(header, "dump", return_value=DEEP):
+        block = encode(TABLE, {}, PAGE)
+    assert "its JSON is wrong" in opened(_with("table", 0, block)(base.files), base, set())
+    with mock.patch.object(header, "dump", return_value=b'{"n_rows":' + b"9" * 5000 + b"}"):
+        block = encode(STATE, {}, RECORDS_AT)
+    assert "is damaged" in opened(_with("table", STATE_AT, block)(base.files), base, set())

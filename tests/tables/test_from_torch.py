@@ -1,0 +1,394 @@
+"""Any optimizer of torch's over tables: torch's own step on the touched rows, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import flatbed
+import flatbed.optim
+from flatbed.errors import FlatbedError
+from flatbed.optim import from_torch
+from tests.tables.tables import (
+    DIM,
+    PADDING,
+    PATTERNS,
+    Place,
+    Reference,
+    assert_same,
+    backward,
+    diagonal,
+    paired,
+    train,
+    upstream,
+    weights,
+)
+
+STEPS = 6
+
+
+class CountsInPython(optim.Optimizer):
+    """Its step count is an int."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                average = state.setdefault("average", torch.zeros_like(p))
+                average.lerp_(p.grad, 0.25)
+                p.add_(average / (1 - 0.75 ** state["step"]), alpha=-group["lr"])
+
+
+class LooksAhead(optim.Optimizer):
+    """A copy of the weights is state; every second step they meet halfway."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "slow" not in state:
+                    state["slow"], state["step"] = p.clone(), 0
+                state["step"] += 1
+                p.add_(p.grad, alpha=-group["lr"])
+                if state["step"] % 2 == 0:
+                    state["slow"].lerp_(p, 0.5)
+                    p.copy_(state["slow"])
+
+
+class LooksAheadUncounted(LooksAhead):
+    """The same at every step, without a count."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                slow = self.state[p].setdefault("slow", p.clone())
+                p.add_(p.grad, alpha=-group["lr"])
+                slow.lerp_(p, 0.5)
+                p.lerp_(slow, 0.25)
+
+
+class RemembersLater(optim.Optimizer):
+    """Has state from its second step on: of zeros, or of what it finds there."""
+
+    def __init__(self, params: Any, lr: float = 0.1, zeros: bool = True) -> None:
+        super().__init__(params, {"lr": lr, "zeros": zeros})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                if state["step"] > 1 and "buffer" not in state:
+                    state["buffer"] = torch.zeros_like(p) if group["zeros"] else p.grad.clone()
+                if "buffer" in state:
+                    state["buffer"].mul_(0.5).add_(p.grad)
+                p.add_(state.get("buffer", p.grad), alpha=-group["lr"])
+
+
+class Lamb(optim.Optimizer):
+    """Scales steps by the norm of the whole parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def scale(self, p: Tensor) -> Tensor:
+        return p.norm() / p.grad.norm()  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.scale(p) * p.grad * group["lr"])
+
+
+class RowNorms(Lamb):
+    """Scales steps by the norm of a row."""
+
+    def scale(self, p: Tensor) -> Tensor:
+        return p.norm(dim=-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Torchs:
+    """A class of torch's with options, and the first values of its state that are not 0."""
+
+    name: str
+    kind: type[optim.Optimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+    first: dict[str, float | str] = field(default_factory=dict)
+
+    def ours(self, params: Any, **more: Any) -> Any:
+        return from_torch(self.kind, params, **copy.deepcopy({**self.options, **more}))
+
+    def reference(self, weight: Tensor, **more: Any) -> Reference:
+        def make(params: list[nn.Parameter]) -> optim.Optimizer:
+            return self.kind(params, **copy.deepcopy(self.options))
+
+        return Reference(weight.clone(), make, self.first, **more)
+
+
+def case(name: str, kind: type[optim.Optimizer], **options: Any) -> Torchs:
+    first = {"sum": options.get("initial_accumulator_value", 0.0), "ax": "weight", "slow": "weight"}
+    return Torchs(name, kind, options, {**first, "step_size": options.get("lr", 0.01)})
+
+
+CASES = [
+    case("sgd", optim.SGD, lr=0.05, weight_decay=0.1),
+    case("sgd-momentum", optim.SGD, lr=0.05, momentum=0.9),
+    case("sgd-dampening", optim.SGD, lr=0.05, momentum=0.9, dampening=0.3, maximize=True),
+    case("sgd-nesterov", optim.SGD, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01),
+    case("adam", optim.Adam, lr=0.01, weight_decay=0.1),
+    case("adam-amsgrad", optim.Adam, lr=torch.tensor(0.01), amsgrad=True, betas=(0.8, 0.9), maximize=True),
+    case("adam-fused", optim.Adam, lr=0.01, fused=True),
+    case("adamw", optim.AdamW, lr=0.01),
+    case("adamax", optim.Adamax, lr=0.01, weight_decay=0.1),
+    case("nadam", optim.NAdam, lr=0.01, weight_decay=0.1),
+    case("radam", optim.RAdam, lr=0.01, foreach=True),
+    case("rmsprop", optim.RMSprop, lr=0.01, centered=True, momentum=0.5, weight_decay=0.01),
+    case("rprop", optim.Rprop, lr=0.02),
+    case("adadelta", optim.Adadelta, lr=0.5, weight_decay=0.1),
+    case("adagrad", optim.Adagrad, lr=0.05, initial_accumulator_value=0.1, lr_decay=0.1),
+    case("asgd", optim.ASGD, lr=0.05, weight_decay=0.1),
+    case("asgd-averaging", optim.ASGD, lr=0.05, t0=2),
+    case("python-int", CountsInPython),
+    case("looks-ahead", LooksAhead),
+    case("looks-ahead-uncounted", LooksAheadUncounted),
+    case("remembers-later", RemembersLater),
+]
+NAMED = {case.name: case for case in CASES}
+
+
+def check(case: Torchs, pattern: str, place: Place, dtype: torch.dtype = torch.float32, **more: Any) -> None:
+    padding_idx = PADDING if pattern == "padding" else None
+    weight = weights(dtype=dtype)
+    emb = place.embedding(weight, padding_idx)
+    expected = case.reference(weight, padding_idx=padding_idx, per_row=more.get("per_row_steps", False))
+    optimizer = case.ours([emb.table], **more)
+    train(emb, optimizer, expected, [PATTERNS[pattern](step) for step in range(STEPS)])
+    assert_same(emb, expected, place.device)
+
+
+@pytest.mark.parametrize(("case", "pattern", "storage"), paired(CASES))
+def test_steps(case: Torchs, pattern: str, storage: str, tmp_path: Path) -> None:
+    check(case, pattern, Place(storage, "cpu", tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "pattern", "storage"), diagonal(CASES))
+def test_steps_on_the_gpu(case: Torchs, pattern: str, storage: str, tmp_path: Path) -> None:
+    check(case, pattern, Place(storage, "cuda", tmp_path))
+
+
+@pytest.mark.parametrize("name", ["adam", "rprop", "sgd-dampening", "asgd-averaging", "looks-ahead"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes(name: str, dtype: torch.dtype) -> None:
+    check(NAMED[name], "late", Place(), dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_counts_per_row(case: Torchs) -> None:
+    """Every row as if it had been trained alone."""
+    check(case, "late", Place(), per_row_steps=True)
+
+
+# ---- beside other parameters
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_dense_parameters_beside_tables(case: Torchs) -> None:
+    """With options of their own, one of them without gradient at first, under a scheduler."""
+    weight = weights()
+    emb, expected = Place().embedding(weight), case.reference(weight)
+    ours = [nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.randn(7))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    optimizer = case.ours([{"params": ours}, {"params": [emb.table], "lr": 0.02}])
+    dense = case.kind(theirs, **copy.deepcopy(case.options))
+    schedules = [optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (optimizer, dense)]
+    for step in range(STEPS):
+        lookups = PATTERNS["late"](step)
+        grads = upstream(lookups, DIM, torch.float32)
+        backward(emb, lookups, grads)
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = None if step < 2 and p is ours[1] else torch.randn_like(p)
+            q.grad = None if p.grad is None else p.grad.clone()
+        # A tensor, if the group's is one: torch computes with it in another order.
+        lr = copy.deepcopy(optimizer.param_groups[1]["lr"])
+        if "step_size" in expected.state:  # of rows that are new in this step
+            expected.state["step_size"][expected.touched == 0] = float(lr)
+        expected.first = {**expected.first, "step_size": float(lr)}
+        expected.changes = lambda made, lr=lr: made.param_groups[0].update(lr=lr)  # type: ignore[misc]
+        optimizer.step()
+        dense.step()
+        expected.step(lookups, grads)
+        for schedule in schedules:
+            schedule.step()
+        optimizer.zero_grad()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+        for name, value in dense.state[q].items():
+            if isinstance(value, Tensor):
+                assert torch.equal(optimizer.state[p][name].to(value.dtype), value), name
+    if "step_size" in expected.state:  # rows that were never used have what the optimizer began with
+        expected.state["step_size"][expected.touched == 0] = 0.02
+    assert_same(emb, expected, "cpu")
+
+
+@pytest.mark.parametrize("name", ["sgd-dampening", "adam", "adadelta"])
+def test_same_as_the_rule_of_that_name(name: str) -> None:
+    """Nothing but the rounding differs."""
+    weight = weights()
+    tables = [Place().embedding(weight) for _ in range(2)]
+    rule = getattr(flatbed.optim, NAMED[name].kind.__name__)
+    optimizers = [NAMED[name].ours([tables[0].table]), rule([tables[1].table], **NAMED[name].options)]
+    for step in range(STEPS):
+        lookups = PATTERNS["late"](step)
+        grads = upstream(lookups, DIM, torch.float32)
+        for emb, optimizer in zip(tables, optimizers, strict=True):
+            backward(emb, lookups, grads)
+            optimizer.step()
+    torch.testing.assert_close(tables[0].weight[:], tables[1].weight[:], rtol=1e-5, atol=1e-6)
+
+
+def test_clipped_with_dense_parameters() -> None:
+    weight, layer = weights(), nn.Linear(DIM, 1)
+    emb, expected = Place().embedding(weight), NAMED["adamax"].reference(weight)
+    optimizer = NAMED["adamax"].ours(nn.ModuleList([emb, layer]), max_norm=0.1)
+    for _ in range(3):
+        layer(emb(torch.tensor([1, 5, 5]))).square().sum().backward()
+        grads = [p.grad.clone() for p in layer.parameters()]  # type: ignore[union-attr]
+        dense = torch.zeros_like(weight).index_copy_(0, torch.tensor([1, 5]), emb.table.grad)
+        norm = torch.stack([g.norm() for g in [*grads, dense]]).norm()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(optimizer.grad_norm, norm)
+        expected.apply(torch.tensor([1, 5]), dense * (0.1 / (norm + 1e-6)).clamp(max=1.0))
+    torch.testing.assert_close(emb.weight[:], expected.weight)
+
+
+# ---- refusals
+
+
+def refused() -> list[Any]:
+    classes = [
+        (optim.LBFGS, "closure"),
+        (optim.Adafactor, "row_var.*neither per element"),
+        (optim.SparseAdam, r"flatbed\.optim\.SparseAdam"),
+        (Lamb, "depends on"),
+        (RowNorms, "depends on other elements"),
+    ]
+    if hasattr(optim, "Muon"):
+        classes.append((optim.Muon, "depends on other elements"))
+    return [pytest.param(kind, reason, id=kind.__name__) for kind, reason in classes]
+
+
+@pytest.mark.parametrize(("kind", "reason"), refused())
+def test_refused_by_name_and_reason(kind: type[optim.Optimizer], reason: str) -> None:
+    emb = flatbed.HostEmbedding(5, 4)
+    with pytest.raises(FlatbedError, match=rf"^{kind.__name__}.*{reason}"):
+        from_torch(kind, [emb.table])
+    assert emb.table.owner is None
+    assert emb.table.state_names == ()
+
+
+class CountsElsewhere(CountsInPython):
+    """Its step count is in the group, where a table's rows cannot have one."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+
+class Drifts(CountsInPython):
+    """Has state that begins at 1 and fades by itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                scale = state.setdefault("scale", torch.ones_like(p))
+                scale.mul_(0.5).addcmul_(p.grad, p.grad)
+                p.sub_(scale, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(CountsElsewhere, "not in its state"), (Drifts, "'scale' begins with cannot be told")],
+)
+def test_state_that_cannot_be_found_out(kind: type[optim.Optimizer], reason: str) -> None:
+    with pytest.raises(FlatbedError, match=rf"^{kind.__name__} cannot train a table.*{reason}"):
+        from_torch(kind, [flatbed.HostEmbedding(5, 4).table])
+
+
+def test_state_that_an_option_brings_later() -> None:
+    emb = Place().embedding(weights())
+    optimizer = from_torch(optim.SGD, [emb.table], lr=0.1)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    before = emb.read_rows([1])
+    emb(torch.tensor([1])).sum().backward()
+    with pytest.raises(FlatbedError, match=r"SGD keeps state.*momentum_buffer"):
+        optimizer.step()
+    assert torch.equal(emb.read_rows([1]), before)
+
+
+def test_state_that_begins_late_with_what_it_finds_is_refused() -> None:
+    """Rows that come later would find other things."""
+    emb = flatbed.HostEmbedding(5, 4)
+    with pytest.raises(FlatbedError, match=r"RemembersLater.*buffer"):
+        from_torch(RemembersLater, [emb.table], zeros=False)
+
+
+@pytest.mark.parametrize("kind", ["Adam", None, nn.Linear, optim.Adam([torch.ones(1)])], ids=repr)
+def test_not_a_class_of_torch_s(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes a class of torch\.optim"):
+        from_torch(kind, [flatbed.HostEmbedding(5, 4).table])
+
+
+def test_flatbed_s_own_need_no_translation() -> None:
+    with pytest.raises(TypeError, match="takes tables as it is"):
+        from_torch(flatbed.optim.Adam, [flatbed.HostEmbedding(5, 4).table])
+
+
+def test_wrong_options_are_torch_s_to_refuse() -> None:
+    emb = flatbed.HostEmbedding(5, 4)
+    with pytest.raises(TypeError, match="momentum"):
+        from_torch(optim.Adam, [emb.table], momentum=0.9)
+    with pytest.raises(ValueError, match="beta"):
+        from_torch(optim.Adam, [emb.table], betas=(2.0, 0.9))
+
+
+def test_the_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    from_torch(optim.RAdam, [flatbed.HostEmbedding(5, 4, init="zeros").table])
+    assert torch.equal(before, torch.get_rng_state())

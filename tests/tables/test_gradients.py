@@ -1,0 +1,328 @@
+"""Gradients of tables: of repeated ids, of several lookups and passes, of bags, clipped and scaled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import flatbed
+import flatbed.optim
+from tests.tables.tables import (
+    BY_NAME,
+    DIM,
+    N_ROWS,
+    PADDING,
+    PATTERNS,
+    STORAGES,
+    Place,
+    assert_close,
+    assert_same,
+    backward,
+    reference,
+    train,
+    upstream,
+    weights,
+)
+
+
+def assert_gradients(emb: Any, dense: Tensor, touched: Tensor, where: str) -> None:
+    """`grad` is the dense gradient of the touched rows, in ascending order."""
+    rows, grads = emb.table.grad_rows.cpu(), emb.table.grad.cpu()
+    assert torch.equal(rows, touched)
+    assert_close(grads, dense[touched], where, "gradient")
+
+
+# ---- lookups and passes
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_accumulated_over_backward_passes(pattern: str, where: str) -> None:
+    weight, padding_idx = weights(), PADDING if pattern == "padding" else None
+    emb = Place("host", where).embedding(weight, padding_idx)
+    theirs = nn.Embedding.from_pretrained(weight.clone(), False, padding_idx)
+    optimizer = flatbed.optim.SGD(emb)
+    touched: list[Tensor] = []
+    for step in range(3):
+        lookups = PATTERNS[pattern](step)
+        grads = upstream(lookups, DIM, torch.float32)
+        backward(emb, lookups, grads)
+        torch.autograd.backward([theirs(ids) for ids in lookups], grads)
+        touched += [ids.flatten() for ids in lookups]
+    rows = torch.cat(touched).unique()
+    assert theirs.weight.grad is not None
+    assert emb.table.owner is optimizer
+    assert_gradients(emb, theirs.weight.grad, rows[rows != padding_idx] if padding_idx else rows, where)
+
+
+@pytest.mark.parametrize("counts", [(1, 20), (20, 1), (3, 17, 18), (40,), (1,) * 40], ids=str)
+def test_many_lookups_are_added_in_torch_s_order(counts: tuple[int, ...]) -> None:
+    """First within a backward pass, then to what was there."""
+    weight = weights()
+    emb, theirs = Place().embedding(weight), nn.Embedding.from_pretrained(weight.clone(), freeze=False)
+    optimizer = flatbed.optim.SGD(emb)
+    for count in counts:
+        lookups = [torch.randint(N_ROWS, (5,)) for _ in range(count)]
+        grads = upstream(lookups, DIM, torch.float32)
+        backward(emb, lookups, grads)
+        torch.autograd.backward([theirs(ids) for ids in lookups], grads)
+    assert theirs.weight.grad is not None
+    assert emb.table.owner is optimizer
+    assert torch.equal(emb.table.grad, theirs.weight.grad[emb.table.grad_rows])
+    assert not theirs.weight.grad[~torch.isin(torch.arange(N_ROWS), emb.table.grad_rows)].any()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_accumulated_steps(storage: str, where: str, tmp_path: Path) -> None:
+    """A step with the gradients of three passes is one step."""
+    case, weight = BY_NAME["adam"], weights()
+    emb, expected = Place(storage, where, tmp_path).embedding(weight), reference(BY_NAME["adam"], weight)
+    optimizer = case.ours(emb)
+    for step in range(3):
+        total, touched = torch.zeros_like(weight), []
+        for n in range(3):
+            lookups = PATTERNS["lookups" if n else "late"](step)
+            grads = upstream(lookups, DIM, torch.float32)
+            backward(emb, lookups, grads)
+            found = expected.gradients(lookups, grads)
+            total = found if n == 0 else total + found
+            touched += lookups
+        optimizer.step()  # the next pass begins anew, with or without zero_grad
+        expected.apply(expected.rows(touched), total)
+    assert_same(emb, expected, where)
+
+
+# ---- bags
+
+
+def bag_of(case: str) -> dict[str, Any]:
+    """What bags are called with: ids, and offsets where some bags are empty."""
+    ids = torch.randint(N_ROWS, (11,))
+    offsets = torch.tensor([0, 0, 3, 7, 7])  # the first and the fourth are empty
+    if case == "two-dimensional":
+        return {"input": torch.randint(N_ROWS, (4, 3))}
+    if case == "nothing":
+        return {"input": ids[:0], "offsets": offsets.new_zeros(3)}
+    if case == "weighted":
+        return {"input": ids, "offsets": offsets, "per_sample_weights": torch.randn(11)}
+    return {"input": ids, "offsets": offsets}
+
+
+BAGS = [
+    (mode, call, padding)
+    for mode in ("sum", "mean", "max")
+    for call in ("offsets", "two-dimensional", "nothing", "weighted")
+    for padding in (None, PADDING)
+    if mode == "sum" or call != "weighted"  # torch weighs sums only
+]
+
+
+@pytest.mark.parametrize(("mode", "call", "padding"), BAGS)
+def test_bags(mode: str, call: str, padding: int | None, where: str) -> None:
+    weight = weights()
+    bag = Place("host", where).bag(weight, mode=mode, padding_idx=padding)
+    theirs = nn.EmbeddingBag.from_pretrained(weight.clone(), freeze=False, mode=mode, padding_idx=padding)
+    expected = reference(BY_NAME["adagrad"], weight, padding_idx=padding)
+    optimizer = BY_NAME["adagrad"].ours(bag)
+    for _ in range(3):
+        theirs.weight.data.copy_(expected.weight)
+        theirs.weight.grad = None
+        given = bag_of(call)
+        samples = given.pop("per_sample_weights", None)
+        pair = [None, None] if samples is None else [samples.clone().requires_grad_() for _ in range(2)]
+        ours_out = bag(**given, per_sample_weights=pair[0])
+        theirs_out = theirs(**given, per_sample_weights=pair[1])
+        assert_close(ours_out.detach().cpu(), theirs_out.detach(), where, "output")
+        grad = torch.randn(theirs_out.shape)
+        ours_out.backward(grad.to(ours_out.device))
+        theirs_out.backward(grad)
+        if pair[0] is not None and pair[1] is not None:
+            ours_grad, theirs_grad = (each.grad for each in pair)
+            assert_close(ours_grad, theirs_grad, where, "per_sample_weights")
+        assert theirs.weight.grad is not None
+        rows = expected.rows([given["input"]])
+        assert_gradients(bag, theirs.weight.grad, rows, where)
+        optimizer.step()
+        expected.apply(rows, theirs.weight.grad)
+    assert_same(bag, expected, where)
+
+
+# ---- clipping, scaling, skipping
+
+
+def both(where: str) -> tuple[Any, nn.Linear, nn.Linear, Any]:
+    """A table and a layer; the same layer, and the reference of the table."""
+    weight = weights()
+    emb, layer = Place("host", where).embedding(weight), nn.Linear(DIM, 3).to(where)
+    theirs = nn.Linear(DIM, 3)
+    theirs.load_state_dict(layer.state_dict())
+    return emb, layer, theirs, reference(BY_NAME["adam"], weight)
+
+
+def run_both(emb: Any, layer: nn.Linear, theirs: nn.Linear, expected: Any, scale: float = 1.0) -> Tensor:
+    """Backward on both sides; the rows."""
+    ids, target = torch.randint(N_ROWS, (9,)), torch.randn(9, 3)
+    (layer(emb(ids)).sub(target.to(layer.weight.device)).square().sum() * scale).backward()
+    weight = nn.Parameter(expected.weight.clone())
+    theirs(nn.functional.embedding(ids, weight)).sub(target).square().sum().backward()
+    expected.dense = weight
+    return ids.unique()
+
+
+def near(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_clipped_with_dense_parameters(max_norm: float, where: str) -> None:
+    """As clip_grad_norm_ over the layer's gradients and the packed one of the table."""
+    case = BY_NAME["adam"]
+    emb, layer, theirs, expected = both(where)
+    ours = case.ours(nn.ModuleList([emb, layer]), max_norm=max_norm)
+    dense = case.theirs(theirs.parameters(), **case.same_rounding())
+    for _ in range(4):
+        rows = run_both(emb, layer, theirs, expected)
+        packed = expected.dense
+        norm = nn.utils.clip_grad_norm_([*theirs.parameters(), packed], max_norm)
+        ours.step()
+        assert emb.table.grad is None  # used up
+        ours.zero_grad()
+        near(ours.grad_norm, norm)
+        dense.step()
+        dense.zero_grad()
+        expected.apply(rows, packed.grad)
+    near(emb.read_rows(torch.arange(N_ROWS)), expected.weight)
+    near(layer.weight, theirs.weight)
+
+
+def test_clip_grad_norm_sees_the_table(where: str) -> None:
+    emb, layer, theirs, expected = both(where)
+    ours = flatbed.optim.SGD(nn.ModuleList([emb, layer]), lr=0.1)
+    rows = run_both(emb, layer, theirs, expected)
+    norms = [
+        nn.utils.clip_grad_norm_([*params], 0.3)
+        for params in ([*layer.parameters(), emb.table], [*theirs.parameters(), expected.dense])
+    ]
+    near(norms[0], norms[1])
+    near(emb.table.grad, expected.dense.grad[rows])
+    ours.step()
+    near(emb.read_rows(rows), expected.weight[rows] - 0.1 * expected.dense.grad[rows])
+
+
+@pytest.mark.parametrize(("bad", "alone"), [("table", False), ("layer", False), ("table", True)])
+def test_steps_that_are_not_finite_are_skipped(bad: str, alone: bool, where: str) -> None:
+    emb, layer = both(where)[:2]
+    ours = flatbed.optim.Adam(emb if alone else nn.ModuleList([emb, layer]), skip_nonfinite=True)
+    ids = torch.tensor([1, 5, 5])
+    for step in range(3):
+        held = emb.read_rows(torch.arange(N_ROWS)).clone(), layer.weight.detach().clone()
+        factor = torch.ones(3, DIM, device=layer.weight.device)
+        if step == 1 and bad == "table":
+            factor[1, 1] = torch.inf
+        out = (emb(ids) * factor).sum()
+        if not alone:
+            out = out + layer.weight.sum() * (torch.nan if step == 1 and bad == "layer" else 1.0)
+        out.backward()
+        names = {"table": "table" if alone else "0.table", "layer": "1.weight"}
+        assert ours.nonfinite() == ([names[bad]] if step == 1 else [])
+        ours.step()
+        ours.zero_grad()
+        assert torch.equal(emb.read_rows(torch.arange(N_ROWS)), held[0]) == (step == 1)
+        assert torch.equal(layer.weight, held[1]) == (step == 1 or alone)
+    assert int(ours.skipped_steps) == 1
+    assert emb.table.scalars() == {"step": 2.0}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_grad_scaler(max_norm: float | None, unscaled: bool, where: str) -> None:
+    case = BY_NAME["adam"]
+    emb, layer, theirs, expected = both(where)
+    ours = case.ours(nn.ModuleList([emb, layer]), max_norm=max_norm)
+    dense = case.theirs(theirs.parameters(), **case.same_rounding())
+    scaler = torch.amp.GradScaler(where, init_scale=1024.0, growth_interval=100)
+    for step in range(4):
+        state = torch.get_rng_state()
+        if step == 2:  # an overflow in the table alone
+            held = emb.read_rows(torch.arange(N_ROWS)).clone()
+            scaler.scale((emb(torch.tensor([1])) * 1e38).sum()).backward()
+            scaler.step(ours)
+            scaler.update()
+            ours.zero_grad()
+            assert torch.equal(emb.read_rows(torch.arange(N_ROWS)), held)
+            assert scaler.get_scale() == 512.0
+        torch.set_rng_state(state)
+        rows = run_both(emb, layer, theirs, expected, scale=scaler.get_scale())
+        if unscaled:
+            scaler.scale(torch.zeros(1, device=where))
+            scaler.unscale_(ours)
+        scaler.scale(torch.zeros(1, device=where))
+        scaler.step(ours)
+        scaler.update()
+        ours.zero_grad()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_([*theirs.parameters(), expected.dense], max_norm)
+        dense.step()
+        dense.zero_grad()
+        expected.apply(rows, expected.dense.grad)
+    near(emb.read_rows(torch.arange(N_ROWS)), expected.weight)
+    near(layer.weight, theirs.weight)
+    assert emb.table.scalars() == {"step": 4.0}
+
+
+# ---- any pattern
+
+
+batch = st.lists(st.lists(st.integers(0, N_ROWS - 1), max_size=12), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd-dampening", "sgd-momentum"])
+@settings(max_examples=60)
+@given(
+    batches=st.lists(batch, min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+    padding=st.sampled_from([None, 3]),
+)
+def test_any_ids(name: str, batches: list[list[list[int]]], seed: int, padding: int | None) -> None:
+    torch.manual_seed(seed)
+    weight = weights()
+    emb, expected = Place().embedding(weight, padding), reference(BY_NAME[name], weight, padding_idx=padding)
+    lookups = [[torch.tensor(ids, dtype=torch.long) for ids in step] for step in batches]
+    optimizer = BY_NAME[name].ours(emb)
+    train(emb, optimizer, expected, lookups)
+    assert_same(emb, expected, "cpu")
+
+
+@pytest.mark.parametrize("how", ["write_rows", "weight", "load_state_dict", "step"])
+@pytest.mark.parametrize("storage", ["host", "device"])
+def test_rows_written_between_lookup_and_step_count(storage: str, how: str, where: str) -> None:
+    """A step uses the weights that the lookup has read, but only if they are still the table's."""
+    emb = flatbed.HostEmbedding(10, 4, storage=storage, device=where)
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    ids = torch.tensor([2, 5, 5], device=where)
+    if how == "step":
+        first = emb(ids).sum()
+        second = emb(ids).sum()
+        first.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = emb.read_rows([2, 5]).clone()
+        second.backward()
+    else:
+        loss = emb(ids).sum()
+        if how == "write_rows":
+            emb.write_rows(torch.arange(10), torch.full((10, 4), 7.0))
+        elif how == "weight":
+            emb.weight.fill_(7.0)
+        else:
+            emb.load_state_dict({"weight": torch.full((10, 4), 7.0)})
+        before = torch.full((2, 4), 7.0, device=where)
+        loss.backward()
+    optimizer.step()
+    expected = before - torch.tensor([[1.0], [2.0]], device=where)
+    assert torch.equal(emb.read_rows([2, 5]), expected)

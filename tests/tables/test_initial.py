@@ -1,0 +1,312 @@
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flatbed.tables import initializers as initial
+from flatbed.tables.initializers import (
+    Constant,
+    Init,
+    Normal,
+    Uniform,
+    Zeros,
+    describe,
+    described,
+    fill_,
+    parse,
+)
+
+NORMAL = Normal()
+RANDOM = [NORMAL, Normal(0.5, 0.02), Uniform(), Uniform(-0.1, 0.3)]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def drawn(n_rows: int, dim: int, init: Init = NORMAL, **more: Any) -> Tensor:
+    out = torch.full((n_rows, dim), math.nan)
+    fill_(out, **{"first_row": 0, "init": init, "seed": 0, **more})
+    return out
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("zeros", Zeros()),
+        ("normal", Normal(0.0, 1.0)),
+        ("uniform", Uniform(0.0, 1.0)),
+        (0.5, Constant(0.5)),
+        (3, Constant(3.0)),
+        (np.float32(0.5), Constant(0.5)),
+        (("normal", 0, 0.02), Normal(0.0, 0.02)),
+        (["uniform", -1, 1], Uniform(-1.0, 1.0)),
+        (Normal(1.0), Normal(1.0, 1.0)),
+    ],
+)
+def test_parse(said: object, meant: Init) -> None:
+    assert parse(said) == meant
+    assert type(parse(said)) is type(meant)
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["ones", "constant", True, None, (), ("normal", 1.0), ("zeros", 1, 2), torch.nn.init.normal_, b"normal"],
+)
+def test_unknown_forms_are_refused_with_the_known_ones(said: object) -> None:
+    with pytest.raises(ValueError, match=r'"zeros", "normal", "uniform", a number, \("normal", mean, std\)'):
+        parse(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (math.nan, "value=nan is not a finite number"),
+        (("normal", 0.0, -1.0), "std=-1.0"),
+        (("normal", "0", 1.0), "mean='0' is not a finite number"),
+        (("uniform", 1.0, 0.0), "low=1.0, high=0.0"),
+        (("uniform", 0.0, math.inf), "high=inf"),
+    ],
+)
+def test_impossible_numbers_are_refused(said: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(said)
+
+
+@pytest.mark.parametrize("init", [Zeros(), Constant(0.1), *RANDOM])
+def test_descriptions_survive_json(init: Init) -> None:
+    assert described(json.loads(json.dumps(describe(init)))) == init
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"kind": "ones"}, {"kind": "normal", "sigma": 1}, {"kind": "zeros", "std": 1}]
+)
+def test_wrong_descriptions_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        described(wrong)
+
+
+# Each row by itself
+
+
+@pytest.mark.parametrize("init", RANDOM)
+@pytest.mark.parametrize("dim", [1, 2, 7, 8, 9, 128, 300])
+def test_rows_do_not_depend_on_the_chunks(
+    init: Init, dim: int, monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]
+) -> None:
+    n_rows = 257
+    threads(1)
+    whole = drawn(n_rows, dim, init, seed=7)
+    assert whole.isfinite().all()
+    for n_threads, chunk in [(1, 1), (3, 1000), (4, 5 * dim)]:
+        threads(n_threads)
+        monkeypatch.setattr(initial, "CHUNK", chunk)
+        assert torch.equal(drawn(n_rows, dim, init, seed=7), whole)
+    for start, stop in [(0, 1), (100, 101), (37, 206), (256, 257)]:
+        assert torch.equal(drawn(stop - start, dim, init, first_row=start, seed=7), whole[start:stop])
+
+
+def test_rows_do_not_depend_on_the_chunks_of_large_tables() -> None:
+    whole = drawn(5000, 128)
+    assert torch.equal(whole, torch.cat([drawn(1234, 128), drawn(3766, 128, first_row=1234)]))
+    assert torch.equal(whole[::611], torch.cat([drawn(1, 128, first_row=row) for row in range(0, 5000, 611)]))
+
+
+@pytest.mark.parametrize("init", RANDOM)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_hold_the_rounded_values(init: Init, dtype: torch.dtype) -> None:
+    out = torch.empty(300, 33, dtype=dtype)
+    fill_(out, first_row=5, init=init, seed=1)
+    assert torch.equal(out, drawn(300, 33, init, first_row=5, seed=1).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_lie_apart(dtype: torch.dtype) -> None:
+    records = torch.full((50, 256), 99, dtype=torch.uint8)
+    out = records[:, 16 : 16 + 9 * dtype.itemsize].view(dtype)
+    fill_(out, first_row=2, init=Normal(), seed=1)
+    assert torch.equal(out, drawn(50, 9, first_row=2, seed=1).to(dtype))
+    assert (records[:, :16] == 99).all()
+    assert (records[:, 16 + 9 * dtype.itemsize :] == 99).all()
+
+
+@pytest.mark.parametrize("init", [Constant(2.5), *RANDOM])
+def test_the_padding_row_is_zero(init: Init) -> None:
+    with_padding = drawn(20, 8, init, first_row=10, padding_idx=13)
+    assert (with_padding[3] == 0).all()
+    others = torch.arange(20) != 3
+    assert torch.equal(with_padding[others], drawn(20, 8, init, first_row=10)[others])
+    assert torch.equal(drawn(20, 8, init, first_row=10, padding_idx=30), drawn(20, 8, init, first_row=10))
+
+
+@pytest.mark.parametrize(("init", "value"), [(Zeros(), 0.0), (Constant(-1.5), -1.5)])
+def test_constants(init: Init, value: float) -> None:
+    assert (drawn(5, 3, init) == value).all()
+
+
+def test_no_rows_and_no_columns() -> None:
+    assert drawn(0, 8).shape == (0, 8)
+    assert drawn(8, 0).shape == (8, 0)
+
+
+def test_rows_far_out() -> None:
+    far = 2**62
+    assert torch.equal(drawn(3, 128, first_row=far)[2], drawn(1, 128, first_row=far + 2)[0])
+
+
+def test_the_numbers_stay_what_they_are() -> None:
+    """Tables that grow, or are made again, must get the same rows from later versions."""
+    uniform, normal = (drawn(1, 4, init, first_row=3, seed=5)[0] for init in (Uniform(), Normal()))
+    assert uniform.tolist() == [
+        0.04507863521575928,
+        0.3552064299583435,
+        0.46661150455474854,
+        0.43810391426086426,
+    ]
+    # Logarithms and sines may differ in the last bit from one processor to another.
+    expected = torch.tensor([0.9229074120521545, 1.4197442531585693, -0.5134298205375671, 1.2578366994857788])
+    torch.testing.assert_close(normal, expected, rtol=1e-5, atol=0)
+
+
+# Seeds
+
+
+def test_seeds_differ() -> None:
+    seeds = [0, 1, -1, 2**64, 2**64 + 1, -(2**64), 2**200]
+    rows = [tuple(drawn(1, 16, seed=seed)[0].tolist()) for seed in seeds]
+    assert len(set(rows)) == len(seeds)
+    assert torch.equal(drawn(3, 16, seed=np.int64(5)), drawn(3, 16, seed=5))
+
+
+def test_seeds_do_not_shift_rows() -> None:
+    here = {tuple(row) for row in drawn(500, 8, seed=3).tolist()}
+    there = {tuple(row) for row in drawn(500, 8, seed=4).tolist()}
+    assert len(here) == len(there) == 500
+    assert not here & there
+
+
+def test_no_other_random_numbers_are_touched() -> None:
+    before, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    drawn(100, 16)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (np.random.get_state()[1] == numpys).all()  # noqa: NPY002
+
+
+@pytest.mark.parametrize("seed", [1.0, "1", None])
+def test_seeds_are_integers(seed: object) -> None:
+    with pytest.raises(TypeError):
+        drawn(1, 1, seed=seed)
+
+
+# Distributions
+
+
+def distance(values: Tensor, cumulative: Callable[[Tensor], Tensor]) -> float:
+    """Kolmogorov and Smirnov's."""
+    values = values.double().flatten().sort().values
+    expected, n = cumulative(values), len(values)
+    steps = torch.arange(n + 1, dtype=torch.float64) / n
+    return max((steps[1:] - expected).max().item(), (expected - steps[:-1]).max().item())
+
+
+@pytest.mark.parametrize("dim", [1, 6, 128])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_normal(dim: int, seed: int) -> None:
+    n = 1 << 19
+    values = (drawn(n // dim, dim, Normal(0.5, 2.0), seed=seed).double() - 0.5) / 2.0
+    n = values.numel()
+    assert abs(values.mean()) < 5 / math.sqrt(n)
+    assert abs(values.std() - 1) < 5 / math.sqrt(2 * n)
+    assert abs((values**4).mean() - 3) < 5 * math.sqrt(96 / n)
+    assert 4 < values.abs().max() < initial.TAIL
+    # 1.95 / sqrt(n) is passed once in a thousand times
+    assert distance(values, lambda x: 0.5 * (1 + torch.erf(x / math.sqrt(2)))) < 2.2 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("dim", [1, 6, 128])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_uniform(dim: int, seed: int) -> None:
+    n = 1 << 19
+    values = drawn(n // dim, dim, Uniform(-1.0, 3.0), seed=seed)
+    n = values.numel()
+    assert values.min() >= -1
+    assert values.max() < 3
+    assert abs(values.double().mean() - 1) < 5 * 4 / math.sqrt(12 * n)
+    assert distance(values, lambda x: (x + 1) / 4) < 2.2 / math.sqrt(n)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 1.0 + 2**-23), (100.0, 100.1), (-1e-3, 0.0), (2.0, 2.0)])
+def test_uniform_never_reaches_its_upper_end(low: float, high: float) -> None:
+    values = drawn(4096, 16, Uniform(low, high))
+    assert values.min() >= np.float32(low)
+    assert values.max() < np.float32(high) if high > low else (values == np.float32(low)).all()
+
+
+def test_extreme_words_give_finite_normals() -> None:
+    words = np.array([[0, 0, 2**32 - 1, 2**32 - 1, 0, 2**32 - 1, 0, 2**32 - 1]], np.uint32)
+    values = initial._Draw(Normal(), 8, 0)._normal(words)
+    assert np.isfinite(values).all()
+    assert np.abs(values).max() < initial.TAIL
+
+
+@pytest.mark.parametrize("init", [Normal(), Uniform(-1.0, 1.0)])
+def test_rows_and_columns_are_not_correlated(init: Init) -> None:
+    values = drawn(20_000, 24, init, seed=11).double()
+    columns = torch.corrcoef(values.T) - torch.eye(24)
+    assert columns.abs().max() < 5 / math.sqrt(20_000)
+    flat = values - values.mean()
+    for shift in (1, 2, 5):  # rows with later rows, all columns with all
+        cross = flat[:-shift].T @ flat[shift:] / (len(flat) - shift) / values.var()
+        assert cross.abs().max() < 5 / math.sqrt(20_000)
+
+
+# What is refused, and what is told
+
+
+@pytest.mark.parametrize(
+    ("out", "more"),
+    [
+        (torch.empty(3), {}),
+        (torch.empty(3, 3, dtype=torch.int32), {}),
+        (torch.empty(3, 3, device="meta"), {}),
+        (torch.empty(3, 3), {"first_row": -1}),
+        (torch.empty(3, 3), {"padding_idx": -1}),
+        (torch.empty(3, 3, dtype=torch.float16), {"init": Constant(1e5)}),
+        (torch.empty(3, 3, dtype=torch.float16), {"init": Normal(0.0, 1e4)}),
+        (torch.empty(3, 3, dtype=torch.float64), {"init": Uniform(0.0, 1e39)}),
+        (torch.empty(3, 3), {"init": Uniform(-3e38, 3e38)}),
+    ],
+)
+def test_wrong_arguments(out: Tensor, more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        fill_(out, **{"first_row": 0, "init": Normal(), "seed": 0, **more})
+
+
+@pytest.mark.parametrize("init", [Zeros(), Normal()])
+def test_progress_is_told(init: Init, threads: Callable[[int], None]) -> None:
+    threads(3)
+    done: list[int] = []
+    fill_(torch.empty(5000, 64), first_row=0, init=init, seed=0, advance=done.append)
+    assert sum(done) == 5000
+
+
+def test_errors_in_threads_come_out(threads: Callable[[int], None]) -> None:
+    threads(3)
+
+    def fail(n: int) -> None:
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        fill_(torch.empty(50_000, 64), first_row=0, init=Normal(), seed=0, advance=fail)

@@ -1,0 +1,611 @@
+import copy
+import ctypes
+import gc
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from flatbed.cuda import driver as cuda_host
+from flatbed.cuda import host_memory as memory
+from flatbed.cuda.driver import DriverError
+from flatbed.cuda.host_memory import HostMemory, allocate, available_bytes
+from flatbed.errors import FlatbedError
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+MIB, GIB = 1 << 20, 1 << 30
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def status(name: str) -> int:
+    """Bytes of VmSize, VmRSS …"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def in_child(work: Callable[[], bool]) -> bool:
+    """Whether `work` is true in a forked child."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if work() else 2
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def raises(work: Callable[[], object], text: str) -> bool:
+    try:
+        work()
+    except FlatbedError as error:
+        return text in str(error)
+    return False
+
+
+def run(script: str, **variables: str) -> str:
+    """What a script prints that must end well, without a word of error."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, **variables},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+# The CPU's
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, mmap.PAGESIZE, 5 * MIB + 1])
+def test_memory_is_zero_and_writable(nbytes: int) -> None:
+    held = allocate(nbytes, device=CPU)
+    assert (held.kind, held.nbytes, held.device, held.addressable) == ("plain", nbytes, CPU, True)
+    assert held.usable()
+    assert held.tensor.shape == (nbytes,)
+    assert held.tensor.dtype is torch.uint8
+    assert not held.tensor.any()
+    assert held.tensor.data_ptr() % mmap.PAGESIZE == 0
+    held.tensor.fill_(7)
+    assert (held.tensor == 7).all()
+    held.close()
+
+
+@linux
+def test_memory_is_exactly_sized_and_untouched() -> None:
+    size, resident = status("VmSize"), status("VmRSS")
+    held = allocate(GIB + 1, device=CPU)
+    assert abs(status("VmSize") - size - GIB) < MIB
+    assert status("VmRSS") - resident < 64 * MIB
+    assert held.tensor.data_ptr() % memory.HUGE_PAGE == 0
+    held.close()
+    assert abs(status("VmSize") - size) < MIB
+
+
+@linux
+def test_sizes_beyond_32_bits() -> None:
+    held = allocate(5 * GIB, device=CPU)
+    held.tensor[-8:].view(torch.int64).fill_(-3)
+    assert held.tensor[-8:].view(torch.int64).item() == -3
+    assert held.tensor.view(torch.float32).view(-1, 128).shape == (10 * MIB, 128)
+
+
+@pytest.mark.parametrize("nbytes", [-1, 1.5, "1"])
+def test_wrong_sizes(nbytes: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        allocate(nbytes, device=CPU)
+
+
+def test_more_than_there_is_is_refused() -> None:
+    with pytest.raises(
+        FlatbedError, match=r"1,125,899,906,842,624 bytes .* are available; use fewer rows"
+    ) as caught:
+        allocate(1 << 50, device=CPU)
+    assert 'storage="disk"' in str(caught.value)
+
+
+def test_what_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 62)
+    with pytest.raises(FlatbedError, match="the system gave no memory"):
+        allocate(1 << 60, device=CPU)
+
+
+def test_closed_memory_is_not_touched() -> None:
+    held = allocate(1000, device=CPU)
+    held.check()
+    held.close()
+    held.close()
+    assert not held.usable()
+    with pytest.raises(FlatbedError, match="closed"):
+        held.check()
+    with pytest.raises(FlatbedError, match="closed"):
+        _ = held.tensor
+    assert "not usable" in repr(held)
+
+
+@linux
+def test_memory_goes_with_the_last_view() -> None:
+    before = status("VmSize")
+    held = allocate(GIB, device=CPU)
+    view = held.tensor[GIB // 2 :].view(torch.int32)[:10]
+    view.fill_(5)
+    del held
+    gc.collect()
+    assert status("VmSize") - before > GIB - MIB
+    assert view.sum() == 50
+    del view
+    assert status("VmSize") - before < MIB
+
+
+@linux
+def test_memory_in_a_cycle_is_collected() -> None:
+    before = status("VmSize")
+    cycle: list[object] = [allocate(GIB, device=CPU)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert status("VmSize") - before < MIB
+
+
+@pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_memory_is_not_copied(copying: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copying(allocate(10, device=CPU))
+
+
+# Forks
+
+
+@linux
+def test_a_forked_child_neither_touches_nor_frees() -> None:
+    held = allocate(4 * MIB, device=CPU)
+    held.tensor.fill_(9)
+    address = held.tensor.data_ptr()
+    holder = [held]
+
+    def work() -> bool:
+        refused = raises(held.check, "forked child") and raises(lambda: held.tensor, "forked child")
+        mapped = f"{address:x}-" in Path("/proc/self/maps").read_text()
+        # What the child maps there itself must outlive the parent's objects.
+        fresh = memory._libc().mmap(
+            address, 4 * MIB, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+        )
+        holder.pop().close()
+        gc.collect()
+        ctypes.memset(fresh, 1, 4 * MIB)
+        return refused and not mapped and fresh == address and not held.usable()
+
+    assert in_child(work)
+    assert held.usable()
+    assert (held.tensor == 9).all()
+
+
+class Lines(Dataset[int]):
+    def __init__(self, held: HostMemory) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index if raises(self.held.check, "forked child") else -1
+
+
+def load_in_workers(held: HostMemory) -> list[int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking with threads, of more workers than cores
+        loader = DataLoader(Lines(held), batch_size=2, num_workers=2, multiprocessing_context="fork")
+        return [int(x) for batch in loader for x in batch]
+
+
+@linux
+def test_forked_workers_of_a_dataloader() -> None:
+    held = allocate(4 * MIB, device=CPU)
+    held.tensor.fill_(9)
+    assert load_in_workers(held) == list(range(8))
+    assert (held.tensor == 9).all()
+
+
+def test_exit_is_clean_and_cuda_is_not_started() -> None:
+    script = """
+import torch
+from flatbed.cuda.host_memory import allocate
+held = allocate(10_000_000, device=torch.device("cpu"))
+view = held.tensor[5:]
+view.fill_(1)
+print(torch.cuda.is_initialized())
+"""
+    assert run(script) == "False\n"
+
+
+# How much there is
+
+
+@linux
+def test_available_bytes() -> None:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
+    assert 0 < available_bytes() <= total
+
+
+def group(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / f"memory.{name}").write_text(f"{content}\n")
+
+
+def test_limits_of_cgroups(tmp_path: Path) -> None:
+    group(tmp_path / "a", max=1000, current=700, stat="anon 500\nactive_file 30\ninactive_file 60")
+    group(tmp_path / "a/b", max="max", current=650, stat="active_file 1\ninactive_file 2")
+    (tmp_path / "self").write_text("0::/a/b\n")
+    assert list(memory._cgroup_bytes(tmp_path / "self", tmp_path)) == [390]
+
+
+def test_limits_of_old_cgroups(tmp_path: Path) -> None:
+    top = tmp_path / "memory"
+    group(top, limit_in_bytes=2**63, usage_in_bytes=10, stat="total_active_file 0\ntotal_inactive_file 0")
+    group(
+        top / "a", limit_in_bytes=500, usage_in_bytes=100, stat="total_active_file 1\ntotal_inactive_file 2"
+    )
+    (tmp_path / "self").write_text("5:cpu:/other\n4:hugetlb,memory:/a/not/seen/here\n0::/\n")
+    assert list(memory._cgroup_bytes(tmp_path / "self", tmp_path)) == [403, 2**63 - 10]
+    assert list(memory._cgroup_bytes(tmp_path / "missing", tmp_path)) == []
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_unknown_kinds(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"kind='pinned' .* managed, registered, pageable"):
+        allocate(10, device=device, kind="pinned")
+    monkeypatch.setenv("FLATBED_HOST_MEMORY", "fast")
+    with pytest.raises(ValueError, match=r"FLATBED_HOST_MEMORY='fast' .* managed, registered, pageable"):
+        allocate(10, device=device)
+
+
+@pytest.mark.parametrize("limit", ["all", "-1", "1e9", "4 GB", "²"])
+def test_unknown_limits(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATBED_MANAGED_LIMIT", limit)
+    with pytest.raises(ValueError, match=r'FLATBED_MANAGED_LIMIT=.* expected "free" or a number of bytes'):
+        allocate(10, device=CPU)
+
+
+def test_kinds_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATBED_HOST_MEMORY", "managed")
+    monkeypatch.setenv("FLATBED_MANAGED_LIMIT", "")
+    assert allocate(10, device=CPU).kind == "plain"
+
+
+# A GPU's, with a driver that only pretends
+
+
+class Pretender:
+    """Stands in for cuda_host.Driver, and says what it was asked to do."""
+
+    def __init__(self) -> None:
+        self.manages = self.registers = True
+        self.fails: set[str] = set()
+        self.free = 64 * MIB
+        self.did: list[str] = []
+        self.maps: dict[int, mmap.mmap] = {}
+
+    def _do(self, name: str) -> None:
+        self.did.append(name)
+        if name in self.fails:
+            raise DriverError(f"{name} failed")
+
+    def can_manage(self, gpu: int) -> bool:
+        return self.manages
+
+    def can_register(self, gpu: int) -> bool:
+        return self.registers
+
+    def free_bytes(self, gpu: int) -> int:
+        return self.free
+
+    def managed(self, gpu: int, nbytes: int) -> int:
+        self._do("managed")
+        made = mmap.mmap(-1, nbytes)
+        made.write(b"\xff" * nbytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(made))
+        self.maps[address] = made
+        return address
+
+    def populate(self, gpu: int, address: int, nbytes: int) -> None:
+        self._do("populate")
+
+    def free_managed(self, gpu: int, address: int) -> None:
+        self._do("free_managed")
+        del self.maps[address]
+
+    def register(self, gpu: int, address: int, nbytes: int) -> None:
+        self._do("register")
+
+    def unregister(self, gpu: int, address: int) -> None:
+        self._do("unregister")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretender]:
+    pretender = Pretender()
+    monkeypatch.setattr(cuda_host, "driver", lambda: pretender)
+    monkeypatch.setattr(memory, "_warned", False)
+    monkeypatch.setattr(memory, "_free_at_exit", lambda: None)
+    monkeypatch.delenv("FLATBED_HOST_MEMORY", raising=False)
+    monkeypatch.delenv("FLATBED_MANAGED_LIMIT", raising=False)
+    yield pretender
+    memory._free_all()
+
+
+def test_managed_memory_comes_first(driver: Pretender, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "POPULATE", 2 * MIB)
+    held = allocate(5 * MIB, device=GPU)
+    assert (held.kind, held.device, held.nbytes, held.addressable) == ("managed", GPU, 5 * MIB, True)
+    assert not held.tensor.any()
+    assert driver.did == ["managed", "populate", "populate", "populate"]
+    held.close()
+    held.close()
+    del held
+    gc.collect()
+    assert driver.did[4:] == ["free_managed"]
+
+
+def test_registered_memory_comes_next(driver: Pretender) -> None:
+    driver.manages = False
+    held = allocate(5 * MIB, device=GPU)
+    assert (held.kind, held.addressable) == ("registered", True)
+    assert not held.tensor.any()
+    view = held.tensor[10:]
+    del held
+    assert driver.did == ["register"]
+    del view
+    assert driver.did == ["register", "unregister"]
+
+
+@pytest.mark.parametrize("failing", ["managed", "populate"])
+def test_failures_lead_to_the_next_kind(driver: Pretender, failing: str) -> None:
+    driver.fails = {failing}
+    held = allocate(5 * MIB, device=GPU)
+    assert held.kind == "registered"
+    assert not driver.maps
+    held.close()
+    assert not memory._placed
+
+
+def test_pageable_memory_comes_last_with_one_warning(driver: Pretender) -> None:
+    driver.manages, driver.fails = False, {"register"}
+    with pytest.warns(
+        UserWarning, match="staged through the CPU.*slower.*managed: .*registered: register failed"
+    ):
+        held = allocate(10, device=GPU)
+    assert (held.kind, held.addressable) == ("pageable", False)
+    assert not held.tensor.any()
+    assert allocate(10, device=GPU).kind == "pageable"
+
+
+def test_without_a_driver(driver: Pretender, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_host, "driver", lambda: None)
+    with pytest.warns(UserWarning, match="libcuda"):
+        assert allocate(10, device=GPU).kind == "pageable"
+    with pytest.raises(FlatbedError, match="libcuda"):
+        allocate(10, device=GPU, kind="registered")
+
+
+def test_other_accelerators(driver: Pretender) -> None:
+    device = torch.device("meta")
+    with pytest.warns(UserWarning, match="not from meta"):
+        assert allocate(10, device=device).kind == "pageable"
+
+
+@pytest.mark.parametrize("kind", ["managed", "registered", "pageable"])
+@pytest.mark.parametrize("by", ["argument", "variable"])
+def test_a_kind_can_be_asked_for(
+    driver: Pretender, kind: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "variable":
+        monkeypatch.setenv("FLATBED_HOST_MEMORY", kind)
+    held = allocate(10, device=GPU, kind=kind if by == "argument" else None)
+    assert held.kind == kind
+
+
+def test_a_kind_that_is_not_there(driver: Pretender) -> None:
+    driver.manages = driver.registers = False
+    for kind in ("managed", "registered"):
+        with pytest.raises(FlatbedError, match=f"no {kind} memory of 10 bytes for cuda:0"):
+            allocate(10, device=GPU, kind=kind)
+
+
+@pytest.mark.parametrize("limit", ["free", str(64 * MIB)])
+def test_managed_memory_has_a_limit(driver: Pretender, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATBED_MANAGED_LIMIT", limit)
+    first, second = allocate(40 * MIB, device=GPU), allocate(40 * MIB, device=GPU)
+    assert (first.kind, second.kind) == ("managed", "registered")
+    assert allocate(24 * MIB, device=GPU).kind == "managed"
+    with pytest.raises(FlatbedError, match=f"FLATBED_MANAGED_LIMIT={limit} allows 67,108,864 bytes"):
+        allocate(40 * MIB, device=GPU, kind="managed")
+    first.close()
+    assert allocate(40 * MIB, device=GPU).kind == "managed"
+
+
+@linux
+def test_a_forked_child_leaves_the_driver_alone(driver: Pretender) -> None:
+    held = [allocate(4 * MIB, device=GPU, kind=kind) for kind in ("managed", "registered")]
+
+    def work() -> bool:
+        driver.did.clear()
+        refused = all(raises(one.check, "forked child") for one in held)
+        memory._free_all()
+        held.clear()
+        gc.collect()
+        return refused and not driver.did
+
+    assert in_child(work)
+    assert all(not one.tensor.any() for one in held)
+
+
+def test_everything_is_freed_at_exit() -> None:
+    script = """
+import atexit
+from tests.tables.test_memory import GPU, Pretender, cuda_host, allocate
+
+atexit.register(lambda: print(driver.did, [one.usable() for one in held]))
+driver = Pretender()
+cuda_host.driver = lambda: driver
+held = [allocate(10, device=GPU, kind=kind) for kind in ("managed", "registered", "pageable")]
+driver.did.clear()
+"""
+    assert (
+        run(script, PYTHONPATH=os.pathsep.join(sys.path))
+        == "['free_managed', 'unregister'] [False, False, True]\n"
+    )
+
+
+# A GPU's, in earnest. Little memory: more than the GPU has free could hang it.
+
+
+class OnGpu:
+    """Lets torch's own kernels use memory by its address."""
+
+    def __init__(self, held: HostMemory) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (held.tensor.data_ptr(), False),
+            "shape": (held.nbytes // 4,),
+            "typestr": "<i4",
+            "version": 3,
+        }
+
+
+def on_gpu(held: HostMemory) -> torch.Tensor:
+    return torch.as_tensor(OnGpu(held), device=GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["managed", "registered"])
+def test_kernels_and_cpu_share_memory(kind: str) -> None:
+    held = allocate(64 * MIB, device=torch.device("cuda"), kind=kind)
+    assert (held.kind, held.device, held.addressable) == (kind, GPU, True)
+    assert not held.tensor.any()
+    seen = on_gpu(held)
+    assert seen.device == GPU
+    assert seen.data_ptr() == held.tensor.data_ptr()
+    assert not seen.any().item()
+
+    numbers = held.tensor.view(torch.int32)
+    numbers.copy_(torch.arange(len(numbers), dtype=torch.int32))
+    ids = torch.randperm(len(numbers), device=GPU)
+    assert torch.equal(seen[ids], ids.int())  # a kernel that gathers
+    seen[ids] = -ids.int()  # and one that scatters
+    torch.cuda.synchronize()
+    assert torch.equal(numbers, -torch.arange(len(numbers), dtype=torch.int32))
+    del seen, ids
+    held.close()
+
+
+@pytest.mark.gpu
+def test_memory_is_zero_again_after_others_used_it() -> None:
+    for kind in ("managed", "registered"):
+        for _ in range(3):
+            held = allocate(8 * MIB, device=GPU, kind=kind)
+            assert not held.tensor.any()
+            on_gpu(held).fill_(-1)
+            held.close()
+
+
+@pytest.mark.gpu
+def test_managed_memory_stays_on_the_host() -> None:
+    torch.ones(1, device=GPU).sum().item()
+    before = torch.cuda.mem_get_info(GPU)[0]
+    held = allocate(GIB, device=GPU)
+    assert held.kind == "managed"
+    held.tensor.view(torch.int32).fill_(1)
+    seen = on_gpu(held)
+    for _ in range(2):
+        assert seen.sum(dtype=torch.int64).item() == GIB // 4
+        seen.add_(0)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # sums of other dtypes make copies
+    assert before - torch.cuda.mem_get_info(GPU)[0] < 256 * MIB
+    held.tensor[:MIB].fill_(0)
+    assert seen.sum(dtype=torch.int64).item() == (GIB - MIB) // 4
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.mem_get_info(GPU)[0] < 256 * MIB
+
+
+@pytest.mark.gpu
+def test_limits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATBED_MANAGED_LIMIT", "free")
+    assert allocate(4 * MIB, device=GPU).kind == "managed"
+    monkeypatch.setenv("FLATBED_MANAGED_LIMIT", "1000")
+    assert allocate(4 * MIB, device=GPU).kind == "registered"
+    with pytest.raises(FlatbedError, match="FLATBED_MANAGED_LIMIT=1000 allows 1,000 bytes"):
+        allocate(4 * MIB, device=GPU, kind="managed")
+    assert cuda_host.driver().free_bytes(0) == pytest.approx(torch.cuda.mem_get_info(GPU)[0], abs=64 * MIB)
+
+
+@pytest.mark.gpu
+def test_pageable_memory_beside_a_gpu() -> None:
+    held = allocate(4 * MIB, device=GPU, kind="pageable")
+    assert not held.addressable
+    assert not held.tensor.to(GPU).any().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["managed", "registered"])
+def test_memory_is_freed_from_any_thread_and_by_collection(kind: str) -> None:
+    gc.collect()  # what other tests have left
+    before = set(memory._placed)
+    held = allocate(4 * MIB, device=GPU, kind=kind)
+    on_gpu(held).fill_(3)
+    cycle: list[object] = [held]
+    cycle.append(cycle)
+    del held, cycle
+    thread = threading.Thread(target=gc.collect)
+    thread.start()
+    thread.join()
+    assert set(memory._placed) == before
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["managed", "registered"])
+def test_forked_workers_beside_a_gpu(kind: str) -> None:
+    held = allocate(8 * MIB, device=GPU, kind=kind)
+    held.tensor.fill_(9)
+    assert load_in_workers(held) == list(range(8))
+    assert (held.tensor == 9).all()
+    assert on_gpu(held).eq(0x09090909).all().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["managed", "registered", "pageable"])
+def test_exit_is_clean_on_a_gpu(kind: str) -> None:
+    script = f"""
+import atexit, sys
+import torch
+from flatbed.cuda.host_memory import allocate
+atexit.register(lambda: print(held.usable()))
+held = allocate(32 << 20, device=torch.device("cuda"), kind={kind!r})
+view = held.tensor[5:]
+view.fill_(1)
+cycle = [held, view]
+cycle.append(cycle)
+torch.ones(5, device="cuda").sum().item()
+print(held.kind)
+"""
+    assert run(script) == f"{kind}\n{kind == 'pageable'}\n"

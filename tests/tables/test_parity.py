@@ -1,0 +1,341 @@
+"""Tables against torch's optimizers on dense copies of the touched rows, bit for bit on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatbed
+import flatbed.optim
+from flatbed.errors import FlatbedError
+from tests.optim.devices import is_exact
+from tests.optim.mutants import WRONG, Wrong, broken
+from tests.optim.optimizers import CASES, Case
+from tests.tables.tables import (
+    ALL_CASES,
+    BY_NAME,
+    DIM,
+    N_ROWS,
+    PADDING,
+    PATTERNS,
+    STORAGES,
+    Place,
+    assert_close,
+    assert_same,
+    backward,
+    diagonal,
+    paired,
+    reference,
+    train,
+    upstream,
+    weights,
+)
+
+STEPS = 6
+
+# The interpreter computes with numpy, which remarks on log(0); exp(-inf) is 0, as it should be.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # torch's own, in SparseAdam
+]
+
+
+def check(
+    case: Case,
+    pattern: str,
+    place: Place,
+    *,
+    dim: int = DIM,
+    dtype: torch.dtype = torch.float32,
+    steps: int = STEPS,
+) -> None:
+    padding_idx = PADDING if pattern == "padding" else None
+    weight = weights(dim=dim, dtype=dtype)
+    emb, expected = place.embedding(weight, padding_idx), reference(case, weight, padding_idx=padding_idx)
+    optimizer = case.ours([emb.table])
+    train(emb, optimizer, expected, [PATTERNS[pattern](step) for step in range(steps)])
+    assert_same(emb, expected, place.device)
+
+
+@pytest.mark.parametrize(("case", "pattern", "storage"), paired(ALL_CASES))
+def test_rules(case: Case, pattern: str, storage: str, tmp_path: Path) -> None:
+    check(case, pattern, Place(storage, "cpu", tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "pattern", "storage"), paired(ALL_CASES))
+def test_rules_on_the_gpu(case: Case, pattern: str, storage: str, tmp_path: Path) -> None:
+    check(case, pattern, Place(storage, "cuda", tmp_path))
+
+
+@pytest.mark.parametrize(("case", "pattern", "storage"), diagonal(ALL_CASES))
+def test_rules_by_kernels(case: Case, pattern: str, storage: str, tmp_path: Path, kernel_device: str) -> None:
+    check(case, pattern, Place(storage, kernel_device, tmp_path), dim=5)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_by_kernels(pattern: str, tmp_path: Path, kernel_device: str) -> None:
+    for storage in ("host", "disk"):
+        check(BY_NAME["sgd-dampening"], pattern, Place(storage, kernel_device, tmp_path), dim=3, steps=4)
+
+
+DTYPES = [torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(("case", "pattern", "storage"), diagonal(ALL_CASES, 3))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(case: Case, pattern: str, storage: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """State is fp32, or fp64 with weights of that; the step is computed in it, and the weight rounded."""
+    check(case, pattern, Place(storage, "cpu", tmp_path), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["adam", "nadam", "sgd-dampening", "rowwise"])
+def test_dtypes_by_kernels(name: str, dtype: torch.dtype, tmp_path: Path, kernel_device: str) -> None:
+    check(BY_NAME[name], "late", Place("host", kernel_device, tmp_path), dtype=dtype, dim=7)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 130])
+@pytest.mark.parametrize("name", ["adam", "sparseadam", "adagrad", "rowwise-initial"])
+def test_dims(name: str, dim: int, where: str) -> None:
+    """Those of which torch has no kernel that rounds by place."""
+    check(BY_NAME[name], "duplicates", Place("host", where), dim=dim, steps=3)
+
+
+# ---- the real thing
+
+
+SPARSE = [
+    ("sparse-adam", torch.optim.SparseAdam, flatbed.optim.SparseAdam, {"lr": 0.05, "eps": 1e-2}),
+    ("sparse-sgd", torch.optim.SGD, flatbed.optim.SGD, {"lr": 0.05}),
+    ("sparse-adagrad", torch.optim.Adagrad, flatbed.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1}),
+    (
+        "sparse-adagrad-initial",
+        torch.optim.Adagrad,
+        flatbed.optim.Adagrad,
+        {"lr": 0.05, "initial_accumulator_value": 0.2, "eps": 1e-3},
+    ),
+]
+
+
+# Torch's Adagrad makes sparse tensors without saying whether they are to be checked.
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("name", "torchs", "ours", "options"), SPARSE, ids=[case[0] for case in SPARSE])
+def test_sparse_embedding(name: str, torchs: Any, ours: Any, options: Any, pattern: str, where: str) -> None:
+    """nn.Embedding(sparse=True) under torch's optimizer.
+
+    Torch adds up the gradients of repeated ids of several lookups, and takes Adagrad's step, in another order
+    than a dense one: bits are equal where neither is done.
+    """
+    padding_idx = PADDING if pattern == "padding" else None
+    weight = weights()
+    theirs = nn.Embedding.from_pretrained(weight.clone(), False, padding_idx, sparse=True)
+    emb = Place("host", where).embedding(weight, padding_idx)
+    optimizers = [torchs(theirs.parameters(), **options), ours([emb.table], **options)]
+    for step in range(STEPS if is_exact(where) else 3):
+        lookups = PATTERNS[pattern](step)
+        grads = upstream(lookups, DIM, torch.float32)
+        torch.autograd.backward([theirs(ids) for ids in lookups], grads)
+        backward(emb, lookups, grads)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found, expected = emb.read_rows(torch.arange(N_ROWS)).cpu(), theirs.weight.detach()
+    if pattern in ("distinct", "late") and name in ("sparse-adam", "sparse-sgd"):
+        assert_close(found, expected, where, "weight")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_dense_embedding(case: Case) -> None:
+    """Where every step touches every row, nothing tells a table from nn.Embedding."""
+    weight = weights()
+    emb, theirs = Place().embedding(weight), nn.Embedding.from_pretrained(weight.clone(), freeze=False)
+    ours, torchs = case.ours(emb), case.theirs(theirs.parameters(), **case.same_rounding())
+    for step in range(STEPS):
+        lookups = PATTERNS["all rows"](step)
+        grads = upstream(lookups, DIM, torch.float32)
+        for module, optimizer in ((emb, ours), (theirs, torchs)):
+            backward(module, lookups, grads)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(emb.read_rows(torch.arange(N_ROWS)), theirs.weight)
+    for name, value in torchs.state[theirs.weight].items():
+        held = (
+            emb.table.read_state(name, torch.arange(N_ROWS)) if value.dim() else ours.state[emb.table][name]
+        )
+        assert torch.equal(held, value), name
+
+
+# ---- options
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd-dampening", "adagrad-decay", "rowwise"])
+def test_groups_and_schedulers(name: str, where: str) -> None:
+    """Two tables with learning rates of their own, which a scheduler changes."""
+    case = BY_NAME[name]
+    tables = [Place("host", where).embedding(weights()) for _ in range(2)]
+    expected = [reference(case, emb.read_rows(torch.arange(N_ROWS)).cpu()) for emb in tables]
+    optimizer = case.ours([{"params": [emb.table], "lr": 0.1 / (n + 1)} for n, emb in enumerate(tables)])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(4):
+        for n, (emb, wanted) in enumerate(zip(tables, expected, strict=True)):
+            lookups = PATTERNS["late"](step + n)
+            grads = upstream(lookups, DIM, torch.float32)
+            backward(emb, lookups, grads)
+            lr = optimizer.param_groups[n]["lr"]
+            wanted.changes = lambda made, lr=lr: made.param_groups[0].update(lr=lr)  # type: ignore[misc]
+            wanted.step(lookups, grads)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    for emb, wanted in zip(tables, expected, strict=True):
+        assert_same(emb, wanted, where)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd-nesterov", "nadam"])
+@pytest.mark.parametrize("dim", [5, 16])
+def test_pieces_of_a_large_batch(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are updated some at a time; no bit tells where one piece ends."""
+    monkeypatch.setattr("flatbed.optim.table_step.CHUNK_BYTES", 64)
+    case, weight = BY_NAME[name], weights(200, dim)
+    emb, expected = Place().embedding(weight), reference(case, weight)
+    optimizer = case.ours(emb)
+    batches = [[torch.arange(200)], [torch.randperm(200)[:90]], [torch.randperm(200)[:150]]]
+    if dim % 8 and name == "sgd-nesterov":
+        batches = batches[:1]  # rows that are new are no longer in one piece with the others in torch's step
+    train(emb, optimizer, expected, batches)
+    assert_same(emb, expected, "cpu")
+
+
+@pytest.mark.parametrize("steps", [(0.9, 0.0, 0.9), (0.9, 0.9, 0.0, 0.0)], ids=str)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_momentum_that_goes_and_comes_back(steps: tuple[float, ...], weight_decay: float, where: str) -> None:
+    """The buffer stays as it is meanwhile."""
+    case = Case("", flatbed.optim.SGD, torch.optim.SGD, {"momentum": 0.9, "weight_decay": weight_decay})
+    weight = weights()
+    emb, expected = Place("host", where).embedding(weight), reference(case, weight)
+    optimizer = case.ours(emb)
+    for step, momentum in enumerate(steps):
+        optimizer.param_groups[0]["momentum"] = momentum
+        expected.changes = lambda made, momentum=momentum: made.param_groups[0].update(  # type: ignore[misc]
+            momentum=momentum
+        )
+        train(emb, optimizer, expected, [PATTERNS["late"](step)])
+    assert_same(emb, expected, where)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [("SGD", "momentum_buffer", {"momentum": 0.9}), ("Adam", "max_exp_avg_sq", {"amsgrad": True})],
+)
+def test_state_that_rows_have_no_room_for(kind: str, name: str, change: dict[str, Any], where: str) -> None:
+    emb = Place("host", where).embedding(weights())
+    optimizer = getattr(flatbed.optim, kind)(emb)
+    before = emb.read_rows([1])
+    for step in range(2):
+        emb(torch.tensor([1])).sum().backward()
+        optimizer.param_groups[0].update(
+            change if step == 0 else {name: type(value)() for name, value in change.items()}
+        )
+        if step == 0:
+            with pytest.raises(FlatbedError, match=rf"\({name}\).*build the optimizer with the option set"):
+                optimizer.step()
+            assert torch.equal(emb.read_rows([1]), before)
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+            assert not torch.equal(emb.read_rows([1]), before)
+
+
+def test_tables_without_gradient_are_left_alone(where: str) -> None:
+    tables = [Place("host", where).embedding(weights()) for _ in range(2)]
+    before = tables[1].read_rows(torch.arange(N_ROWS)).clone()
+    optimizer = BY_NAME["adamw"].ours(nn.ModuleList(tables))
+    for _ in range(2):
+        tables[0](torch.tensor([1])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.step()
+    assert tables[0].table.scalars() == {"step": 2.0}
+    assert tables[1].table.scalars() == {"step": 0.0}
+    assert torch.equal(tables[1].read_rows(torch.arange(N_ROWS)), before)
+
+
+# ---- stochastic rounding
+
+
+def trials(where: str, storage: str, folder: Path, *, n_rows: int = 200, seed_steps: int = 0) -> Tensor:
+    """Rows of 1.0 after a step of 2⁻¹⁰: the two neighbours in bf16 are 1 - 2⁻⁸ and 1."""
+    emb = Place(storage, where, folder).embedding(torch.ones(n_rows, 8, dtype=torch.bfloat16))
+    optimizer = flatbed.optim.SGD(emb, lr=2.0**-10, stochastic_rounding=True)
+    for _ in range(seed_steps):
+        emb(torch.empty(0, dtype=torch.long)).sum().backward()
+        optimizer.step()
+    emb(torch.arange(n_rows)).sum().backward()
+    optimizer.step()
+    return emb.read_rows(torch.arange(n_rows)).cpu().float()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_stochastic_rounding(storage: str, where: str, tmp_path: Path) -> None:
+    found = trials(where, storage, tmp_path)
+    assert set(found.unique().tolist()) == {1 - 2.0**-8, 1.0}
+    assert abs(found.mean().item() - (1 - 2.0**-10)) < 1.7e-4  # 4 standard deviations
+    assert torch.equal(found, trials(where, "host", tmp_path))  # reproducible, wherever the rows live
+    assert not torch.equal(found, trials(where, "host", tmp_path, seed_steps=1))
+    columns = (found < 1).float().mean(0)
+    assert columns.min() > 0.1  # no column always goes the same way
+    assert columns.max() < 0.4
+
+
+def test_stochastic_rounding_differs_between_tables(where: str) -> None:
+    tables = [Place("host", where).embedding(torch.ones(100, 8, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = flatbed.optim.SGD(nn.ModuleList(tables), lr=2.0**-10, stochastic_rounding=True)
+    for emb in tables:
+        emb(torch.arange(100)).sum().backward()
+    optimizer.step()
+    one, two = (emb.read_rows(torch.arange(100)) for emb in tables)
+    assert not torch.equal(one, two)
+
+
+def test_stochastic_rounding_with_counts_per_row(where: str) -> None:
+    """Rows with different counts are updated apart, and not with the same noise."""
+    emb = Place("host", where).embedding(torch.ones(200, 8, dtype=torch.bfloat16))
+    optimizer = flatbed.optim.Adam(emb, lr=0.0, stochastic_rounding=True, per_row_steps=True)
+    emb(torch.arange(100)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 2.0**-10
+    emb(torch.arange(200)).sum().backward()
+    optimizer.step()
+    found = emb.read_rows(torch.arange(200))
+    assert len(found.unique()) == 2
+    assert not torch.equal(found[:100], found[100:])
+
+
+# ---- the check itself
+
+
+@pytest.mark.parametrize("wrong", [w for w in WRONG if w.part == "fused"], ids=str)
+def test_wrong_rules_are_caught(wrong: Wrong, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check(broken(wrong, tmp_path), "late", Place())
+
+
+# The largest of all steps, slow decay and the last digits of 1 - beta do not show in so few steps.
+SUBTLE = ("adam-amsgrad", "nadam", "(1 - c[3]) * g * g")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [w for w in WRONG if w.part == "kernel" and w.case not in SUBTLE and w.wrong not in SUBTLE],
+    ids=str,
+)
+def test_wrong_kernels_are_caught(wrong: Wrong, tmp_path: Path, kernel_device: str) -> None:
+    with pytest.raises(AssertionError, match="not close"):
+        check(broken(wrong, tmp_path), "late", Place("host", kernel_device), dim=4)

@@ -1,0 +1,143 @@
+"""Tables that grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatbed
+
+ROWS, DIM = 10, 3
+STORAGES = ("host", "device", "disk")
+
+
+def made(storage: str, folder: Path, n_rows: int = ROWS, **options: Any) -> flatbed.HostEmbedding:
+    path = folder / f"table-{n_rows}" if storage == "disk" else None
+    return flatbed.HostEmbedding(n_rows, DIM, storage=storage, path=path, **options)
+
+
+def train(emb: Any, optimizer: Any, ids: list[int]) -> None:
+    emb(ids).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("init", ["normal", "zeros", 0.5, ("uniform", -1, 1)])
+def test_new_rows_are_those_of_a_table_built_larger(
+    storage: str, used: bool, init: Any, tmp_path: Path
+) -> None:
+    emb = made(storage, tmp_path, init=init, seed=4)
+    larger = made(storage, tmp_path, 27, init=init, seed=4)
+    if used:
+        emb([1])
+    emb.table.resize(27)
+    every = torch.arange(27)
+    assert torch.equal(emb.read_rows(every), larger.read_rows(every))
+    assert emb.num_embeddings == emb.table.num_embeddings == 27
+    assert emb.state_dict()["weight"].shape == (27, DIM)
+    assert "27, 3" in repr(emb)
+    with pytest.raises(IndexError, match="27 rows"):
+        emb([27])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("options", [{}, {"per_row_steps": True}, {"max_norm": 0.1}], ids=str)
+def test_training_goes_on_as_if_it_had_been_larger(storage: str, options: Any, tmp_path: Path) -> None:
+    small, large = made(storage, tmp_path, padding_idx=2), made(storage, tmp_path, 20, padding_idx=2)
+    optimizers = [flatbed.optim.Adam(emb, lr=0.1, **options) for emb in (small, large)]
+    for ids in ([1, 2, 3], [3, 9], [1, 1]):
+        for emb, optimizer in zip((small, large), optimizers, strict=True):
+            train(emb, optimizer, ids)
+    small.table.resize(15)
+    small.table.resize(20)
+    for ids in ([1, 19], [3, 15, 15], [11]):
+        for emb, optimizer in zip((small, large), optimizers, strict=True):
+            train(emb, optimizer, ids)
+    every = torch.arange(20)
+    assert torch.equal(small.read_rows(every), large.read_rows(every))
+    for name in small.table.state_names:
+        assert torch.equal(small.table.read_state(name, every), large.table.read_state(name, every))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_initial_state_of_new_rows(storage: str, tmp_path: Path) -> None:
+    emb = made(storage, tmp_path)
+    optimizer = flatbed.optim.Adagrad(emb, initial_accumulator_value=0.25)
+    train(emb, optimizer, [1])
+    emb.table.resize(12)
+    assert emb.table.read_state("sum", [10, 11]).tolist() == [[0.25] * DIM] * 2
+
+
+def test_all_modules_over_the_table_follow() -> None:
+    emb = flatbed.HostEmbedding(ROWS, DIM)
+    bag = flatbed.HostEmbeddingBag.from_table(emb.table)
+    emb.table.resize(11)
+    assert bag.num_embeddings == 11
+    assert bag([[10]]).shape == (1, DIM)
+
+
+def test_state_dicts_after_growth_load_into_a_larger_model() -> None:
+    emb = flatbed.HostEmbedding(ROWS, DIM)
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    train(emb, optimizer, [1])
+    emb.table.resize(11)
+    theirs = nn.Embedding(11, DIM)
+    theirs.load_state_dict(emb.state_dict())
+    torchs = torch.optim.Adam(theirs.parameters(), lr=0.1)
+    torchs.load_state_dict(optimizer.state_dict())
+    assert torchs.state[theirs.weight]["exp_avg"].shape == (11, DIM)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_is_refused_changes_nothing(storage: str, tmp_path: Path) -> None:
+    emb = made(storage, tmp_path)
+    optimizer = flatbed.optim.Adam(emb)
+    before = emb.read_rows(torch.arange(ROWS))
+    with pytest.raises(ValueError, match="can only grow; found 9 rows asked of 10"):
+        emb.table.resize(9)
+    for wrong in (12.0, "12", True, None):
+        with pytest.raises(TypeError, match="num_embeddings must be an integer"):
+            emb.table.resize(wrong)  # type: ignore[arg-type]
+    emb.table.resize(ROWS)
+    emb([1]).sum().backward()
+    with pytest.raises(flatbed.FlatbedError, match=r"waiting for a step: step, or drop them \(zero_grad\)"):
+        emb.table.resize(12)
+    assert emb.num_embeddings == ROWS
+    assert torch.equal(emb.read_rows(torch.arange(ROWS)), before)
+    optimizer.step()
+    emb.table.resize(12)  # a step has used them
+    optimizer.zero_grad()
+    emb.table.resize(13)
+    assert emb.num_embeddings == 13
+
+
+def test_a_table_without_room_to_grow_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatbed.tables.storage import table_storage as store
+
+    emb = flatbed.HostEmbedding(ROWS, DIM)
+    before = emb.weight.clone()
+
+    def no_room(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(store, "host_tier", no_room)
+    with pytest.raises(MemoryError, match="no room"):
+        emb.table.resize(10**6)
+    assert emb.num_embeddings == ROWS
+    assert torch.equal(emb.weight, before)
+
+
+def test_backward_of_a_lookup_before_the_growth() -> None:
+    emb = flatbed.HostEmbedding(ROWS, DIM, init="zeros")
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    out = emb([1, 9])
+    emb.table.resize(50)
+    (out.sum() + emb([49]).sum()).backward()
+    optimizer.step()
+    assert emb.weight[:, 0].nonzero().flatten().tolist() == [1, 9, 49]

@@ -1,0 +1,537 @@
+"""Tables as safetensors files: every storage and dtype, wrong files, full disks, little memory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import flatbed
+from flatbed.errors import FlatbedError
+from flatbed.tables import saving, tensor_file
+from flatbed.tables.embedding import HostEmbedding
+from flatbed.tables.record import Field
+from flatbed.tables.saving import load_table, open_table
+from flatbed.tables.storage import table_storage as store
+from flatbed.tables.table import Table
+
+STORAGES = ("host", "device", "disk")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ROWS, DIM = 50, 5
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks even for small tables."""
+    monkeypatch.setattr(store, "CHUNK_BYTES", 1000)
+
+
+def embedding(storage: str, folder: Path, *, name: str = "t.bed", **options: Any) -> HostEmbedding:
+    path = folder / name if storage == "disk" else None
+    return HostEmbedding(ROWS, DIM, storage=storage, path=path, **options)
+
+
+def train(emb: HostEmbedding, optimizer: torch.optim.Optimizer, *, steps: int = 3, seed: int = 0) -> None:
+    chosen = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        ids = torch.randint(0, ROWS, (20,), generator=chosen)
+        emb(ids).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(storage: str, folder: Path, **options: Any) -> tuple[HostEmbedding, torch.optim.Optimizer]:
+    emb = embedding(storage, folder, **options)
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    train(emb, optimizer)
+    return emb, optimizer
+
+
+def everything(table: Table) -> dict[str, torch.Tensor]:
+    """All fields, as bytes so that equal means bitwise."""
+    _ = table.store.tier
+    fields = {
+        field.name: table.store.read_field(field.name, 0, table.num_embeddings)
+        for field in table.store.record.fields
+    }
+    return {name: values.view(torch.uint8) for name, values in fields.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Keeper:
+    """An optimizer as far as tables know it."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def set_table_scalars(self, table: Table, scalars: dict[str, float]) -> None:
+        self.scalars = dict(scalars)
+
+
+# ---- there and back
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("to", STORAGES)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_round_trip(storage: str, to: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    emb, _ = trained(storage, tmp_path, dtype=dtype, padding_idx=3, init=("uniform", -1, 1), seed=7)
+    emb.table.save(tmp_path / "t.safetensors")
+    new = load_table(
+        tmp_path / "t.safetensors", storage=to, to=tmp_path / "new.bed" if to == "disk" else None
+    )
+    assert same(everything(new), everything(emb.table))
+    assert new.scalars() == emb.table.scalars() == {"step": 3.0}
+    assert new.storage_kind == to
+    assert new.store.config.describe() == emb.table.store.config.describe()
+    assert not new.store.claimed
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_going_on_after_load_table_is_as_going_on_without(storage: str, tmp_path: Path) -> None:
+    emb, optimizer = trained("host", tmp_path)
+    emb.table.save(tmp_path / "t.safetensors")
+    to = tmp_path / "new.bed" if storage == "disk" else None
+    new = HostEmbedding.from_table(load_table(tmp_path / "t.safetensors", storage=storage, to=to))
+    other = flatbed.optim.Adam(new, lr=0.1)
+    train(emb, optimizer, seed=1)
+    train(new, other, seed=1)
+    assert same(everything(new.table), everything(emb.table))
+    assert new.table.scalars() == {"step": 6.0}
+
+
+@pytest.mark.parametrize("owned", [True, False], ids=["owned", "unowned"])
+@pytest.mark.parametrize("laid_out", [True, False], ids=["laid out", "new"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_load_into_a_table(storage: str, laid_out: bool, owned: bool, tmp_path: Path) -> None:
+    emb, optimizer = trained("host", tmp_path)
+    emb.table.save(tmp_path / "t.safetensors")
+    other = embedding(storage, tmp_path, seed=9)
+    if laid_out:
+        other(torch.tensor([0]))
+    made = flatbed.optim.Adam(other, lr=0.1) if owned else None
+    if made is not None and laid_out:
+        train(other, made, seed=5)
+    other.table.load(tmp_path / "t.safetensors")
+    assert same(everything(other.table), everything(emb.table))
+    assert other.table.scalars() == {"step": 3.0}
+    made = made or flatbed.optim.Adam(other, lr=0.1)
+    train(emb, optimizer, seed=1)
+    train(other, made, seed=1)
+    assert same(everything(other.table), everything(emb.table))
+
+
+def test_loading_a_disk_table_is_durable_and_keeps_it_open(tmp_path: Path) -> None:
+    emb, _ = trained("host", tmp_path)
+    emb.table.save(tmp_path / "t.safetensors")
+    other = embedding("disk", tmp_path)
+    other.table.load(tmp_path / "t.safetensors")
+    other.table.close()
+    assert same(everything(open_table(tmp_path / "t.bed")), everything(emb.table))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_dtypes_are_converted(storage: str, tmp_path: Path) -> None:
+    emb, _ = trained("host", tmp_path, dtype=torch.float64)
+    emb.table.save(tmp_path / "t.safetensors")
+    other = embedding(storage, tmp_path, dtype=torch.bfloat16)
+    other.table.load(tmp_path / "t.safetensors")
+    found = other.table.store.read_field("weight", 0, ROWS)
+    assert torch.equal(found, emb.weight.to(torch.bfloat16))
+    assert other.table.store.record["exp_avg"].dtype == emb.table.store.record["exp_avg"].dtype
+
+
+def test_a_table_that_was_never_used(tmp_path: Path) -> None:
+    HostEmbedding(ROWS, DIM, seed=3).table.save(tmp_path / "t.safetensors")
+    found = safetensors.torch.load_file(tmp_path / "t.safetensors")
+    assert torch.equal(found["weight"], HostEmbedding(ROWS, DIM, seed=3).weight)
+    assert load_table(tmp_path / "t.safetensors").store.claimed
+
+
+def test_scalars_are_kept_exactly_and_do_not_clash(tmp_path: Path) -> None:
+    emb = embedding("host", tmp_path)
+    keeper = Keeper()
+    numbers = {"step": 16777217.0, "product": 0.1, "huge": 1e300, "zero": 0.0, "most": float("inf")}
+    emb.table.numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+    emb.table.attach(keeper, [Field("step", torch.float32, 1, 2.0), Field("exp_avg", torch.float32, DIM)])
+    emb.table.save(tmp_path / "t.safetensors")
+    raw = safetensors.torch.load_file(tmp_path / "t.safetensors")
+    assert raw["step"].shape == (ROWS, 1)
+    assert raw["scalar.step"].shape == ()
+    assert raw["zero"].dtype == torch.float32
+    assert raw["product"].dtype == torch.float64
+    new = load_table(tmp_path / "t.safetensors")
+    assert new.scalars() == numbers
+    assert new.store.record == emb.table.store.record  # first values, too
+
+
+def test_growing_goes_on_from_the_same_seed(tmp_path: Path) -> None:
+    emb = embedding("host", tmp_path, seed=5, init=("uniform", -2, 2))
+    emb.table.save(tmp_path / "t.safetensors")
+    new = load_table(tmp_path / "t.safetensors")
+    for table in (emb.table, new):
+        table.resize(2 * ROWS)
+    assert same(everything(new), everything(emb.table))
+
+
+# ---- without flatbed
+
+
+def test_plain_torch_reads_it(tmp_path: Path) -> None:
+    emb, _ = trained("host", tmp_path, dtype=torch.bfloat16)
+    emb.table.save(tmp_path / "t.safetensors")
+    program = f"""
+import sys, torch, safetensors.torch
+found = safetensors.torch.load_file({str(tmp_path / "t.safetensors")!r})
+emb = torch.nn.Embedding({ROWS}, {DIM}, dtype=torch.bfloat16)
+emb.load_state_dict({{"weight": found["weight"]}})
+assert "flatbed" not in sys.modules
+assert found["step"].item() == 3 and found["exp_avg"].shape == ({ROWS}, {DIM})
+print(emb.weight.double().sum().item())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == emb.weight.double().sum().item()
+
+
+def test_the_file_is_as_the_library_would_write_it(tmp_path: Path) -> None:
+    emb, _ = trained("host", tmp_path, dtype=torch.float16)
+    emb.table.save(tmp_path / "t.safetensors")
+    raw = (tmp_path / "t.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    assert length % 8 == 0
+    assert header.pop("__metadata__")["format"] == "flatbed-table"
+    at = 0
+    for entry in sorted(header.values(), key=lambda e: e["data_offsets"]):
+        size = {"F16": 2, "F32": 4}[entry["dtype"]]
+        assert entry["data_offsets"][0] == at
+        assert (8 + length + at) % size == 0
+        at = entry["data_offsets"][1]
+    assert at == len(raw) - 8 - length
+    safetensors.torch.save_file(safetensors.torch.load_file(tmp_path / "t.safetensors"), tmp_path / "again")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_file_of_torch_has_weights_only(storage: str, tmp_path: Path) -> None:
+    plain = nn.Embedding(ROWS, DIM)
+    safetensors.torch.save_file(dict(plain.state_dict()), tmp_path / "plain.safetensors")
+    emb, optimizer = trained(storage, tmp_path)
+    before = everything(emb.table)
+    emb.table.load(tmp_path / "plain.safetensors")
+    after = everything(emb.table)
+    assert torch.equal(after["weight"], plain.weight.detach().view(torch.uint8))
+    assert torch.equal(after["exp_avg"], before["exp_avg"])
+    assert emb.table.scalars() == {"step": 3.0}
+    train(emb, optimizer)
+    assert torch.equal(load_table(tmp_path / "plain.safetensors").weight, plain.weight)
+
+
+# ---- files that do not fit
+
+
+def damaged(kind: str, good: bytes) -> bytes:
+    length = int.from_bytes(good[:8], "little")
+    header = json.loads(good[8 : 8 + length])
+    if kind == "empty":
+        return b""
+    if kind == "cut":
+        return good[:-1]
+    if kind == "cut header":
+        return good[: length // 2]
+    if kind == "noise":
+        return np.random.default_rng(0).bytes(5000)
+    about = header["__metadata__"]
+    if kind == "version":
+        about["version"] = "2"
+    elif kind == "fields":
+        about["fields"] = about["fields"].replace("float32", "float64")
+    elif kind == "rows":
+        about["table"] = about["table"].replace(f'"num_embeddings": {ROWS}', '"num_embeddings": 49')
+    elif kind == "no fields":
+        del about["fields"]
+    elif kind == "init":
+        about["table"] = about["table"].replace('"kind": "normal"', '"kind": "strange"')
+    elif kind == "scalars":
+        about["scalars"] = '{"step": "nowhere"}'
+    elif kind == "json":
+        about["table"] = "{"
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + good[8 + length :]
+
+
+KINDS = (
+    *("empty", "cut", "cut header", "noise", "version", "fields", "rows", "no fields", "init"),
+    *("scalars", "json"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files(kind: str, tmp_path: Path) -> None:
+    emb, _ = trained("host", tmp_path)
+    path = tmp_path / "t.safetensors"
+    emb.table.save(path)
+    path.write_bytes(damaged(kind, path.read_bytes()))
+    before, scalars = everything(emb.table), emb.table.scalars()
+    with pytest.raises(FlatbedError, match=r"t\.safetensors"):
+        emb.table.load(path)
+    with pytest.raises(FlatbedError, match=r"t\.safetensors"):
+        load_table(path)
+    assert same(everything(emb.table), before)
+    assert emb.table.scalars() == scalars
+
+
+def test_any_changed_byte_of_the_header_is_an_error_or_harmless(tmp_path: Path) -> None:
+    emb, _ = trained("host", tmp_path)
+    path = tmp_path / "t.safetensors"
+    emb.table.save(path)
+    good = path.read_bytes()
+    length = 8 + int.from_bytes(good[:8], "little")
+    rng = np.random.default_rng(0)
+    weight, n_errors = emb.read_rows(range(ROWS)), 0
+    for at in rng.choice(length, 150, replace=False):
+        changed = bytearray(good)
+        changed[at] ^= int(rng.integers(1, 256))
+        path.write_bytes(changed)
+        try:
+            table = load_table(path)
+        except FlatbedError:
+            n_errors += 1
+        else:
+            assert torch.equal(table.read_rows(range(ROWS)), weight)
+    assert n_errors > 0
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"bias": torch.zeros(3)}, "bias"),
+        ({"weight": torch.zeros(ROWS, DIM), "bias": torch.zeros(3)}, "bias"),
+        ({"weight": torch.zeros(ROWS)}, "rows, dim"),
+        ({"weight": torch.zeros(ROWS, DIM, dtype=torch.int64)}, "int64"),
+        ({"weight": torch.zeros(0, DIM)}, "at least one row"),
+        ({"weight": torch.zeros(ROWS + 1, DIM)}, "51 × 5.*50 × 5"),
+        ({"weight": torch.zeros(ROWS, DIM + 1)}, "50 × 6.*50 × 5"),
+    ],
+)
+def test_foreign_files(tensors: dict[str, torch.Tensor], words: str, tmp_path: Path) -> None:
+    safetensors.torch.save_file(tensors, tmp_path / "other.safetensors")
+    emb = embedding("host", tmp_path)
+    before = everything(emb.table)
+    with pytest.raises(FlatbedError, match=words):
+        emb.table.load(tmp_path / "other.safetensors")
+    assert same(everything(emb.table), before)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(FlatbedError, match="there is no"):
+        load_table(tmp_path / "nothing")
+    with pytest.raises(FlatbedError, match="there is no"):
+        load_table(tmp_path)
+    with pytest.raises(FlatbedError, match="no table at"):
+        open_table(tmp_path / "nothing")
+    with pytest.raises(FlatbedError, match="no folder"):
+        embedding("host", tmp_path).table.save(tmp_path / "nowhere" / "t.safetensors")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_state_of_another_optimizer(storage: str, tmp_path: Path) -> None:
+    emb, _ = trained("host", tmp_path)
+    emb.table.save(tmp_path / "t.safetensors")
+    other = embedding(storage, tmp_path)
+    optimizer = flatbed.optim.SGD(other, lr=0.1, momentum=0.9)
+    train(other, optimizer)
+    before = everything(other.table)
+    with pytest.raises(FlatbedError, match=r"exp_avg.*SGD keeps momentum_buffer"):
+        other.table.load(tmp_path / "t.safetensors")
+    assert same(everything(other.table), before)
+    with pytest.raises(FlatbedError, match="drop_state"):
+        flatbed.optim.SGD([load_table(tmp_path / "t.safetensors")], lr=0.1, momentum=0.9)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    embedding("host", tmp_path).table.save(tmp_path / "t.safetensors")
+    with pytest.raises(ValueError, match="to"):
+        load_table(tmp_path / "t.safetensors", storage="disk")
+    with pytest.raises(ValueError, match="to"):
+        load_table(tmp_path / "t.safetensors", to=tmp_path / "x")
+    with pytest.raises(ValueError, match="storage"):
+        load_table(tmp_path / "t.safetensors", storage="tape")
+
+
+def test_a_disk_file_is_not_overwritten(tmp_path: Path) -> None:
+    emb = embedding("host", tmp_path)
+    emb.table.save(tmp_path / "t.safetensors")
+    (tmp_path / "x.bed").write_bytes(b"precious")
+    with pytest.raises(FlatbedError, match="exists"):
+        load_table(tmp_path / "t.safetensors", storage="disk", to=tmp_path / "x.bed")
+    assert (tmp_path / "x.bed").read_bytes() == b"precious"
+
+
+def test_open_table_finds_everything_in_the_file(tmp_path: Path) -> None:
+    emb, optimizer = trained("disk", tmp_path, dtype=torch.bfloat16, padding_idx=2, seed=4)
+    emb.table.checkpoint()
+    expected, config = everything(emb.table), emb.table.store.config
+    emb.table.close()
+    found = open_table(tmp_path / "t.bed")
+    assert same(everything(found), expected)
+    assert found.store.config == config
+    assert found.scalars() == {"step": 3.0}
+    del optimizer
+
+
+# ---- what goes wrong while writing
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("operation", ["open", "pwrite", "fsync", "replace"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_failures_leave_the_old_file(
+    operation: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emb, optimizer = trained("host", tmp_path)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    emb.table.save(folder / "t.safetensors")
+    before = files(folder)
+    train(emb, optimizer)
+    real, countdown = getattr(os, operation), [2 if operation == "pwrite" else 0]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if countdown[0] == 0:
+            raise OSError(number, os.strerror(number))
+        countdown[0] -= 1
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tensor_file.os, operation, failing)
+        with pytest.raises(FlatbedError, match=r"t\.safetensors") as caught:
+            emb.table.save(folder / "t.safetensors")
+    if number != errno.EIO:
+        assert "bytes free" in str(caught.value)
+    assert files(folder) == before
+    emb.table.save(folder / "t.safetensors")
+    assert files(folder) != before
+
+
+def test_space_is_looked_for_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emb, _ = trained("host", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(1000))
+    with pytest.raises(FlatbedError, match=r"needs \d,\d+ bytes, and its disk has 1,000 bytes free"):
+        emb.table.save(tmp_path / "t.safetensors")
+    assert not list(tmp_path.glob("*t.safetensors*"))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A real limit: files of at most 20 kB."""
+    program = f"""
+import resource, signal
+from flatbed.tables.embedding import HostEmbedding
+from flatbed.errors import FlatbedError
+emb = HostEmbedding(10000, 4)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+try:
+    emb.table.save({str(tmp_path / "t.safetensors")!r})
+except FlatbedError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "needs 160," in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_drafts_of_killed_processes_are_removed_and_others_are_not(tmp_path: Path) -> None:
+    emb = embedding("host", tmp_path)
+    (tmp_path / ".t.safetensors.0123abcd.part").write_bytes(b"left behind")
+    with tensor_file.replacing(tmp_path / "t.safetensors", 3) as descriptor:
+        os.pwrite(descriptor, b"old", 0)
+        emb.table.save(tmp_path / "t.safetensors")
+        assert len(list(tmp_path.glob(".t.safetensors.*"))) == 1
+    assert sorted(files(tmp_path)) == ["t.safetensors"]
+    assert files(tmp_path)["t.safetensors"] == b"old"
+
+
+def test_a_failing_load_table_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emb = embedding("host", tmp_path)
+    emb.table.save(tmp_path / "t.safetensors")
+
+    def failing(*_: Any) -> Any:
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(saving, "_filler", lambda *_: failing)
+    with pytest.raises(OSError, match="input/output"):
+        load_table(tmp_path / "t.safetensors", storage="disk", to=tmp_path / "x.bed")
+    assert sorted(files(tmp_path)) == ["t.safetensors"]
+
+
+MEMORY = """
+import sys, torch
+from pathlib import Path
+from flatbed.tables.storage import table_storage as store
+from flatbed.tables.embedding import HostEmbedding
+from flatbed.tables.saving import load_table, open_table
+
+store.CHUNK_BYTES = 4 << 20
+folder, doing = Path(sys.argv[1]), sys.argv[2]
+
+def anonymous():
+    lines = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(lines["RssAnon"].split()[0]) * 1024
+
+peak = [0]
+def watch(*_):
+    peak[0] = max(peak[0], anonymous())
+
+from flatbed.tables import tensor_file
+real = tensor_file.write_at
+tensor_file.write_at = lambda *a: (real(*a), watch())[0]
+if doing == "make":
+    emb = HostEmbedding(600_000, 128, storage="disk", path=folder / "t.bed", init=1.5)  # 307 MB
+    emb(torch.tensor([0]))
+elif doing == "save":
+    table = open_table(folder / "t.bed")
+    before = anonymous()
+    table.save(folder / "t.safetensors")
+    print(peak[0] - before)
+else:
+    from flatbed.tables.storage.disk import copy_pool as disk_rows
+    before = anonymous()
+    fill = torch.Tensor.copy_
+    torch.Tensor.copy_ = lambda *a: (fill(*a), watch())[0]
+    load_table(folder / "t.safetensors", storage="disk", to=folder / "new.bed")
+    print(peak[0] - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_stays_small(tmp_path: Path) -> None:
+    """A table of 307 MB, in blocks of 4 MB (32 MB for new files on disk)."""
+    for doing, limit in (("make", None), ("save", 40 << 20), ("load", 100 << 20)):
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, str(tmp_path), doing], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        if limit is not None:
+            assert 0 < int(done.stdout) < limit, (doing, done.stdout)

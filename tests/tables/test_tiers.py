@@ -1,0 +1,185 @@
+"""One contract for all tiers: records go in and come out, wherever they live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatbed.errors import FlatbedError
+from flatbed.tables.record import Field, Record
+from flatbed.tables.storage.base import Tier
+from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.memory import device_tier, host_tier
+
+N_ROWS = 37
+RECORDS = {
+    "small": Record((Field("weight", torch.bfloat16, 3),)),
+    "weight": Record((Field("weight", torch.float32, 5),)),
+    "adam": Record(
+        (
+            Field("weight", torch.float16, 40),
+            Field("exp_avg", torch.float32, 40),
+            Field("exp_avg_sq", torch.float32, 40),
+            Field("step", torch.float32, 1),
+        )
+    ),
+}
+
+
+def first_records(record: Record, n_rows: int = N_ROWS) -> Tensor:
+    generator = torch.Generator().manual_seed(n_rows)
+    return torch.randint(256, (n_rows, record.nbytes), dtype=torch.uint8, generator=generator)
+
+
+def device(record: Record, folder: Path, on: str = "cpu") -> Tier:
+    tier = device_tier(record, N_ROWS, torch.device(on))
+    tier.write_(0, first_records(record))
+    return tier
+
+
+def host(record: Record, folder: Path, on: str = "cpu") -> Tier:
+    tier = host_tier(record, N_ROWS, torch.device(on))
+    tier.write_(0, first_records(record))
+    return tier
+
+
+def disk(record: Record, folder: Path) -> Tier:
+    def fill(start: int, stop: int, records: Tensor) -> None:
+        records.copy_(first_records(record)[start:stop])
+
+    return DiskTier.create(folder / "table", record, N_ROWS, fill=fill)
+
+
+def device_on_gpu(record: Record, folder: Path) -> Tier:
+    return device(record, folder, f"cuda:{torch.cuda.current_device()}")
+
+
+def host_for_gpu(record: Record, folder: Path) -> Tier:
+    return host(record, folder, f"cuda:{torch.cuda.current_device()}")
+
+
+MAKERS = [
+    device,
+    host,
+    disk,
+    pytest.param(device_on_gpu, marks=pytest.mark.gpu),
+    pytest.param(host_for_gpu, marks=pytest.mark.gpu),
+]
+Make = Callable[[Record, Path], Any]
+
+
+@pytest.fixture(params=RECORDS.values(), ids=list(RECORDS))
+def record(request: pytest.FixtureRequest) -> Record:
+    return request.param
+
+
+@pytest.fixture(params=MAKERS)
+def make(request: pytest.FixtureRequest) -> Make:
+    return request.param
+
+
+@pytest.fixture
+def tier(make: Make, record: Record, tmp_path: Path) -> Any:
+    made = make(record, tmp_path)
+    yield made
+    made.close()
+
+
+def ids(tier: Tier, *rows: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=tier.device)
+
+
+def test_what_it_says_of_itself(tier: Tier, record: Record) -> None:
+    assert tier.record == record
+    assert tier.n_rows == N_ROWS
+    if tier.memory is not None:
+        assert tier.memory.shape == (N_ROWS, record.nbytes)
+        assert tier.memory.dtype == torch.uint8
+        assert torch.equal(tier.memory.cpu(), first_records(record))
+        assert tier.memory.data_ptr() % 16 == 0
+
+
+def test_gather(tier: Tier, record: Record) -> None:
+    expected = first_records(record)
+    for rows in ([], [0], [N_ROWS - 1, 0, 5, 5, 5], list(range(N_ROWS))):
+        found = tier.gather(ids(tier, *rows))
+        assert found.device == tier.device
+        assert found.dtype == torch.uint8
+        assert torch.equal(found.cpu(), expected[rows])
+        beginning = tier.gather(ids(tier, *rows), record.weight.nbytes)
+        assert torch.equal(beginning.cpu(), expected[rows][:, : record.weight.nbytes])
+
+
+def test_scatter(tier: Tier, record: Record) -> None:
+    expected = first_records(record)
+    for n, rows in enumerate(([], [7], [N_ROWS - 1, 3, 0], list(range(N_ROWS))[::-1], [4, 7])):
+        given = torch.full((len(rows), record.nbytes), 10 + n, dtype=torch.uint8)
+        tier.scatter_(ids(tier, *rows), given.to(tier.device))
+        expected[rows] = given
+        assert torch.equal(tier.read(0, N_ROWS).cpu(), expected)
+        assert torch.equal(tier.gather(ids(tier, *range(N_ROWS))).cpu(), expected)
+
+
+def test_read_and_write(tier: Tier, record: Record) -> None:
+    expected = first_records(record)
+    for start, stop in ((0, 0), (0, 1), (5, 20), (N_ROWS - 1, N_ROWS), (0, N_ROWS), (N_ROWS, N_ROWS)):
+        assert torch.equal(tier.read(start, stop).cpu(), expected[start:stop])
+        given = expected[start:stop] ^ 255
+        tier.write_(start, given)
+        expected[start:stop] = given
+        assert torch.equal(tier.read(0, N_ROWS).cpu(), expected)
+        assert torch.equal(tier.gather(ids(tier, *range(N_ROWS))).cpu(), expected)
+
+
+def test_what_is_handed_out_is_a_copy(tier: Tier, record: Record) -> None:
+    for found in (tier.gather(ids(tier, 1, 2)), tier.read(1, 3)):
+        found.zero_()
+    assert torch.equal(tier.read(0, N_ROWS).cpu(), first_records(record))
+
+
+def test_what_was_given_may_change(tier: Tier, record: Record) -> None:
+    given = torch.full((2, record.nbytes), 3, dtype=torch.uint8, device=tier.device)
+    tier.scatter_(ids(tier, 1, 2), given)
+    tier.write_(4, given)
+    given.zero_()
+    assert (tier.gather(ids(tier, 1, 2, 4, 5)) == 3).all()
+
+
+def test_fields(tier: Tier, record: Record) -> None:
+    """Views of records write through to what is put back."""
+    records = tier.gather(ids(tier, 3, 9))
+    for field in record.fields:
+        record.view(records, field.name).fill_(1.5)
+    tier.scatter_(ids(tier, 3, 9), records)
+    for field in record.fields:
+        found = record.view(tier.gather(ids(tier, 9, 3)), field.name)
+        assert found.dtype == field.dtype
+        assert found.shape == (2, field.count)
+        assert (found == 1.5).all()
+
+
+def test_flush(tier: Tier, record: Record) -> None:
+    tier.write_(0, torch.zeros((1, record.nbytes), dtype=torch.uint8))
+    tier.flush()
+    assert not tier.read(0, 1).any()
+
+
+def test_after_close(make: Make, record: Record, tmp_path: Path) -> None:
+    tier = make(record, tmp_path)
+    rows, records = ids(tier, 1), torch.zeros((1, record.nbytes), dtype=torch.uint8, device=tier.device)
+    tier.close()
+    tier.close()
+    uses: list[Callable[[], Any]] = [
+        lambda: tier.gather(rows),
+        lambda: tier.scatter_(rows, records),
+        lambda: tier.read(0, 1),
+        lambda: tier.write_(0, records),
+    ]
+    for use in uses:
+        with pytest.raises(FlatbedError, match="closed"):
+            use()

@@ -1,0 +1,51 @@
+"""Training on disk that is killed at any moment goes on from its last checkpoint, as if never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def killed(folder: Path, n_kills: int, *, cache_rows: int) -> dict[str, int]:
+    """What was seen in so many kills; with a cache, batches come from a prefetcher."""
+    given = [str(folder), str(n_kills), "0", str(cache_rows)]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tests.tables.crash_training", *given],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen: dict[str, int] = json.loads(done.stdout)
+    assert seen["kills"] == n_kills
+    return seen
+
+
+def test_two_hundred_kills_while_training(tmp_path: Path) -> None:
+    seen = killed(tmp_path, 200, cache_rows=0)
+    assert seen["between checkpoints"] >= 50
+    assert seen["steps lost between checkpoints"] >= 30
+    assert seen["during a checkpoint"] >= 25
+    assert seen["checkpoints dropped"] >= 5
+    assert seen["checkpoints completed by recovery"] >= 5
+    assert seen["while opening"] >= 5
+    assert seen["gone on"] >= 80
+    assert seen["checkpoints completed"] >= 200
+
+
+def test_kills_while_training_with_a_cache_and_a_prefetcher(tmp_path: Path) -> None:
+    seen = killed(tmp_path, 120, cache_rows=150)
+    assert seen["rows that left the cache"] >= 500
+    assert seen["between checkpoints"] >= 30
+    assert seen["steps lost between checkpoints"] >= 18
+    assert seen["during a checkpoint"] >= 3
+    assert seen["while opening"] >= 3
+    assert seen["gone on"] >= 48
+    assert seen["checkpoints completed"] >= 120
