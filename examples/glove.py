@@ -37,8 +37,8 @@ class Glove(nn.Module):
     def __init__(self, n_words: int) -> None:
         super().__init__()
         small = ("uniform", -0.5 / DIM, 0.5 / DIM)
-        self.words = flatbed.HostEmbedding(n_words, DIM + 1, init=small, seed=1)
-        self.contexts = flatbed.HostEmbedding(n_words, DIM + 1, init=small, seed=2)
+        self.words = flatbed.Embedding(n_words, DIM + 1, init=small, seed=1)
+        self.contexts = flatbed.Embedding(n_words, DIM + 1, init=small, seed=2)
 
     def forward(self, words: Tensor, contexts: Tensor, counts: Tensor) -> Tensor:
         word, context = self.words(words), self.contexts(contexts)

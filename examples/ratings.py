@@ -63,8 +63,8 @@ class Factors(nn.Module):
 
     def __init__(self, n_users: int, n_items: int, dim: int, mean: float) -> None:
         super().__init__()
-        self.users = flatbed.HostEmbedding(n_users, dim + 1, init=("normal", 0.0, 0.2))
-        self.items = flatbed.HostEmbedding(n_items, dim + 1, init=("normal", 0.0, 0.2))
+        self.users = flatbed.Embedding(n_users, dim + 1, init=("normal", 0.0, 0.2))
+        self.items = flatbed.Embedding(n_items, dim + 1, init=("normal", 0.0, 0.2))
         self.mean = mean
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:

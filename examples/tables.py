@@ -21,8 +21,8 @@ class Factors(nn.Module):
     def __init__(self, folder: Path, n_users: int, n_items: int) -> None:
         super().__init__()
         small = ("normal", 0.0, 0.3)
-        self.users = flatbed.HostEmbedding(n_users, 16, storage="disk", path=folder / "users.bed", init=small)
-        self.items = flatbed.HostEmbedding(n_items, 16, init=small)  # in host memory
+        self.users = flatbed.Embedding(n_users, 16, storage="disk", path=folder / "users.bed", init=small)
+        self.items = flatbed.Embedding(n_items, 16, init=small)  # in host memory
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:

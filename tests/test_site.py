@@ -166,7 +166,7 @@ def test_what_a_step_costs_is_stored() -> None:
 def test_sizes_of_records_are_true(label: str, name: str, options: dict[str, Any]) -> None:
     (found,) = [row for row in cells(r" B, [\d.]+ GB") if row[0] == label]
     for cell, dtype in zip(found[2:], (torch.float32, torch.bfloat16), strict=True):
-        emb = flatbed.HostEmbedding(65_104_166, 128, dtype=dtype)  # nothing is allocated
+        emb = flatbed.Embedding(65_104_166, 128, dtype=dtype)  # nothing is allocated
         getattr(flatbed.optim, name)([emb.table], **options)
         stored = emb.table.nbytes_stored
         assert cell == f"{stored // emb.num_embeddings:,} B, {stored / 1e9:.1f} GB"

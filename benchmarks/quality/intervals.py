@@ -8,7 +8,7 @@ from math import isnan, sqrt
 from statistics import fmean, variance
 from typing import Literal
 
-Verdict = Literal["not worse", "worse", "undecided"]
+Change = Literal["not worse", "worse", "undecided"]
 CONFIDENCE = 0.95
 
 
@@ -20,7 +20,7 @@ class Difference:
     low: float
     high: float
 
-    def verdict(self, margin: float) -> Verdict:
+    def verdict(self, margin: float) -> Change:
         """Not worse: the whole interval is above −margin. Worse: all of it is below."""
         if self.low > -margin:
             return "not worse"

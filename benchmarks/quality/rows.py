@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from flatbed.bench.rows import Record, read_rows
 from flatbed.bench.sheet import Sheet, marked_down
-from quality.intervals import Verdict, welch
+from quality.intervals import Change, welch
 from quality.judge import MEASURES
 
 BENCHMARK = "word2vec-quality"
@@ -65,7 +65,7 @@ class ComparisonRow(Record):
     low: float
     high: float
     margin: float
-    verdict: Verdict
+    verdict: Change
 
 
 def compare(runs: Sequence[RunRow]) -> list[ComparisonRow]:

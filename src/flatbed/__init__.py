@@ -15,19 +15,19 @@ from flatbed.flat.parameter import FlatParameter
 from flatbed.flat.params import FlatParams, Snapshot
 from flatbed.flat.repair import Problem
 from flatbed.layout import Segment
-from flatbed.tables.embedding import HostEmbedding, HostEmbeddingBag, tables
+from flatbed.tables.embedding import Embedding, EmbeddingBag, tables
 from flatbed.tables.saving import load_table, open_table
 from flatbed.tables.table import Table
 
 __all__ = [
     "EMA",
     "ContiguousParams",
+    "Embedding",
+    "EmbeddingBag",
     "Feeder",
     "FlatParameter",
     "FlatParams",
     "FlatbedError",
-    "HostEmbedding",
-    "HostEmbeddingBag",
     "Prefetcher",
     "Problem",
     "RowReader",

@@ -33,7 +33,7 @@ from flatbed.optim import json_codec as portable
 from flatbed.optim.json_codec import Packer, unpack
 from flatbed.tables import saving
 from flatbed.tables.embedding import named_tables
-from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import as_path, read_tensors, sync_folder, write_tensors, write_text
 
@@ -117,7 +117,7 @@ def save_checkpoint(
     if ranks.many:
         _check_replicas([t for t in training.tables.values() if t not in in_place])
     token = ranks.token()
-    prepared: list[DiskTier] = []
+    prepared: list[DiskStorage] = []
     version: list[Path] = []
 
     def undo() -> None:
@@ -245,7 +245,7 @@ def _write(path: Path, training: Training, token: str, *, in_place: Sequence[Tab
     sync_folder(path.parent)
 
 
-def _prepare(table: Table, decision: Path, token: str) -> DiskTier:
+def _prepare(table: Table, decision: Path, token: str) -> DiskStorage:
     store = table.store
     tier = store.disk
     store.settle()
@@ -399,7 +399,7 @@ def _table_reader(path: Path, name: str, table: Table, *, file: Any, token: str)
             f"the rows of {name} are not in {path}, but in the table's own file: build it with "
             f'storage="disk" and that path, or save with copy_disk_tables=True'
         )
-    if not isinstance(tier, DiskTier) or token not in _tokens(tier):
+    if not isinstance(tier, DiskStorage) or token not in _tokens(tier):
         raise FlatbedError(
             f"{table.store.config.path} (table {name}) is not as it was when {path.parent} was saved: it is "
             "another file, or had a later checkpoint (table.checkpoint(), resize, or a checkpoint in another "
@@ -409,19 +409,19 @@ def _table_reader(path: Path, name: str, table: Table, *, file: Any, token: str)
     return partial(_go_back, table, tier)
 
 
-def _tokens(tier: DiskTier) -> list[Any]:
+def _tokens(tier: DiskStorage) -> list[Any]:
     """Of the file's checkpoint, and of one that was prepared and decided, but not completed."""
     states = [tier._state] if tier._sealed is None else [tier._state, tier._sealed]
     return [state.meta.get("token") for state in states]
 
 
-def _go_back(table: Table, tier: DiskTier) -> None:
+def _go_back(table: Table, tier: DiskStorage) -> None:
     """A disk table as its file has it."""
     store, owner = table.store, table.owner
     with store._laying_out:  # no thread may make a cache for what is about to go
         store.abandon_cache()
         tier.close()  # rows that changed since are dropped
-        store._tier = tier = DiskTier.open(tier.path)
+        store._tier = tier = DiskStorage.open(tier.path)
         store.version += 1
     scalars = dict(tier.meta.get("scalars", {}))
     if owner is None:

@@ -27,7 +27,7 @@ from flatbed.bench.reach_rows import (
     TORCH_FILE,
     TORCH_PINNED,
     ReachRow,
-    Tier,
+    Storage,
     file_name,
     rows_of,
     summary,
@@ -75,7 +75,7 @@ def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tables_measure.DMA_BYTES, "cpu", 1 << 16)
 
 
-def run(tier: Tier, setting: Setting = SETTING) -> tuple[list[ReachRow], list[str]]:
+def run(tier: Storage, setting: Setting = SETTING) -> tuple[list[ReachRow], list[str]]:
     lines: list[str] = []
     return list(reach.run(tier, setting, report=lines.append)), lines
 
@@ -103,7 +103,7 @@ def some_rows() -> list[ReachRow]:
         ("disk", (FLATBED, TORCH_FILE), PAGE_CACHE),
     ],
 )
-def test_every_way_of_a_tier(tier: Tier, ways: tuple[str, ...], memory: str) -> None:
+def test_every_way_of_a_tier(tier: Storage, ways: tuple[str, ...], memory: str) -> None:
     rows, _ = run(tier)
     shapes = [(128_000, 64), (128_000, 512), (128_000, 1536), (64_000, 512)]
     found = [(row.direction, row.table_bytes, row.row_bytes, row.way) for row in rows]
@@ -218,7 +218,7 @@ def test_rows_far_apart_differ() -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_rows_that_are_not_the_right_ones_are_found(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_the_right_ones_are_found(tier: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(way: Way) -> Way:
         if not way.ours:
             return way
@@ -397,7 +397,7 @@ def test_names() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", TIERS)
-def test_on_a_gpu_every_tier_is_right(tier: Tier) -> None:
+def test_on_a_gpu_every_tier_is_right(tier: Storage) -> None:
     begin = time.monotonic()
     setting = reach.make_setting(torch.device("cuda"), quick=True, samples=2)
     rows, _ = run(tier, setting)

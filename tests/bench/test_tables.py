@@ -42,8 +42,8 @@ from flatbed.bench.tables_table import tables as rich_tables
 from flatbed.bench.tables_table import to_markdown
 from flatbed.cli import app
 from flatbed.kernels import rows as ops
-from flatbed.kernels.rows import Place
-from flatbed.tables.storage.memory import MemoryTier
+from flatbed.kernels.rows import RecordLocation
+from flatbed.tables.storage.memory import MemoryStorage
 from tests.bench.samples import CPU, FLOOR_ROW, MACHINE, four_rows
 from tests.bench.table_samples import MOVE_ROW, TRAIN_ROW, moves, peers, steps
 
@@ -255,7 +255,7 @@ def test_a_peer_that_fails_is_named_and_does_not_cost_the_others(monkeypatch: py
 
 
 def test_a_gather_of_other_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(place: Place, rows: Tensor, nbytes: int) -> Tensor:
+    def shifted(place: RecordLocation, rows: Tensor, nbytes: int) -> Tensor:
         assert place.memory is not None
         return place.memory[:, :nbytes][(rows + 1) % len(place.memory)]
 
@@ -271,7 +271,7 @@ def test_a_gather_of_other_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_scatter_that_loses_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ops.scatter_
 
-    def half(place: Place, rows: Tensor, records: Tensor) -> None:
+    def half(place: RecordLocation, rows: Tensor, records: Tensor) -> None:
         whole(place, rows[::2], records[::2])
 
     monkeypatch.setattr(ops, "scatter_", half)
@@ -284,7 +284,7 @@ def test_a_scatter_that_loses_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 def test_steps_that_are_too_long_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tables_ways.RECIPES["adam"]
 
-    def hasty(module: flatbed.HostEmbedding, lr: float) -> torch.optim.Optimizer:
+    def hasty(module: flatbed.Embedding, lr: float) -> torch.optim.Optimizer:
         return flatbed.optim.Adam(module, lr=1.02 * lr)
 
     monkeypatch.setitem(tables_ways.RECIPES, "adam", replace(recipe, flatbed_class=hasty))
@@ -302,7 +302,7 @@ def test_lost_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         step(self, ids, target)
         store = self._emb.table.store
         store.settle(changing=True)
-        assert isinstance(store.tier, MemoryTier)
+        assert isinstance(store.tier, MemoryStorage)
         assert store.tier.memory is not None
         for name in self._emb.table.state_names:
             store.record.view(store.tier.memory, name).zero_()

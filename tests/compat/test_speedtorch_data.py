@@ -108,7 +108,7 @@ def test_collections_on_disk(tmp_path: Path) -> None:
     rows.close()
     second.close()
     # what was trained can go on as a table
-    emb = flatbed.HostEmbedding(N, DIM, storage="disk", path=tmp_path / "variable0.bed")
+    emb = flatbed.Embedding(N, DIM, storage="disk", path=tmp_path / "variable0.bed")
     assert np.array_equal(emb.read_rows(range(N)).numpy(), expected)
     emb.table.close()
 

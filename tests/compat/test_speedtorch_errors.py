@@ -43,7 +43,7 @@ def test_optimizers_that_cannot_be_switched(kind: Any) -> None:
 
 def test_optimizers_of_flatbed_have_tables() -> None:
     model = Model()
-    with pytest.raises(FlatbedError, match=r"Adam of flatbed.optim .*HostEmbedding"):
+    with pytest.raises(FlatbedError, match=r"Adam of flatbed.optim .*Embedding"):
         SpeedTorch.OptimizerFactory(flatbed.optim.Adam(model.parameters()), N, DIM, model, "u_embeddings")
 
 

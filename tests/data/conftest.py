@@ -21,8 +21,8 @@ def nothing_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def emb() -> flatbed.HostEmbedding:
-    return flatbed.HostEmbedding(ROWS, 4)
+def emb() -> flatbed.Embedding:
+    return flatbed.Embedding(ROWS, 4)
 
 
 @pytest.fixture(params=[False, True], ids=["one thread", "two threads"])

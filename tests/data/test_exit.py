@@ -17,7 +17,7 @@ import itertools, sys, time, torch, flatbed
 from flatbed.data import Prefetcher
 from torch.utils.data import DataLoader
 
-emb = flatbed.HostEmbedding(100, 4, OPTIONS)
+emb = flatbed.Embedding(100, 4, OPTIONS)
 ids = {emb: lambda batch: batch}
 """
 ENDS = {

@@ -50,7 +50,7 @@ def note(prefetcher: Prefetcher, seen: list[int]) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 7])
-def test_every_batch_in_order(emb: flatbed.HostEmbedding, aheads: list[FakeAhead], depth: int) -> None:
+def test_every_batch_in_order(emb: flatbed.Embedding, aheads: list[FakeAhead], depth: int) -> None:
     given = batches(10)
     found = list(Prefetcher(given, {emb: items}, depth=depth))
     assert len(found) == 10
@@ -63,7 +63,7 @@ def test_every_batch_in_order(emb: flatbed.HostEmbedding, aheads: list[FakeAhead
     assert {staged.thread for staged in ahead.staged} == {"flatbed-prefetch"}
 
 
-def test_calls_around_a_step(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_calls_around_a_step(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     """When the loop has batch k, those up to k + depth - 1 are admitted, and k - 1 is finished."""
     depth = 3
     for k, _ in enumerate(prefetched := iter(Prefetcher(batches(10), {emb: items}, depth=depth))):
@@ -81,9 +81,7 @@ def test_calls_around_a_step(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]
         )
 
 
-def test_refused_rows_are_asked_for_again_in_front(
-    emb: flatbed.HostEmbedding, aheads: list[FakeAhead]
-) -> None:
+def test_refused_rows_are_asked_for_again_in_front(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     prefetched = iter(Prefetcher(batches(6), {emb: items}, depth=2))
     aheads[0].room = lambda staged, front: front and staged.ids[0][0] != 3
     wait_for_next(prefetched)
@@ -102,9 +100,9 @@ def test_refused_rows_are_asked_for_again_in_front(
     )
 
 
-def test_several_tables_and_lookups(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
-    bag = flatbed.HostEmbeddingBag(ROWS, 2, device="cpu")
-    again = flatbed.HostEmbedding.from_table(emb.table)
+def test_several_tables_and_lookups(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
+    bag = flatbed.EmbeddingBag(ROWS, 2, device="cpu")
+    again = flatbed.Embedding.from_table(emb.table)
     given = [{"items": np.array([i, 1], np.uint8), "more": [[i], [2]]} for i in range(4)]
     asked = {
         emb: lambda b: b["items"],
@@ -121,17 +119,17 @@ def test_several_tables_and_lookups(emb: flatbed.HostEmbedding, aheads: list[Fak
 @pytest.mark.parametrize(
     "ids", [[3, 4], (3, 4), np.array([3, 4], np.int16), torch.tensor([3, 4], dtype=torch.int32), range(3, 5)]
 )
-def test_kinds_of_ids(emb: flatbed.HostEmbedding, aheads: list[FakeAhead], ids: Any) -> None:
+def test_kinds_of_ids(emb: flatbed.Embedding, aheads: list[FakeAhead], ids: Any) -> None:
     list(Prefetcher([1], {emb: lambda _: ids}))
     assert aheads[0].staged[0].ids == [[3, 4]]
 
 
-def test_no_ids_at_all(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_no_ids_at_all(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     list(Prefetcher([1], {emb: lambda _: []}))
     assert aheads[0].staged[0].ids == [[]]
 
 
-def test_each_iteration_begins_anew(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_each_iteration_begins_anew(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     prefetcher = Prefetcher(batches(5), {emb: items})
     for _ in range(2):
         assert [first(b) for b in prefetcher] == list(range(5))
@@ -143,7 +141,7 @@ def test_each_iteration_begins_anew(emb: flatbed.HostEmbedding, aheads: list[Fak
     assert len(aheads) == 4
 
 
-def test_length(emb: flatbed.HostEmbedding) -> None:
+def test_length(emb: flatbed.Embedding) -> None:
     assert len(Prefetcher(batches(5), {emb: items})) == 5
     with pytest.raises(TypeError, match="len"):
         len(Prefetcher(iter([]), {emb: items}))
@@ -155,7 +153,7 @@ def test_without_tables() -> None:
     assert [b.tolist() for b in found] == [[0, 1, 2], [0, 1, 2, 3]]
 
 
-def test_anything_to_iterate_over(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_anything_to_iterate_over(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     class Old:
         def __getitem__(self, i: int) -> Any:
             return batches(3)[i]
@@ -164,7 +162,7 @@ def test_anything_to_iterate_over(emb: flatbed.HostEmbedding, aheads: list[FakeA
     assert [first(b) for b in Prefetcher((b for b in batches(3)), {emb: items})] == [0, 1, 2]
 
 
-def test_random_order_is_that_of_the_loader(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_random_order_is_that_of_the_loader(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     """Whether the training draws random numbers in between or not."""
 
     def order(with_prefetcher: bool, num_workers: int) -> list[Any]:
@@ -183,9 +181,9 @@ def test_random_order_is_that_of_the_loader(emb: flatbed.HostEmbedding, aheads: 
 # ---- refusals
 
 
-def test_mistakes_are_named(emb: flatbed.HostEmbedding) -> None:
+def test_mistakes_are_named(emb: flatbed.Embedding) -> None:
     given: Any
-    for given, found in ((emb, "HostEmbedding"), (None, "NoneType"), (items, "function")):
+    for given, found in ((emb, "Embedding"), (None, "NoneType"), (items, "function")):
         with pytest.raises(TypeError, match=f"lambda batch.*found {found}"):
             Prefetcher([], given)
     for given, found in (
@@ -211,8 +209,8 @@ def test_mistakes_are_named(emb: flatbed.HostEmbedding) -> None:
         Prefetcher([], {}, device="meta")
 
 
-def test_devices_must_agree(emb: flatbed.HostEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = flatbed.HostEmbedding(7, 4)
+def test_devices_must_agree(emb: flatbed.Embedding, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = flatbed.Embedding(7, 4)
     prefetcher = Prefetcher([], {emb: items, other: items})
     assert prefetcher.device == torch.device("cpu")
     with pytest.raises(ValueError, match=r"Table\(50 × 4.*computes on cpu, and batches are to go on cuda:1"):
@@ -235,12 +233,12 @@ def test_devices_must_agree(emb: flatbed.HostEmbedding, monkeypatch: pytest.Monk
         ("1", "str"),
     ],
 )
-def test_ids_that_are_none(emb: flatbed.HostEmbedding, aheads: list[FakeAhead], ids: Any, found: str) -> None:
+def test_ids_that_are_none(emb: flatbed.Embedding, aheads: list[FakeAhead], ids: Any, found: str) -> None:
     with pytest.raises(TypeError, match=rf"Table\(50 × 4.*found {found}"):
         list(Prefetcher([1], {emb: lambda _: ids}))
 
 
-def test_ids_out_of_range(emb: flatbed.HostEmbedding) -> None:
+def test_ids_out_of_range(emb: flatbed.Embedding) -> None:
     """Raised when the batch's turn comes, not before, by the table itself."""
     given = [torch.tensor([1]), torch.tensor([2, ROWS]), torch.tensor([3])]
     prefetched = iter(Prefetcher(given, {emb: lambda b: b}))
@@ -258,7 +256,7 @@ def bad_loader() -> Iterator[Any]:
     raise ZeroDivisionError("in the loader")
 
 
-def test_an_error_of_the_loader(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_an_error_of_the_loader(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     seen: list[int] = []
     with pytest.raises(ZeroDivisionError, match="in the loader") as caught:
         note(Prefetcher(bad_loader(), {emb: items}, depth=2), seen)
@@ -269,9 +267,9 @@ def test_an_error_of_the_loader(emb: flatbed.HostEmbedding, aheads: list[FakeAhe
 
 
 def test_an_error_of_one_table_drops_what_others_staged(
-    emb: flatbed.HostEmbedding, aheads: list[FakeAhead]
+    emb: flatbed.Embedding, aheads: list[FakeAhead]
 ) -> None:
-    other = flatbed.HostEmbedding(2, 4)
+    other = flatbed.Embedding(2, 4)
     with pytest.raises(IndexError):
         list(Prefetcher(batches(5), {emb: items, other: items}))
     one, two = aheads
@@ -282,7 +280,7 @@ def test_an_error_of_one_table_drops_what_others_staged(
 
 @pytest.mark.parametrize("where", ["stage", "admit", "begin", "finish"])
 def test_errors_in_between(
-    emb: flatbed.HostEmbedding, aheads: list[FakeAhead], monkeypatch: pytest.MonkeyPatch, where: str
+    emb: flatbed.Embedding, aheads: list[FakeAhead], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     real = getattr(FakeAhead, where)
 
@@ -304,7 +302,7 @@ def test_errors_in_between(
 
 @pytest.mark.parametrize("where", ["ids", "loader"])
 def test_stop_iteration_does_not_end_the_loop(
-    emb: flatbed.HostEmbedding, aheads: list[FakeAhead], where: str
+    emb: flatbed.Embedding, aheads: list[FakeAhead], where: str
 ) -> None:
     def stop(batch: Any) -> Any:
         if where == "ids" and first(batch) == 2:
@@ -332,7 +330,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_while_it_waits(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_an_interrupt_while_it_waits(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     """Control-C in a loop whose loader never comes back."""
     go = threading.Event()
 
@@ -421,7 +419,7 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("endless", [False, True])
 def test_nothing_is_left_running(
-    emb: flatbed.HostEmbedding, aheads: list[FakeAhead], way: Any, endless: bool
+    emb: flatbed.Embedding, aheads: list[FakeAhead], way: Any, endless: bool
 ) -> None:
     closed = []
 
@@ -452,9 +450,7 @@ def test_nothing_is_left_running(
         (leave_by_break, "spawn"),  # which takes long to start
     ],
 )
-def test_no_worker_is_left(
-    emb: flatbed.HostEmbedding, aheads: list[FakeAhead], way: Any, context: str
-) -> None:
+def test_no_worker_is_left(emb: flatbed.Embedding, aheads: list[FakeAhead], way: Any, context: str) -> None:
     """The loader's iterator is released, although the loader itself lives on."""
     plain = loader(64, 1, num_workers=2, multiprocessing_context=context, collate_fn=as_arrays)
     way(Prefetcher(plain, {emb: items}))
@@ -464,13 +460,13 @@ def test_no_worker_is_left(
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers(emb: flatbed.HostEmbedding, aheads: list[FakeAhead], context: str) -> None:
+def test_workers(emb: flatbed.Embedding, aheads: list[FakeAhead], context: str) -> None:
     plain = loader(20, 4, num_workers=2, multiprocessing_context=context, collate_fn=as_arrays)
     found = [b["items"].tolist() for b in Prefetcher(plain, {emb: items})]
     assert found == [b["items"].tolist() for b in loader(20, 4)]
 
 
-def test_workers_that_stay(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_workers_that_stay(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     """Persistent ones share one iterator: each loop begins when the thread before is gone."""
     plain = loader(32, 1, num_workers=2, persistent_workers=True)
     prefetcher = Prefetcher(plain, {emb: items}, depth=3)
@@ -485,7 +481,7 @@ def test_workers_that_stay(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) 
     assert wait_until(lambda: not workers())
 
 
-def test_an_error_in_a_worker(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_an_error_in_a_worker(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     seen: list[int] = []
     with pytest.raises(ValueError, match="item 9 is bad"):
         note(Prefetcher(loader(20, 2, num_workers=2, fail_at=9), {emb: items}), seen)
@@ -493,7 +489,7 @@ def test_an_error_in_a_worker(emb: flatbed.HostEmbedding, aheads: list[FakeAhead
     assert not workers(), "with the error at hand, and without the collector"
 
 
-def test_an_error_beside_workers(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_an_error_beside_workers(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         list(Prefetcher(loader(20, 2, num_workers=2), {emb: lambda _: 1 // 0}))
     assert not workers()
@@ -501,7 +497,7 @@ def test_an_error_beside_workers(emb: flatbed.HostEmbedding, aheads: list[FakeAh
 
 
 def test_an_interrupt_while_it_ends(
-    emb: flatbed.HostEmbedding, aheads: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
+    emb: flatbed.Embedding, aheads: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch does when a worker dies: everything is dropped all the same."""
     raised = []
@@ -531,7 +527,7 @@ def test_an_interrupt_while_it_ends(
     assert all(staged.ended for staged in aheads[0].staged)
 
 
-def test_garbage_is_collected(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_garbage_is_collected(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     """The thread keeps neither the iterator nor the prefetcher nor a batch."""
     prefetcher = Prefetcher([b["items"] + 0 for b in batches(6)], {emb: lambda b: b})
     prefetched = iter(prefetcher)
@@ -545,7 +541,7 @@ def test_garbage_is_collected(emb: flatbed.HostEmbedding, aheads: list[FakeAhead
     assert not running()
 
 
-def test_a_batch_is_the_loops_alone(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_a_batch_is_the_loops_alone(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     """Once the loop has let go of it, its memory is free, though the iteration goes on."""
 
     def fresh() -> Iterator[Any]:
@@ -563,7 +559,7 @@ def test_a_batch_is_the_loops_alone(emb: flatbed.HostEmbedding, aheads: list[Fak
     prefetched.close()
 
 
-def test_errors_do_not_keep_the_loader(emb: flatbed.HostEmbedding, aheads: list[FakeAhead]) -> None:
+def test_errors_do_not_keep_the_loader(emb: flatbed.Embedding, aheads: list[FakeAhead]) -> None:
     class Loader:
         def __iter__(self) -> Loader:
             return self
@@ -583,7 +579,7 @@ def test_errors_do_not_keep_the_loader(emb: flatbed.HostEmbedding, aheads: list[
 
 
 def test_ten_thousand_steps(
-    emb: flatbed.HostEmbedding, aheads: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
+    emb: flatbed.Embedding, aheads: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither objects nor threads nor memory grow."""
 
@@ -604,7 +600,7 @@ def test_ten_thousand_steps(
     assert threads_then == threads
 
 
-def test_hundreds_of_iterations(emb: flatbed.HostEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_iterations(emb: flatbed.Embedding, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "ahead_of", lambda table: FakeAhead(table, keep=False))
     prefetcher = Prefetcher(batches(4), {emb: items})
     counts = []
@@ -620,7 +616,7 @@ def test_hundreds_of_iterations(emb: flatbed.HostEmbedding, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_delays(emb: flatbed.HostEmbedding, aheads: list[FakeAhead], seed: int) -> None:
+def test_random_delays(emb: flatbed.Embedding, aheads: list[FakeAhead], seed: int) -> None:
     """No deadlock, nothing lost, whoever is slow and wherever it ends."""
     chance, delays = random.Random(seed), random.Random(seed + 100)
 

@@ -351,7 +351,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A GPU that is not there; what is staged or copied is only named."""
     made = Driver()
     monkeypatch.setattr(row_ways.cuda_host, "driver", lambda: made)
-    monkeypatch.setattr(row_ways, "by_triton", lambda device: True)
+    monkeypatch.setattr(row_ways, "use_triton", lambda device: True)
     monkeypatch.setattr(row_ways, "_was_pinned", lambda address, nbytes: False)
     monkeypatch.setattr(row_ways, "Staged", lambda *args: "staged")
     monkeypatch.setattr(row_ways, "copied", lambda *args: "copied")
@@ -443,7 +443,7 @@ def test_what_is_done_where_pinning_is_refused(driver: Driver, monkeypatch: pyte
     assert chosen(array, None) == "staged", "there is no room for a copy"
     monkeypatch.setattr(row_ways, "copied", lambda *args: None)
     assert chosen(array, True) == "staged"
-    monkeypatch.setattr(row_ways, "by_triton", lambda device: False)
+    monkeypatch.setattr(row_ways, "use_triton", lambda device: False)
     assert chosen(array, None) == "staged"
     assert not driver.held
 

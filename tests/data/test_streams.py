@@ -135,7 +135,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 class Noting:
-    """An `Ahead` that writes down in which stream it is asked."""
+    """An `RowPrefetch` that writes down in which stream it is asked."""
 
     brings = False
 
@@ -183,7 +183,7 @@ class Here:
 
 
 def iteration(gpu: Gpu, *, late: bool, n: int = 20) -> Iteration:
-    table = flatbed.HostEmbedding(50, 4).table
+    table = flatbed.Embedding(50, 4).table
 
     def ids(batch: Any) -> Any:
         gpu.log.append(f"ids of {batch['ids'].called} in {gpu.current.name}")

@@ -41,8 +41,8 @@ class Model(nn.Module):
             path = {"path": folder / f"{name}.bed"} if storage == "disk" else {}
             return {"storage": storage, "device": device, **path, **options}
 
-        self.items = flatbed.HostEmbeddingBag(ROWS, DIM, padding_idx=0, seed=1, **place("items"))
-        self.users = flatbed.HostEmbedding(ROWS, DIM, seed=2, **place("users"))
+        self.items = flatbed.EmbeddingBag(ROWS, DIM, padding_idx=0, seed=1, **place("items"))
+        self.users = flatbed.Embedding(ROWS, DIM, seed=2, **place("users"))
         self.top = nn.Linear(DIM, 1, device=device)
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
@@ -113,7 +113,7 @@ def test_the_same_training_with_workers(tmp_path: Path) -> None:
 def test_a_disk_table_is_not_read_after_the_loop(tmp_path: Path) -> None:
     """A loop that was left has no thread at a table that is then closed."""
     for i in range(20):
-        emb = flatbed.HostEmbedding(ROWS, DIM, storage="disk", path=tmp_path / f"{i}.bed")
+        emb = flatbed.Embedding(ROWS, DIM, storage="disk", path=tmp_path / f"{i}.bed")
         given = [torch.randint(0, ROWS, (200,)) for _ in range(50)]
         for n, batch in enumerate(Prefetcher(given, {emb: lambda b: b}, depth=3)):
             emb.read_rows(batch)
@@ -127,7 +127,7 @@ def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
     """Of a disk table that is being read ahead."""
 
     def rows(path: Path, ahead: bool) -> Tensor:
-        emb = flatbed.HostEmbedding(ROWS, DIM, storage="disk", path=path)
+        emb = flatbed.Embedding(ROWS, DIM, storage="disk", path=path)
         optimizer = flatbed.optim.Adam(emb, lr=0.1)
         chance = torch.Generator().manual_seed(3)
         given = [torch.randint(0, ROWS, (30,), generator=chance) for _ in range(20)]
@@ -159,7 +159,7 @@ def test_the_same_training_on_the_gpu(storage: str, depth: int, tmp_path: Path) 
 @pytest.mark.parametrize("storage", ["host", "disk"])
 def test_streams_that_are_late(storage: str, tmp_path: Path) -> None:
     """With random delays on every stream: each batch, each id and each row is what it should be."""
-    emb = flatbed.HostEmbedding(
+    emb = flatbed.Embedding(
         ROWS,
         DIM,
         device="cuda",
@@ -192,7 +192,7 @@ def test_streams_that_are_late(storage: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_the_loop_does_not_wait_for_the_gpu() -> None:
     """Batches are handed out while a kernel of the first step still runs."""
-    emb = flatbed.HostEmbedding(ROWS, DIM, device="cuda")
+    emb = flatbed.Embedding(ROWS, DIM, device="cuda")
     emb.read_rows([0])
     given = [{"items": torch.randint(0, ROWS, (100,)), "array": torch.rand(10).numpy()} for _ in range(40)]
     list(Prefetcher(given, {emb: lambda b: b["items"]}))  # memory is allocated, kernels compiled
@@ -208,7 +208,7 @@ def test_the_loop_does_not_wait_for_the_gpu() -> None:
 
 @pytest.mark.gpu
 def test_memory_does_not_grow_on_the_gpu() -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM, device="cuda")
+    emb = flatbed.Embedding(ROWS, DIM, device="cuda")
     given = [{"items": torch.randint(0, ROWS, (1000,))} for _ in range(10)]
     used = []
     for n in range(200):
@@ -224,7 +224,7 @@ def test_memory_does_not_grow_on_the_gpu() -> None:
 
 @pytest.mark.gpu
 def test_the_stream_of_the_user_may_be_any() -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM, device="cuda", seed=3)
+    emb = flatbed.Embedding(ROWS, DIM, device="cuda", seed=3)
     table = emb.read_rows(torch.arange(ROWS)).clone()
     torch.cuda.synchronize()
     given = [{"items": torch.full((5000,), i % ROWS)} for i in range(30)]

@@ -18,7 +18,7 @@ import flatbed
 from flatbed.data import Prefetcher, lookups
 from flatbed.data.prefetcher import NAME
 from flatbed.data.worker import Background
-from flatbed.tables.prefetch import Ahead
+from flatbed.tables.prefetch import RowPrefetch
 from tests.data.fakes import ROWS, FakeAhead, batches, items, loader, running, wait_until, workers
 
 THREADS = [NAME, f"{NAME}-rows"]
@@ -37,8 +37,8 @@ def slow_files(monkeypatch: pytest.MonkeyPatch) -> list[FakeAhead]:
     return made
 
 
-def on_disk(folder: Path) -> flatbed.HostEmbedding:
-    return flatbed.HostEmbedding(ROWS, 4, storage="disk", path=folder / "a.bed")
+def on_disk(folder: Path) -> flatbed.Embedding:
+    return flatbed.Embedding(ROWS, 4, storage="disk", path=folder / "a.bed")
 
 
 def names() -> list[str]:
@@ -48,8 +48,8 @@ def names() -> list[str]:
 # ---- who does what
 
 
-def test_each_has_its_own_part(emb: flatbed.HostEmbedding, slow_files: list[FakeAhead]) -> None:
-    other = flatbed.HostEmbedding(ROWS, 4)
+def test_each_has_its_own_part(emb: flatbed.Embedding, slow_files: list[FakeAhead]) -> None:
+    other = flatbed.Embedding(ROWS, 4)
     list(Prefetcher(batches(10), {emb: items, other: items}, depth=3))
     for ahead in slow_files:
         assert {staged.thread for staged in ahead.staged} == {THREADS[0]}
@@ -58,7 +58,7 @@ def test_each_has_its_own_part(emb: flatbed.HostEmbedding, slow_files: list[Fake
 
 
 def test_the_loader_goes_on_while_rows_are_read(
-    emb: flatbed.HostEmbedding, slow_files: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
+    emb: flatbed.Embedding, slow_files: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = threading.Barrier(2, timeout=20)
     real = FakeAhead.bring
@@ -78,9 +78,7 @@ def test_the_loader_goes_on_while_rows_are_read(
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_how_many_batches_are_held(
-    emb: flatbed.HostEmbedding, slow_files: list[FakeAhead], depth: int
-) -> None:
+def test_how_many_batches_are_held(emb: flatbed.Embedding, slow_files: list[FakeAhead], depth: int) -> None:
     """Twice `depth`, of which the loop has one, and one that is being loaded."""
     seen = []
 
@@ -104,7 +102,7 @@ def test_one_thread_for_memory_and_two_for_files(tmp_path: Path) -> None:
         while True:
             yield torch.arange(3)
 
-    for emb, expected in ((flatbed.HostEmbedding(ROWS, 4), THREADS[:1]), (on_disk(tmp_path), THREADS)):
+    for emb, expected in ((flatbed.Embedding(ROWS, 4), THREADS[:1]), (on_disk(tmp_path), THREADS)):
         with iter(Prefetcher(endless(), {emb: lambda b: b})) as prefetched:
             next(prefetched)
             assert names() == expected
@@ -115,13 +113,13 @@ def test_rows_are_read_in_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """All rows of a batch, each once, as the modes of the loop have it."""
     emb = on_disk(tmp_path)
     seen: list[Any] = []
-    real = Ahead._read
+    real = RowPrefetch._read
 
-    def read(self: Ahead, rows: Any) -> None:
+    def read(self: RowPrefetch, rows: Any) -> None:
         seen.append((threading.current_thread().name, torch.is_grad_enabled(), rows.tolist()))
         real(self, rows)
 
-    monkeypatch.setattr(Ahead, "_read", read)
+    monkeypatch.setattr(RowPrefetch, "_read", read)
     given = [torch.tensor([i + 2, i, i, i + 1]) for i in range(6)]
     with torch.no_grad():
         list(Prefetcher(given, {emb: lambda b: [b, b.flip(0)]}))
@@ -131,7 +129,7 @@ def test_rows_are_read_in_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_is_staged_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each lookup its rows; without a cache nothing, and one thread is enough."""
     emb = on_disk(tmp_path)
-    ahead = Ahead(emb.table)
+    ahead = RowPrefetch(emb.table)
     ids = [torch.tensor([[3, 1], [3, 2]]), torch.tensor([], dtype=torch.int32), torch.tensor([7])]
     monkeypatch.setattr(emb.table.store, "device", torch.device("cuda", 0))
     assert ahead.brings
@@ -157,9 +155,9 @@ def test_tickets_of_a_batch_that_fails_half_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
     """As for a GPU: rows of the first lookup are in the cache when those of the second cannot be read."""
-    emb = flatbed.HostEmbedding(ROWS, 4, storage="disk", path=tmp_path / "a.bed", cache_rows=20)
+    emb = flatbed.Embedding(ROWS, 4, storage="disk", path=tmp_path / "a.bed", cache_rows=20)
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
-    monkeypatch.setattr(Ahead, "_only_reads", False)
+    monkeypatch.setattr(RowPrefetch, "_only_reads", False)
     monkeypatch.setattr("flatbed.tables.prefetch.stream_for", lambda *_: NoStream())
     monkeypatch.setattr("flatbed.tables.prefetch.Within", lambda _: nullcontext())
     cache: Any = emb.table.store.cache_for(8)
@@ -190,9 +188,9 @@ def test_tickets_of_a_batch_that_fails_half_way(
 
 
 def test_an_error_of_the_file_comes_in_its_turn(
-    emb: flatbed.HostEmbedding, slow_files: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
+    emb: flatbed.Embedding, slow_files: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = flatbed.HostEmbedding(ROWS, 4)
+    other = flatbed.Embedding(ROWS, 4)
     real = FakeAhead.bring
 
     def failing(self: FakeAhead, staged: Any) -> None:
@@ -211,7 +209,7 @@ def test_an_error_of_the_file_comes_in_its_turn(
 
 
 def test_no_worker_is_left_after_an_error_of_the_file(
-    emb: flatbed.HostEmbedding, slow_files: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
+    emb: flatbed.Embedding, slow_files: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(self: FakeAhead, staged: Any) -> None:
         raise StopIteration
@@ -225,7 +223,7 @@ def test_no_worker_is_left_after_an_error_of_the_file(
 
 
 def test_a_new_loop_waits_for_the_loader_of_the_last(
-    emb: flatbed.HostEmbedding, slow_files: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
+    emb: flatbed.Embedding, slow_files: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the thread that reads files has ended: a loader may not be in two threads at a time."""
     monkeypatch.setattr("flatbed.data.worker.JOIN_SECONDS", 0.01)
@@ -258,7 +256,7 @@ def test_a_new_loop_waits_for_the_loader_of_the_last(
 
 
 def test_a_new_loop_waits_once_for_all_that_are_left(
-    emb: flatbed.HostEmbedding, slow_files: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
+    emb: flatbed.Embedding, slow_files: list[FakeAhead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not once for each thread, nor for each of the loops that were left."""
     monkeypatch.setattr("flatbed.data.worker.JOIN_SECONDS", 0.01)
@@ -294,9 +292,7 @@ def test_a_new_loop_waits_once_for_all_that_are_left(
     assert wait_until(lambda: not running())
 
 
-def test_neither_objects_nor_threads_grow(
-    emb: flatbed.HostEmbedding, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_objects_nor_threads_grow(emb: flatbed.Embedding, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "ahead_of", lambda table: FakeAhead(table, keep=False, brings=True))
     prefetcher = Prefetcher(batches(40), {emb: items}, depth=3)
     counts = []
@@ -344,7 +340,7 @@ class TwoParts(Exception):
     ],
 )
 def test_a_function_that_fails(
-    emb: flatbed.HostEmbedding, slow_files: list[FakeAhead], batch: Any, error: Exception, said: str
+    emb: flatbed.Embedding, slow_files: list[FakeAhead], batch: Any, error: Exception, said: str
 ) -> None:
     def fail(_: Any) -> Any:
         raise error
@@ -355,7 +351,7 @@ def test_a_function_that_fails(
     assert caught.value.__cause__ is error
 
 
-def test_an_error_that_cannot_be_made_again(emb: flatbed.HostEmbedding) -> None:
+def test_an_error_that_cannot_be_made_again(emb: flatbed.Embedding) -> None:
     def fail(_: Any) -> Any:
         raise TwoParts("one", "other")
 

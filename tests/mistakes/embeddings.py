@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatbed import FlatbedError, HostEmbedding, HostEmbeddingBag
+from flatbed import Embedding, EmbeddingBag, FlatbedError
 from tests.mistakes.mistake import Mistake, assign, embedding, mistake
 
 ids = torch.tensor
@@ -176,33 +176,33 @@ def of_each(kind: Any) -> list[Mistake]:
 
 BAG = [
     mistake(
-        "HostEmbeddingBag",
+        "EmbeddingBag",
         "a mode that there is not",
-        lambda _: HostEmbeddingBag(10, 4, mode="avg"),
+        lambda _: EmbeddingBag(10, 4, mode="avg"),
         ValueError,
         r"mode must be 'sum', 'mean' or 'max'; found 'avg'",
     ),
     mistake(
-        "HostEmbeddingBag.forward",
+        "EmbeddingBag.forward",
         "no offsets",
-        lambda _: HostEmbeddingBag(10, 4)(ids([1, 2])),
+        lambda _: EmbeddingBag(10, 4)(ids([1, 2])),
         ValueError,
         r"offsets has to be a 1D Tensor but got None",
     ),
     mistake(
-        "HostEmbeddingBag.forward",
+        "EmbeddingBag.forward",
         "three dimensions",
-        lambda _: HostEmbeddingBag(10, 4)(ids([[[1, 2]]])),
+        lambda _: EmbeddingBag(10, 4)(ids([[[1, 2]]])),
         ValueError,
         r"bags are \(bags, length\), or \(n,\) with offsets; found \(1, 1, 2\)",
     ),
     mistake(
-        "HostEmbeddingBag.forward",
+        "EmbeddingBag.forward",
         "a list of weights",
-        lambda _: HostEmbeddingBag(10, 4, mode="sum")(ids([[1, 2]]), per_sample_weights=[[1.0, 2.0]]),
+        lambda _: EmbeddingBag(10, 4, mode="sum")(ids([[1, 2]]), per_sample_weights=[[1.0, 2.0]]),
         TypeError,
         r"per_sample_weights must be a tensor of the ids' shape; found list",
     ),
 ]
 
-EMBEDDINGS: list[Mistake] = [*of_each(HostEmbedding), *of_each(HostEmbeddingBag), *BAG]
+EMBEDDINGS: list[Mistake] = [*of_each(Embedding), *of_each(EmbeddingBag), *BAG]

@@ -172,7 +172,7 @@ FEED: list[Mistake] = [
         "torch's embedding",
         lambda _: Prefetcher([], {nn.Embedding(3, 2): items}),  # type: ignore[dict-item]
         TypeError,
-        r"for a HostEmbedding, a HostEmbeddingBag or a Table; found Embedding",
+        r"for a Embedding, a EmbeddingBag or a Table; found Embedding",
     ),
     mistake(
         "Prefetcher",

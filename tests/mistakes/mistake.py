@@ -68,11 +68,11 @@ def weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def embedding(**options: Any) -> flatbed.HostEmbedding:
-    return flatbed.HostEmbedding(10, 4, **options)
+def embedding(**options: Any) -> flatbed.Embedding:
+    return flatbed.Embedding(10, 4, **options)
 
 
-def on_disk(folder: Path, name: str = "items.bed") -> flatbed.HostEmbedding:
+def on_disk(folder: Path, name: str = "items.bed") -> flatbed.Embedding:
     return embedding(storage="disk", path=folder / name)
 
 

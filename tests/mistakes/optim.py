@@ -217,7 +217,7 @@ PARAMETERS = [
         "a list of modules",
         given(lambda: [embedding()]),
         TypeError,
-        r"a HostEmbedding is among the parameters.*give its \.parameters\(\), or its \.table",
+        r"a Embedding is among the parameters.*give its \.parameters\(\), or its \.table",
     ),
     mistake(
         "optim.Adam",

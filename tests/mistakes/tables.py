@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import flatbed
-from flatbed import FlatbedError, HostEmbedding
+from flatbed import Embedding, FlatbedError
 from tests.mistakes.mistake import Mistake, assign, embedding, mistake, model, on_disk, unchanged
 
 ids = torch.tensor
@@ -53,7 +53,7 @@ def nobody_has_it(folder: Path) -> None:
 
 
 def smaller_file(folder: Path) -> Path:
-    HostEmbedding(5, 4).table.save(folder / "five.safetensors")
+    Embedding(5, 4).table.save(folder / "five.safetensors")
     return folder / "five.safetensors"
 
 
@@ -83,7 +83,7 @@ TABLES: list[Mistake] = [
         "by hand",
         lambda _: flatbed.Table(10, 4),
         TypeError,
-        r"not made by hand; found Table\(int, int\): use flatbed.HostEmbedding\(rows, dim\).table",
+        r"not made by hand; found Table\(int, int\): use flatbed.Embedding\(rows, dim\).table",
     ),
     mistake(
         "Table.grad",
@@ -292,7 +292,7 @@ TABLES: list[Mistake] = [
         r"takes a torch.nn.Module; found list: give the model itself, or an nn.ModuleList",
     ),
     mistake(
-        "HostEmbedding.weight",
+        "Embedding.weight",
         "on disk",
         lambda folder: on_disk(folder).weight,
         FlatbedError,

@@ -67,7 +67,7 @@ def train(
     **table: Any,
 ) -> list[Tensor]:
     """As one rank among all, or, given all of them, as the single process that does the work of each."""
-    kind = flatbed.HostEmbeddingBag if bag else flatbed.HostEmbedding
+    kind = flatbed.EmbeddingBag if bag else flatbed.Embedding
     model = Model(kind(ROWS, DIM, padding_idx=7, **table), dense=dense)
     alone = len(ranks) > 1
     model.emb.table.replicate = not alone  # type: ignore[union-attr,assignment]
@@ -119,7 +119,7 @@ def raises(action: Callable[[], Any], message: str) -> None:
 
 def left_alone(rank: int) -> None:
     """With replicate=False nothing is exchanged: one rank may even train by itself."""
-    emb = flatbed.HostEmbedding(ROWS, DIM, replicate=False)
+    emb = flatbed.Embedding(ROWS, DIM, replicate=False)
     before = emb.weight.clone()
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
     if rank == 0:
@@ -134,14 +134,14 @@ def left_alone(rank: int) -> None:
 def unequal(rank: int) -> None:
     """Replicas that differ are an error on every rank, and nothing is changed."""
     for options in ({"seed": rank}, {"init": float(rank)}):
-        emb = flatbed.HostEmbedding(ROWS, DIM, **options)  # type: ignore[arg-type]
+        emb = flatbed.Embedding(ROWS, DIM, **options)  # type: ignore[arg-type]
         before = emb.weight.clone()
         optimizer = flatbed.optim.SGD(emb, lr=1.0)
         emb([rank]).sum().backward()
         raises(optimizer.step, "not equal on all ranks")
         assert torch.equal(emb.weight, before)
         raises(optimizer.step, "not equal on all ranks")
-    emb = flatbed.HostEmbedding(ROWS + rank, DIM)
+    emb = flatbed.Embedding(ROWS + rank, DIM)
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
     emb([rank]).sum().backward()
     raises(optimizer.step, "not equal on all ranks")
@@ -149,7 +149,7 @@ def unequal(rank: int) -> None:
 
 def drifting(rank: int) -> None:
     """Replicas that become different later are found when the rows are used."""
-    emb = flatbed.HostEmbedding(1000, DIM)
+    emb = flatbed.Embedding(1000, DIM)
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
 
     def step(row: int) -> None:
@@ -162,12 +162,12 @@ def drifting(rank: int) -> None:
     step(5)
     raises(lambda: step(7), "not equal on all ranks")
 
-    emb = flatbed.HostEmbedding(1000, DIM)
+    emb = flatbed.Embedding(1000, DIM)
     optimizer = flatbed.optim.SGD(emb, lr=1.0 + rank)
     step(3)
     raises(lambda: step(3), "not equal on all ranks")
 
-    emb = flatbed.HostEmbedding(1000, DIM)
+    emb = flatbed.Embedding(1000, DIM)
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
     step(3)
     emb.requires_grad_(rank == 0)
@@ -182,7 +182,7 @@ def drifting(rank: int) -> None:
 
 def some_alone(rank: int) -> None:
     """A table that is no replica beside what all ranks share."""
-    emb, own = flatbed.HostEmbedding(ROWS, DIM), flatbed.HostEmbedding(ROWS, DIM, replicate=False, seed=rank)
+    emb, own = flatbed.Embedding(ROWS, DIM), flatbed.Embedding(ROWS, DIM, replicate=False, seed=rank)
     layer = torch.nn.Linear(DIM, 1)
     torch.nn.init.ones_(layer.weight)
     called = DDP(layer)
@@ -194,7 +194,7 @@ def some_alone(rank: int) -> None:
 
 def overflows(rank: int) -> None:
     """An overflow on one rank stops all of them."""
-    model = Model(flatbed.HostEmbedding(ROWS, DIM), dense=True)
+    model = Model(flatbed.Embedding(ROWS, DIM), dense=True)
     called = DDP(model)
     optimizer = flatbed.optim.Adam(model, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -221,7 +221,7 @@ def overflows(rank: int) -> None:
 
 def one_rank_looks(rank: int) -> None:
     """What only one rank does between steps: look at rows, evaluate, write a checkpoint, load it."""
-    model = Model(flatbed.HostEmbedding(ROWS, DIM), dense=False)
+    model = Model(flatbed.Embedding(ROWS, DIM), dense=False)
     emb: Any = model.emb
     if rank == 0:
         emb.weight.sum()

@@ -91,7 +91,7 @@ def others() -> None:
         ptx(row_kernels.squares, changed, BLOCK=1024)
         changed |= {"partials_ptr": sums, "rank_ptr": "*i32"}
         chunks = {"CHUNK": 64, "DIM": 48, "COLUMNS": 64, "AT_ONCE": 8}
-        ptx(row_kernels.sum_runs, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)
+        ptx(row_kernels.segment_sum, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)
         ptx(row_kernels.sum_chunks, changed, **chunks)
     for home in (True, False):
         for cached in (True, False):

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flatbed.tables.storage.disk import DiskTier, journal
+from flatbed.tables.storage.disk import DiskStorage, journal
 from flatbed.tables.storage.disk.file import MappedFile
 from tests.tables.crash_model import NBYTES, RECORD, Dense, batch, everything, fill, filled, train
 
@@ -56,7 +56,7 @@ def decides(step: int) -> bool:
 
 def live(folder: Path, report: int) -> None:
     """Open the table and train until killed."""
-    tier = DiskTier.open(folder / "table")
+    tier = DiskStorage.open(folder / "table")
     step = tier.meta["step"]
     while True:
         step += 1
@@ -115,7 +115,7 @@ def lifetime(folder: Path, synced: bool) -> tuple[float, int]:
 
 def main(folder: Path, n_kills: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    DiskTier.create(folder / "table", RECORD, N_ROWS, fill=fill, meta={"step": 0}).close()
+    DiskStorage.create(folder / "table", RECORD, N_ROWS, fill=fill, meta={"step": 0}).close()
     model, last, seen = Model(), 0, Counter[str]()
     longest = [0.0, 0.0]
     for kill in range(n_kills):
@@ -127,7 +127,7 @@ def main(folder: Path, n_kills: int, seed: int) -> None:
             time.sleep(generator.uniform(0, longest[synced]))
             last = max(last, killed(child, reading))
         left = {path.name for path in folder.iterdir()}
-        tier = DiskTier.open(folder / "table")
+        tier = DiskStorage.open(folder / "table")
         step = tier.meta["step"]
         if step not in (last, last + 3) or tier.generation != step // 3:
             raise SystemExit(f"kill {kill}: completed {last}, found {step} at generation {tier.generation}")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.disk import DiskStorage
 
 Dense = NDArray[np.uint8]
 
@@ -46,11 +46,11 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
-def made(folder: Path, n_rows: int = 100, record: Record = RECORD) -> DiskTier:
-    return DiskTier.create(folder / "table", record, n_rows, fill=fill, meta={"step": 0})
+def made(folder: Path, n_rows: int = 100, record: Record = RECORD) -> DiskStorage:
+    return DiskStorage.create(folder / "table", record, n_rows, fill=fill, meta={"step": 0})
 
 
-def everything(tier: DiskTier) -> Dense:
+def everything(tier: DiskStorage) -> Dense:
     return tier.read(0, tier.n_rows).numpy()
 
 

@@ -91,7 +91,7 @@ def batch(step: int) -> Batch:
 def embedding(path: Path | None = None, cache_rows: int = 0) -> Any:
     """The same first rows in memory and on disk, unless the file is there already."""
     where: dict[str, Any] = {"storage": "host"} if path is None else {"storage": "disk", "path": path}
-    return flatbed.HostEmbedding(N_ROWS, DIM, seed=3, cache_rows=cache_rows, **where)
+    return flatbed.Embedding(N_ROWS, DIM, seed=3, cache_rows=cache_rows, **where)
 
 
 def n_steps(table: Any) -> int:
@@ -272,7 +272,7 @@ class Trials:
         """As users do who know what the table is like, and as those who do not."""
         if kill % 2:
             return embedding(path, self.cache_rows)
-        found = flatbed.HostEmbedding.from_table(flatbed.open_table(path))
+        found = flatbed.Embedding.from_table(flatbed.open_table(path))
         found.table.set_cache(self.cache_rows)
         return found
 

@@ -29,7 +29,7 @@ class Model(nn.Module):
 
 def pair() -> tuple[Model, Model]:
     weights = torch.randn(ROWS, DIM)
-    emb = flatbed.HostEmbedding.from_pretrained(weights, freeze=False)
+    emb = flatbed.Embedding.from_pretrained(weights, freeze=False)
     return Model(emb), Model(nn.Embedding.from_pretrained(weights, freeze=False))
 
 

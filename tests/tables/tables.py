@@ -242,7 +242,7 @@ def upstream(lookups: Sequence[Tensor], dim: int, dtype: torch.dtype) -> list[Te
 
 
 @dataclass
-class Place:
+class Setup:
     """Where a table lives and where it computes."""
 
     storage: str = "host"
@@ -257,12 +257,12 @@ class Place:
         return {"storage": self.storage, "path": path, "device": self.device}
 
     def embedding(self, weight: Tensor, padding_idx: int | None = None) -> Any:
-        return flatbed.HostEmbedding.from_pretrained(
+        return flatbed.Embedding.from_pretrained(
             weight, freeze=False, padding_idx=padding_idx, **self.options()
         )
 
     def bag(self, weight: Tensor, **more: Any) -> Any:
-        return flatbed.HostEmbeddingBag.from_pretrained(weight, freeze=False, **more, **self.options())
+        return flatbed.EmbeddingBag.from_pretrained(weight, freeze=False, **more, **self.options())
 
 
 def weights(n_rows: int = N_ROWS, dim: int = DIM, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""HostEmbeddingBag in the place of nn.EmbeddingBag."""
+"""EmbeddingBag in the place of nn.EmbeddingBag."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ STORAGES = ("host", "device", "disk")
 MODES = ("sum", "mean", "max")
 
 
-def both(**options: Any) -> tuple[flatbed.HostEmbeddingBag, nn.EmbeddingBag]:
+def both(**options: Any) -> tuple[flatbed.EmbeddingBag, nn.EmbeddingBag]:
     theirs = nn.EmbeddingBag(ROWS, DIM, **options)
-    ours = flatbed.HostEmbeddingBag.from_pretrained(theirs.weight.detach(), freeze=False, **options)
+    ours = flatbed.EmbeddingBag.from_pretrained(theirs.weight.detach(), freeze=False, **options)
     return ours, theirs
 
 
@@ -96,7 +96,7 @@ def test_per_sample_weights_and_their_gradient(padding: int | None) -> None:
 def test_training_equals_torchs(storage: str, mode: str, tmp_path: Path) -> None:
     theirs = nn.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=2)
     path = {"path": tmp_path / "table"} if storage == "disk" else {}
-    ours = flatbed.HostEmbeddingBag.from_pretrained(
+    ours = flatbed.EmbeddingBag.from_pretrained(
         theirs.weight.detach(), freeze=False, mode=mode, padding_idx=2, storage=storage, **path
     )
     optimizers: tuple[Any, ...] = (
@@ -151,17 +151,17 @@ def test_what_is_wrong() -> None:
         with pytest.raises(NotImplementedError, match="per_sample_weights"):
             other(torch.tensor([[1, 2]]), None, torch.ones(1, 2))
     with pytest.raises(ValueError, match="mode must be 'sum', 'mean' or 'max'; found 'median'"):
-        flatbed.HostEmbeddingBag(3, 2, mode="median")
+        flatbed.EmbeddingBag(3, 2, mode="median")
     assert ours.table.grad is None
 
 
 def test_the_default_mode_is_torchs() -> None:
-    assert flatbed.HostEmbeddingBag(3, 2).mode == nn.EmbeddingBag(3, 2).mode == "mean"
+    assert flatbed.EmbeddingBag(3, 2).mode == nn.EmbeddingBag(3, 2).mode == "mean"
 
 
 def test_repr_and_attributes() -> None:
-    bag = flatbed.HostEmbeddingBag(3, 2, padding_idx=-1, mode="max", include_last_offset=True)
-    assert repr(bag) == "HostEmbeddingBag(3, 2, padding_idx=2, storage='host', mode='max')"
+    bag = flatbed.EmbeddingBag(3, 2, padding_idx=-1, mode="max", include_last_offset=True)
+    assert repr(bag) == "EmbeddingBag(3, 2, padding_idx=2, storage='host', mode='max')"
     assert bag.include_last_offset
 
 
@@ -173,7 +173,7 @@ def test_state_dict_goes_to_torch_and_back() -> None:
 
 
 def test_freezing_leaves_the_sample_weights_their_gradient() -> None:
-    bag = flatbed.HostEmbeddingBag(ROWS, DIM, mode="sum").requires_grad_(False)
+    bag = flatbed.EmbeddingBag(ROWS, DIM, mode="sum").requires_grad_(False)
     weights = torch.ones(1, 2, requires_grad=True)
     for _ in range(2):
         bag([[1, 2]], None, weights).sum().backward()
@@ -184,7 +184,7 @@ def test_freezing_leaves_the_sample_weights_their_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     theirs = nn.EmbeddingBag(ROWS, DIM, mode="sum", dtype=dtype)
-    ours = flatbed.HostEmbeddingBag.from_pretrained(theirs.weight.detach(), freeze=False, mode="sum")
+    ours = flatbed.EmbeddingBag.from_pretrained(theirs.weight.detach(), freeze=False, mode="sum")
     ids = torch.tensor([[1, 2, 2], [2, 5, 7]])
     assert torch.equal(ours(ids), theirs(ids))
     assert ours(ids).dtype == dtype
@@ -195,7 +195,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_modes_of_evaluation() -> None:
-    bag = flatbed.HostEmbeddingBag(ROWS, DIM)
+    bag = flatbed.EmbeddingBag(ROWS, DIM)
     expected = bag([[1, 2]]).detach()
     assert torch.equal(bag.eval()([[1, 2]]), expected)
     with torch.no_grad():
@@ -205,10 +205,10 @@ def test_modes_of_evaluation() -> None:
 
 
 def test_a_bag_and_an_embedding_over_one_table() -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM)
-    bag = flatbed.HostEmbeddingBag.from_table(emb.table, mode="sum", include_last_offset=True)
+    emb = flatbed.Embedding(ROWS, DIM)
+    bag = flatbed.EmbeddingBag.from_table(emb.table, mode="sum", include_last_offset=True)
     assert torch.equal(bag([1, 2], [0, 2])[0], emb([1, 2]).sum(0))
     (bag([1, 2], [0, 2]).sum() + emb([2]).sum()).backward()
     assert dense_grad(emb.table)[:4, 0].tolist() == [0, 1, 2, 0]
     with pytest.raises(TypeError, match="colour"):
-        flatbed.HostEmbeddingBag.from_table(emb.table, colour="red")
+        flatbed.EmbeddingBag.from_table(emb.table, colour="red")

@@ -12,10 +12,20 @@ import torch
 from torch import Tensor
 
 import flatbed
-from flatbed.kernels.cache import COUNTS, FREE, Arrivals, Tags, _lowest, find_room, let_go, seek, take_in
-from flatbed.tables.cache import DeviceCache, HostCache, Ticket, build
+from flatbed.kernels.cache import (
+    COUNTS,
+    FREE,
+    CacheIndex,
+    Placement,
+    _lowest,
+    evict,
+    insert,
+    probe,
+    select_victims,
+)
+from flatbed.tables.cache import DeviceCache, HostCache, Reservation, build
 from flatbed.tables.cache.admission_graph import Lease
-from flatbed.tables.cache.in_flight import UnderWay
+from flatbed.tables.cache.in_flight import InFlight
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.memory import host_tier
 
@@ -212,13 +222,13 @@ def test_counts_of_a_small_case(where: str) -> None:
     assert stats.hit_rate == 5 / 14
 
 
-def choose(tags: Tags, rows: list[int]) -> Arrivals:
-    return find_room(tags, seek(tags, torch.tensor(rows)))
+def choose(tags: CacheIndex, rows: list[int]) -> Placement:
+    return select_victims(tags, probe(tags, torch.tensor(rows)))
 
 
 def test_nothing_but_times_changes_until_records_are_moved() -> None:
-    tags = Tags(20, 4, policy="lru", device=CPU)
-    take_in(tags, choose(tags, [1, 2, 3]))  # slots that were free
+    tags = CacheIndex(20, 4, policy="lru", device=CPU)
+    insert(tags, choose(tags, [1, 2, 3]))  # slots that were free
     maps = tags.slot_of_row.clone(), tags.row_of_slot.clone(), tags.dirty.clone()
     arrivals = choose(tags, [3, 7, 8, 9])
     assert all(
@@ -229,15 +239,15 @@ def test_nothing_but_times_changes_until_records_are_moved() -> None:
     assert len(set(arrivals.slots.tolist())) == 3
     assert (arrivals.old >= 0).sum() == 2
     assert (arrivals.victims == -1).all()  # none of them has changed
-    let_go(tags, arrivals)
+    evict(tags, arrivals)
     assert tags.slot_of_row.tolist().count(-1) == len(tags.slot_of_row) - 1  # row 3 stays
-    take_in(tags, arrivals)
+    insert(tags, arrivals)
     assert set(tags.row_of_slot.tolist()) == {3, 7, 8, 9}
     assert (tags.slot_of_row >= 0).sum() == 4
 
 
 def test_free_slots_and_the_oldest_go_before_ties() -> None:
-    tags = Tags(100, 8, policy="lru", device=torch.device("cpu"))
+    tags = CacheIndex(100, 8, policy="lru", device=torch.device("cpu"))
     tags.clock.fill_(9)
     tags.stamp[:] = torch.tensor([5, 5, 5, 5, 5, 5, FREE, 1])
     assert set(choose(tags, [3, 7, 8]).slots.tolist()) >= {6, 7}
@@ -473,7 +483,7 @@ def test_a_flush_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_empty_batches_take_no_turn(kernel_device: str) -> None:
     """The host's count of batches is the device's: else rows are kept that nobody has counted."""
-    table = flatbed.HostEmbedding(40, 4, device=kernel_device, cache_rows=12).table
+    table = flatbed.Embedding(40, 4, device=kernel_device, cache_rows=12).table
     cache = table.store.cache_for(4)
     assert isinstance(cache, DeviceCache)
     early(cache, [0, 1, 2, 3])
@@ -487,8 +497,10 @@ def test_empty_batches_take_no_turn(kernel_device: str) -> None:
 
 def test_tickets_end_while_the_lock_is_held() -> None:
     """The garbage collector may end one at any moment, in the thread that asks for others."""
-    way = UnderWay()
-    held = [Ticket(None, torch.zeros(1), 0, torch.zeros(1), None, 0, way.come(3), None) for _ in range(3)]
+    way = InFlight()
+    held = [
+        Reservation(None, torch.zeros(1), 0, torch.zeros(1), None, 0, way.come(3), None) for _ in range(3)
+    ]
     for ticket in held:
         way.begin(ticket, 3)
     with way._lock:

@@ -19,8 +19,8 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import cache as decisions
 from flatbed.tables.cache import host
 from flatbed.tables.cache.host import Copies, Leaving
-from flatbed.tables.grads import Packed
-from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.grads import RowGrads
+from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace
 from flatbed.tables.storage.disk.journal import Journal
 from tests.tables.tables import everything
@@ -46,11 +46,11 @@ def test_changed_rows_outlast_a_failure_to_bring_them_home(
     twins = Twins("disk", tmp_path).train()
     expected = everything(twins.cached)[0]
 
-    def fail(self: DiskTier, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
+    def fail(self: DiskStorage, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
         raise FlatbedError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(DiskTier, "scatter_", fail)
+        patch.setattr(DiskStorage, "scatter_", fail)
         with pytest.raises(FlatbedError, match="no space left"):
             OUTSIDE[what](twins.cached)
     assert torch.equal(everything(twins.cached)[0], expected)
@@ -68,13 +68,13 @@ def test_rows_that_could_not_be_written_are_tried_again(
     cache = emb.table.store.cache
     n_failed = 0
 
-    def fail(self: DiskTier, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
+    def fail(self: DiskStorage, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
         nonlocal n_failed
         n_failed += 1
         raise FlatbedError("the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(DiskTier, "scatter_", fail)
+        patch.setattr(DiskStorage, "scatter_", fail)
         cache.come(torch.tensor([10, 11]))  # rows leave for these
         for _ in range(2):
             with pytest.raises(FlatbedError, match="the disk is gone"):
@@ -94,13 +94,13 @@ def test_no_more_rows_are_read_than_can_come(
     monkeypatch.setattr(host, "MANY", many)
     twins = Twins("disk", tmp_path, n_slots=4).train()
     cache = twins.cached.table.store.cache
-    collect, read = DiskTier.collect, []
+    collect, read = DiskStorage.collect, []
 
-    def counted(self: DiskTier, ids: Tensor, into: Tensor) -> Any:
+    def counted(self: DiskStorage, ids: Tensor, into: Tensor) -> Any:
         read.append(len(ids))
         return collect(self, ids, into)
 
-    monkeypatch.setattr(DiskTier, "collect", counted)
+    monkeypatch.setattr(DiskStorage, "collect", counted)
     n_here = int((cache.tags.slot_of_row[:20] >= 0).sum())
     cache.come(torch.arange(20))
     assert read == [4 - n_here]
@@ -115,11 +115,11 @@ def test_rows_that_cannot_be_read(many: int, tmp_path: Path, monkeypatch: pytest
     cache = twins.cached.table.store.cache
     before = cache.tags.slot_of_row.clone(), cache.tags.dirty.clone()
 
-    def fail(self: DiskTier, ids: Tensor, into: Tensor) -> None:
+    def fail(self: DiskStorage, ids: Tensor, into: Tensor) -> None:
         raise FlatbedError("the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(DiskTier, "collect", fail)
+        patch.setattr(DiskStorage, "collect", fail)
         for rows in ([10, 11], [12, 13, 14]):
             with pytest.raises(FlatbedError, match="the disk is gone"):
                 cache.come(torch.tensor(rows))
@@ -133,7 +133,7 @@ def test_rows_that_cannot_be_read(many: int, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("how", ["flush", "evict"])
-@pytest.mark.parametrize("function", ["let_go", "take_in"])
+@pytest.mark.parametrize("function", ["evict", "insert"])
 def test_rows_outlast_an_interruption_anywhere(function: str, how: str, tmp_path: Path) -> None:
     """Before each line of what changes the map, whatever is done next."""
     n_lines = 0
@@ -152,7 +152,7 @@ def test_rows_outlast_an_interruption_anywhere(function: str, how: str, tmp_path
         n_lines += 1
         expected = emb.read_rows(range(ROWS)).clone()
         back = [row for row in range(6) if cache.tags.slot_of_row[row] < 0] or [9, 10]
-        back = [9, 10] if function == "take_in" else back
+        back = [9, 10] if function == "insert" else back
         cache.come(torch.tensor(back))
         expected[back] = torch.randn(len(back), DIM)
         emb.write_rows(back, expected[back])
@@ -277,7 +277,7 @@ def test_training_waits_for_nobody_who_moves_other_rows(tmp_path: Path) -> None:
 
     def train() -> None:
         access.make_room(torch.tensor([-1]), ticket)
-        access.place_of(Packed(rows, torch.empty(0), ticket=ticket))
+        access.place_of(RowGrads(rows, torch.empty(0), ticket=ticket))
         trained.set()
 
     threading.Thread(target=train, daemon=True).start()
@@ -297,10 +297,10 @@ def test_dropping_changes_needs_no_room(
     """A table on a full disk can be closed; its cached rows are dropped with the others."""
     twins = Twins("disk", tmp_path).train()
 
-    def fail(self: DiskTier, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
+    def fail(self: DiskStorage, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
         raise FlatbedError("no space left")
 
-    monkeypatch.setattr(DiskTier, "scatter_", fail)
+    monkeypatch.setattr(DiskStorage, "scatter_", fail)
     if discard:
         twins.cached.table.close(discard=True)
     else:
@@ -317,7 +317,7 @@ FIRST_ROOM = 682
 
 
 def wide(folder: Path, n_slots: int) -> tuple[Any, Any]:
-    emb = flatbed.HostEmbedding(MANY, WIDE, storage="disk", path=folder / "wide", cache_rows=n_slots)
+    emb = flatbed.Embedding(MANY, WIDE, storage="disk", path=folder / "wide", cache_rows=n_slots)
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     step(emb, optimizer, [0])  # from here on there is a file for changes
     return emb, optimizer
@@ -341,7 +341,7 @@ def until_full(change: Callable[[int], None], most: int = 20) -> int:
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     """Training stops with an error, at a lookup or at a step; it goes on when there is room again."""
     emb, optimizer = wide(tmp_path, 500)
-    plain = flatbed.HostEmbedding(MANY, WIDE, cache_rows=0)
+    plain = flatbed.Embedding(MANY, WIDE, cache_rows=0)
     other = flatbed.optim.SGD(plain, lr=0.1)
     step(plain, other, [0])
     every = torch.arange(MANY)
@@ -447,5 +447,5 @@ def written_by_kernels(emb: Any, rows: Tensor) -> None:
     ticket = cache.come_early(rows)
     if ticket is not None:
         access.make_room(torch.tensor([-1]), ticket)
-        access.place_of(Packed(rows, torch.empty(0), ticket=ticket))
+        access.place_of(RowGrads(rows, torch.empty(0), ticket=ticket))
         ticket.end()

@@ -43,7 +43,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(n_rows=st.integers(1, 20), n_slots=st.integers(1, 24), policy=st.sampled_from(["lru", "lfu"]))
     def begin(self, n_rows: int, n_slots: int, policy: str) -> None:
         path = Path(self.folder.name) / "table" if self.storage == "disk" else None
-        emb = flatbed.HostEmbedding(
+        emb = flatbed.Embedding(
             n_rows,
             DIM,
             init="zeros",

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import flatbed
 import flatbed.optim
 from flatbed.data import Prefetcher
-from flatbed.kernels.dispatch import by_triton
-from flatbed.kernels.rows import distinct
-from flatbed.tables.cache import CacheStats, DeviceCache, HostCache, Ticket
+from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.rows import unique
+from flatbed.tables.cache import CacheStats, DeviceCache, HostCache, Reservation
 from tests.tables.tables import ALL_CASES, BY_NAME, everything
 
 N_ROWS = 40
@@ -151,8 +151,8 @@ def embedding(training: Training, n_slots: int, device: str, folder: Path) -> An
     options: dict[str, Any] = {"storage": training.storage, "path": path, "device": device}
     options |= {"cache_rows": n_slots, "cache_policy": training.policy, "padding_idx": training.padding}
     if training.module == "bag":
-        return flatbed.HostEmbeddingBag.from_pretrained(weight, freeze=False, mode="sum", **options)
-    return flatbed.HostEmbedding.from_pretrained(weight, freeze=False, **options)
+        return flatbed.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum", **options)
+    return flatbed.Embedding.from_pretrained(weight, freeze=False, **options)
 
 
 def handed_out(given: list[dict[str, Any]], emb: Any, depth: int, device: str) -> Iterator[dict[str, Any]]:
@@ -293,7 +293,7 @@ def test_which_cache_it_is(storage: str, where: str, tmp_path: Path) -> None:
     emb = embedding(like(storage=storage), 5, where, tmp_path)
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     emb([1, 2]).sum().backward()
-    kind = DeviceCache if storage == "host" and by_triton(torch.device(where)) else HostCache
+    kind = DeviceCache if storage == "host" and use_triton(torch.device(where)) else HostCache
     assert type(emb.table.store.cache) is kind
     optimizer.zero_grad()
 
@@ -306,11 +306,11 @@ class Early:
 
     def __init__(self, table: flatbed.Table, depth: int) -> None:
         self.table, self.depth = table, depth
-        self.held: list[list[Ticket]] = []
+        self.held: list[list[Reservation]] = []
 
     def announce(self, lookups: list[Tensor]) -> bool:
         """False: there is no room for all of them."""
-        made: list[Ticket] = []
+        made: list[Reservation] = []
         for ids in lookups:
             ticket = announced(self.table, ids)
             if ticket is None:
@@ -330,7 +330,7 @@ class Early:
             self.table.tickets = [ticket for ticket in self.table.tickets if ticket.live]
 
 
-def announced(table: flatbed.Table, ids: Tensor) -> Ticket | None:
+def announced(table: flatbed.Table, ids: Tensor) -> Reservation | None:
     """What a lookup of these ids will find, and their rows in the cache."""
     cache, n_rows = table.store.cache_for(ids.numel()), table.num_embeddings
     keys = ids.flatten()
@@ -340,7 +340,7 @@ def announced(table: flatbed.Table, ids: Tensor) -> Ticket | None:
     ticket = cache.come_early(torch.unique(keys.cpu()))
     if ticket is not None:
         ticket.ids, ticket.version, ticket.keys = ids, ids._version, keys
-        ticket.found = distinct(keys, n_rows)
+        ticket.found = unique(keys, n_rows)
     return ticket
 
 

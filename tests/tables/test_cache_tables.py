@@ -28,7 +28,7 @@ NUMBERS = count()
 
 def embedding(storage: str, folder: Path, n_slots: int, **options: Any) -> Any:
     path = folder / f"table-{next(NUMBERS)}" if storage == "disk" else None
-    return flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path, seed=1, cache_rows=n_slots, **options)
+    return flatbed.Embedding(ROWS, DIM, storage=storage, path=path, seed=1, cache_rows=n_slots, **options)
 
 
 def step(emb: Any, optimizer: Any, *lookups: Any) -> None:
@@ -167,7 +167,7 @@ def test_checkpoint_of_a_table_on_disk(tmp_path: Path) -> None:
     assert twins.cached.table.cache_stats().hits == hits + 3
     twins.cached.table.checkpoint()
     twins.cached.table.close()
-    twins.cached = flatbed.HostEmbedding.from_table(flatbed.open_table(path))
+    twins.cached = flatbed.Embedding.from_table(flatbed.open_table(path))
     twins.check()
 
 
@@ -185,7 +185,7 @@ def test_closing_without_a_checkpoint(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         twins.cached.table.close()
-    again = flatbed.HostEmbedding.from_table(flatbed.open_table(path))
+    again = flatbed.Embedding.from_table(flatbed.open_table(path))
     assert torch.equal(everything(again)[0], before)
     again.table.close()
 
@@ -208,7 +208,7 @@ def test_saving(storage: str, where: str, tmp_path: Path) -> None:
     twins.train()
     expected = copy_of(twins)
     twins.cached.table.save(tmp_path / "saved.safetensors")
-    twins.cached = flatbed.HostEmbedding.from_table(load_table(tmp_path / "saved.safetensors"))
+    twins.cached = flatbed.Embedding.from_table(load_table(tmp_path / "saved.safetensors"))
     assert torch.equal(everything(twins.cached)[0], expected)
     twins.check()
 
@@ -368,7 +368,7 @@ def test_going_back_to_a_checkpoint_forgets_what_is_cached(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_warming_by_repeats(policy: str, where: str) -> None:
-    emb = flatbed.HostEmbedding(100, DIM, cache_rows=4, cache_policy=policy, device=where)
+    emb = flatbed.Embedding(100, DIM, cache_rows=4, cache_policy=policy, device=where)
     ids = [7] * 5 + [8] * 4 + [9] * 3 + [10] * 2 + [11, 12, 13]
     emb.table.warm(torch.tensor(ids)[torch.randperm(len(ids))])
     cache = emb.table.store.cache
@@ -378,13 +378,15 @@ def test_warming_by_repeats(policy: str, where: str) -> None:
 
 
 def test_warming_by_counts(where: str) -> None:
-    emb = flatbed.HostEmbedding(100, DIM, cache_rows=3, cache_policy="lfu", device=where)
+    emb = flatbed.Embedding(100, DIM, cache_rows=3, cache_policy="lfu", device=where)
     emb.table.warm([5, 6, 7, 8, 5], counts=[1.0, 10, 30, 20, 12])  # 5 occurs twice: 13 in all
     cache = emb.table.store.cache
     assert cache is not None
     assert held(cache) == {5, 7, 8}
-    heat = {int(row): float(cache.tags.heat[slot]) for slot, row in enumerate(cache.tags.row_of_slot)}
-    assert sorted(heat, key=heat.__getitem__) == [5, 8, 7]
+    frequency = {
+        int(row): float(cache.tags.frequency[slot]) for slot, row in enumerate(cache.tags.row_of_slot)
+    }
+    assert sorted(frequency, key=frequency.__getitem__) == [5, 8, 7]
     for number in range(5):
         come(cache, [20 + number])
     assert held(cache) >= {7, 8}  # the others were used less
@@ -400,18 +402,18 @@ def test_warming_and_training(tmp_path: Path) -> None:
 
 
 def test_warming_is_checked() -> None:
-    emb = flatbed.HostEmbedding(10, DIM, cache_rows=4)
+    emb = flatbed.Embedding(10, DIM, cache_rows=4)
     for wrong in ([1.0], [1.0, 2.0, 3.0], [1.0, -1.0]):
         with pytest.raises(ValueError, match="one per id, none of them negative"):
             emb.table.warm([1, 2], counts=wrong)
     with pytest.raises(IndexError, match="id 10 at position 1 is out of range"):
         emb.table.warm([1, 10])
-    flatbed.HostEmbedding(10, DIM).table.warm([1, 2])  # without a cache there is nothing to do
-    flatbed.HostEmbedding(10, DIM, storage="device").table.warm([1, 2])
+    flatbed.Embedding(10, DIM).table.warm([1, 2])  # without a cache there is nothing to do
+    flatbed.Embedding(10, DIM, storage="device").table.warm([1, 2])
 
 
 def test_stats_without_a_cache() -> None:
-    stats = flatbed.HostEmbedding(10, DIM, cache_rows=0).table.cache_stats()
+    stats = flatbed.Embedding(10, DIM, cache_rows=0).table.cache_stats()
     assert (stats.rows, stats.hits, stats.misses, stats.hit_rate) == (0, 0, 0, 0.0)
 
 
@@ -434,7 +436,7 @@ def test_another_size_of_cache(storage: str, where: str, tmp_path: Path) -> None
 
 
 def test_too_few_bytes_for_a_record() -> None:
-    emb = flatbed.HostEmbedding(1000, 8, cache_bytes=100)
+    emb = flatbed.Embedding(1000, 8, cache_bytes=100)
     optimizer = flatbed.optim.Adam(emb, lr=0.1)
     with pytest.raises(flatbed.FlatbedError, match="no room for a single record, which takes 128 bytes"):
         step(emb, optimizer, [1, 2])
@@ -443,21 +445,21 @@ def test_too_few_bytes_for_a_record() -> None:
 
 
 def test_bytes_for_the_cache(tmp_path: Path) -> None:
-    emb = flatbed.HostEmbedding(1000, 8, cache_bytes=10_000)
+    emb = flatbed.Embedding(1000, 8, cache_bytes=10_000)
     step(emb, flatbed.optim.Adam(emb, lr=0.1), [1, 2])
     assert emb.table.store.record.nbytes == 128
     assert emb.table.cache_stats().rows == 78
 
 
 def test_by_default_there_is_none_on_a_cpu() -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM)
+    emb = flatbed.Embedding(ROWS, DIM)
     step(emb, flatbed.optim.SGD(emb, lr=0.1), [1, 2])
     assert emb.table.store.cache is None
 
 
 @pytest.mark.gpu
 def test_by_default_it_has_room_for_some_batches() -> None:
-    emb = flatbed.HostEmbedding(100_000, DIM, device="cuda")
+    emb = flatbed.Embedding(100_000, DIM, device="cuda")
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     step(emb, optimizer, range(100))
     assert emb.table.cache_stats().rows == 400
@@ -486,7 +488,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize("bag", [False, True])
 @pytest.mark.parametrize(("options", "kind", "message"), WRONG, ids=str)
 def test_wrong_arguments(options: dict[str, Any], kind: type[Exception], message: str, bag: bool) -> None:
-    made = flatbed.HostEmbeddingBag if bag else flatbed.HostEmbedding
+    made = flatbed.EmbeddingBag if bag else flatbed.Embedding
     with pytest.raises(kind, match=message):
         made(ROWS, DIM, **options)
 
@@ -510,8 +512,8 @@ def test_tables_on_the_device_have_none(name: str) -> None:
     some: dict[str, Any] = {name: 3}
     none: dict[str, Any] = {name: 0}
     with pytest.raises(ValueError, match=f'{name}=3: a table with storage="device" needs none'):
-        flatbed.HostEmbedding(ROWS, DIM, storage="device", **some)
-    emb = flatbed.HostEmbedding(ROWS, DIM, storage="device", **none)
+        flatbed.Embedding(ROWS, DIM, storage="device", **some)
+    emb = flatbed.Embedding(ROWS, DIM, storage="device", **none)
     with pytest.raises(ValueError, match="needs none"):
         emb.table.set_cache(**some)
     step(emb, flatbed.optim.SGD(emb, lr=0.1), [1, 2])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import flatbed
 from flatbed import FlatbedError
-from flatbed.tables.grads import Pending
+from flatbed.tables.grads import GradAccumulator
 
 N_ROWS, DIM, N_IDS, N_STEPS = 300, 8, 96, 12
 SIZES = [0, 40, 150, 1000]  # of caches: none, smaller than a batch, than the table, and larger
@@ -22,8 +22,8 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         made = {"device": "cuda", "cache_rows": cache_rows, "cache_policy": policy}
-        self.items = flatbed.HostEmbedding(N_ROWS, DIM, padding_idx=3, seed=1, **made)
-        self.users = flatbed.HostEmbedding(N_ROWS, DIM, seed=2, **made)
+        self.items = flatbed.Embedding(N_ROWS, DIM, padding_idx=3, seed=1, **made)
+        self.users = flatbed.Embedding(N_ROWS, DIM, seed=2, **made)
         self.top = nn.Linear(DIM, 1).cuda()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -208,9 +208,9 @@ def test_bad_ids_in_a_replay_are_told_later() -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_what_cannot_be_captured(tmp_path: Any) -> None:
-    disk = flatbed.HostEmbedding(N_ROWS, DIM, device="cuda", storage="disk", path=tmp_path / "a.bed")
-    fresh = flatbed.HostEmbedding(N_ROWS, DIM, device="cuda")
-    used = flatbed.HostEmbedding(N_ROWS, DIM, device="cuda")
+    disk = flatbed.Embedding(N_ROWS, DIM, device="cuda", storage="disk", path=tmp_path / "a.bed")
+    fresh = flatbed.Embedding(N_ROWS, DIM, device="cuda")
+    used = flatbed.Embedding(N_ROWS, DIM, device="cuda")
     optimizer = flatbed.optim.Adam([disk.table, used.table], lr=0.1)
     ids = batches()[0].cuda()
     for emb in (disk, used):
@@ -229,7 +229,7 @@ def test_what_cannot_be_captured(tmp_path: Any) -> None:
 
 
 def test_gradients_of_a_graph_stay_in_it() -> None:
-    pending = Pending(10)
+    pending = GradAccumulator(10)
     pending.record(torch.tensor([1]), torch.ones(1, 2))
     pending.check_capture(capturing=False)
     with pytest.raises(FlatbedError, match=r"capture lookup, backward and optimizer\.step\(\) in one"):
@@ -303,8 +303,8 @@ class Shop(nn.Module):
             path = {"path": folder / f"{name}-{cache_rows}.bed"} if storage == "disk" else {}
             return {"device": "cuda", "storage": storage, "cache_rows": cache_rows, **path}
 
-        self.items = flatbed.HostEmbedding(N_ROWS, DIM, seed=1, **made("items"))
-        self.bag = flatbed.HostEmbeddingBag(N_ROWS, DIM, seed=2, mode="sum", **made("bag"))
+        self.items = flatbed.Embedding(N_ROWS, DIM, seed=1, **made("items"))
+        self.bag = flatbed.EmbeddingBag(N_ROWS, DIM, seed=2, mode="sum", **made("bag"))
         self.top = nn.Linear(DIM, 1).cuda()
 
     def forward(self, ids: Tensor) -> Tensor:

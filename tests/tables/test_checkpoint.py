@@ -21,7 +21,7 @@ import flatbed
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.errors import FlatbedError
 from flatbed.optim import json_codec as portable
-from flatbed.tables.embedding import HostEmbedding, tables
+from flatbed.tables.embedding import Embedding, tables
 from flatbed.tables.saving import load_table
 from tests.tables.training import Expected, Model, Operations, build, close, difference, snapshot, step
 
@@ -174,7 +174,7 @@ def test_without_optimizers_then_with(tmp_path: Path) -> None:
 
 
 def test_a_model_without_tables_and_one_of_tables_alone(tmp_path: Path) -> None:
-    for n, model in enumerate((nn.Linear(2, 3), HostEmbedding(4, 2), nn.Module())):
+    for n, model in enumerate((nn.Linear(2, 3), Embedding(4, 2), nn.Module())):
         save_checkpoint(tmp_path / str(n), model)
         assert load_checkpoint(tmp_path / str(n), model) == {}
 
@@ -330,7 +330,7 @@ def another(kind: str, folder: Path) -> tuple[nn.Module, Any]:
     elif kind == "shape":
         model.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
     elif kind == "rows":
-        model.second = HostEmbedding(41, 4)
+        model.second = Embedding(41, 4)
         optimizer = None
     elif kind == "no table":
         model.second = nn.Embedding(40, 4)  # type: ignore[assignment]
@@ -441,7 +441,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "saved", model, [model])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="extra"):
         save_checkpoint(tmp_path / "saved", model, extra={"a": object()})
-    emb = HostEmbedding(4, 2)
+    emb = Embedding(4, 2)
     with pytest.raises(FlatbedError, match="not in the model"):
         save_checkpoint(tmp_path / "saved", model, flatbed.optim.Adam(emb))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -574,4 +574,4 @@ def test_ranks_with_tables_of_their_own_are_refused(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(checkpoint, "Ranks", Two)
     with pytest.raises(FlatbedError, match="replicate=False"):
-        save_checkpoint(tmp_path / "saved", HostEmbedding(4, 2, replicate=False))
+        save_checkpoint(tmp_path / "saved", Embedding(4, 2, replicate=False))

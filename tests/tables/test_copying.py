@@ -17,7 +17,7 @@ from torch import nn
 import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.tables import copying
-from flatbed.tables.embedding import HostEmbedding
+from flatbed.tables.embedding import Embedding
 from flatbed.tables.storage import table_storage as store
 from tests.tables.test_saving import DTYPES, everything, same, train, trained
 
@@ -76,18 +76,18 @@ def test_the_copy_goes_on_where_the_original_was(storage: str, way: Any, tmp_pat
 @ways
 @storages
 def test_a_table_that_was_never_used(storage: str, way: Any) -> None:
-    emb = HostEmbedding(ROWS, DIM, storage=storage, seed=8, replicate=False)
+    emb = Embedding(ROWS, DIM, storage=storage, seed=8, replicate=False)
     flatbed.optim.Adam(emb)
     made = way(emb)
     assert not made.table.store.laid_out
     assert made.table.store.claimed
     assert not made.table.replicate
-    assert torch.equal(made.weight, HostEmbedding(ROWS, DIM, seed=8).weight)
+    assert torch.equal(made.weight, Embedding(ROWS, DIM, seed=8).weight)
 
 
 @ways
 def test_state_that_waits_to_be_laid_out(way: Any) -> None:
-    emb = HostEmbedding(ROWS, DIM)
+    emb = Embedding(ROWS, DIM)
     emb(torch.tensor([0]))
     optimizer = flatbed.optim.Adagrad(emb, initial_accumulator_value=0.5)
     made = way(emb)
@@ -110,8 +110,8 @@ def test_flags_are_kept_and_gradients_are_not(storage: str, way: Any, tmp_path: 
 
 @ways
 def test_a_table_that_is_shared_stays_shared(way: Any) -> None:
-    first = HostEmbedding(ROWS, DIM)
-    model = nn.ModuleList([first, HostEmbedding.from_table(first.table), first])
+    first = Embedding(ROWS, DIM)
+    model = nn.ModuleList([first, Embedding.from_table(first.table), first])
     made = way(model)
     assert made[0].table is made[1].table is made[2].table
     assert made[0].table is not first.table
@@ -133,7 +133,7 @@ def test_too_large_to_pickle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    emb = HostEmbedding(ROWS, DIM, storage="device")
+    emb = Embedding(ROWS, DIM, storage="device")
     about, *rest = copying.parts(emb.table)
     made = copying.rebuild({**about, "device": f"cuda:{torch.cuda.device_count()}"}, *rest)
     assert made.store.device == torch.device("cpu")

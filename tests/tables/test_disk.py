@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.base import Tier
-from flatbed.tables.storage.disk import DiskTier, journal
+from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.disk import DiskStorage, journal
 from flatbed.tables.storage.disk import copy_pool as disk_rows
 from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import RECORDS_AT
@@ -50,7 +50,7 @@ def test_creation_fills_every_row_once(tmp_path: Path, n_rows: int, monkeypatch:
         asked.extend(range(start, stop))
         fill(start, stop, records)
 
-    tier: Tier = DiskTier.create(tmp_path / "table", RECORD, n_rows, fill=noted)
+    tier: Storage = DiskStorage.create(tmp_path / "table", RECORD, n_rows, fill=noted)
     assert asked == list(range(n_rows))
     assert (tier.n_rows, tier.record, tier.memory, tier.device.type) == (n_rows, RECORD, None, "cpu")
     assert np.array_equal(tier.read(0, n_rows).numpy(), filled(0, n_rows, NBYTES))
@@ -147,9 +147,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     assert (tier.dirty_rows, tier.generation, tier.meta) == (3, 0, {"step": 0})
     tier.checkpoint({"much": "x" * 50_000, "nested": {"tuple": (1, 2)}, "∞": float("inf")})
     tier.close()
-    assert DiskTier.open(tmp_path / "table").meta["nested"] == {"tuple": [1, 2]}
+    assert DiskStorage.open(tmp_path / "table").meta["nested"] == {"tuple": [1, 2]}
     with pytest.raises(ValueError, match="0 rows or more"):
-        DiskTier.create(tmp_path / "other", RECORD, -1, fill=fill)
+        DiskStorage.create(tmp_path / "other", RECORD, -1, fill=fill)
 
 
 # ---- checkpoints
@@ -171,7 +171,7 @@ def test_only_checkpoints_reach_the_file(tmp_path: Path) -> None:
     tier.scatter_(torch.arange(100), random_records(100))
     tier.close()
     assert list(files(tmp_path)) == ["table"]
-    tier = DiskTier.open(str(tmp_path / "table"))
+    tier = DiskStorage.open(str(tmp_path / "table"))
     assert np.array_equal(everything(tier), saved)
     assert (tier.generation, tier.meta, tier.record) == (4, {"step": 7}, RECORD)
     tier.checkpoint()
@@ -252,7 +252,7 @@ class DiskMachine(RuleBasedStateMachine):
         if self.prepared and decided:
             (self.folder / "decision").write_text(json.dumps({"token": str(self.generation)}))
             self.completed()
-        self.tier = DiskTier.open(self.folder / "table")
+        self.tier = DiskStorage.open(self.folder / "table")
         self.now, self.prepared = self.saved.copy(), False
 
     @invariant()
@@ -303,7 +303,7 @@ def test_prepare_keeps_rows_still(tmp_path: Path) -> None:
     assert np.array_equal(everything(tier), now)
     tier.checkpoint()
     tier.close()
-    assert np.array_equal(everything(DiskTier.open(tmp_path / "table")), now)
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
 @pytest.mark.parametrize(
@@ -331,11 +331,11 @@ def test_a_file_decides(
     if isinstance(outcome, str):
         before = files(tmp_path)
         with pytest.raises(FlatbedError, match=outcome):
-            DiskTier.open(tmp_path / "table")
+            DiskStorage.open(tmp_path / "table")
         assert files(tmp_path) == before
         return
     for _ in range(2):
-        tier = DiskTier.open(tmp_path / "table")
+        tier = DiskStorage.open(tmp_path / "table")
         assert (tier.generation, tier.meta) == (outcome, {"step": outcome})
         assert everything(tier).any() != bool(outcome)
         tier.close()
@@ -362,7 +362,7 @@ def test_an_interrupted_commit_can_be_repeated(tmp_path: Path, monkeypatch: pyte
     tier.checkpoint({"step": 2})
     assert (tier.generation, tier.meta) == (2, {"step": 2})
     tier.close()
-    assert np.array_equal(everything(DiskTier.open(tmp_path / "table")), now)
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
 def test_an_interrupted_seal_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def test_an_interrupted_seal_is_taken_back(tmp_path: Path, monkeypatch: pytest.M
     now = everything(tier)
     tier.checkpoint({"step": 1})
     tier.close()
-    assert np.array_equal(everything(DiskTier.open(tmp_path / "table")), now)
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
 def test_an_interrupted_scatter_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +401,7 @@ def test_an_interrupted_scatter_changes_nothing(tmp_path: Path, monkeypatch: pyt
     tier.checkpoint()
     assert np.array_equal(everything(tier), now)
     tier.close()
-    assert np.array_equal(everything(DiskTier.open(tmp_path / "table")), now)
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
@@ -431,7 +431,7 @@ def test_failed_syncs_are_errors(tmp_path: Path, which: int, monkeypatch: pytest
         tier.commit()
         assert tier.generation == 1
     tier.close()
-    tier = DiskTier.open(tmp_path / "table")
+    tier = DiskStorage.open(tmp_path / "table")
     assert tier.generation == (which > 0)
     assert np.array_equal(everything(tier), now if which else filled(0, 100, NBYTES))
 
@@ -455,7 +455,7 @@ def test_failed_syncs_of_a_growth(tmp_path: Path, which: int, monkeypatch: pytes
             tier.resize(200, fill=fill)
     tier.close()
     n_rows = 100 if which < 2 else 200
-    assert np.array_equal(everything(DiskTier.open(tmp_path / "table")), filled(0, n_rows, NBYTES))
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), filled(0, n_rows, NBYTES))
 
 
 def test_resize_keeps_rows_and_makes_a_checkpoint(tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_resize_keeps_rows_and_makes_a_checkpoint(tmp_path: Path) -> None:
     expected[[999, 3]] = tier.gather(torch.tensor([999, 3])).numpy()
     tier.checkpoint()
     tier.close()
-    assert np.array_equal(everything(DiskTier.open(tmp_path / "table")), expected)
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), expected)
 
 
 def test_rebuilt_with_other_records(tmp_path: Path) -> None:
@@ -502,4 +502,4 @@ def test_rebuilt_with_other_records(tmp_path: Path) -> None:
     new.checkpoint()
     new.close()
     assert np.array_equal(expected[[3, 99], :NBYTES], now[[3, 99]])
-    assert np.array_equal(everything(DiskTier.open(tmp_path / "table")), expected)
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), expected)

@@ -18,7 +18,7 @@ import torch
 from numpy.random import Generator, default_rng
 
 from flatbed.errors import FlatbedError
-from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.disk import DiskStorage
 from tests.tables.crash_model import NBYTES, RECORD, WIDER, Dense, batch, everything, fill, filled
 from tests.tables.crash_replay import Choice, Disk, Event, Log, recorded
 
@@ -60,7 +60,7 @@ class Scenario:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     step: int = 0
 
-    def train(self, tier: DiskTier, n_steps: int = 2) -> None:
+    def train(self, tier: DiskStorage, n_steps: int = 2) -> None:
         for _ in range(n_steps):
             self.step += 1
             tier.scatter_(*map(torch.from_numpy, batch(self.step, tier.n_rows, tier.record.nbytes)))
@@ -77,7 +77,7 @@ class Scenario:
     def run(self) -> None:
         with recorded(self.log):
             meta = self.begin(filled(0, 40, NBYTES))
-            tier = DiskTier.create(self.folder / "table", RECORD, 40, fill=fill, meta=meta)
+            tier = DiskStorage.create(self.folder / "table", RECORD, 40, fill=fill, meta=meta)
             self.done()
             for _ in range(2):
                 self.train(tier)
@@ -100,7 +100,7 @@ class Scenario:
             self.train(tier)
             tier.close()
 
-    def decide(self, tier: DiskTier) -> None:
+    def decide(self, tier: DiskStorage) -> None:
         self.train(tier)
         self.log.mark("prepare")
         tier.prepare(self.begin(everything(tier)), decision=self.folder / "decision", token="first")
@@ -108,7 +108,7 @@ class Scenario:
         tier.commit()
         self.done()
 
-    def abort(self, tier: DiskTier) -> None:
+    def abort(self, tier: DiskStorage) -> None:
         """One checkpoint taken back, after which its decision must not count, should anybody make it."""
         self.train(tier)
         self.log.mark("prepare")
@@ -119,17 +119,17 @@ class Scenario:
         tier.checkpoint(self.begin(everything(tier)))
         self.done()
 
-    def reopen(self, tier: DiskTier) -> DiskTier:
+    def reopen(self, tier: DiskStorage) -> DiskStorage:
         """One prepared and left, and dropped by whoever opens the table without a decision."""
         self.train(tier)
         self.log.mark("prepare")
         tier.prepare({}, decision=self.folder / "decision", token="third")
         tier.close()
-        tier = DiskTier.open(self.folder / "table")
+        tier = DiskStorage.open(self.folder / "table")
         self.log.mark("late", "third")
         return tier
 
-    def rebuild(self, tier: DiskTier) -> DiskTier:
+    def rebuild(self, tier: DiskStorage) -> DiskStorage:
         self.train(tier)
         before = everything(tier)
         after = filled(0, 70, WIDER.nbytes)
@@ -196,7 +196,7 @@ def found(folder: Path, checkpoints: list[Checkpoint]) -> int:
     """Which checkpoint the table in a folder is at, -1 if there is none."""
     if not (folder / "table").exists():
         return -1
-    tier = DiskTier.open(folder / "table")
+    tier = DiskStorage.open(folder / "table")
     expected = checkpoints[tier.generation]
     same = tier.meta == expected.meta and np.array_equal(everything(tier), expected.rows)
     tier.close()

@@ -21,7 +21,7 @@ import torch
 import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import RECORDS_AT
 from tests.tables.crash_model import (
@@ -47,16 +47,16 @@ def test_existing_files_are_kept_unless_told(tmp_path: Path) -> None:
     with pytest.raises(FlatbedError, match="exists already"):
         made(tmp_path)
     with pytest.raises(FlatbedError, match="is open already"):
-        DiskTier.create(tmp_path / "table", RECORD, 5, fill=fill, replace=True)
+        DiskStorage.create(tmp_path / "table", RECORD, 5, fill=fill, replace=True)
     tier.close()
     before = files(tmp_path)
     with pytest.raises(ZeroDivisionError):
-        DiskTier.create(tmp_path / "table", RECORD, 5, fill=lambda *_: 1 // 0, replace=True)  # type: ignore[arg-type,return-value]
+        DiskStorage.create(tmp_path / "table", RECORD, 5, fill=lambda *_: 1 // 0, replace=True)  # type: ignore[arg-type,return-value]
     assert files(tmp_path) == before
-    tier = DiskTier.create(tmp_path / "table", RECORD, 5, fill=fill, replace=True)
+    tier = DiskStorage.create(tmp_path / "table", RECORD, 5, fill=fill, replace=True)
     assert (tier.n_rows, tier.generation) == (5, 0)
     with pytest.raises(FlatbedError, match="is open already"):
-        DiskTier.open(tmp_path / "table")
+        DiskStorage.open(tmp_path / "table")
 
 
 def test_a_journal_of_a_replaced_table_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,15 +67,15 @@ def test_a_journal_of_a_replaced_table_is_dropped(tmp_path: Path, monkeypatch: p
     tier.close()
     sealed = (tmp_path / "table.journal").read_bytes()
     (tmp_path / "decision").write_text('{"token": "a"}')
-    DiskTier.create(tmp_path / "table", RECORD, 60, fill=fill, replace=True).close()
+    DiskStorage.create(tmp_path / "table", RECORD, 60, fill=fill, replace=True).close()
     assert not (tmp_path / "table.journal").exists()
     (tmp_path / "table.journal").write_bytes(sealed)
-    assert np.array_equal(everything(DiskTier.open(tmp_path / "table")), filled(0, 60, NBYTES))
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), filled(0, 60, NBYTES))
     (tmp_path / "table.journal").write_bytes(sealed)
-    DiskTier.create(tmp_path / "table2", RECORD, 60, fill=fill).close()
+    DiskStorage.create(tmp_path / "table2", RECORD, 60, fill=fill).close()
     shutil.move(tmp_path / "table2", tmp_path / "table")
     with pytest.raises(FlatbedError, match="belongs to another table"):
-        DiskTier.open(tmp_path / "table")
+        DiskStorage.open(tmp_path / "table")
     assert (tmp_path / "table.journal").read_bytes() == sealed
 
 
@@ -89,7 +89,7 @@ def test_copies_of_different_times_are_refused(tmp_path: Path) -> None:
     (tmp_path / "decision").write_text('{"token": "a"}')
     (tmp_path / "table").write_bytes(first)
     with pytest.raises(FlatbedError, match=r"checkpoint 0, but .* checkpoint 2"):
-        DiskTier.open(tmp_path / "table")
+        DiskStorage.open(tmp_path / "table")
 
 
 def test_a_table_without_its_journal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,50 +107,50 @@ def test_a_table_without_its_journal_is_refused(tmp_path: Path, monkeypatch: pyt
     shutil.move(tmp_path / "table.journal", tmp_path / "elsewhere")
     before = files(tmp_path)
     with pytest.raises(FlatbedError, match=r"journal .*table.journal is missing or damaged"):
-        DiskTier.open(tmp_path / "table")
+        DiskStorage.open(tmp_path / "table")
     assert files(tmp_path) == before
     shutil.move(tmp_path / "elsewhere", tmp_path / "table.journal")
-    assert DiskTier.open(tmp_path / "table").meta == {"step": 1}
+    assert DiskStorage.open(tmp_path / "table").meta == {"step": 1}
 
 
 def test_no_table(tmp_path: Path) -> None:
     with pytest.raises(FlatbedError, match="no table at"):
-        DiskTier.open(tmp_path / "table")
+        DiskStorage.open(tmp_path / "table")
     with pytest.raises(FlatbedError, match="Is a directory"):
-        DiskTier.open(tmp_path)
+        DiskStorage.open(tmp_path)
     with pytest.raises(FlatbedError, match="No such file or directory"):
-        DiskTier.create(tmp_path / "no" / "table", RECORD, 5, fill=fill)
+        DiskStorage.create(tmp_path / "no" / "table", RECORD, 5, fill=fill)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(FlatbedError, match="no regular file"):
-        DiskTier.open(tmp_path / "pipe")
+        DiskStorage.open(tmp_path / "pipe")
 
 
 def test_a_draft_left_behind_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "table.new").write_bytes(b"x" * 1_000_000)
     made(tmp_path).close()
     assert list(files(tmp_path)) == ["table"]
-    assert np.array_equal(everything(DiskTier.open(tmp_path / "table")), filled(0, 100, NBYTES))
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), filled(0, 100, NBYTES))
 
 
 def test_two_names_of_one_file(tmp_path: Path) -> None:
     tier = made(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "table")
     with pytest.raises(FlatbedError, match="is open already"):
-        DiskTier.open(tmp_path / "link")
+        DiskStorage.open(tmp_path / "link")
     tier.close()
-    with DiskTierContext(DiskTier.open(tmp_path / "link")) as tier:
+    with DiskTierContext(DiskStorage.open(tmp_path / "link")) as tier:
         assert tier.path == tmp_path / "table"
 
 
 def test_holes_of_a_copy_are_filled(tmp_path: Path) -> None:
-    DiskTier.create(tmp_path / "table", RECORD, 10_000, fill=lambda *_: None).close()
+    DiskStorage.create(tmp_path / "table", RECORD, 10_000, fill=lambda *_: None).close()
     with open(tmp_path / "table", "r+b") as file:
         head = file.read(RECORDS_AT)
         file.truncate(0)
         file.seek(0)
         file.write(head)
         file.truncate(RECORDS_AT + 10_000 * NBYTES)
-    with DiskTierContext(DiskTier.open(tmp_path / "table")):
+    with DiskTierContext(DiskStorage.open(tmp_path / "table")):
         found = (tmp_path / "table").stat()
         assert found.st_blocks * 512 >= found.st_size
 
@@ -167,21 +167,21 @@ def test_room_of_a_growth_that_was_not_completed_is_given_back(tmp_path: Path) -
     made(tmp_path).close()
     before = (tmp_path / "table").read_bytes()
     (tmp_path / "table").write_bytes(before + bytes(10_000))
-    DiskTier.open(tmp_path / "table").close()
+    DiskStorage.open(tmp_path / "table").close()
     assert (tmp_path / "table").read_bytes() == before
 
 
 # ---- locks, forks, ends
 
 
-class DiskTierContext(contextlib.closing[DiskTier]):
+class DiskTierContext(contextlib.closing[DiskStorage]):
     """Closes a tier."""
 
 
 def test_one_user_at_a_time(tmp_path: Path) -> None:
     tier = made(tmp_path)
     with pytest.raises(FlatbedError, match=r"table is open already.* close it there first"):
-        DiskTier.open(tmp_path / "table")
+        DiskStorage.open(tmp_path / "table")
     code = f"from flatbed.tables.storage.disk import DiskTier; DiskTier.open({str(tmp_path / 'table')!r})"
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
@@ -189,7 +189,7 @@ def test_one_user_at_a_time(tmp_path: Path) -> None:
     assert "is open already" in other.stderr
     assert np.array_equal(everything(tier), filled(0, 100, NBYTES))
     tier.close()
-    DiskTier.open(tmp_path / "table").close()
+    DiskStorage.open(tmp_path / "table").close()
 
 
 def test_close_twice_and_use_after(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_forgotten_tier_gives_everything_back(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     assert list(files(tmp_path)) == ["table"]
-    DiskTier.open(tmp_path / "table").close()
+    DiskStorage.open(tmp_path / "table").close()
 
 
 def test_the_end_of_the_process_is_silent(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_forked_processes_let_go(tmp_path: Path) -> None:
 def test_threads_may_share_a_tier(tmp_path: Path) -> None:
     """One reads while another writes, grows and checkpoints: rows are old or new, never between."""
     record = Record((Field("weight", torch.float32, 64),))
-    tier = DiskTier.create(tmp_path / "table", record, 5000, fill=lambda *_: None)
+    tier = DiskStorage.create(tmp_path / "table", record, 5000, fill=lambda *_: None)
     failures: list[str] = []
     ended = threading.Event()
 
@@ -359,7 +359,7 @@ def test_no_room_for_changes(tmp_path: Path) -> None:
         now = everything(tier)
         tier.checkpoint({"step": 1})
     tier.close()
-    tier = DiskTier.open(tmp_path / "table")
+    tier = DiskStorage.open(tmp_path / "table")
     assert np.array_equal(everything(tier), now)
     assert tier.meta == {"step": 1}
 
@@ -418,7 +418,7 @@ def test_a_small_disk(small_disk: Path) -> None:
         tier.checkpoint({"step": 1})
         with pytest.raises(FlatbedError, match="No space left"):
             tier.rebuilt(WIDER, fill=fill)
-    with DiskTierContext(DiskTier.open(small_disk / "table")) as tier:
+    with DiskTierContext(DiskStorage.open(small_disk / "table")) as tier:
         assert np.array_equal(everything(tier), now)
 
 
@@ -436,7 +436,7 @@ def test_an_exit_tells_what_it_loses(last: str, told: str, cache_rows: int, tmp_
     path = tmp_path / "rows.bed"
     program = f"""
 import os, torch, flatbed
-emb = flatbed.HostEmbedding(100, 4, storage="disk", path={str(path)!r}, cache_rows={cache_rows}, device="cpu")
+emb = flatbed.Embedding(100, 4, storage="disk", path={str(path)!r}, cache_rows={cache_rows}, device="cpu")
 optimizer = flatbed.optim.Adam(emb)
 emb(torch.arange(7)).sum().backward()
 optimizer.step()
@@ -451,7 +451,7 @@ optimizer.step()
 @pytest.mark.parametrize("end", ["", "checkpoint", "discard"])
 def test_a_table_that_is_forgotten(end: str, tmp_path: Path) -> None:
     """Whoever lets go of it before it was saved is told, in a process that goes on."""
-    emb = flatbed.HostEmbedding(30, 4, storage="disk", path=tmp_path / "rows.bed")
+    emb = flatbed.Embedding(30, 4, storage="disk", path=tmp_path / "rows.bed")
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     emb([1, 2, 2]).sum().backward()
     optimizer.step()

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flatbed.errors import FlatbedError
-from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk import format as header
 from flatbed.tables.storage.disk import storage as disk
 from flatbed.tables.storage.disk.file import MappedFile
@@ -86,7 +86,7 @@ def opened(found: dict[str, bytes], base: Found, allowed: set[int]) -> str:
         for file, data in found.items():
             (folder / file).write_bytes(data)
         try:
-            tier = DiskTier.open(folder / "table")
+            tier = DiskStorage.open(folder / "table")
         except FlatbedError as error:
             assert files(folder) == found
             message = str(error)
@@ -189,7 +189,7 @@ def test_wrong_values_under_a_right_checksum(data: st.DataObject, magic: bytes) 
         for other, content in {**base.files, name: changed}.items():
             (Path(folder) / other).write_bytes(content)
         try:
-            tier = DiskTier.open(Path(folder) / "table")
+            tier = DiskStorage.open(Path(folder) / "table")
         except FlatbedError:
             assert files(Path(folder)) == {**base.files, name: changed}
         else:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk import storage as tier
-from flatbed.tables.storage.disk.copy_pool import FEW, THREADS, Hands
+from flatbed.tables.storage.disk.copy_pool import FEW, THREADS, CopyPool
 from tests.tables.crash_model import NBYTES, everything, fill, filled, made, random_records
 
 SOON = 0.2
@@ -71,7 +71,7 @@ class Doing(threading.Thread):
         return self.is_alive()
 
 
-def slow_reader(table: DiskTier, disk: SlowDisk, rows: range) -> Doing:
+def slow_reader(table: DiskStorage, disk: SlowDisk, rows: range) -> Doing:
     disk.slow = True
     reader = Doing(lambda: table.gather(torch.tensor(rows)))
     assert disk.began.wait(LATE)
@@ -95,7 +95,7 @@ def test_others_read_and_write_meanwhile(tmp_path: Path, disk: SlowDisk) -> None
     table.close()
 
 
-ENDS: dict[str, Callable[[DiskTier], Any]] = {
+ENDS: dict[str, Callable[[DiskStorage], Any]] = {
     "checkpoint": lambda table: table.checkpoint({"step": 1}),
     "resize": lambda table: table.resize(200, fill=fill),
     "rebuilt": lambda table: table.rebuilt(
@@ -163,7 +163,7 @@ def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
 # ---- how many threads
 
 
-def shares(hands: Hands, n_rows: int, nbytes: int, seconds: float = 0.0) -> list[range]:
+def shares(hands: CopyPool, n_rows: int, nbytes: int, seconds: float = 0.0) -> list[range]:
     """What each thread was given, in order."""
     given: list[range] = []
 
@@ -176,7 +176,7 @@ def shares(hands: Hands, n_rows: int, nbytes: int, seconds: float = 0.0) -> list
 
 
 def test_as_many_threads_as_it_takes() -> None:
-    with closing(Hands(THREADS)) as hands:
+    with closing(CopyPool(THREADS)) as hands:
         assert len(shares(hands, 20_000, 1000)) == THREADS  # nothing is known yet
         assert len(shares(hands, 20_000, 1000)) == FEW
         assert len(shares(hands, 1, 1000)) == 1
@@ -187,7 +187,7 @@ def test_as_many_threads_as_it_takes() -> None:
 
 
 def test_few_threads_where_nobody_waits() -> None:
-    with closing(Hands(THREADS)) as hands:
+    with closing(CopyPool(THREADS)) as hands:
         unhurried = hands.unhurried()
         shares(unhurried, 20_000, 1000)
         assert len(shares(unhurried, 20_000, 1000)) == 1
@@ -201,7 +201,7 @@ def test_few_threads_where_nobody_waits() -> None:
 def test_what_is_in_the_queue_of_a_pool_without_threads_is_done_once() -> None:
     """The queue comes before the thread, which the system may refuse."""
     done: list[int] = []
-    with closing(Hands(1)) as hands:
+    with closing(CopyPool(1)) as hands:
         submit = hands._pool.submit
 
         def refuse(do: Any) -> Any:

@@ -1,4 +1,4 @@
-"""HostEmbedding in the place of nn.Embedding."""
+"""Embedding in the place of nn.Embedding."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ROWS, DIM = 30, 5
 STORAGES = ("host", "device", "disk")
 
 
-def made(storage: str = "host", folder: Path | None = None, **options: Any) -> flatbed.HostEmbedding:
+def made(storage: str = "host", folder: Path | None = None, **options: Any) -> flatbed.Embedding:
     path = folder / "table" if storage == "disk" and folder is not None else None
-    return flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path, **options)
+    return flatbed.Embedding(ROWS, DIM, storage=storage, path=path, **options)
 
 
-def both(**options: Any) -> tuple[flatbed.HostEmbedding, nn.Embedding]:
+def both(**options: Any) -> tuple[flatbed.Embedding, nn.Embedding]:
     """The same weights, ours and torch's."""
     theirs = nn.Embedding(ROWS, DIM, **options)
-    return flatbed.HostEmbedding.from_pretrained(theirs.weight.detach(), freeze=False, **options), theirs
+    return flatbed.Embedding.from_pretrained(theirs.weight.detach(), freeze=False, **options), theirs
 
 
 def dense_grad(table: flatbed.Table) -> Tensor:
@@ -78,19 +78,17 @@ def test_attributes_are_torchs() -> None:
 
 
 def test_the_first_three_arguments_are_torchs() -> None:
-    ours, theirs = (
-        list(inspect.signature(kind).parameters) for kind in (flatbed.HostEmbedding, nn.Embedding)
-    )
+    ours, theirs = (list(inspect.signature(kind).parameters) for kind in (flatbed.Embedding, nn.Embedding))
     assert ours[:3] == theirs[:3]
-    assert flatbed.HostEmbedding(ROWS, DIM, 2).padding_idx == 2
+    assert flatbed.Embedding(ROWS, DIM, 2).padding_idx == 2
 
 
 def test_repr() -> None:
-    assert repr(made()) == "HostEmbedding(30, 5, storage='host')"
-    assert repr(made(padding_idx=-1)) == "HostEmbedding(30, 5, padding_idx=29, storage='host')"
-    assert repr(made(dtype=torch.float16)) == "HostEmbedding(30, 5, storage='host', dtype=torch.float16)"
+    assert repr(made()) == "Embedding(30, 5, storage='host')"
+    assert repr(made(padding_idx=-1)) == "Embedding(30, 5, padding_idx=29, storage='host')"
+    assert repr(made(dtype=torch.float16)) == "Embedding(30, 5, storage='host', dtype=torch.float16)"
     assert repr(made().table) == "Table(30 × 5, torch.float32, host)"
-    assert "(0): HostEmbedding(30, 5, storage='device')" in repr(nn.Sequential(made("device")))
+    assert "(0): Embedding(30, 5, storage='device')" in repr(nn.Sequential(made("device")))
 
 
 def test_repr_of_a_table_on_disk_names_its_file(tmp_path: Path) -> None:
@@ -144,7 +142,7 @@ def test_initial_values(init: Any, low: float, high: float) -> None:
         ({"colour": "red"}, "no argument 'colour'"),
     ],
 )
-@pytest.mark.parametrize("kind", [flatbed.HostEmbedding, flatbed.HostEmbeddingBag])
+@pytest.mark.parametrize("kind", [flatbed.Embedding, flatbed.EmbeddingBag])
 def test_arguments_that_are_not_supported_say_so(kind: Any, options: dict[str, Any], hint: str) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__} .*{hint}"):
         kind(ROWS, DIM, **options)
@@ -179,7 +177,7 @@ def test_arguments_that_are_not_supported_say_so(kind: Any, options: dict[str, A
     ],
 )
 def test_wrong_values(arguments: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
-    for kind in (flatbed.HostEmbedding, flatbed.HostEmbeddingBag):
+    for kind in (flatbed.Embedding, flatbed.EmbeddingBag):
         with pytest.raises(error, match=message):
             kind(*arguments, **options)
 
@@ -237,7 +235,7 @@ def test_nothing_but_padding() -> None:
 def test_from_pretrained(storage: str, tmp_path: Path) -> None:
     weights = torch.randn(ROWS, DIM, dtype=torch.float64)
     options: dict[str, Any] = {"path": tmp_path / "table"} if storage == "disk" else {}
-    emb = flatbed.HostEmbedding.from_pretrained(weights, storage=storage, padding_idx=-1, **options)
+    emb = flatbed.Embedding.from_pretrained(weights, storage=storage, padding_idx=-1, **options)
     assert torch.equal(emb.read_rows(range_of(ROWS)), weights)
     assert emb.padding_idx == ROWS - 1
     assert not emb.table.requires_grad
@@ -247,7 +245,7 @@ def test_from_pretrained(storage: str, tmp_path: Path) -> None:
 
 
 def test_from_pretrained_can_be_trained() -> None:
-    emb = flatbed.HostEmbedding.from_pretrained(torch.zeros(ROWS, DIM), freeze=False)
+    emb = flatbed.Embedding.from_pretrained(torch.zeros(ROWS, DIM), freeze=False)
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
     emb([1, 1]).sum().backward()
     optimizer.step()
@@ -256,22 +254,22 @@ def test_from_pretrained_can_be_trained() -> None:
 
 def test_from_pretrained_takes_numpy_parameters_and_other_dtypes() -> None:
     values = np.random.default_rng(0).random((4, 3)).astype(np.float32)
-    assert np.array_equal(flatbed.HostEmbedding.from_pretrained(values).weight.numpy(), values)  # type: ignore[arg-type]
+    assert np.array_equal(flatbed.Embedding.from_pretrained(values).weight.numpy(), values)  # type: ignore[arg-type]
     param = nn.Parameter(torch.randn(4, 3))
-    assert torch.equal(flatbed.HostEmbedding.from_pretrained(param).weight, param.detach())
-    low = flatbed.HostEmbedding.from_pretrained(param, dtype=torch.bfloat16)
+    assert torch.equal(flatbed.Embedding.from_pretrained(param).weight, param.detach())
+    low = flatbed.Embedding.from_pretrained(param, dtype=torch.bfloat16)
     assert torch.equal(low.weight, param.detach().bfloat16())
 
 
 def test_from_pretrained_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\(num_embeddings, embedding_dim\); found \(3,\)"):
-        flatbed.HostEmbedding.from_pretrained(torch.zeros(3))
+        flatbed.Embedding.from_pretrained(torch.zeros(3))
     with pytest.raises(ValueError, match="dtype must be one of"):
-        flatbed.HostEmbedding.from_pretrained(torch.zeros(3, 2, dtype=torch.int64))
+        flatbed.Embedding.from_pretrained(torch.zeros(3, 2, dtype=torch.int64))
     taken = tmp_path / "table"
     taken.write_bytes(b"mine")
     with pytest.raises(flatbed.FlatbedError, match="would overwrite"):
-        flatbed.HostEmbedding.from_pretrained(torch.zeros(3, 2), storage="disk", path=taken)
+        flatbed.Embedding.from_pretrained(torch.zeros(3, 2), storage="disk", path=taken)
     assert taken.read_bytes() == b"mine"
 
 
@@ -423,7 +421,7 @@ def test_nothing_is_recorded_without_gradients() -> None:
 # ---- freezing
 
 
-def ways_to_freeze(emb: flatbed.HostEmbedding) -> dict[str, Any]:
+def ways_to_freeze(emb: flatbed.Embedding) -> dict[str, Any]:
     def by_weight(value: bool) -> None:
         emb.weight.requires_grad = value
 
@@ -439,7 +437,7 @@ def ways_to_freeze(emb: flatbed.HostEmbedding) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("way", ways_to_freeze(flatbed.HostEmbedding(1, 1)))
+@pytest.mark.parametrize("way", ways_to_freeze(flatbed.Embedding(1, 1)))
 def test_freezing(way: str) -> None:
     emb = made()
     head = nn.Linear(DIM, 1)

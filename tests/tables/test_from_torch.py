@@ -20,8 +20,8 @@ from tests.tables.tables import (
     DIM,
     PADDING,
     PATTERNS,
-    Place,
     Reference,
+    Setup,
     assert_same,
     backward,
     diagonal,
@@ -185,7 +185,7 @@ CASES = [
 NAMED = {case.name: case for case in CASES}
 
 
-def check(case: Torchs, pattern: str, place: Place, dtype: torch.dtype = torch.float32, **more: Any) -> None:
+def check(case: Torchs, pattern: str, place: Setup, dtype: torch.dtype = torch.float32, **more: Any) -> None:
     padding_idx = PADDING if pattern == "padding" else None
     weight = weights(dtype=dtype)
     emb = place.embedding(weight, padding_idx)
@@ -197,25 +197,25 @@ def check(case: Torchs, pattern: str, place: Place, dtype: torch.dtype = torch.f
 
 @pytest.mark.parametrize(("case", "pattern", "storage"), paired(CASES))
 def test_steps(case: Torchs, pattern: str, storage: str, tmp_path: Path) -> None:
-    check(case, pattern, Place(storage, "cpu", tmp_path))
+    check(case, pattern, Setup(storage, "cpu", tmp_path))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "pattern", "storage"), diagonal(CASES))
 def test_steps_on_the_gpu(case: Torchs, pattern: str, storage: str, tmp_path: Path) -> None:
-    check(case, pattern, Place(storage, "cuda", tmp_path))
+    check(case, pattern, Setup(storage, "cuda", tmp_path))
 
 
 @pytest.mark.parametrize("name", ["adam", "rprop", "sgd-dampening", "asgd-averaging", "looks-ahead"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes(name: str, dtype: torch.dtype) -> None:
-    check(NAMED[name], "late", Place(), dtype)
+    check(NAMED[name], "late", Setup(), dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_counts_per_row(case: Torchs) -> None:
     """Every row as if it had been trained alone."""
-    check(case, "late", Place(), per_row_steps=True)
+    check(case, "late", Setup(), per_row_steps=True)
 
 
 # ---- beside other parameters
@@ -225,7 +225,7 @@ def test_counts_per_row(case: Torchs) -> None:
 def test_dense_parameters_beside_tables(case: Torchs) -> None:
     """With options of their own, one of them without gradient at first, under a scheduler."""
     weight = weights()
-    emb, expected = Place().embedding(weight), case.reference(weight)
+    emb, expected = Setup().embedding(weight), case.reference(weight)
     ours = [nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.randn(7))]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     optimizer = case.ours([{"params": ours}, {"params": [emb.table], "lr": 0.02}])
@@ -264,7 +264,7 @@ def test_dense_parameters_beside_tables(case: Torchs) -> None:
 def test_same_as_the_rule_of_that_name(name: str) -> None:
     """Nothing but the rounding differs."""
     weight = weights()
-    tables = [Place().embedding(weight) for _ in range(2)]
+    tables = [Setup().embedding(weight) for _ in range(2)]
     rule = getattr(flatbed.optim, NAMED[name].kind.__name__)
     optimizers = [NAMED[name].ours([tables[0].table]), rule([tables[1].table], **NAMED[name].options)]
     for step in range(STEPS):
@@ -278,7 +278,7 @@ def test_same_as_the_rule_of_that_name(name: str) -> None:
 
 def test_clipped_with_dense_parameters() -> None:
     weight, layer = weights(), nn.Linear(DIM, 1)
-    emb, expected = Place().embedding(weight), NAMED["adamax"].reference(weight)
+    emb, expected = Setup().embedding(weight), NAMED["adamax"].reference(weight)
     optimizer = NAMED["adamax"].ours(nn.ModuleList([emb, layer]), max_norm=0.1)
     for _ in range(3):
         layer(emb(torch.tensor([1, 5, 5]))).square().sum().backward()
@@ -310,7 +310,7 @@ def refused() -> list[Any]:
 
 @pytest.mark.parametrize(("kind", "reason"), refused())
 def test_refused_by_name_and_reason(kind: type[optim.Optimizer], reason: str) -> None:
-    emb = flatbed.HostEmbedding(5, 4)
+    emb = flatbed.Embedding(5, 4)
     with pytest.raises(FlatbedError, match=rf"^{kind.__name__}.*{reason}"):
         from_torch(kind, [emb.table])
     assert emb.table.owner is None
@@ -348,11 +348,11 @@ class Drifts(CountsInPython):
 )
 def test_state_that_cannot_be_found_out(kind: type[optim.Optimizer], reason: str) -> None:
     with pytest.raises(FlatbedError, match=rf"^{kind.__name__} cannot train a table.*{reason}"):
-        from_torch(kind, [flatbed.HostEmbedding(5, 4).table])
+        from_torch(kind, [flatbed.Embedding(5, 4).table])
 
 
 def test_state_that_an_option_brings_later() -> None:
-    emb = Place().embedding(weights())
+    emb = Setup().embedding(weights())
     optimizer = from_torch(optim.SGD, [emb.table], lr=0.1)
     optimizer.param_groups[0]["momentum"] = 0.9
     before = emb.read_rows([1])
@@ -364,7 +364,7 @@ def test_state_that_an_option_brings_later() -> None:
 
 def test_state_that_begins_late_with_what_it_finds_is_refused() -> None:
     """Rows that come later would find other things."""
-    emb = flatbed.HostEmbedding(5, 4)
+    emb = flatbed.Embedding(5, 4)
     with pytest.raises(FlatbedError, match=r"RemembersLater.*buffer"):
         from_torch(RemembersLater, [emb.table], zeros=False)
 
@@ -372,16 +372,16 @@ def test_state_that_begins_late_with_what_it_finds_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["Adam", None, nn.Linear, optim.Adam([torch.ones(1)])], ids=repr)
 def test_not_a_class_of_torch_s(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"takes a class of torch\.optim"):
-        from_torch(kind, [flatbed.HostEmbedding(5, 4).table])
+        from_torch(kind, [flatbed.Embedding(5, 4).table])
 
 
 def test_flatbed_s_own_need_no_translation() -> None:
     with pytest.raises(TypeError, match="takes tables as it is"):
-        from_torch(flatbed.optim.Adam, [flatbed.HostEmbedding(5, 4).table])
+        from_torch(flatbed.optim.Adam, [flatbed.Embedding(5, 4).table])
 
 
 def test_wrong_options_are_torch_s_to_refuse() -> None:
-    emb = flatbed.HostEmbedding(5, 4)
+    emb = flatbed.Embedding(5, 4)
     with pytest.raises(TypeError, match="momentum"):
         from_torch(optim.Adam, [emb.table], momentum=0.9)
     with pytest.raises(ValueError, match="beta"):
@@ -390,5 +390,5 @@ def test_wrong_options_are_torch_s_to_refuse() -> None:
 
 def test_the_random_state_is_left_alone() -> None:
     before = torch.get_rng_state()
-    from_torch(optim.RAdam, [flatbed.HostEmbedding(5, 4, init="zeros").table])
+    from_torch(optim.RAdam, [flatbed.Embedding(5, 4, init="zeros").table])
     assert torch.equal(before, torch.get_rng_state())

@@ -20,7 +20,7 @@ from tests.tables.tables import (
     PADDING,
     PATTERNS,
     STORAGES,
-    Place,
+    Setup,
     assert_close,
     assert_same,
     backward,
@@ -44,7 +44,7 @@ def assert_gradients(emb: Any, dense: Tensor, touched: Tensor, where: str) -> No
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_accumulated_over_backward_passes(pattern: str, where: str) -> None:
     weight, padding_idx = weights(), PADDING if pattern == "padding" else None
-    emb = Place("host", where).embedding(weight, padding_idx)
+    emb = Setup("host", where).embedding(weight, padding_idx)
     theirs = nn.Embedding.from_pretrained(weight.clone(), False, padding_idx)
     optimizer = flatbed.optim.SGD(emb)
     touched: list[Tensor] = []
@@ -64,7 +64,10 @@ def test_accumulated_over_backward_passes(pattern: str, where: str) -> None:
 def test_many_lookups_are_added_in_torch_s_order(counts: tuple[int, ...]) -> None:
     """First within a backward pass, then to what was there."""
     weight = weights()
-    emb, theirs = Place().embedding(weight), nn.Embedding.from_pretrained(weight.clone(), freeze=False)
+    emb, theirs = (
+        Setup().embedding(weight),
+        nn.Embedding.from_pretrained(weight.clone(), freeze=False),
+    )
     optimizer = flatbed.optim.SGD(emb)
     for count in counts:
         lookups = [torch.randint(N_ROWS, (5,)) for _ in range(count)]
@@ -81,7 +84,10 @@ def test_many_lookups_are_added_in_torch_s_order(counts: tuple[int, ...]) -> Non
 def test_accumulated_steps(storage: str, where: str, tmp_path: Path) -> None:
     """A step with the gradients of three passes is one step."""
     case, weight = BY_NAME["adam"], weights()
-    emb, expected = Place(storage, where, tmp_path).embedding(weight), reference(BY_NAME["adam"], weight)
+    emb, expected = (
+        Setup(storage, where, tmp_path).embedding(weight),
+        reference(BY_NAME["adam"], weight),
+    )
     optimizer = case.ours(emb)
     for step in range(3):
         total, touched = torch.zeros_like(weight), []
@@ -125,7 +131,7 @@ BAGS = [
 @pytest.mark.parametrize(("mode", "call", "padding"), BAGS)
 def test_bags(mode: str, call: str, padding: int | None, where: str) -> None:
     weight = weights()
-    bag = Place("host", where).bag(weight, mode=mode, padding_idx=padding)
+    bag = Setup("host", where).bag(weight, mode=mode, padding_idx=padding)
     theirs = nn.EmbeddingBag.from_pretrained(weight.clone(), freeze=False, mode=mode, padding_idx=padding)
     expected = reference(BY_NAME["adagrad"], weight, padding_idx=padding)
     optimizer = BY_NAME["adagrad"].ours(bag)
@@ -158,7 +164,7 @@ def test_bags(mode: str, call: str, padding: int | None, where: str) -> None:
 def both(where: str) -> tuple[Any, nn.Linear, nn.Linear, Any]:
     """A table and a layer; the same layer, and the reference of the table."""
     weight = weights()
-    emb, layer = Place("host", where).embedding(weight), nn.Linear(DIM, 3).to(where)
+    emb, layer = Setup("host", where).embedding(weight), nn.Linear(DIM, 3).to(where)
     theirs = nn.Linear(DIM, 3)
     theirs.load_state_dict(layer.state_dict())
     return emb, layer, theirs, reference(BY_NAME["adam"], weight)
@@ -291,7 +297,10 @@ batch = st.lists(st.lists(st.integers(0, N_ROWS - 1), max_size=12), min_size=1, 
 def test_any_ids(name: str, batches: list[list[list[int]]], seed: int, padding: int | None) -> None:
     torch.manual_seed(seed)
     weight = weights()
-    emb, expected = Place().embedding(weight, padding), reference(BY_NAME[name], weight, padding_idx=padding)
+    emb, expected = (
+        Setup().embedding(weight, padding),
+        reference(BY_NAME[name], weight, padding_idx=padding),
+    )
     lookups = [[torch.tensor(ids, dtype=torch.long) for ids in step] for step in batches]
     optimizer = BY_NAME[name].ours(emb)
     train(emb, optimizer, expected, lookups)
@@ -302,7 +311,7 @@ def test_any_ids(name: str, batches: list[list[list[int]]], seed: int, padding: 
 @pytest.mark.parametrize("storage", ["host", "device"])
 def test_rows_written_between_lookup_and_step_count(storage: str, how: str, where: str) -> None:
     """A step uses the weights that the lookup has read, but only if they are still the table's."""
-    emb = flatbed.HostEmbedding(10, 4, storage=storage, device=where)
+    emb = flatbed.Embedding(10, 4, storage=storage, device=where)
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
     ids = torch.tensor([2, 5, 5], device=where)
     if how == "step":

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import flatbed
-from flatbed.tables.deferred_checks import NOWHERE
+from flatbed.tables.deferred_checks import NO_ERROR
 
 ROWS, DIM = 50, 6
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -21,10 +21,10 @@ TORCH = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, *UNSIGN
 NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">i2", ">i4", ">i8", ">u2", ">u4", ">u8")
 
 
-def both() -> tuple[flatbed.HostEmbedding, nn.Embedding]:
+def both() -> tuple[flatbed.Embedding, nn.Embedding]:
     """The same weights, ours and torch's."""
     theirs = nn.Embedding(ROWS, DIM)
-    return flatbed.HostEmbedding.from_pretrained(theirs.weight.detach(), freeze=False), theirs
+    return flatbed.Embedding.from_pretrained(theirs.weight.detach(), freeze=False), theirs
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (0, 3), (3, 0), (2, 3), (2, 3, 4), (1, 1, 1, 2)])
@@ -50,12 +50,12 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
 def test_nothing_is_made_for_wrong_ids(storage: str, cache_rows: int | None, tmp_path: Path) -> None:
     """Neither memory nor a file: the table may have been meant to be larger."""
     path = tmp_path / "rows.table" if storage == "disk" else None
-    emb = flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path, cache_rows=cache_rows)
+    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=cache_rows)
     with pytest.raises(IndexError, match="id 50 at position 2 is out of range for a table of 50 rows"):
         emb([0, 1, ROWS])
     assert not emb.table.store.laid_out
     assert not list(tmp_path.iterdir())
-    larger = flatbed.HostEmbedding(ROWS + 1, DIM, storage=storage, path=path, cache_rows=cache_rows)
+    larger = flatbed.Embedding(ROWS + 1, DIM, storage=storage, path=path, cache_rows=cache_rows)
     assert larger([0, 1, ROWS]).shape == (3, DIM)
     larger.table.close(discard=True)
 
@@ -127,8 +127,8 @@ WRONG_KIND = [
 
 @pytest.mark.parametrize("ids", WRONG_KIND, ids=lambda ids: f"{type(ids).__name__}-{ids}")
 def test_what_is_no_integer(ids: Any) -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM)
-    for use in (emb, flatbed.HostEmbeddingBag.from_table(emb.table), emb.read_rows):
+    emb = flatbed.Embedding(ROWS, DIM)
+    for use in (emb, flatbed.EmbeddingBag.from_table(emb.table), emb.read_rows):
         with pytest.raises(TypeError, match="integers"):
             use(ids)
 
@@ -148,7 +148,7 @@ WRONG_VALUE = [
 
 @pytest.mark.parametrize(("ids", "message"), WRONG_VALUE, ids=lambda value: str(value)[:24])
 def test_out_of_range_names_the_id_its_place_and_the_bound(ids: Any, message: str) -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM, padding_idx=0)
+    emb = flatbed.Embedding(ROWS, DIM, padding_idx=0)
     uses = [emb, emb.read_rows, lambda bad: emb.write_rows(bad, torch.zeros(*np.shape(bad), DIM))]
     for use in uses:
         with pytest.raises(IndexError, match=re.escape(message)):
@@ -158,8 +158,8 @@ def test_out_of_range_names_the_id_its_place_and_the_bound(ids: Any, message: st
 @pytest.mark.parametrize("storage", ["host", "device", "disk"])
 def test_a_bad_batch_changes_nothing(storage: str, tmp_path: Any) -> None:
     path = tmp_path / "table" if storage == "disk" else None
-    emb = flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path)
-    bag = flatbed.HostEmbeddingBag.from_table(emb.table)
+    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path)
+    bag = flatbed.EmbeddingBag.from_table(emb.table)
     head = nn.Linear(DIM, 1)
     optimizer = flatbed.optim.Adam([*head.parameters(), emb.table], lr=0.1)
     head(emb([1, 2])).sum().backward()
@@ -186,14 +186,14 @@ def test_a_bad_batch_changes_nothing(storage: str, tmp_path: Any) -> None:
 
 def test_what_is_to_be_looked_at_does_not_pile_up() -> None:
     """Evaluation takes no steps: a bad batch is raised by a later lookup, good ones are forgotten."""
-    table = flatbed.HostEmbedding(ROWS, DIM).table
+    table = flatbed.Embedding(ROWS, DIM).table
     ids = torch.tensor([[1, 2], [ROWS, 4]])
     for _ in range(10):
-        table.suspect(ids, torch.tensor([NOWHERE]))
-    assert len(table.suspects) == 1
+        table.suspect(ids, torch.tensor([NO_ERROR]))
+    assert len(table.deferred_checks) == 1
     table.suspect(ids, torch.tensor([2]))
     with pytest.raises(IndexError, match=r"id 50 at position \(1, 0\)"):
-        table.suspect(ids, torch.tensor([NOWHERE]))
+        table.suspect(ids, torch.tensor([NO_ERROR]))
     table.suspect(ids, torch.tensor([2]))
     with pytest.raises(IndexError):
         table.raise_bad_ids()
@@ -202,7 +202,7 @@ def test_what_is_to_be_looked_at_does_not_pile_up() -> None:
 
 @pytest.mark.gpu
 def test_evaluation_with_bad_ids_on_a_gpu() -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM, device="cuda").eval()
+    emb = flatbed.Embedding(ROWS, DIM, device="cuda").eval()
     with torch.no_grad():
         emb(torch.tensor([1, ROWS], device="cuda"))
         torch.cuda.synchronize()
@@ -219,7 +219,7 @@ def test_bad_ids_on_a_gpu_are_raised_at_the_step(
     storage: str, kind: str, dtype: torch.dtype, tmp_path: Any
 ) -> None:
     path = tmp_path / "table" if storage == "disk" else None
-    made = flatbed.HostEmbedding if kind == "embedding" else flatbed.HostEmbeddingBag
+    made = flatbed.Embedding if kind == "embedding" else flatbed.EmbeddingBag
     emb: Any = made(ROWS, DIM, storage=storage, path=path, device="cuda")
     model = nn.Sequential(emb, nn.Linear(DIM, 1)).cuda()
     optimizer = flatbed.optim.Adam(model, lr=0.1)
@@ -246,7 +246,7 @@ def test_bad_ids_on_a_gpu_are_raised_at_the_step(
 @pytest.mark.gpu
 @pytest.mark.parametrize("drop", [True, False])
 def test_zero_grad_between_lookup_and_backward_hides_no_bad_ids(drop: bool) -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM, device="cuda")
+    emb = flatbed.Embedding(ROWS, DIM, device="cuda")
     optimizer = flatbed.optim.Adam(emb)
     before = emb.read_rows(torch.arange(ROWS)).clone()
     loss = emb(torch.tensor([1, ROWS], device="cuda")).sum()

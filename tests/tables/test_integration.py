@@ -33,7 +33,7 @@ def train(model: nn.Module, optimizer: Any, n_steps: int = 3) -> None:
 
 
 def test_a_table_is_not_a_parameter() -> None:
-    model = Model(flatbed.HostEmbedding(ROWS, DIM))
+    model = Model(flatbed.Embedding(ROWS, DIM))
     assert [name for name, _ in model.named_parameters()] == ["head.weight", "head.bias"]
     assert list(model.state_dict()) == ["emb.weight", "head.weight", "head.bias"]
     assert not list(model.emb.buffers())
@@ -45,11 +45,11 @@ def test_a_table_is_not_a_parameter() -> None:
 
 def test_a_table_shared_by_modules_counts_once() -> None:
     """Two towers, and a bag deep inside, over the same rows."""
-    first = flatbed.HostEmbedding(ROWS, DIM, padding_idx=2)
-    second = flatbed.HostEmbedding.from_table(first.table)
-    bag = flatbed.HostEmbeddingBag.from_table(first.table, mode="sum")
+    first = flatbed.Embedding(ROWS, DIM, padding_idx=2)
+    second = flatbed.Embedding.from_table(first.table)
+    bag = flatbed.EmbeddingBag.from_table(first.table, mode="sum")
     model = nn.ModuleList([nn.Sequential(first), nn.Sequential(nn.Sequential(second), bag), first])
-    other = flatbed.HostEmbedding(3, DIM)
+    other = flatbed.Embedding(3, DIM)
     model.append(other)
     assert flatbed.tables(model) == [first.table, other.table]
     assert second.padding_idx == 2
@@ -64,13 +64,13 @@ def test_a_table_shared_by_modules_counts_once() -> None:
 
 def test_a_module_for_a_table_must_fit() -> None:
     with pytest.raises(TypeError):
-        flatbed.HostEmbedding.from_table(flatbed.HostEmbedding(2, 2).table, mode="sum")
+        flatbed.Embedding.from_table(flatbed.Embedding(2, 2).table, mode="sum")
     with pytest.raises(ValueError, match="mode"):
-        flatbed.HostEmbeddingBag.from_table(flatbed.HostEmbedding(2, 2).table, mode="median")
+        flatbed.EmbeddingBag.from_table(flatbed.Embedding(2, 2).table, mode="median")
 
 
 def test_changes_of_dtype_leave_the_table_alone() -> None:
-    model = Model(flatbed.HostEmbedding(ROWS, DIM))
+    model = Model(flatbed.Embedding(ROWS, DIM))
     before = model.emb.weight.clone()
     for change in (model.double, model.half, model.bfloat16, lambda: model.to(torch.float64), model.float):
         change()
@@ -81,12 +81,12 @@ def test_changes_of_dtype_leave_the_table_alone() -> None:
 
 
 def test_devices_that_cannot_compute_are_refused() -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM)
+    emb = flatbed.Embedding(ROWS, DIM)
     before = emb.weight.clone()
     with pytest.raises(flatbed.FlatbedError, match=r'computes on "cpu" or "cuda".*"meta"'):
         nn.Sequential(emb).to("meta")
     with torch.device("meta"), pytest.raises(flatbed.FlatbedError, match='give device="cpu"'):
-        flatbed.HostEmbedding(ROWS, DIM)
+        flatbed.Embedding(ROWS, DIM)
     assert torch.equal(emb.weight, before)
     nn.Sequential(emb).to_empty(device="cpu")
     assert torch.equal(emb.weight, before)
@@ -104,8 +104,8 @@ def meta_by_default() -> Iterator[None]:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_the_default_device_is_for_users_only(storage: str, tmp_path: Path) -> None:
     path = tmp_path / "table" if storage == "disk" else None
-    emb = flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path, device="cpu", padding_idx=1)
-    bag = flatbed.HostEmbeddingBag.from_table(emb.table)
+    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, device="cpu", padding_idx=1)
+    bag = flatbed.EmbeddingBag.from_table(emb.table)
     for options in ({"max_norm": 1.0}, {"per_row_steps": True}):
         emb.table.drop_state()
         optimizer = flatbed.optim.Adam(emb, **options)  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_the_default_device_is_for_users_only(storage: str, tmp_path: Path) -> N
         optimizer.load_state_dict(optimizer.state_dict())
         emb.load_state_dict(emb.state_dict())
     weights = torch.ones(3, 2, device="cpu")
-    assert flatbed.HostEmbedding.from_pretrained(weights)([1]).device.type == "cpu"
+    assert flatbed.Embedding.from_pretrained(weights)([1]).device.type == "cpu"
 
 
 # ---- optimizers
@@ -170,7 +170,7 @@ def test_closures() -> None:
 
 
 def test_hooks() -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM)
+    emb = flatbed.Embedding(ROWS, DIM)
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
     seen: list[str] = []
 
@@ -188,7 +188,7 @@ def test_hooks() -> None:
 
 
 def test_the_profiler() -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM)
+    emb = flatbed.Embedding(ROWS, DIM)
     optimizer = flatbed.optim.Adam(emb)
     emb([1]).sum().backward()
     with torch.profiler.profile(acc_events=True) as profiler:
@@ -197,7 +197,7 @@ def test_the_profiler() -> None:
 
 
 def test_repr_of_an_optimizer() -> None:
-    text = repr(flatbed.optim.Adam(Model(flatbed.HostEmbedding(ROWS, DIM)), max_norm=1.0))
+    text = repr(flatbed.optim.Adam(Model(flatbed.Embedding(ROWS, DIM)), max_norm=1.0))
     assert text.startswith("Adam (\nParameter Group 0")
     assert "max_norm: 1.0" in text
 
@@ -243,7 +243,7 @@ def test_state_dicts_go_to_torch_and_back() -> None:
 def test_a_state_dict_resumes_bitwise(storage: str, options: Any, tmp_path: Path) -> None:
     def made(name: str) -> tuple[Model, Any]:
         path = tmp_path / name if storage == "disk" else None
-        model = Model(flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path))
+        model = Model(flatbed.Embedding(ROWS, DIM, storage=storage, path=path))
         return model, flatbed.optim.Adam(model, lr=0.1, **options)
 
     model, optimizer = made("first")
@@ -314,7 +314,7 @@ REFUSED = -7
 class Ids(torch.utils.data.Dataset[Tensor]):
     """A dataset that holds on to the model, as careless ones do."""
 
-    def __init__(self, emb: flatbed.HostEmbedding, use: bool = False) -> None:
+    def __init__(self, emb: flatbed.Embedding, use: bool = False) -> None:
         self.emb, self.use = emb, use
 
     def __len__(self) -> int:
@@ -335,7 +335,7 @@ class Ids(torch.utils.data.Dataset[Tensor]):
 @pytest.mark.parametrize("storage", STORAGES)
 def test_forked_workers(storage: str, tmp_path: Path) -> None:
     path = tmp_path / "table" if storage == "disk" else None
-    emb = flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path)
+    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path)
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     emb([0])
     before = emb.read_rows(EVERY)
@@ -359,8 +359,8 @@ def test_forked_workers(storage: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_no_use_of_a_table_works_in_a_forked_child(storage: str, tmp_path: Path) -> None:
     path = tmp_path / "table" if storage == "disk" else None
-    emb = flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path)
-    bag = flatbed.HostEmbeddingBag.from_table(emb.table)
+    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path)
+    bag = flatbed.EmbeddingBag.from_table(emb.table)
     weight = None if storage == "disk" else emb.weight
     before = emb.read_rows(EVERY)
     uses: list[Callable[[], Any]] = [
@@ -394,7 +394,7 @@ EXIT = """
 import sys, torch, flatbed
 sys.kept = []  # alive until the very end
 for storage in ("host", "device", "disk"):
-    emb = flatbed.HostEmbedding(1000, 8, storage=storage, path=sys.argv[1] if storage == "disk" else None)
+    emb = flatbed.Embedding(1000, 8, storage=storage, path=sys.argv[1] if storage == "disk" else None)
     optimizer = flatbed.optim.Adam(emb)
     emb([1, 2]).sum().backward()
     optimizer.step()

@@ -20,7 +20,7 @@ try:
 except RuntimeError:
     print("limited")
 
-emb = flatbed.HostEmbedding(1_000_000, 64, storage="disk", path=sys.argv[1], init=("normal", 0.0, 0.1))
+emb = flatbed.Embedding(1_000_000, 64, storage="disk", path=sys.argv[1], init=("normal", 0.0, 0.1))
 optimizer = flatbed.optim.Adam(emb, lr=0.01)
 generator = torch.Generator().manual_seed(0)
 losses = []

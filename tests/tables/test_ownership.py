@@ -17,8 +17,8 @@ from flatbed.errors import FlatbedError
 from tests.tables.models import DIM, EVERY, ROWS, Model, assert_same, pair
 
 
-def made(**options: Any) -> flatbed.HostEmbedding:
-    return flatbed.HostEmbedding(ROWS, DIM, **options)
+def made(**options: Any) -> flatbed.Embedding:
+    return flatbed.Embedding(ROWS, DIM, **options)
 
 
 def backward(emb: Any, ids: Any = (1, 2)) -> None:
@@ -30,7 +30,7 @@ def backward(emb: Any, ids: Any = (1, 2)) -> None:
 
 def test_gradients_without_an_optimizer_are_an_error_at_the_next_training_lookup() -> None:
     emb = made()
-    bag = flatbed.HostEmbeddingBag.from_table(emb.table)
+    bag = flatbed.EmbeddingBag.from_table(emb.table)
     backward(emb)
     for use in (lambda: emb([1]), lambda: bag([[1]])):
         with pytest.raises(flatbed.FlatbedError, match=r"no optimizer has it.*flatbed\.optim\.Adam\(model\)"):
@@ -474,7 +474,7 @@ def test_a_step_without_gradients_does_nothing() -> None:
 
 
 def model_on_disk(folder: Path) -> nn.Sequential:
-    return nn.Sequential(flatbed.HostEmbedding(50, 4, storage="disk", path=folder / "rows.bed"))
+    return nn.Sequential(flatbed.Embedding(50, 4, storage="disk", path=folder / "rows.bed"))
 
 
 def one_step(model: nn.Module, optimizer: flatbed.optim.Optimizer) -> None:

@@ -23,7 +23,7 @@ from tests.tables.tables import (
     PADDING,
     PATTERNS,
     STORAGES,
-    Place,
+    Setup,
     assert_close,
     assert_same,
     backward,
@@ -47,7 +47,7 @@ pytestmark = [
 def check(
     case: Case,
     pattern: str,
-    place: Place,
+    place: Setup,
     *,
     dim: int = DIM,
     dtype: torch.dtype = torch.float32,
@@ -63,24 +63,30 @@ def check(
 
 @pytest.mark.parametrize(("case", "pattern", "storage"), paired(ALL_CASES))
 def test_rules(case: Case, pattern: str, storage: str, tmp_path: Path) -> None:
-    check(case, pattern, Place(storage, "cpu", tmp_path))
+    check(case, pattern, Setup(storage, "cpu", tmp_path))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "pattern", "storage"), paired(ALL_CASES))
 def test_rules_on_the_gpu(case: Case, pattern: str, storage: str, tmp_path: Path) -> None:
-    check(case, pattern, Place(storage, "cuda", tmp_path))
+    check(case, pattern, Setup(storage, "cuda", tmp_path))
 
 
 @pytest.mark.parametrize(("case", "pattern", "storage"), diagonal(ALL_CASES))
 def test_rules_by_kernels(case: Case, pattern: str, storage: str, tmp_path: Path, kernel_device: str) -> None:
-    check(case, pattern, Place(storage, kernel_device, tmp_path), dim=5)
+    check(case, pattern, Setup(storage, kernel_device, tmp_path), dim=5)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_by_kernels(pattern: str, tmp_path: Path, kernel_device: str) -> None:
     for storage in ("host", "disk"):
-        check(BY_NAME["sgd-dampening"], pattern, Place(storage, kernel_device, tmp_path), dim=3, steps=4)
+        check(
+            BY_NAME["sgd-dampening"],
+            pattern,
+            Setup(storage, kernel_device, tmp_path),
+            dim=3,
+            steps=4,
+        )
 
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16]
@@ -90,20 +96,20 @@ DTYPES = [torch.float64, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(case: Case, pattern: str, storage: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """State is fp32, or fp64 with weights of that; the step is computed in it, and the weight rounded."""
-    check(case, pattern, Place(storage, "cpu", tmp_path), dtype=dtype)
+    check(case, pattern, Setup(storage, "cpu", tmp_path), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["adam", "nadam", "sgd-dampening", "rowwise"])
 def test_dtypes_by_kernels(name: str, dtype: torch.dtype, tmp_path: Path, kernel_device: str) -> None:
-    check(BY_NAME[name], "late", Place("host", kernel_device, tmp_path), dtype=dtype, dim=7)
+    check(BY_NAME[name], "late", Setup("host", kernel_device, tmp_path), dtype=dtype, dim=7)
 
 
 @pytest.mark.parametrize("dim", [1, 3, 130])
 @pytest.mark.parametrize("name", ["adam", "sparseadam", "adagrad", "rowwise-initial"])
 def test_dims(name: str, dim: int, where: str) -> None:
     """Those of which torch has no kernel that rounds by place."""
-    check(BY_NAME[name], "duplicates", Place("host", where), dim=dim, steps=3)
+    check(BY_NAME[name], "duplicates", Setup("host", where), dim=dim, steps=3)
 
 
 # ---- the real thing
@@ -134,7 +140,7 @@ def test_sparse_embedding(name: str, torchs: Any, ours: Any, options: Any, patte
     padding_idx = PADDING if pattern == "padding" else None
     weight = weights()
     theirs = nn.Embedding.from_pretrained(weight.clone(), False, padding_idx, sparse=True)
-    emb = Place("host", where).embedding(weight, padding_idx)
+    emb = Setup("host", where).embedding(weight, padding_idx)
     optimizers = [torchs(theirs.parameters(), **options), ours([emb.table], **options)]
     for step in range(STEPS if is_exact(where) else 3):
         lookups = PATTERNS[pattern](step)
@@ -154,7 +160,10 @@ def test_sparse_embedding(name: str, torchs: Any, ours: Any, options: Any, patte
 def test_dense_embedding(case: Case) -> None:
     """Where every step touches every row, nothing tells a table from nn.Embedding."""
     weight = weights()
-    emb, theirs = Place().embedding(weight), nn.Embedding.from_pretrained(weight.clone(), freeze=False)
+    emb, theirs = (
+        Setup().embedding(weight),
+        nn.Embedding.from_pretrained(weight.clone(), freeze=False),
+    )
     ours, torchs = case.ours(emb), case.theirs(theirs.parameters(), **case.same_rounding())
     for step in range(STEPS):
         lookups = PATTERNS["all rows"](step)
@@ -178,7 +187,7 @@ def test_dense_embedding(case: Case) -> None:
 def test_groups_and_schedulers(name: str, where: str) -> None:
     """Two tables with learning rates of their own, which a scheduler changes."""
     case = BY_NAME[name]
-    tables = [Place("host", where).embedding(weights()) for _ in range(2)]
+    tables = [Setup("host", where).embedding(weights()) for _ in range(2)]
     expected = [reference(case, emb.read_rows(torch.arange(N_ROWS)).cpu()) for emb in tables]
     optimizer = case.ours([{"params": [emb.table], "lr": 0.1 / (n + 1)} for n, emb in enumerate(tables)])
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -203,7 +212,7 @@ def test_pieces_of_a_large_batch(name: str, dim: int, monkeypatch: pytest.Monkey
     """Rows are updated some at a time; no bit tells where one piece ends."""
     monkeypatch.setattr("flatbed.optim.table_step.CHUNK_BYTES", 64)
     case, weight = BY_NAME[name], weights(200, dim)
-    emb, expected = Place().embedding(weight), reference(case, weight)
+    emb, expected = Setup().embedding(weight), reference(case, weight)
     optimizer = case.ours(emb)
     batches = [[torch.arange(200)], [torch.randperm(200)[:90]], [torch.randperm(200)[:150]]]
     if dim % 8 and name == "sgd-nesterov":
@@ -218,7 +227,7 @@ def test_momentum_that_goes_and_comes_back(steps: tuple[float, ...], weight_deca
     """The buffer stays as it is meanwhile."""
     case = Case("", flatbed.optim.SGD, torch.optim.SGD, {"momentum": 0.9, "weight_decay": weight_decay})
     weight = weights()
-    emb, expected = Place("host", where).embedding(weight), reference(case, weight)
+    emb, expected = Setup("host", where).embedding(weight), reference(case, weight)
     optimizer = case.ours(emb)
     for step, momentum in enumerate(steps):
         optimizer.param_groups[0]["momentum"] = momentum
@@ -234,7 +243,7 @@ def test_momentum_that_goes_and_comes_back(steps: tuple[float, ...], weight_deca
     [("SGD", "momentum_buffer", {"momentum": 0.9}), ("Adam", "max_exp_avg_sq", {"amsgrad": True})],
 )
 def test_state_that_rows_have_no_room_for(kind: str, name: str, change: dict[str, Any], where: str) -> None:
-    emb = Place("host", where).embedding(weights())
+    emb = Setup("host", where).embedding(weights())
     optimizer = getattr(flatbed.optim, kind)(emb)
     before = emb.read_rows([1])
     for step in range(2):
@@ -253,7 +262,7 @@ def test_state_that_rows_have_no_room_for(kind: str, name: str, change: dict[str
 
 
 def test_tables_without_gradient_are_left_alone(where: str) -> None:
-    tables = [Place("host", where).embedding(weights()) for _ in range(2)]
+    tables = [Setup("host", where).embedding(weights()) for _ in range(2)]
     before = tables[1].read_rows(torch.arange(N_ROWS)).clone()
     optimizer = BY_NAME["adamw"].ours(nn.ModuleList(tables))
     for _ in range(2):
@@ -271,7 +280,7 @@ def test_tables_without_gradient_are_left_alone(where: str) -> None:
 
 def trials(where: str, storage: str, folder: Path, *, n_rows: int = 200, seed_steps: int = 0) -> Tensor:
     """Rows of 1.0 after a step of 2⁻¹⁰: the two neighbours in bf16 are 1 - 2⁻⁸ and 1."""
-    emb = Place(storage, where, folder).embedding(torch.ones(n_rows, 8, dtype=torch.bfloat16))
+    emb = Setup(storage, where, folder).embedding(torch.ones(n_rows, 8, dtype=torch.bfloat16))
     optimizer = flatbed.optim.SGD(emb, lr=2.0**-10, stochastic_rounding=True)
     for _ in range(seed_steps):
         emb(torch.empty(0, dtype=torch.long)).sum().backward()
@@ -294,7 +303,7 @@ def test_stochastic_rounding(storage: str, where: str, tmp_path: Path) -> None:
 
 
 def test_stochastic_rounding_differs_between_tables(where: str) -> None:
-    tables = [Place("host", where).embedding(torch.ones(100, 8, dtype=torch.bfloat16)) for _ in range(2)]
+    tables = [Setup("host", where).embedding(torch.ones(100, 8, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer = flatbed.optim.SGD(nn.ModuleList(tables), lr=2.0**-10, stochastic_rounding=True)
     for emb in tables:
         emb(torch.arange(100)).sum().backward()
@@ -305,7 +314,7 @@ def test_stochastic_rounding_differs_between_tables(where: str) -> None:
 
 def test_stochastic_rounding_with_counts_per_row(where: str) -> None:
     """Rows with different counts are updated apart, and not with the same noise."""
-    emb = Place("host", where).embedding(torch.ones(200, 8, dtype=torch.bfloat16))
+    emb = Setup("host", where).embedding(torch.ones(200, 8, dtype=torch.bfloat16))
     optimizer = flatbed.optim.Adam(emb, lr=0.0, stochastic_rounding=True, per_row_steps=True)
     emb(torch.arange(100)).sum().backward()
     optimizer.step()
@@ -324,7 +333,7 @@ def test_stochastic_rounding_with_counts_per_row(where: str) -> None:
 @pytest.mark.parametrize("wrong", [w for w in WRONG if w.part == "fused"], ids=str)
 def test_wrong_rules_are_caught(wrong: Wrong, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        check(broken(wrong, tmp_path), "late", Place())
+        check(broken(wrong, tmp_path), "late", Setup())
 
 
 # The largest of all steps, slow decay and the last digits of 1 - beta do not show in so few steps.
@@ -338,4 +347,4 @@ SUBTLE = ("adam-amsgrad", "nadam", "(1 - c[3]) * g * g")
 )
 def test_wrong_kernels_are_caught(wrong: Wrong, tmp_path: Path, kernel_device: str) -> None:
     with pytest.raises(AssertionError, match="not close"):
-        check(broken(wrong, tmp_path), "late", Place("host", kernel_device), dim=4)
+        check(broken(wrong, tmp_path), "late", Setup("host", kernel_device), dim=4)

@@ -19,8 +19,8 @@ ROWS, DIM = 5000, 24
 A_WHILE = 20_000_000  # cycles of the GPU, about 10 ms
 
 
-def table(n_slots: int = 2000, **options: Any) -> tuple[flatbed.HostEmbedding, Any]:
-    emb = flatbed.HostEmbedding(ROWS, DIM, device="cuda", cache_rows=n_slots, **options)
+def table(n_slots: int = 2000, **options: Any) -> tuple[flatbed.Embedding, Any]:
+    emb = flatbed.Embedding(ROWS, DIM, device="cuda", cache_rows=n_slots, **options)
     return emb, flatbed.optim.SGD(emb, lr=0.5)
 
 
@@ -29,13 +29,13 @@ def batches(n: int, size: int) -> list[np.ndarray[Any, Any]]:
     return [generator.integers(0, ROWS, size) for _ in range(n)]
 
 
-def passages(emb: flatbed.HostEmbedding) -> list[Any]:
+def passages(emb: flatbed.Embedding) -> list[Any]:
     cache = emb.table.store.cache
     assert isinstance(cache, DeviceCache)
     return [one for kind in cache.passages.free.values() for one in kind]
 
 
-def n_made(emb: flatbed.HostEmbedding) -> int:
+def n_made(emb: flatbed.Embedding) -> int:
     cache = emb.table.store.cache
     assert isinstance(cache, DeviceCache)
     return sum(cache.passages.n_made.values())

@@ -17,7 +17,7 @@ from tests.tables.tables import (
     N_ROWS,
     PATTERNS,
     STORAGES,
-    Place,
+    Setup,
     assert_close,
     assert_same,
     backward,
@@ -58,7 +58,7 @@ class Alone:
 
 def check(case: Case, pattern: str, where: str, storage: str, tmp_path: Any) -> None:
     weight = weights()
-    emb, alone = Place(storage, where, tmp_path).embedding(weight), Alone(case, weight)
+    emb, alone = Setup(storage, where, tmp_path).embedding(weight), Alone(case, weight)
     optimizer = case.ours([emb.table], per_row_steps=True)
     dense = reference(case, weight)
     for step in range(STEPS):
@@ -96,7 +96,10 @@ def test_rows_alone_by_kernels(case: Case, kernel_device: str, tmp_path: Any) ->
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_dtypes(name: str, dtype: torch.dtype, where: str) -> None:
     weight = weights(dtype=dtype)
-    emb, expected = Place("host", where).embedding(weight), reference(BY_NAME[name], weight, per_row=True)
+    emb, expected = (
+        Setup("host", where).embedding(weight),
+        reference(BY_NAME[name], weight, per_row=True),
+    )
     optimizer = BY_NAME[name].ours([emb.table], per_row_steps=True)
     train(emb, optimizer, expected, [PATTERNS["lookups"](step) for step in range(4)])
     assert_same(emb, expected, where)
@@ -106,7 +109,7 @@ def test_dtypes(name: str, dtype: torch.dtype, where: str) -> None:
 def test_counts(name: str, where: str) -> None:
     """Only the steps in which a row occurs count for it; padding and empty batches count for none."""
     weight = weights()
-    emb = Place("host", where).embedding(weight, padding_idx=1)
+    emb = Setup("host", where).embedding(weight, padding_idx=1)
     optimizer = BY_NAME[name].ours([emb.table], per_row_steps=True)
     for ids in ([0, 0, 1], [], [1], [0, 5]):
         emb(torch.tensor(ids, dtype=torch.long)).sum().backward()
@@ -122,7 +125,7 @@ def test_counts(name: str, where: str) -> None:
 def test_one_count_per_table_differs(where: str) -> None:
     """The two ways agree on rows of the first step, and not on rows that come late."""
     weight, case = weights(), BY_NAME["adam"]
-    tables = [Place("host", where).embedding(weight) for _ in range(2)]
+    tables = [Setup("host", where).embedding(weight) for _ in range(2)]
     optimizers = [case.ours([emb.table], per_row_steps=n == 1) for n, emb in enumerate(tables)]
     for step in range(3):
         for emb, optimizer in zip(tables, optimizers, strict=True):

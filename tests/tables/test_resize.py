@@ -15,9 +15,9 @@ ROWS, DIM = 10, 3
 STORAGES = ("host", "device", "disk")
 
 
-def made(storage: str, folder: Path, n_rows: int = ROWS, **options: Any) -> flatbed.HostEmbedding:
+def made(storage: str, folder: Path, n_rows: int = ROWS, **options: Any) -> flatbed.Embedding:
     path = folder / f"table-{n_rows}" if storage == "disk" else None
-    return flatbed.HostEmbedding(n_rows, DIM, storage=storage, path=path, **options)
+    return flatbed.Embedding(n_rows, DIM, storage=storage, path=path, **options)
 
 
 def train(emb: Any, optimizer: Any, ids: list[int]) -> None:
@@ -75,15 +75,15 @@ def test_initial_state_of_new_rows(storage: str, tmp_path: Path) -> None:
 
 
 def test_all_modules_over_the_table_follow() -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM)
-    bag = flatbed.HostEmbeddingBag.from_table(emb.table)
+    emb = flatbed.Embedding(ROWS, DIM)
+    bag = flatbed.EmbeddingBag.from_table(emb.table)
     emb.table.resize(11)
     assert bag.num_embeddings == 11
     assert bag([[10]]).shape == (1, DIM)
 
 
 def test_state_dicts_after_growth_load_into_a_larger_model() -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM)
+    emb = flatbed.Embedding(ROWS, DIM)
     optimizer = flatbed.optim.Adam(emb, lr=0.1)
     train(emb, optimizer, [1])
     emb.table.resize(11)
@@ -120,7 +120,7 @@ def test_what_is_refused_changes_nothing(storage: str, tmp_path: Path) -> None:
 def test_a_table_without_room_to_grow_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     from flatbed.tables.storage import table_storage as store
 
-    emb = flatbed.HostEmbedding(ROWS, DIM)
+    emb = flatbed.Embedding(ROWS, DIM)
     before = emb.weight.clone()
 
     def no_room(*_: Any) -> Any:
@@ -134,7 +134,7 @@ def test_a_table_without_room_to_grow_stays_as_it_is(monkeypatch: pytest.MonkeyP
 
 
 def test_backward_of_a_lookup_before_the_growth() -> None:
-    emb = flatbed.HostEmbedding(ROWS, DIM, init="zeros")
+    emb = flatbed.Embedding(ROWS, DIM, init="zeros")
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
     out = emb([1, 9])
     emb.table.resize(50)

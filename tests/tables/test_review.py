@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import flatbed
-from flatbed import HostEmbedding, optim
+from flatbed import Embedding, optim
 from flatbed.errors import FlatbedError
-from flatbed.tables.storage.disk import DiskTier
-from flatbed.tables.storage.table_storage import Store
+from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.table_storage import TableStorage
 
 
-def trained(**options: Any) -> tuple[HostEmbedding, Any]:
-    emb = HostEmbedding(10, 4, **options)
+def trained(**options: Any) -> tuple[Embedding, Any]:
+    emb = Embedding(10, 4, **options)
     optimizer = optim.Adam(emb, lr=0.1)
     emb(torch.arange(5)).sum().backward()
     optimizer.step()
@@ -34,7 +34,7 @@ def trained(**options: Any) -> tuple[HostEmbedding, Any]:
 
 
 def test_copies_made_before_a_pending_layout_keep_the_weights() -> None:
-    emb = HostEmbedding(10, 4)
+    emb = Embedding(10, 4)
     emb.weight.fill_(3.0)
     optim.Adam(emb)
     for made in (copy.deepcopy(emb), pickle.loads(pickle.dumps(emb))):
@@ -50,7 +50,7 @@ def test_a_new_layout_keeps_state(first_use: str) -> None:
     """As when a trained table moves to a GPU."""
     emb, optimizer = trained()
     if first_use == "load":
-        other = HostEmbedding(10, 4)
+        other = Embedding(10, 4)
         loading = optim.Adam(other, lr=0.1)
         other.load_state_dict(emb.state_dict())
         loading.load_state_dict(optimizer.state_dict())
@@ -89,23 +89,23 @@ def test_trained_tables_move_to_a_gpu_and_back(storage: str) -> None:
 
 
 def test_an_interrupted_initialisation_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    emb = HostEmbedding(1000, 4)
-    fill, calls = Store._fill, []
+    emb = Embedding(1000, 4)
+    fill, calls = TableStorage._fill, []
 
-    def interrupted(self: Store, *args: Any) -> None:
+    def interrupted(self: TableStorage, *args: Any) -> None:
         calls.append(args)
         if len(calls) == 1:
             raise KeyboardInterrupt
         fill(self, *args)
 
-    monkeypatch.setattr(Store, "_fill", interrupted)
+    monkeypatch.setattr(TableStorage, "_fill", interrupted)
     with pytest.raises(KeyboardInterrupt):
         emb.read_rows([0])
-    assert torch.equal(emb.weight, HostEmbedding(1000, 4).weight)
+    assert torch.equal(emb.weight, Embedding(1000, 4).weight)
 
 
 def test_views_that_someone_holds_keep_their_memory() -> None:
-    emb = HostEmbedding(100_000, 4, init=1.0)
+    emb = Embedding(100_000, 4, init=1.0)
     hidden = torch.ones(2, 4, requires_grad=True)
     loss = (hidden @ emb.weight.detach().T).sum()
     shared = torch.from_dlpack(emb.weight.detach())
@@ -121,7 +121,7 @@ def test_views_that_someone_holds_keep_their_memory() -> None:
 def test_a_relative_path_is_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
-    emb = HostEmbedding(10, 4, storage="disk", path="x.bed")
+    emb = Embedding(10, 4, storage="disk", path="x.bed")
     monkeypatch.chdir(tmp_path / "other")
     emb.read_rows([0])
     assert (tmp_path / "x.bed").exists()
@@ -162,7 +162,7 @@ def test_state_dicts_of_torch_go_on(kind: Any, options: dict[str, Any], ours: st
 
     for weight in weights[:3]:
         step(theirs, reference, weight)
-    emb = HostEmbedding(6, 4)
+    emb = Embedding(6, 4)
     if ours == "own":
         if not hasattr(optim, kind.__name__):
             return
@@ -193,13 +193,13 @@ def test_state_of_another_dtype_is_refused() -> None:
                 self.state[p].setdefault("half", torch.zeros_like(p, dtype=torch.bfloat16))
             return super().step(closure)
 
-    emb = HostEmbedding(6, 4)
+    emb = Embedding(6, 4)
     with pytest.raises(FlatbedError, match=r"'half' is torch\.bfloat16"):
         optim.from_torch(Half, emb, lr=0.1)
 
 
 def test_state_dicts_fit_those_of_torch_by_order() -> None:
-    ours = nn.Sequential(HostEmbedding(8, 8), nn.Linear(8, 8, bias=False))
+    ours = nn.Sequential(Embedding(8, 8), nn.Linear(8, 8, bias=False))
     theirs = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
     theirs.load_state_dict(ours.state_dict())
     optimizers = optim.Adam(ours), torch.optim.Adam(theirs.parameters())
@@ -219,8 +219,8 @@ def test_a_full_disk_stops_a_step_before_anything_moves(
 ) -> None:
     model = nn.ModuleDict(
         {
-            "one": HostEmbedding(50, 4),
-            "two": HostEmbedding(50, 4, storage="disk", path=tmp_path / "t.bed"),
+            "one": Embedding(50, 4),
+            "two": Embedding(50, 4, storage="disk", path=tmp_path / "t.bed"),
             "head": nn.Linear(4, 1),
         }
     )
@@ -236,18 +236,18 @@ def test_a_full_disk_stops_a_step_before_anything_moves(
         model["two"].read_rows(range(50)),
         model["head"].weight.clone(),
     ]
-    room = DiskTier.make_room
+    room = DiskStorage.make_room
 
-    def full(self: DiskTier, ids: Tensor) -> None:
+    def full(self: DiskStorage, ids: Tensor) -> None:
         raise FlatbedError("no space left")
 
-    monkeypatch.setattr(DiskTier, "make_room", full)
+    monkeypatch.setattr(DiskStorage, "make_room", full)
     with pytest.raises(FlatbedError, match="no space left"):
         optimizer.step()
     now = [model["one"].read_rows(range(50)), model["two"].read_rows(range(50)), model["head"].weight]
     assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
     assert model["one"].table.scalars() == model["two"].table.scalars() == {"step": 0.0}
-    monkeypatch.setattr(DiskTier, "make_room", room)
+    monkeypatch.setattr(DiskStorage, "make_room", room)
     optimizer.step()  # again, with room
     assert model["one"].table.scalars() == model["two"].table.scalars() == {"step": 1.0}
     assert not torch.equal(model["head"].weight, before[2])
@@ -291,7 +291,7 @@ def test_used_gradients_are_gone() -> None:
 
 
 def test_groups_edited_by_hand_are_followed() -> None:
-    emb, layer = HostEmbedding(10, 4), nn.Linear(4, 1)
+    emb, layer = Embedding(10, 4), nn.Linear(4, 1)
     optimizer = optim.SGD([{"params": layer.parameters()}, {"params": [emb.table]}], lr=0.1)
     del optimizer.param_groups[1]
     before = emb.weight.detach().clone()
@@ -312,13 +312,13 @@ def test_dropped_changes_are_worth_a_warning(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    emb = HostEmbedding(10, 4, max_norm=None, sparse=False)  # torch's defaults
+    emb = Embedding(10, 4, max_norm=None, sparse=False)  # torch's defaults
     for wrong, error, message in (
         (lambda: optim.Adam(emb.parameters()), ValueError, "give the module itself, or emb.table"),
         (lambda: optim.Adam([emb.weight]), TypeError, "give emb.table instead"),
-        (lambda: HostEmbedding.from_table(torch.zeros(2, 2)), TypeError, "from_pretrained"),
-        (lambda: HostEmbedding(10, 4, storage="disk", path=tmp_path / "no" / "x"), FlatbedError, "no folder"),
-        (lambda: HostEmbedding(10**30, 128), ValueError, "larger than any memory"),
+        (lambda: Embedding.from_table(torch.zeros(2, 2)), TypeError, "from_pretrained"),
+        (lambda: Embedding(10, 4, storage="disk", path=tmp_path / "no" / "x"), FlatbedError, "no folder"),
+        (lambda: Embedding(10**30, 128), ValueError, "larger than any memory"),
     ):
         with pytest.raises(error, match=message):
             wrong()  # type: ignore[no-untyped-call]
@@ -346,13 +346,13 @@ def test_dropping_gradients_hides_no_bad_ids(drop: str) -> None:
 
 def test_momentum_goes_on_under_from_torch(tmp_path: Path) -> None:
     options = {"lr": 0.01, "momentum": 0.9, "dampening": 0.5}
-    emb = HostEmbedding(20, 4)
+    emb = Embedding(20, 4)
     optimizer = optim.SGD(emb, **options)  # type: ignore[arg-type]
     for _ in range(3):
         emb(torch.tensor([1, 2, 3])).square().sum().backward()
         optimizer.step()
     emb.table.save(tmp_path / "t.safetensors")
-    other = HostEmbedding.from_table(flatbed.load_table(tmp_path / "t.safetensors"))
+    other = Embedding.from_table(flatbed.load_table(tmp_path / "t.safetensors"))
     borrowed = optim.from_torch(torch.optim.SGD, other, **options)
     for module, stepping in ((emb, optimizer), (other, borrowed)):
         module(torch.tensor([3, 5])).square().sum().backward()
@@ -362,12 +362,12 @@ def test_momentum_goes_on_under_from_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("storage", ["host", "device", "disk"])
 def test_growing_while_a_layout_is_due(storage: str, tmp_path: Path) -> None:
-    emb = HostEmbedding(20, 4, storage=storage, path=tmp_path / "t.bed" if storage == "disk" else None)
+    emb = Embedding(20, 4, storage=storage, path=tmp_path / "t.bed" if storage == "disk" else None)
     before = emb.read_rows(range(20)).clone()
     optim.Adam(emb)
     emb.table.resize(30)
     assert torch.equal(emb.read_rows(range(20)), before)
-    assert torch.equal(emb.read_rows(range(30)), HostEmbedding(30, 4).read_rows(range(30)))
+    assert torch.equal(emb.read_rows(range(30)), Embedding(30, 4).read_rows(range(30)))
 
 
 def test_gradients_of_frozen_tables_are_dropped() -> None:
@@ -385,7 +385,7 @@ def test_gradients_of_frozen_tables_are_dropped() -> None:
 
 def test_tables_put_into_groups_by_hand_are_refused() -> None:
     emb, optimizer = trained()
-    other = HostEmbedding(10, 4, seed=1)
+    other = Embedding(10, 4, seed=1)
     optimizer.param_groups[0]["params"].append(other.table)
     emb([1]).sum().backward()
     with pytest.raises(FlatbedError, match="add_param_group"):

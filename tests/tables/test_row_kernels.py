@@ -13,10 +13,19 @@ import torch
 from torch import Tensor
 
 from flatbed.kernels import rows as ops
-from flatbed.kernels.rows import LEAD, NONE, Distinct, Place, distinct, gather, scatter_, sum_runs
+from flatbed.kernels.rows import (
+    NONE,
+    SENTINEL,
+    Setup,
+    UniqueRows,
+    gather,
+    scatter_,
+    segment_sum,
+    unique,
+)
 
 ROOT = Path(__file__).parents[2]
-NOWHERE = (1 << 63) - 1
+NO_ERROR = (1 << 63) - 1
 N_ROWS = 30
 DIMS = [1, 3, 4, 7, 64, 130]
 KEYS = {
@@ -25,7 +34,7 @@ KEYS = {
     "equal": torch.full((9,), 29),
     "ascending": torch.arange(N_ROWS),
     "duplicates": torch.tensor([3, 3, 0, 29, 3, 7, 0, 0, 11]),
-    "lead": torch.tensor([LEAD, 4, LEAD, 2, 4]),
+    "lead": torch.tensor([SENTINEL, 4, SENTINEL, 2, 4]),
     "out of range": torch.tensor([4, 30, -1, 4, 1 << 40, -(1 << 40), 0]),
     "many": torch.arange(2500).mul_(7919) % N_ROWS,
 }
@@ -33,26 +42,26 @@ KEYS = {
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, operations take their reference form."""
-    monkeypatch.setattr(ops, "by_triton", lambda device: False)
+    monkeypatch.setattr(ops, "use_triton", lambda device: False)
 
 
-def found_by_torch(keys: Tensor, bad: Tensor | None = None) -> Distinct:
+def found_by_torch(keys: Tensor, bad: Tensor | None = None) -> UniqueRows:
     """The reference, on the CPU and without kernels."""
     rows, inverse = torch.unique(keys, return_inverse=True)
-    return Distinct(torch.where((rows >= 0) & (rows < N_ROWS), rows, NONE), inverse)
+    return UniqueRows(torch.where((rows >= 0) & (rows < N_ROWS), rows, NONE), inverse)
 
 
 @pytest.mark.parametrize("name", KEYS)
 def test_distinct(name: str, kernel_device: str) -> None:
     keys = KEYS[name]
-    bad = torch.full((1,), NOWHERE, device=kernel_device)
-    found, expected = distinct(keys.to(kernel_device), N_ROWS, bad), found_by_torch(keys)
+    bad = torch.full((1,), NO_ERROR, device=kernel_device)
+    found, expected = unique(keys.to(kernel_device), N_ROWS, bad), found_by_torch(keys)
     n = len(expected.rows)
     assert torch.equal(found.rows[:n].cpu(), expected.rows)
     assert (found.rows[n:] == NONE).all()
     assert torch.equal(found.inverse.cpu(), expected.inverse)
-    wrong = ((keys < 0) | (keys >= N_ROWS)) & (keys != LEAD)
-    assert int(bad) == (int(wrong.nonzero()[0]) if wrong.any() else NOWHERE)
+    wrong = ((keys < 0) | (keys >= N_ROWS)) & (keys != SENTINEL)
+    assert int(bad) == (int(wrong.nonzero()[0]) if wrong.any() else NO_ERROR)
     assert found.order is not None
     assert found.starts is not None
     assert torch.equal(keys[found.order.cpu()], keys.sort().values)
@@ -64,12 +73,12 @@ def test_distinct(name: str, kernel_device: str) -> None:
 @pytest.mark.parametrize("name", KEYS)
 def test_both_forms_agree(name: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = KEYS[name].to(kernel_device)
-    marks = [torch.full((1,), start, device=kernel_device) for start in (NOWHERE, NOWHERE, 3, 3)]
-    found = distinct(keys, N_ROWS, marks[0])
-    distinct(keys, N_ROWS, marks[2])
+    marks = [torch.full((1,), start, device=kernel_device) for start in (NO_ERROR, NO_ERROR, 3, 3)]
+    found = unique(keys, N_ROWS, marks[0])
+    unique(keys, N_ROWS, marks[2])
     by_torch(monkeypatch)
-    expected = distinct(keys, N_ROWS, marks[1])
-    distinct(keys, N_ROWS, marks[3])
+    expected = unique(keys, N_ROWS, marks[1])
+    unique(keys, N_ROWS, marks[3])
     assert torch.equal(found.rows[: len(expected.rows)], expected.rows)
     assert torch.equal(found.inverse, expected.inverse)
     assert torch.equal(marks[0], marks[1])
@@ -84,10 +93,10 @@ def test_sum_runs(dim: int, dtype: torch.dtype, kernel_device: str, monkeypatch:
     grads = torch.randn(len(keys), dim).to(kernel_device, dtype)
     given = grads.repeat(1, 2)[:, :dim]  # with holes
     for padding_idx in (None, 4):
-        rows, sums = sum_runs(given, distinct(keys.to(kernel_device), N_ROWS), padding_idx)
+        rows, sums = segment_sum(given, unique(keys.to(kernel_device), N_ROWS), padding_idx)
         with monkeypatch.context() as patch:
             by_torch(patch)
-            expected_rows, expected = sum_runs(grads.cpu(), distinct(keys, N_ROWS), padding_idx)
+            expected_rows, expected = segment_sum(grads.cpu(), unique(keys, N_ROWS), padding_idx)
         n = len(expected_rows)
         assert sums.dtype == torch.promote_types(dtype, torch.float32)
         assert torch.equal(rows[:n].cpu(), expected_rows)
@@ -97,8 +106,8 @@ def test_sum_runs(dim: int, dtype: torch.dtype, kernel_device: str, monkeypatch:
 
 
 def test_sum_of_nothing(kernel_device: str) -> None:
-    found = distinct(torch.empty(0, dtype=torch.int64, device=kernel_device), N_ROWS)
-    rows, sums = sum_runs(torch.empty((0, 4), device=kernel_device), found, None)
+    found = unique(torch.empty(0, dtype=torch.int64, device=kernel_device), N_ROWS)
+    rows, sums = segment_sum(torch.empty((0, 4), device=kernel_device), found, None)
     assert rows.shape == (0,)
     assert sums.shape == (0, 4)
 
@@ -111,9 +120,9 @@ def test_gather_and_scatter(nbytes: int, kernel_device: str) -> None:
         rows = torch.tensor(listed, dtype=torch.int64, device=kernel_device)
         expected = torch.where(rows.cpu()[:, None] < 0, 0, memory[rows.cpu()])
         for beginning in (nbytes, 2, 12, nbytes - 6):
-            assert torch.equal(gather(Place(held), rows, beginning).cpu(), expected[:, :beginning])
+            assert torch.equal(gather(Setup(held), rows, beginning).cpu(), expected[:, :beginning])
         new = torch.randint(256, (len(rows), nbytes), dtype=torch.uint8)
-        scatter_(Place(held), rows, new.to(kernel_device))
+        scatter_(Setup(held), rows, new.to(kernel_device))
         memory[rows.cpu()[rows.cpu() >= 0]] = new[rows.cpu() >= 0]
         assert torch.equal(held.cpu(), memory)
 
@@ -121,9 +130,9 @@ def test_gather_and_scatter(nbytes: int, kernel_device: str) -> None:
 def test_more_rows_than_programs(kernel_device: str) -> None:
     memory = torch.randint(256, (700, 1536), dtype=torch.uint8, device=kernel_device)
     rows = torch.randperm(700, device=kernel_device)
-    found = gather(Place(memory), rows, 1536)
+    found = gather(Setup(memory), rows, 1536)
     assert torch.equal(found, memory[rows])
-    scatter_(Place(memory), rows.flip(0), found)
+    scatter_(Setup(memory), rows.flip(0), found)
     assert torch.equal(memory[rows.flip(0)], found)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving, tensor_file
-from flatbed.tables.embedding import HostEmbedding
+from flatbed.tables.embedding import Embedding
 from flatbed.tables.record import Field
 from flatbed.tables.saving import load_table, open_table
 from flatbed.tables.storage import table_storage as store
@@ -38,12 +38,12 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "CHUNK_BYTES", 1000)
 
 
-def embedding(storage: str, folder: Path, *, name: str = "t.bed", **options: Any) -> HostEmbedding:
+def embedding(storage: str, folder: Path, *, name: str = "t.bed", **options: Any) -> Embedding:
     path = folder / name if storage == "disk" else None
-    return HostEmbedding(ROWS, DIM, storage=storage, path=path, **options)
+    return Embedding(ROWS, DIM, storage=storage, path=path, **options)
 
 
-def train(emb: HostEmbedding, optimizer: torch.optim.Optimizer, *, steps: int = 3, seed: int = 0) -> None:
+def train(emb: Embedding, optimizer: torch.optim.Optimizer, *, steps: int = 3, seed: int = 0) -> None:
     chosen = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         ids = torch.randint(0, ROWS, (20,), generator=chosen)
@@ -52,7 +52,7 @@ def train(emb: HostEmbedding, optimizer: torch.optim.Optimizer, *, steps: int = 
         optimizer.zero_grad()
 
 
-def trained(storage: str, folder: Path, **options: Any) -> tuple[HostEmbedding, torch.optim.Optimizer]:
+def trained(storage: str, folder: Path, **options: Any) -> tuple[Embedding, torch.optim.Optimizer]:
     emb = embedding(storage, folder, **options)
     optimizer = flatbed.optim.Adam(emb, lr=0.1)
     train(emb, optimizer)
@@ -107,7 +107,7 @@ def test_going_on_after_load_table_is_as_going_on_without(storage: str, tmp_path
     emb, optimizer = trained("host", tmp_path)
     emb.table.save(tmp_path / "t.safetensors")
     to = tmp_path / "new.bed" if storage == "disk" else None
-    new = HostEmbedding.from_table(load_table(tmp_path / "t.safetensors", storage=storage, to=to))
+    new = Embedding.from_table(load_table(tmp_path / "t.safetensors", storage=storage, to=to))
     other = flatbed.optim.Adam(new, lr=0.1)
     train(emb, optimizer, seed=1)
     train(new, other, seed=1)
@@ -157,9 +157,9 @@ def test_dtypes_are_converted(storage: str, tmp_path: Path) -> None:
 
 
 def test_a_table_that_was_never_used(tmp_path: Path) -> None:
-    HostEmbedding(ROWS, DIM, seed=3).table.save(tmp_path / "t.safetensors")
+    Embedding(ROWS, DIM, seed=3).table.save(tmp_path / "t.safetensors")
     found = safetensors.torch.load_file(tmp_path / "t.safetensors")
-    assert torch.equal(found["weight"], HostEmbedding(ROWS, DIM, seed=3).weight)
+    assert torch.equal(found["weight"], Embedding(ROWS, DIM, seed=3).weight)
     assert load_table(tmp_path / "t.safetensors").store.claimed
 
 
@@ -447,9 +447,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
     """A real limit: files of at most 20 kB."""
     program = f"""
 import resource, signal
-from flatbed.tables.embedding import HostEmbedding
+from flatbed.tables.embedding import Embedding
 from flatbed.errors import FlatbedError
-emb = HostEmbedding(10000, 4)
+emb = Embedding(10000, 4)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
 try:
@@ -490,7 +490,7 @@ MEMORY = """
 import sys, torch
 from pathlib import Path
 from flatbed.tables.storage import table_storage as store
-from flatbed.tables.embedding import HostEmbedding
+from flatbed.tables.embedding import Embedding
 from flatbed.tables.saving import load_table, open_table
 
 store.CHUNK_BYTES = 4 << 20
@@ -508,7 +508,7 @@ from flatbed.tables import tensor_file
 real = tensor_file.write_at
 tensor_file.write_at = lambda *a: (real(*a), watch())[0]
 if doing == "make":
-    emb = HostEmbedding(600_000, 128, storage="disk", path=folder / "t.bed", init=1.5)  # 307 MB
+    emb = Embedding(600_000, 128, storage="disk", path=folder / "t.bed", init=1.5)  # 307 MB
     emb(torch.tensor([0]))
 elif doing == "save":
     table = open_table(folder / "t.bed")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatbed.kernels.rows import LEAD, NONE, distinct, sum_runs
+from flatbed.kernels.rows import NONE, SENTINEL, segment_sum, unique
 
 N_ROWS = 50
 CHUNK = 64
@@ -47,8 +47,8 @@ def check(keys: Tensor, dim: int, dtype: torch.dtype, device: str, padding_idx: 
     draw = torch.Generator().manual_seed(1)
     sizes = 10 ** (4 * torch.rand(len(keys), 1, generator=draw) - 2)  # every order of adding has its own bits
     grads = (torch.randn(len(keys), dim, generator=draw) * sizes).to(dtype)
-    found = distinct(keys.to(device), N_ROWS)
-    rows, sums = sum_runs(grads.to(device), found, padding_idx)
+    found = unique(keys.to(device), N_ROWS)
+    rows, sums = segment_sum(grads.to(device), found, padding_idx)
     wanted_rows, wanted = expected(grads, keys)
     if padding_idx is not None:
         wanted[wanted_rows == padding_idx] = 0
@@ -104,11 +104,11 @@ def test_nothing(kernel_device: str) -> None:
 
 def test_ids_that_are_none(kernel_device: str) -> None:
     """A long run of them has no sum, and those behind it are what they should be."""
-    keys = torch.cat([torch.full((100,), LEAD), torch.full((70,), 3), torch.full((2,), 9)])
+    keys = torch.cat([torch.full((100,), SENTINEL), torch.full((70,), 3), torch.full((2,), 9)])
     keys = keys[torch.randperm(len(keys), generator=torch.Generator().manual_seed(5))]
     grads = torch.randn(len(keys), 2)
-    found = distinct(keys.to(kernel_device), N_ROWS)
-    rows, sums = sum_runs(grads.to(kernel_device), found, None)
+    found = unique(keys.to(kernel_device), N_ROWS)
+    rows, sums = segment_sum(grads.to(kernel_device), found, None)
     _, wanted = expected(grads, keys)
     assert rows[:3].tolist() == [NONE, 3, 9]
     assert torch.equal(sums[1:3].cpu(), wanted[1:])
@@ -123,7 +123,7 @@ def test_the_sum_of_a_row_depends_on_its_own_ids_alone(kernel_device: str) -> No
     for others in ([], [3] * 17, [3] * 63 + [30] * 5):
         keys = torch.cat([torch.tensor(others, dtype=torch.int64), alone])
         given = torch.cat([torch.randn(len(others), 3), grads])
-        rows, found = sum_runs(given.to(kernel_device), distinct(keys.to(kernel_device), N_ROWS), None)
+        rows, found = segment_sum(given.to(kernel_device), unique(keys.to(kernel_device), N_ROWS), None)
         sums.append(found[rows == 20])
     assert torch.equal(sums[0], sums[1])
     assert torch.equal(sums[0], sums[2])
@@ -134,7 +134,7 @@ def test_the_reference_adds_in_the_order_of_ids() -> None:
     draw = torch.Generator().manual_seed(6)
     keys = keys_of([1, 63, 64, 7], draw)
     grads = torch.randn(len(keys), 3)
-    rows, sums = sum_runs(grads, distinct(keys, N_ROWS), None)
+    rows, sums = segment_sum(grads, unique(keys, N_ROWS), None)
     wanted_rows, wanted = expected(grads, keys)
     assert torch.equal(rows, wanted_rows)
     assert torch.equal(sums, wanted)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.base import Tier
-from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.memory import device_tier, host_tier
 
 N_ROWS = 37
@@ -36,30 +36,30 @@ def first_records(record: Record, n_rows: int = N_ROWS) -> Tensor:
     return torch.randint(256, (n_rows, record.nbytes), dtype=torch.uint8, generator=generator)
 
 
-def device(record: Record, folder: Path, on: str = "cpu") -> Tier:
+def device(record: Record, folder: Path, on: str = "cpu") -> Storage:
     tier = device_tier(record, N_ROWS, torch.device(on))
     tier.write_(0, first_records(record))
     return tier
 
 
-def host(record: Record, folder: Path, on: str = "cpu") -> Tier:
+def host(record: Record, folder: Path, on: str = "cpu") -> Storage:
     tier = host_tier(record, N_ROWS, torch.device(on))
     tier.write_(0, first_records(record))
     return tier
 
 
-def disk(record: Record, folder: Path) -> Tier:
+def disk(record: Record, folder: Path) -> Storage:
     def fill(start: int, stop: int, records: Tensor) -> None:
         records.copy_(first_records(record)[start:stop])
 
-    return DiskTier.create(folder / "table", record, N_ROWS, fill=fill)
+    return DiskStorage.create(folder / "table", record, N_ROWS, fill=fill)
 
 
-def device_on_gpu(record: Record, folder: Path) -> Tier:
+def device_on_gpu(record: Record, folder: Path) -> Storage:
     return device(record, folder, f"cuda:{torch.cuda.current_device()}")
 
 
-def host_for_gpu(record: Record, folder: Path) -> Tier:
+def host_for_gpu(record: Record, folder: Path) -> Storage:
     return host(record, folder, f"cuda:{torch.cuda.current_device()}")
 
 
@@ -90,11 +90,11 @@ def tier(make: Make, record: Record, tmp_path: Path) -> Any:
     made.close()
 
 
-def ids(tier: Tier, *rows: int) -> Tensor:
+def ids(tier: Storage, *rows: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=tier.device)
 
 
-def test_what_it_says_of_itself(tier: Tier, record: Record) -> None:
+def test_what_it_says_of_itself(tier: Storage, record: Record) -> None:
     assert tier.record == record
     assert tier.n_rows == N_ROWS
     if tier.memory is not None:
@@ -104,7 +104,7 @@ def test_what_it_says_of_itself(tier: Tier, record: Record) -> None:
         assert tier.memory.data_ptr() % 16 == 0
 
 
-def test_gather(tier: Tier, record: Record) -> None:
+def test_gather(tier: Storage, record: Record) -> None:
     expected = first_records(record)
     for rows in ([], [0], [N_ROWS - 1, 0, 5, 5, 5], list(range(N_ROWS))):
         found = tier.gather(ids(tier, *rows))
@@ -115,7 +115,7 @@ def test_gather(tier: Tier, record: Record) -> None:
         assert torch.equal(beginning.cpu(), expected[rows][:, : record.weight.nbytes])
 
 
-def test_scatter(tier: Tier, record: Record) -> None:
+def test_scatter(tier: Storage, record: Record) -> None:
     expected = first_records(record)
     for n, rows in enumerate(([], [7], [N_ROWS - 1, 3, 0], list(range(N_ROWS))[::-1], [4, 7])):
         given = torch.full((len(rows), record.nbytes), 10 + n, dtype=torch.uint8)
@@ -125,7 +125,7 @@ def test_scatter(tier: Tier, record: Record) -> None:
         assert torch.equal(tier.gather(ids(tier, *range(N_ROWS))).cpu(), expected)
 
 
-def test_read_and_write(tier: Tier, record: Record) -> None:
+def test_read_and_write(tier: Storage, record: Record) -> None:
     expected = first_records(record)
     for start, stop in ((0, 0), (0, 1), (5, 20), (N_ROWS - 1, N_ROWS), (0, N_ROWS), (N_ROWS, N_ROWS)):
         assert torch.equal(tier.read(start, stop).cpu(), expected[start:stop])
@@ -136,13 +136,13 @@ def test_read_and_write(tier: Tier, record: Record) -> None:
         assert torch.equal(tier.gather(ids(tier, *range(N_ROWS))).cpu(), expected)
 
 
-def test_what_is_handed_out_is_a_copy(tier: Tier, record: Record) -> None:
+def test_what_is_handed_out_is_a_copy(tier: Storage, record: Record) -> None:
     for found in (tier.gather(ids(tier, 1, 2)), tier.read(1, 3)):
         found.zero_()
     assert torch.equal(tier.read(0, N_ROWS).cpu(), first_records(record))
 
 
-def test_what_was_given_may_change(tier: Tier, record: Record) -> None:
+def test_what_was_given_may_change(tier: Storage, record: Record) -> None:
     given = torch.full((2, record.nbytes), 3, dtype=torch.uint8, device=tier.device)
     tier.scatter_(ids(tier, 1, 2), given)
     tier.write_(4, given)
@@ -150,7 +150,7 @@ def test_what_was_given_may_change(tier: Tier, record: Record) -> None:
     assert (tier.gather(ids(tier, 1, 2, 4, 5)) == 3).all()
 
 
-def test_fields(tier: Tier, record: Record) -> None:
+def test_fields(tier: Storage, record: Record) -> None:
     """Views of records write through to what is put back."""
     records = tier.gather(ids(tier, 3, 9))
     for field in record.fields:
@@ -163,7 +163,7 @@ def test_fields(tier: Tier, record: Record) -> None:
         assert (found == 1.5).all()
 
 
-def test_flush(tier: Tier, record: Record) -> None:
+def test_flush(tier: Storage, record: Record) -> None:
     tier.write_(0, torch.zeros((1, record.nbytes), dtype=torch.uint8))
     tier.flush()
     assert not tier.read(0, 1).any()

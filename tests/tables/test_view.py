@@ -21,9 +21,9 @@ STORAGES = (*IN_MEMORY, "disk")
 EVERY = torch.arange(ROWS)
 
 
-def made(storage: str = "host", folder: Path | None = None, **options: Any) -> flatbed.HostEmbedding:
+def made(storage: str = "host", folder: Path | None = None, **options: Any) -> flatbed.Embedding:
     path = folder / "table" if storage == "disk" and folder is not None else None
-    return flatbed.HostEmbedding(ROWS, DIM, storage=storage, path=path, **options)
+    return flatbed.Embedding(ROWS, DIM, storage=storage, path=path, **options)
 
 
 def fill_by_data(weight: Tensor) -> None:
@@ -72,7 +72,7 @@ def test_model_apply() -> None:
     model = nn.Sequential(made(), nn.Linear(DIM, 1))
 
     def start(module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, flatbed.HostEmbedding)):
+        if isinstance(module, (nn.Linear, flatbed.Embedding)):
             nn.init.ones_(module.weight)
 
     model.apply(start)
@@ -161,11 +161,11 @@ def test_values_of_another_shape_are_refused() -> None:
 # ---- stale views
 
 
-def attach(emb: flatbed.HostEmbedding) -> Any:
+def attach(emb: flatbed.Embedding) -> Any:
     return flatbed.optim.Adam(emb)
 
 
-MOVES: dict[str, Callable[[flatbed.HostEmbedding], Any]] = {
+MOVES: dict[str, Callable[[flatbed.Embedding], Any]] = {
     "attach": attach,
     "resize": lambda emb: emb.table.resize(ROWS + 1),
     "close": lambda emb: emb.table.close(),

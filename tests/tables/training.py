@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import flatbed
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.tables import tensor_file
-from flatbed.tables.embedding import HostEmbedding, tables
+from flatbed.tables.embedding import Embedding, tables
 from flatbed.tables.storage.disk import file as disk_file
 
 ROWS, DIM = 40, 4
@@ -42,8 +42,8 @@ class Model(nn.Module):
             {"storage": s, "path": folder / f"{i}.bed" if s == "disk" else None}
             for i, s in enumerate(storages)
         ]
-        self.first = HostEmbedding(ROWS, DIM, seed=1, **kinds[0])  # type: ignore[arg-type]
-        self.second = HostEmbedding(ROWS, DIM, seed=2, dtype=torch.bfloat16, **kinds[1])  # type: ignore[arg-type]
+        self.first = Embedding(ROWS, DIM, seed=1, **kinds[0])  # type: ignore[arg-type]
+        self.second = Embedding(ROWS, DIM, seed=2, dtype=torch.bfloat16, **kinds[1])  # type: ignore[arg-type]
         self.one = nn.Linear(DIM, DIM, bias=False)
         self.norm = nn.BatchNorm1d(DIM)
         self.two = nn.Linear(DIM, DIM, bias=False)

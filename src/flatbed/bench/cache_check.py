@@ -20,7 +20,7 @@ TOLERANCE = 1e-5  # steps are of 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Change:
     """What came out of the small table."""
 
     ok: bool
@@ -40,16 +40,16 @@ class Checker:
         self._torchs = self._trained(
             SparseTable(self._shape, device=device), SPARSE, cache_rows=0, policy="lru"
         )
-        self._known: dict[tuple[Way, bool, str, str], Verdict] = {}
+        self._known: dict[tuple[Way, bool, str, str], Change] = {}
 
-    def check(self, way: Way, *, cached: bool, policy: str, storage: str = "host") -> Verdict:
+    def check(self, way: Way, *, cached: bool, policy: str, storage: str = "host") -> Change:
         """Train in this way; each is tried once."""
         key = (way, cached, policy, storage)
         if key not in self._known:
             self._known[key] = self._tried(way, cached=cached, policy=policy, storage=storage)
         return self._known[key]
 
-    def _tried(self, way: Way, *, cached: bool, policy: str, storage: str) -> Verdict:
+    def _tried(self, way: Way, *, cached: bool, policy: str, storage: str) -> Change:
         if way == SPARSE:
             return self._verdict(self._torchs, exact=False)
         cache_rows = self._cache_rows if cached else 0
@@ -70,10 +70,10 @@ class Checker:
         trainee.close()
         return found
 
-    def _verdict(self, found: Tensor, *, exact: bool) -> Verdict:
+    def _verdict(self, found: Tensor, *, exact: bool) -> Change:
         error = float((found - self._torchs).abs().max()) if exact else self._error_of_exact
         bits = same_bits(found, self._exact) if exact else True
-        return Verdict(bits and error <= TOLERANCE, error)  # nan is wrong
+        return Change(bits and error <= TOLERANCE, error)  # nan is wrong
 
     @property
     def _error_of_exact(self) -> float:

@@ -25,8 +25,8 @@ from flatbed.bench.tables_measure import (
 )
 from flatbed.cuda.host_memory import HostMemory, allocate
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import by_triton
-from flatbed.kernels.rows import Place
+from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.rows import RecordLocation
 
 SWAP = f"{FLATBED} swap"
 N_STAGES = 2
@@ -146,7 +146,7 @@ def _lists(setting: SwapSetting, generator: torch.Generator) -> Lists:
 
 def launcher(table: Tensor, cached: Tensor) -> Callable[[Lists], object]:
     """The kernel as the cache launches it; on a CPU, the same as torch operations."""
-    if not by_triton(cached.device):
+    if not use_triton(cached.device):
 
         def swap(lists: Lists) -> None:
             old = cached[lists.slots]
@@ -156,5 +156,5 @@ def launcher(table: Tensor, cached: Tensor) -> Callable[[Lists], object]:
         return swap
     from flatbed.kernels._triton import cache
 
-    place = Place(table, cached)
+    place = RecordLocation(table, cached)
     return lambda lists: cache.swap(place, lists, len(lists.missing))

@@ -93,10 +93,10 @@ class Trainee(Protocol):
 
 
 class CachedTable:
-    """`HostEmbedding` with a cache, under Adam; `model` is computed beside it in every step."""
+    """`Embedding` with a cache, under Adam; `model` is computed beside it in every step."""
 
     def __init__(self, shape: Shape, *, device: torch.device, model: Model | None = None) -> None:
-        self.emb = flatbed.HostEmbedding(
+        self.emb = flatbed.Embedding(
             shape.n_rows,
             shape.dim,
             storage=shape.storage,

@@ -199,7 +199,7 @@ def run(setting: Setting, *, progress: Progress = lambda stage: None) -> list[Fl
         trials = []
         for name, setup in crew:
             progress(name)
-            trials.append(Trial(name, setup, setting, shapes))
+            trials.append(OptimizerProbe(name, setup, setting, shapes))
         for turn in range(ROUNDS):
             share = setting.steps * (turn + 1) // ROUNDS - setting.steps * turn // ROUNDS
             for trial in trials:
@@ -221,7 +221,7 @@ def copy_speed(device: torch.device) -> float:
     return 2 * a.nbytes / (1e-3 * statistics.median(readings[WARM_UP_STEPS:]))
 
 
-class Trial:
+class OptimizerProbe:
     """One way, on parameters and gradients of its own: times, memory and correctness."""
 
     def __init__(self, name: str, setup: Setup, setting: Setting, shapes: Sequence[torch.Size]) -> None:

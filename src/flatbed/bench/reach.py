@@ -21,7 +21,7 @@ import torch
 from flatbed.bench import reach_ways
 from flatbed.bench.measure import free_memory
 from flatbed.bench.reach_measure import BLOCK_WORDS, ReachSetting, Shape, measured
-from flatbed.bench.reach_rows import TIERS, Direction, ReachRow, Tier, gigabytes, plain_copy
+from flatbed.bench.reach_rows import TIERS, Direction, ReachRow, Storage, gigabytes, plain_copy
 from flatbed.bench.rows import Machine, this_machine, write_rows
 from flatbed.bench.tables_measure import Dma, dma_speed
 from flatbed.cuda.host_memory import available_bytes
@@ -114,7 +114,7 @@ def make_setting(
     return Setting(device, this_machine(device.type), dma_speed(device), sizes, folder)
 
 
-def find_tiers(device: torch.device, names: Sequence[str]) -> list[Tier]:
+def find_tiers(device: torch.device, names: Sequence[str]) -> list[Storage]:
     """Those that were asked for, all unless given. On a CPU, the device's memory is the host's."""
     unknown = [name for name in names if name not in TIERS]
     if unknown:
@@ -126,7 +126,7 @@ def find_tiers(device: torch.device, names: Sequence[str]) -> list[Tier]:
     ]
 
 
-def room(tier: Tier, setting: Setting) -> int:
+def room(tier: Storage, setting: Setting) -> int:
     """The size of the largest table for which there is memory, here and now."""
     on_gpu = setting.device.type == "cuda"
     free = torch.cuda.mem_get_info(setting.device)[0] if on_gpu else available_bytes()
@@ -138,7 +138,7 @@ def room(tier: Tier, setting: Setting) -> int:
     return int(USABLE * free)
 
 
-def find_shapes(tier: Tier, setting: Setting, *, report: Report) -> list[Shape]:
+def find_shapes(tier: Storage, setting: Setting, *, report: Report) -> list[Shape]:
     """What is measured on a tier; what there is no room for is named and left out."""
     sweep, most = setting.sizes.sweeps[tier], room(tier, setting)
     for row in (sweep.one_row, *sweep.row_bytes):
@@ -152,7 +152,7 @@ def find_shapes(tier: Tier, setting: Setting, *, report: Report) -> list[Shape]:
     return sweep.shapes(most, setting.sizes.n_ids)
 
 
-def run(tier: Tier, setting: Setting, *, report: Report) -> Iterator[ReachRow]:
+def run(tier: Storage, setting: Setting, *, report: Report) -> Iterator[ReachRow]:
     """Rows of one tier, as soon as they are found."""
     copy = plain_copy(setting.machine)
     report(f"{tier}: {copy} takes {setting.dma.to:.1f} GB/s to the device, {setting.dma.back:.1f} back")
@@ -177,7 +177,7 @@ def run(tier: Tier, setting: Setting, *, report: Report) -> Iterator[ReachRow]:
 
 
 def _table(
-    tier: Tier, shapes: Sequence[Shape], setting: ReachSetting, folder: Path | None
+    tier: Storage, shapes: Sequence[Shape], setting: ReachSetting, folder: Path | None
 ) -> AbstractContextManager[reach_ways.WaysOf]:
     """One table that is seen in all shapes; a file has only one."""
     if tier == "disk":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatbed.bench.measure import percentiles, synchronize
-from flatbed.bench.reach_rows import BENCHMARK, FLATBED, Clock, Direction, ReachRow, Tier
+from flatbed.bench.reach_rows import BENCHMARK, FLATBED, Clock, Direction, ReachRow, Storage
 from flatbed.bench.rows import Machine
 from flatbed.bench.tables_measure import Dma, device_time, distinct_ids, wall_time
 
@@ -184,7 +184,7 @@ class Turns:
 
 
 def measured(
-    ways: Sequence[Way], shape: Shape, setting: ReachSetting, *, tier: Tier, direction: Direction
+    ways: Sequence[Way], shape: Shape, setting: ReachSetting, *, tier: Storage, direction: Direction
 ) -> Iterator[ReachRow]:
     """A row per way, in turns in one run."""
     for way, readings in Turns(shape, setting).take(ways, direction).items():

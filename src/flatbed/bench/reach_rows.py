@@ -17,8 +17,8 @@ TORCH_DEVICE = "torch index_select"
 TORCH_FILE = "torch mapped, .to()"
 PAGE_CACHE = "file in the page cache"
 
-Tier = Literal["device", "host", "disk"]
-TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+Storage = Literal["device", "host", "disk"]
+TIERS: tuple[Storage, ...] = ("device", "host", "disk")
 Direction = Literal["read", "write"]
 Clock = Literal["gpu", "wall"]
 
@@ -32,7 +32,7 @@ class ReachRow(Record):
     within the time that is measured.
     """
 
-    tier: Tier
+    tier: Storage
     way: str
     memory: str
     """What the table is in: managed, registered, pageable, plain on a CPU, the device's, or a file that the

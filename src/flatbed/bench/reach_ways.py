@@ -30,9 +30,9 @@ from flatbed.bench.reach_rows import (
 from flatbed.cuda.host_memory import HostMemory, allocate
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
-from flatbed.kernels.rows import Place
+from flatbed.kernels.rows import RecordLocation
 from flatbed.tables.record import WEIGHT, Field, Record
-from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.disk import DiskStorage
 
 WaysOf: TypeAlias = Callable[[Shape], list[Way]]
 
@@ -110,7 +110,7 @@ def on_disk(shape: Shape, setting: ReachSetting, folder: Path | None) -> Iterato
         device, path = setting.device, Path(name) / "rows.table"
         _write_table(path, shape)
         size = shape.n_rows, shape.n_words
-        emb = flatbed.HostEmbedding(
+        emb = flatbed.Embedding(
             *size, storage="disk", path=path, dtype=torch.float32, cache_rows=0, device=device
         )
         held.callback(emb.table.close, discard=True)
@@ -137,7 +137,7 @@ def on_disk(shape: Shape, setting: ReachSetting, folder: Path | None) -> Iterato
 
 def _by_kernels(table: Tensor, shape: Shape, memory: str, device: torch.device) -> Way:
     """flatbed's, which follow addresses; on a CPU, its reference."""
-    place = Place(table.view(torch.uint8))
+    place = RecordLocation(table.view(torch.uint8))
 
     def read(ids: Tensor) -> Tensor:
         found = ops.gather(place, ids.to(device, non_blocking=True), shape.row_bytes)
@@ -242,7 +242,7 @@ def _write_table(path: Path, shape: Shape) -> None:
     def fill(start: int, stop: int, records: Tensor) -> None:
         fill_(records.view(-1), start * shape.n_words)
 
-    DiskTier.create(path, record, shape.n_rows, fill=fill).close()
+    DiskStorage.create(path, record, shape.n_rows, fill=fill).close()
 
 
 def _mapped(path: Path, shape: Shape) -> Tensor:

@@ -24,7 +24,7 @@ from flatbed.bench.tables_measure import (
 from flatbed.bench.tables_rows import BENCHMARK, KERNEL, Clock, Direction, MoveRow
 from flatbed.cuda.host_memory import HostMemory, allocate
 from flatbed.kernels import rows as ops
-from flatbed.kernels.rows import Place
+from flatbed.kernels.rows import RecordLocation
 
 RECORD_BYTES = (128, 256, 512, 1024, 1536, 3072)
 ADAM_RECORD = 1536  # 128 numbers of fp32, with two moments
@@ -95,7 +95,7 @@ def _both_ways(setting: MoveSetting, held: HostMemory, shape: Shape) -> Iterator
     found: list[Tensor] = []
 
     def gather(ids: Tensor) -> None:
-        found[:] = [ops.gather(Place(table), ids, shape.record_bytes)]
+        found[:] = [ops.gather(RecordLocation(table), ids, shape.record_bytes)]
 
     times = read_each(gather, batches[:n], device, clock=device_time)
     ok = same_bits(found[0][looked_at.to(device)], table[batches[n - 1].cpu()[looked_at]])
@@ -105,7 +105,7 @@ def _both_ways(setting: MoveSetting, held: HostMemory, shape: Shape) -> Iterator
         256, (setting.n_ids, shape.record_bytes), dtype=torch.uint8, device=device, generator=generator
     )
     times = read_each(
-        lambda ids: ops.scatter_(Place(table), ids, records), batches[n:], device, clock=device_time
+        lambda ids: ops.scatter_(RecordLocation(table), ids, records), batches[n:], device, clock=device_time
     )
     ok = same_bits(table[batches[-1].cpu()[looked_at]], records[looked_at.to(device)])
     yield move_row(setting, shape, times, direction="back", memory=held.kind, ok=ok)

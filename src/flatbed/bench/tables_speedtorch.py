@@ -27,8 +27,8 @@ from flatbed.bench.tables_measure import (
 from flatbed.bench.tables_move import MoveSetting, Shape, move_row
 from flatbed.bench.tables_rows import CUPY, CUPY_GPU, KERNEL, ROWS, TORCH, MoveRow
 from flatbed.kernels import rows as ops
-from flatbed.kernels.rows import Place
-from flatbed.tables.storage.memory import MemoryTier
+from flatbed.kernels.rows import RecordLocation
+from flatbed.tables.storage.memory import MemoryStorage
 
 DIM = 128
 CASE = "speedtorch"
@@ -80,10 +80,10 @@ def _measured(setting: MoveSetting, shape: Shape, make: Any) -> Iterator[MoveRow
 
 @contextmanager
 def _flatbed(n_rows: int, device: torch.device) -> Iterator[Peer]:
-    emb = flatbed.HostEmbedding(n_rows, DIM, storage="host", device=device, init="zeros")
+    emb = flatbed.Embedding(n_rows, DIM, storage="host", device=device, init="zeros")
     tier = emb.table.store.tier
     try:
-        assert isinstance(tier, MemoryTier)
+        assert isinstance(tier, MemoryStorage)
         assert tier.memory is not None
         memory = tier.memory
         number_(memory.view(-1))
@@ -94,8 +94,8 @@ def _flatbed(n_rows: int, device: torch.device) -> Iterator[Peer]:
                 KERNEL,
                 kind,
                 lambda ids: ids.to(device),
-                lambda ids: ops.gather(Place(memory), ids, 4 * DIM).view(torch.float32),
-                lambda ids, rows: ops.scatter_(Place(memory), ids, rows.view(torch.uint8)),
+                lambda ids: ops.gather(RecordLocation(memory), ids, 4 * DIM).view(torch.float32),
+                lambda ids, rows: ops.scatter_(RecordLocation(memory), ids, rows.view(torch.uint8)),
             )
             movers.insert(0, kernel)
         yield Peer(memory.view(torch.float32), tuple(movers))

@@ -91,15 +91,13 @@ class _Torchs:
 
 
 class FlatbedTable(_Torchs):
-    """`HostEmbedding`, on the host or on the device."""
+    """`Embedding`, on the host or on the device."""
 
     def __init__(
         self, n_rows: int, dim: int, recipe: Recipe, *, device: torch.device, n_ids: int, storage: str
     ) -> None:
         self.way = {"host": HOST, "device": DEVICE}[storage]
-        self._emb = flatbed.HostEmbedding(
-            n_rows, dim, storage=storage, device=device, init="zeros", cache_rows=0
-        )
+        self._emb = flatbed.Embedding(n_rows, dim, storage=storage, device=device, init="zeros", cache_rows=0)
         self._optimizer = recipe.flatbed_class(self._emb, **recipe.options)
         self.table_bytes = self._emb.table.nbytes_stored
 

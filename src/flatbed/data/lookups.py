@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatbed.tables.config import check_device, present
 from flatbed.tables.embedding import TableModule
 from flatbed.tables.ids import INTEGERS, as_ids, to_device
-from flatbed.tables.prefetch import Ahead
+from flatbed.tables.prefetch import RowPrefetch
 from flatbed.tables.table import Table
 
 IdsFunction: TypeAlias = Callable[[Any], Any]
@@ -53,7 +53,7 @@ class AheadOfTable(Protocol):
 
 def ahead_of(table: Table) -> AheadOfTable:
     """What fetches the rows of a table for one iteration."""
-    return Ahead(table)
+    return RowPrefetch(table)
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ def functions_of(ids: Any) -> dict[Table, list[IdsFunction]]:
         if not isinstance(table, Table):
             inside = " (give the embeddings in it one by one)" if isinstance(key, nn.Module) else ""
             raise TypeError(
-                f"ids must be given for a HostEmbedding, a HostEmbeddingBag or a Table; found "
+                f"ids must be given for a Embedding, a EmbeddingBag or a Table; found "
                 f"{type(key).__name__}{inside}"
             )
         if not callable(function):

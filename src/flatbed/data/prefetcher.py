@@ -35,7 +35,7 @@ class Prefetcher:
 
     - `loader`: whatever can be iterated, for example a `DataLoader`. Each iteration of the prefetcher is one
       of the loader, in a thread of its own. It must not write into batches that it has handed out.
-    - `ids`: for each `HostEmbedding`, `HostEmbeddingBag` or `Table`, a function of the batch that gives the
+    - `ids`: for each `Embedding`, `EmbeddingBag` or `Table`, a function of the batch that gives the
       ids which will be looked up: a tensor, a numpy array, a list of integers, or a list of tensors or arrays
       for several lookups. It is called with the batch on the host and, for a GPU, once more with the batch
       that was moved there; it must be pure.
@@ -52,7 +52,7 @@ class Prefetcher:
     turn comes), when the loop is left, or by `close()` of the iterator.
 
     >>> import flatbed, torch
-    >>> emb = flatbed.HostEmbedding(1000, 8)
+    >>> emb = flatbed.Embedding(1000, 8)
     >>> optimizer = flatbed.optim.Adam(emb, lr=0.01)
     >>> loader = [{"items": torch.randint(0, 1000, (16,))} for _ in range(10)]
     >>> for batch in Prefetcher(loader, {emb: lambda batch: batch["items"]}, depth=2):

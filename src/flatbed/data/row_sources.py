@@ -23,8 +23,8 @@ from flatbed.data.packing import bytes_at, copy_into, is_pinned, send, slot_of_a
 from flatbed.data.pins import let_go
 from flatbed.data.staging import Array, Carrier, CudaLane, ring_for
 from flatbed.kernels import rows as ops
-from flatbed.kernels.dispatch import by_triton
-from flatbed.kernels.rows import Place
+from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.rows import RecordLocation
 from flatbed.tables.ids import to_device
 
 BLOCK = 16  # bytes that kernels read at a time, and what their addresses are multiples of
@@ -54,7 +54,7 @@ def find_way(array: Array, device: torch.device, *, copy: bool | None) -> Way:
     if device.type == "cpu" or not array.nbytes:
         return OnHost(array)
     why: str | None = None
-    if by_triton(device):
+    if use_triton(device):
         if copy is not True and _rows_are_whole(array):
             try:
                 return in_place(array, device)
@@ -154,7 +154,7 @@ class Addressed:
 
     def _read(self, first: Tensor, nbytes: int) -> Tensor:
         """Blocks from these on: (n,) → (n, nbytes)."""
-        place = Place(self._blocks)
+        place = RecordLocation(self._blocks)
         if nbytes <= SPAN:
             return ops.gather(place, first, nbytes)
         n_spans, rest = divmod(nbytes, SPAN)

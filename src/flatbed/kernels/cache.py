@@ -23,7 +23,7 @@ FREE = -(1 << 62)  # the stamp of a slot that was never used
 COUNTS = ("hits", "misses", "evictions", "written", "overflow")
 
 
-class Tags:
+class CacheIndex:
     """Which row is in which slot, when it was last used, and whether it has changed since it was at home.
 
     `slot_of_row` and `row_of_slot` are inverse to each other; -1 stands for none. The current tick is that of
@@ -39,7 +39,7 @@ class Tags:
         self.slot_of_row = torch.full((n_rows,), -1, dtype=torch.int32, device=device)
         self.row_of_slot = torch.full((n_slots,), -1, dtype=torch.int64, device=device)
         self.stamp = torch.full((n_slots,), FREE, dtype=torch.int64, device=device)
-        self.heat = torch.full((n_slots if policy == "lfu" else 0,), -torch.inf, device=device)
+        self.frequency = torch.full((n_slots if policy == "lfu" else 0,), -torch.inf, device=device)
         self.dirty = torch.zeros(n_slots, dtype=torch.int32, device=device)
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
@@ -49,7 +49,7 @@ class Tags:
         self.slot_of_row.fill_(-1)
         self.row_of_slot.fill_(-1)
         self.stamp.fill_(FREE)
-        self.heat.fill_(-torch.inf)
+        self.frequency.fill_(-torch.inf)
         self.dirty.zero_()
 
     @property
@@ -59,7 +59,7 @@ class Tags:
 
 
 @dataclass(frozen=True, slots=True)
-class Sought:
+class ProbeResult:
     """What a batch's rows came upon."""
 
     slots: NDArray[np.int64]
@@ -74,7 +74,7 @@ class Sought:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
+class Placement:
     """Rows that come, the slots they get, and which rows must go home from these (-1: none)."""
 
     rows: NDArray[np.int64]
@@ -84,7 +84,7 @@ class Arrivals:
     """The rows that are in these slots until then (-1: none)."""
 
 
-def seek(tags: Tags, rows: Tensor) -> Sought:
+def probe(tags: CacheIndex, rows: Tensor) -> ProbeResult:
     """Touch the rows that are here, and find out which are not. Rows are distinct and exist.
 
     The uses are yet to be counted (`count_uses`), before the next batch comes.
@@ -99,14 +99,14 @@ def seek(tags: Tags, rows: Tensor) -> Sought:
     tags.stamp.numpy()[hits] = tick
     now = float(counts[1] * tags.ageing)
     counts[:2] += (len(hits), len(missing))
-    return Sought(slots, hits, missing, now, tick)
+    return ProbeResult(slots, hits, missing, now, tick)
 
 
-def find_room(tags: Tags, sought: Sought, *, window: int = 0) -> Arrivals:
+def select_victims(tags: CacheIndex, sought: ProbeResult, *, window: int = 0) -> Placement:
     """Slots for rows that are missing, in order: for fewer if there are no more, the others stay at home.
 
     Slots of this batch and of the last `window` batches are kept. Beside times of use and counts nothing
-    changes until `let_go`: whoever moves the records may fail.
+    changes until `evict`: whoever moves the records may fail.
     """
     missing, tick = sought.missing, sought.tick
     given = missing if tags.direct else _slots_for(tags, len(missing), tick, tick - window)
@@ -116,20 +116,20 @@ def find_room(tags: Tags, sought: Sought, *, window: int = 0) -> Arrivals:
     victims = np.where(tags.dirty.numpy()[given] != 0, old, -1)
     n_evicted, n_written = int((old >= 0).sum()), int((victims >= 0).sum())
     tags.counts.numpy()[2:] += (n_evicted, n_written, len(missing) - len(coming))
-    return Arrivals(coming, given, victims, old)
+    return Placement(coming, given, victims, old)
 
 
-def count_uses(tags: Tags, sought: Sought) -> None:
+def count_uses(tags: CacheIndex, sought: ProbeResult) -> None:
     """For "lfu": the rows that were here were used once more."""
     if tags.policy == "lfu":
-        heat = tags.heat.numpy()
-        heat[sought.hits] = _one_more(heat[sought.hits], np.float32(sought.now))
+        frequency = tags.frequency.numpy()
+        frequency[sought.hits] = _one_more(frequency[sought.hits], np.float32(sought.now))
 
 
-def let_go(tags: Tags, arrivals: Arrivals) -> None:
+def evict(tags: CacheIndex, arrivals: Placement) -> None:
     """The records that were in the slots of arrivals are safe elsewhere: nothing is there any more.
 
-    In this order, and `take_in` in its own: interrupted between any two lines, a slot is clean, or its row's.
+    In this order, and `insert` in its own: interrupted between any two lines, a slot is clean, or its row's.
     """
     old = arrivals.old
     tags.dirty.numpy()[arrivals.slots] = 0
@@ -137,20 +137,20 @@ def let_go(tags: Tags, arrivals: Arrivals) -> None:
     tags.row_of_slot.numpy()[arrivals.slots] = -1
 
 
-def take_in(tags: Tags, arrivals: Arrivals) -> None:
+def insert(tags: CacheIndex, arrivals: Placement) -> None:
     """The records of arrivals are in their slots, which were let go before."""
     slots, rows = arrivals.slots, arrivals.rows
     tags.stamp.numpy()[slots] = int(tags.clock)
     if tags.policy == "lfu":
-        tags.heat.numpy()[slots] = int(tags.counts[1]) * tags.ageing
+        tags.frequency.numpy()[slots] = int(tags.counts[1]) * tags.ageing
     tags.row_of_slot.numpy()[slots] = rows
     tags.slot_of_row.numpy()[rows] = slots
 
 
-def _one_more(heat: NDArray[np.float32], now: np.float32) -> NDArray[np.float32]:
+def _one_more(frequency: NDArray[np.float32], now: np.float32) -> NDArray[np.float32]:
     """log2(2^heat + 2^now), by functions that numpy has vector instructions for."""
-    high = np.maximum(heat, now)
-    low = np.minimum(heat, now)
+    high = np.maximum(frequency, now)
+    low = np.minimum(frequency, now)
     low -= high
     np.exp2(low, out=low)
     low += 1
@@ -159,12 +159,12 @@ def _one_more(heat: NDArray[np.float32], now: np.float32) -> NDArray[np.float32]
     return low
 
 
-def _slots_for(tags: Tags, n_rows: int, tick: int, floor: int) -> NDArray[np.int64]:
+def _slots_for(tags: CacheIndex, n_rows: int, tick: int, floor: int) -> NDArray[np.int64]:
     """Slots that are to go: of the next ones around the cache, `WAYS` times as many as needed, those with the
     lowest scores. Fewer if no more can.
     """
     stamp = tags.stamp.numpy()
-    scores = tags.heat.numpy() if tags.policy == "lfu" else stamp
+    scores = tags.frequency.numpy() if tags.policy == "lfu" else stamp
     chosen = []
     n_left, n_unseen = n_rows, tags.n_slots
     while n_left and n_unseen:

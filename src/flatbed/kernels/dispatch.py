@@ -9,7 +9,7 @@ import warnings
 import torch
 
 
-def by_triton(device: torch.device) -> bool:
+def use_triton(device: torch.device) -> bool:
     """Triton for GPUs, and for the CPU under its interpreter; torch operations for the rest."""
     if device.type == "cuda":
         return _triton_is_there()

@@ -15,7 +15,7 @@ from flatbed.kernels.step import (
     SKIPPED,
     STEPS,
     Grads,
-    Row,
+    ParamSlot,
     Scaling,
     Settings,
     in_order,
@@ -28,7 +28,7 @@ CHUNK_BYTES = 1 << 20  # of parameters: what a step makes on the way should not 
 
 
 @dataclass(slots=True)
-class Bunch:
+class Bucket:
     """Rows of one group that are updated in the same way. `scalars` has a line for each of the rule's."""
 
     group: int
@@ -53,7 +53,7 @@ class TorchStepper:
 
     addressed = False
 
-    def __init__(self, rule: Rule, groups: Sequence[Group], rows: list[Row], shared: Tensor) -> None:
+    def __init__(self, rule: Rule, groups: Sequence[Group], rows: list[ParamSlot], shared: Tensor) -> None:
         self.rule = rule
         self.groups = groups
         self.rows = rows
@@ -65,7 +65,7 @@ class TorchStepper:
         self._copies: dict[tuple[int, ...], list[Tensor]] = {}
         self._bunches = self._build()
 
-    def _build(self) -> list[Bunch]:
+    def _build(self) -> list[Bucket]:
         members: dict[Any, list[int]] = {}
         for i, row in enumerate(self.rows):
             dtypes = {row.param.dtype, row.grad_dtype, row.state_dtype}
@@ -83,7 +83,7 @@ class TorchStepper:
                 for column, i in enumerate(held):
                     scalars[line, column] = self.rows[i].scalars[name]
                     self.rows[i].scalars[name] = scalars[line, column]
-            bunches.append(Bunch(group, wide, fused, held, scalars))
+            bunches.append(Bucket(group, wide, fused, held, scalars))
         return bunches
 
     # ---- a step
@@ -128,7 +128,7 @@ class TorchStepper:
             self._average(settings.ema_decay)
         self._grads = []
 
-    def _run(self, bunch: Bunch, settings: Settings, scale: Tensor | None, factor: Tensor | None) -> None:
+    def _run(self, bunch: Bucket, settings: Settings, scale: Tensor | None, factor: Tensor | None) -> None:
         grads = self._grads
         present = [column for column, i in enumerate(bunch.members) if grads[i] is not None]
         wide = bunch.wide
@@ -149,7 +149,7 @@ class TorchStepper:
                     self._copy_back(chunk, tensors, settings)
             _write(bunch.scalars, columns, after)
 
-    def _chunks(self, bunch: Bunch, columns: list[int], at_once: bool) -> list[Chunk]:
+    def _chunks(self, bunch: Bucket, columns: list[int], at_once: bool) -> list[Chunk]:
         key = (at_once, *columns)
         chunks = bunch.chunks.get(key)
         if chunks is None:
@@ -173,7 +173,7 @@ class TorchStepper:
         return Chunk(members, [row.param for row in rows], state)
 
     def _tensors(
-        self, bunch: Bunch, chunk: Chunk, wide: bool, scale: Tensor | None, factor: Tensor | None
+        self, bunch: Bucket, chunk: Chunk, wide: bool, scale: Tensor | None, factor: Tensor | None
     ) -> Tensors:
         params, state = chunk.params, chunk.state
         grads: list[Tensor] = [self._grads[i] for i in chunk.members]  # type: ignore[misc]

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatbed.kernels.dispatch import by_triton
+from flatbed.kernels.dispatch import use_triton
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 NONE = -1
-LEAD = -(1 << 63)  # a key that is sorted before all ids and stands for no row
+SENTINEL = -(1 << 63)  # a key that is sorted before all ids and stands for no row
 NARROW = (1 << 31) - 1  # rows up to which keys can be int32, which are sorted in half the time
 
 
 @dataclass(frozen=True, slots=True)
-class Distinct:
+class UniqueRows:
     """The distinct rows among ids, in ascending order."""
 
     rows: Tensor
@@ -37,7 +37,7 @@ class Distinct:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordLocation:
     """Where the records of rows are, (n, record) of uint8: at home, unless a cache has them."""
 
     memory: Tensor | None
@@ -63,26 +63,26 @@ class Place:
         return held is not None and held.is_cuda
 
 
-def distinct(keys: Tensor, n_rows: int, bad: Tensor | None = None) -> Distinct:
+def unique(keys: Tensor, n_rows: int, bad: Tensor | None = None) -> UniqueRows:
     """Find the distinct rows. Keys out of range (and the leading one) become -1; with `bad`, a tensor of one
     int64, the least position of a key that is out of range is stored there, if there is one.
     """
-    if by_triton(keys.device):
+    if use_triton(keys.device):
         from flatbed.kernels._triton import rows
 
-        return rows.distinct(keys, n_rows, bad)
+        return rows.unique(keys, n_rows, bad)
     found, inverse = torch.unique(keys, sorted=True, return_inverse=True)
     in_range = (found >= 0) & (found < n_rows)
     if bad is not None:
         wrong = ((keys < 0) | (keys >= n_rows)) & (keys != lead_of(keys))
         positions = torch.where(wrong, torch.arange(len(keys), device=keys.device), bad)
         bad.copy_(torch.minimum(bad, positions.min()) if len(keys) else bad)
-    return Distinct(torch.where(in_range, found, NONE).to(torch.int64), inverse)
+    return UniqueRows(torch.where(in_range, found, NONE).to(torch.int64), inverse)
 
 
 def narrow(ids: Tensor, n_rows: int) -> Tensor:
     """Ids, (n,), as keys that are sorted in half the time, where that pays and they fit; -1: no row."""
-    if n_rows > NARROW or ids.dtype != torch.int64 or not by_triton(ids.device):
+    if n_rows > NARROW or ids.dtype != torch.int64 or not use_triton(ids.device):
         return ids
     from flatbed.kernels._triton import rows
 
@@ -91,19 +91,19 @@ def narrow(ids: Tensor, n_rows: int) -> Tensor:
 
 def lead_of(keys: Tensor) -> int:
     """The key of no row: the least there is."""
-    return LEAD if keys.dtype == torch.int64 else torch.iinfo(keys.dtype).min
+    return SENTINEL if keys.dtype == torch.int64 else torch.iinfo(keys.dtype).min
 
 
-def sum_runs(grads: Tensor, found: Distinct, padding_idx: int | None) -> tuple[Tensor, Tensor]:
+def segment_sum(grads: Tensor, found: UniqueRows, padding_idx: int | None) -> tuple[Tensor, Tensor]:
     """The rows with the sum of their gradients: (n_ids, dim) → (n,), (n, dim), at least in fp32.
 
     Summed in the order of the ids, as torch does for an embedding. The padding row becomes -1, with zeros.
     """
     padding = NONE if padding_idx is None else padding_idx
-    if by_triton(grads.device):
+    if use_triton(grads.device):
         from flatbed.kernels._triton import rows
 
-        return rows.sum_runs(grads, found, padding)
+        return rows.segment_sum(grads, found, padding)
     wide = torch.promote_types(grads.dtype, torch.float32)
     sums = torch.ops.aten.embedding_dense_backward(grads.to(wide), found.inverse, len(found.rows), -1, False)
     return without(found.rows, sums, padding)
@@ -115,9 +115,9 @@ def without(rows: Tensor, grads: Tensor, row: int) -> tuple[Tensor, Tensor]:
     return kept, torch.where((kept >= 0).unsqueeze(1), grads, grads.new_zeros(()))
 
 
-def gather(place: Place, rows: Tensor, nbytes: int) -> Tensor:
+def gather(place: RecordLocation, rows: Tensor, nbytes: int) -> Tensor:
     """The first bytes of the records of these rows, on the device of `rows`; zeros where there is no row."""
-    if by_triton(rows.device):
+    if use_triton(rows.device):
         from flatbed.kernels._triton import rows as kernels
 
         return kernels.gather(place, rows, nbytes)
@@ -129,9 +129,9 @@ def gather(place: Place, rows: Tensor, nbytes: int) -> Tensor:
     return found.view(torch.uint8)
 
 
-def scatter_(place: Place, rows: Tensor, records: Tensor) -> None:
+def scatter_(place: RecordLocation, rows: Tensor, records: Tensor) -> None:
     """Write records, or their beginnings, to these rows, which are distinct; those of no row go nowhere."""
-    if by_triton(rows.device):
+    if use_triton(rows.device):
         from flatbed.kernels._triton import rows as kernels
 
         kernels.scatter_(place, rows, records)
@@ -144,7 +144,7 @@ def scatter_(place: Place, rows: Tensor, records: Tensor) -> None:
     memory[:, :nbytes].view(_word(nbytes)).index_copy_(0, rows, records.view(_word(nbytes)))
 
 
-def _all_at_home(place: Place) -> Tensor:
+def _all_at_home(place: RecordLocation) -> Tensor:
     assert place.memory is not None
     assert place.cached is None
     return place.memory

@@ -19,7 +19,7 @@ Grads = Sequence[Tensor | None]
 
 
 @dataclass(slots=True)
-class Row:
+class ParamSlot:
     """One parameter, where its state lies, and what its gradient is like.
 
     State, master and average are dense and have the parameter's order of dimensions.
@@ -95,7 +95,7 @@ class Scaling:
 class Stepper(Protocol):
     """Runs a rule over the parameters of one device. The calls of a step come in this order."""
 
-    rows: list[Row]
+    rows: list[ParamSlot]
     device: torch.device
     addressed: bool
     """Whether it goes by addresses, and not by the tensors themselves."""

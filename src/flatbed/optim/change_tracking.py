@@ -15,7 +15,7 @@ from flatbed.kernels.step import Grads, stride_of
 PATTERNS = 64  # sets of parameters with gradients that are remembered
 
 
-class Verdict(Enum):
+class Change(Enum):
     """What became of the gradients since the last look."""
 
     SAME = 0
@@ -39,7 +39,7 @@ class _Likeness:
         )
 
 
-def likeness(tensors: Sequence[Tensor]) -> Any:
+def metadata_guard(tensors: Sequence[Tensor]) -> Any:
     """Torch has such a check for its own use, in C++. Where it cannot be relied on, Python's will do."""
     return _guards(tensors) if tensors and _guards_work() else _Likeness(tensors)
 
@@ -76,7 +76,7 @@ def addresses_equal() -> Callable[[list[Tensor], list[int], list[int]], bool]:
     return fast or (lambda tensors, addresses, positions: list(map(Tensor.data_ptr, tensors)) == addresses)
 
 
-class Watch:
+class TensorTracker:
     """Remembers parameters and gradients: kinds, and addresses if anyone follows those."""
 
     def __init__(self, params: list[Tensor], *, addressed: bool) -> None:
@@ -85,7 +85,7 @@ class Watch:
         self.unordered: frozenset[int] = frozenset()
         self._equal = addresses_equal()
         self._positions = list(range(len(params)))
-        self._params_likeness = likeness(params)
+        self._params_likeness = metadata_guard(params)
         self._param_addresses = [p.data_ptr() for p in params]
         self._patterns: dict[tuple[bool, ...] | None, tuple[Any, frozenset[int]]] = {}
         self._pattern: tuple[bool, ...] | None = None
@@ -99,7 +99,7 @@ class Watch:
             return False
         return bool(self._params_likeness.check(*self.params))
 
-    def look(self, grads: Grads) -> Verdict:
+    def look(self, grads: Grads) -> Change:
         """Compare with the last look. `addresses` are set then, as a step takes them."""
         pattern, present = None, grads
         known = self._patterns.get(None)
@@ -108,17 +108,17 @@ class Watch:
             present = [g for g in grads if g is not None]
             known = self._patterns.get(pattern)
             if known is None or not known[0].check(*present):
-                return Verdict.NEW
+                return Change.NEW
         self.unordered = known[1]
         if not self._addressed:
             self._pattern = pattern
-            return Verdict.SAME
+            return Change.SAME
         if pattern == self._pattern:
             positions = self._positions if pattern is None else self._positions[: len(present)]
             if self._equal(present, self._grad_addresses, positions):  # type: ignore[arg-type]
-                return Verdict.SAME
+                return Change.SAME
         self._note(grads, present, pattern)
-        return Verdict.MOVED
+        return Change.MOVED
 
     @property
     def complete(self) -> bool:
@@ -143,5 +143,5 @@ class Watch:
         )  # fmt: skip
         if len(self._patterns) >= PATTERNS:
             self._patterns.clear()
-        self._patterns[pattern] = likeness(present), self.unordered
+        self._patterns[pattern] = metadata_guard(present), self.unordered
         self._note(grads, present, pattern)

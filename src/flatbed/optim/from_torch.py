@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
 from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
-from flatbed.optim.probe import Found, Number, try_out
+from flatbed.optim.probe import Number, StateSpec, try_out
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 NOT_OPTIONS = ("params", "param_names", "initial_lr")
@@ -19,7 +19,7 @@ NOT_OPTIONS = ("params", "param_names", "initial_lr")
 class Borrowed:
     """A rule's `reference` that lets torch's optimizer do the step."""
 
-    def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any], found: Found) -> None:
+    def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any], found: StateSpec) -> None:
         self.kind, self.options, self.found = kind, options, found
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -100,7 +100,7 @@ def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: An
     element (LBFGS, Adafactor, Muon, …) are refused.
 
     >>> import flatbed
-    >>> emb = flatbed.HostEmbedding(100, 8)
+    >>> emb = flatbed.Embedding(100, 8)
     >>> optimizer = from_torch(torch.optim.Rprop, [emb.table], lr=0.01)
     >>> emb(torch.tensor([1, 5, 5])).sum().backward()
     >>> optimizer.step()

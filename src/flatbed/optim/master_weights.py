@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels.step import Row
+from flatbed.kernels.step import ParamSlot
 
 
-class Masters:
+class MasterWeights:
     """The rows that have a master, and their parameters' versions after the last step."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[ParamSlot]) -> None:
         self.rows = [row for row in rows if row.master is not None]
         self.versions: list[int] = []
 
@@ -45,7 +45,7 @@ class Masters:
         _take_over(self.rows)
 
 
-def _take_over(rows: list[Row]) -> None:
+def _take_over(rows: list[ParamSlot]) -> None:
     """Where a parameter is not its master, rounded, the parameter counts."""
     for row in rows:
         master = cast(Tensor, row.master)

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels.step import NORM, SKIPPED, Grads, Row, Scaling, Settings, Stepper
+from flatbed.kernels.step import NORM, SKIPPED, Grads, ParamSlot, Scaling, Settings, Stepper
 from flatbed.optim import checks
 from flatbed.optim import state_dict as checkpoint
-from flatbed.optim.change_tracking import Verdict, Watch
-from flatbed.optim.master_weights import Masters
+from flatbed.optim.change_tracking import Change, TensorTracker
+from flatbed.optim.master_weights import MasterWeights
 from flatbed.optim.owned_tables import OwnedTables
 from flatbed.optim.state import Flag, Members, States
 from flatbed.optim.state_builder import build_rows, keep_state, steppers_for
 from flatbed.optim.table_step import TableSteps
 from flatbed.rule import Rule
 from flatbed.tables.embedding import named_trainables
-from flatbed.tables.grads import Packed
+from flatbed.tables.grads import RowGrads
 from flatbed.tables.replicas import any_rank
 from flatbed.tables.table import Table
 
@@ -114,10 +114,10 @@ class Optimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Start without knowledge of where anything lies; it is found out at the next step."""
         self._complete = False
-        self._rows: list[Row] = []
+        self._rows: list[ParamSlot] = []
         self._idle: list[Tensor] = []  # parameters that have had no gradient yet
         self._steppers: list[tuple[Stepper, list[int]]] = []
-        self._watch: Watch | None = None
+        self._watch: TensorTracker | None = None
         self._known_state: Any = None
         self._flag = Flag()
         self._kinds: list[int] = []
@@ -126,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         self._sentinels: list[tuple[Tensor, int]] = []
         self._retired: list[Stepper] = []  # captured graphs still read their tables
         self._shared: dict[torch.device, Tensor] = {}
-        self._masters = Masters([])
+        self._masters = MasterWeights([])
         self._on_loan = False
         self._tables = OwnedTables(self)
         self._rounds = 0.0  # how often had been rounded by chance before a checkpoint was loaded
@@ -337,16 +337,16 @@ class Optimizer(torch.optim.Optimizer):
         if not self._unchanged(watch):
             return self._rebuild()
         verdict = watch.look(grads)
-        if verdict is Verdict.NEW:
+        if verdict is Change.NEW:
             for row, grad in zip(self._rows, grads, strict=True):
                 if grad is not None:
                     checks.check_grad(row.param, grad, row.name)
                     if grad.dtype != row.grad_dtype:
                         return self._rebuild()
             watch.learn(grads)
-        return grads, None if verdict is Verdict.SAME else watch.addresses
+        return grads, None if verdict is Change.SAME else watch.addresses
 
-    def _unchanged(self, watch: Watch) -> bool:
+    def _unchanged(self, watch: TensorTracker) -> bool:
         """Whether rows and tables still describe the parameters and their state."""
         return (
             self.state is self._known_state
@@ -392,7 +392,7 @@ class Optimizer(torch.optim.Optimizer):
         self._known_groups = [group["params"] for group in self.param_groups]
         self._known_state = self.state
         self._flag.raised = False
-        self._masters = Masters(self._rows)
+        self._masters = MasterWeights(self._rows)
         if not anew:  # the weights may be loaded after the optimizer
             self._masters.take_over()
         self._masters.note()
@@ -400,11 +400,11 @@ class Optimizer(torch.optim.Optimizer):
         if not self._rows:
             return [], []
         addressed = any(stepper.addressed for stepper, _ in self._steppers)
-        self._watch = Watch([row.param for row in self._rows], addressed=addressed)
+        self._watch = TensorTracker([row.param for row in self._rows], addressed=addressed)
         self._watch.learn(grads)
         return grads, self._watch.addresses
 
-    def _run(self, grads: Grads, addresses: list[int] | None, packs: list[Packed | None]) -> None:
+    def _run(self, grads: Grads, addresses: list[int] | None, packs: list[RowGrads | None]) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self._tables.members and (scale is not None or found_inf is not None):
             found_inf = any_rank(found_inf, [member.table for member in self._tables.members])
@@ -413,7 +413,7 @@ class Optimizer(torch.optim.Optimizer):
         if not self._rows:
             self._run_apart([], frozenset(), None, scaling, packs)
             return
-        watch = cast(Watch, self._watch)
+        watch = cast(TensorTracker, self._watch)
         unordered = watch.unordered
         if len(self._steppers) == 1 and not any(pack is not None for pack in packs):
             stepper = self._steppers[0][0]
@@ -436,7 +436,7 @@ class Optimizer(torch.optim.Optimizer):
         unordered: frozenset[int],
         addresses: list[int] | None,
         scaling: Scaling | None,
-        packs: list[Packed | None],
+        packs: list[RowGrads | None],
     ) -> None:
         """Several devices, or tables: each measures its gradients, and all clip by the norm of all."""
         steppers: list[Stepper | TableSteps] = []

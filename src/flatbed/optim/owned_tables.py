@@ -13,7 +13,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels.step import STEPS
 from flatbed.optim import table_step as tables
 from flatbed.optim.table_step import Member, TableSteps
-from flatbed.tables.grads import Packed
+from flatbed.tables.grads import RowGrads
 from flatbed.tables.replicas import n_processes
 from flatbed.tables.table import Table
 
@@ -99,7 +99,7 @@ class OwnedTables:
 
     # ---- a step
 
-    def look(self) -> list[Packed | None]:
+    def look(self) -> list[RowGrads | None]:
         """Gradients of all tables; with several ranks, the mean over them. Errors come before any change."""
         self._follow_groups()
         several, capturing = n_processes() > 1, _capturing()
@@ -112,7 +112,7 @@ class OwnedTables:
                 raise FlatbedError(
                     f"table {member.name} has been given to another optimizer since: step that one"
                 )
-            if member.table.suspects and not capturing:
+            if member.table.deferred_checks and not capturing:
                 member.table.raise_bad_ids()
         packs = []
         for member in self.members:
@@ -154,7 +154,7 @@ class OwnedTables:
                 f"of its own"
             )
 
-    def place(self, packs: list[Packed | None]) -> list[TableSteps]:
+    def place(self, packs: list[RowGrads | None]) -> list[TableSteps]:
         """Steps for the tables of each device, given their gradients."""
         stores = [member.table.store for member in self.members]
         layout = [(store.device, store.tier.record) for store in stores], id(self.optimizer.param_groups)

@@ -33,7 +33,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StateSpec:
     """What was found out."""
 
     tensors: dict[str, float | str | None]
@@ -45,9 +45,9 @@ class Found:
     defaults: dict[str, Any]
 
 
-def try_out(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Found:
+def try_out(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> StateSpec:
     """Run an optimizer on small parameters; raise if it cannot be used row by row."""
-    trial = Trial(kind, options)
+    trial = OptimizerProbe(kind, options)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         generator = torch.Generator().manual_seed(0)
@@ -61,10 +61,10 @@ def try_out(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Found
         new = any(value is None or isinstance(value, str) for value in first.values())
         if tensors and not numbers and not new:
             new = trial.differs_without_state(start, grads[0], {n: trial.value(v) for n, v in first.items()})
-        return Found(first, numbers, new, trial.defaults())
+        return StateSpec(first, numbers, new, trial.defaults())
 
 
-class Trial:
+class OptimizerProbe:
     """An optimizer class with options, on trial."""
 
     def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:

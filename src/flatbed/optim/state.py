@@ -91,16 +91,16 @@ class Members(list[Tensor]):
         locals()[_name] = _raising(list, _name)
 
 
-Kind = tuple[str, torch.dtype, torch.device]
+LaunchKey = tuple[str, torch.dtype, torch.device]
 """A key of state, dtype and device: tensors of one kind lie side by side."""
 
 
-def arenas(wanted: Sequence[tuple[Kind, tuple[int, ...], tuple[int, ...]]]) -> list[Tensor]:
+def arenas(wanted: Sequence[tuple[LaunchKey, tuple[int, ...], tuple[int, ...]]]) -> list[Tensor]:
     """Zeros of these kinds, shapes and strides, as views of few large buffers; numbers lie side by side."""
     specs = [Spec(kind[0], shape, stride, kind[1].itemsize, kind) for kind, shape, stride in wanted]
     layout = plan(specs, alignment=ALIGNMENT if any(shape for _, shape, _ in wanted) else 1)
     buffers = []
     for buffer in layout.buffers:
-        kind = cast(Kind, buffer.key)
+        kind = cast(LaunchKey, buffer.key)
         buffers.append(torch.zeros(buffer.numel, dtype=kind[1], device=kind[2]))
     return [buffers[s.buffer].as_strided(s.shape, s.stride, s.offset) for s in layout.segments]

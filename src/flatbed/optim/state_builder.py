@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import by_triton
+from flatbed.kernels.dispatch import use_triton
 from flatbed.kernels.reference import TorchStepper
-from flatbed.kernels.step import STEPS, Row, Stepper, stride_of
+from flatbed.kernels.step import STEPS, ParamSlot, Stepper, stride_of
 from flatbed.layout import overlaps_itself
 from flatbed.optim import checks
 from flatbed.optim.state import EMA, MASTER, State, arenas
@@ -45,13 +45,13 @@ class Builder:
     optimizer: Optimizer
     anew: bool
     wants: list[Want] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ParamSlot] = field(default_factory=list)
 
     def add(self, name: str, param: Tensor, number: int, grad: Tensor | None) -> None:
         """One parameter that has a gradient or state."""
         group = self.optimizer.param_groups[number]
         held = self.optimizer.state.get(param, {})
-        row = Row(name, param, number, param.dtype if grad is None else grad.dtype)
+        row = ParamSlot(name, param, number, param.dtype if grad is None else grad.dtype)
         if overlaps_itself(tuple(param.shape), param.stride()):
             raise FlatbedError(
                 f"parameter {name} is expanded: several of its elements are one place in memory"
@@ -72,7 +72,7 @@ class Builder:
             self._want(row, EMA, held.get(EMA), dtype, param, _setter(row, "ema"))
         self.rows.append(row)
 
-    def _refuse_foreign(self, row: Row, held: dict[str, Any]) -> None:
+    def _refuse_foreign(self, row: ParamSlot, held: dict[str, Any]) -> None:
         """A checkpoint has the keys of its optimizer: all of them, and no others."""
         rule = self.optimizer.rule
         shown = [name for name in rule.scalars if not name.startswith("_")]
@@ -85,7 +85,7 @@ class Builder:
                 f"{type(self.optimizer).__name__}"
             )
 
-    def _add_tensors(self, row: Row, group: Group, held: dict[str, Any]) -> None:
+    def _add_tensors(self, row: ParamSlot, group: Group, held: dict[str, Any]) -> None:
         rule = self.optimizer.rule
         names = rule.state_names(group)
         if any(held.get(key) is not None for key in (*rule.state, *rule.scalars)):
@@ -102,7 +102,7 @@ class Builder:
             row.state[name] = row.param  # keeps the order of names
             self._want(row, name, held.get(name), dtype, first, _item_setter(row.state, name))
 
-    def _state_dtype(self, row: Row, held: list[Tensor]) -> torch.dtype:
+    def _state_dtype(self, row: ParamSlot, held: list[Tensor]) -> torch.dtype:
         """As asked; or as it is, which may be more precise than the parameter; or as torch would make it."""
         if self.optimizer.state_dtype is not None:
             return self.optimizer.state_dtype
@@ -113,7 +113,7 @@ class Builder:
             dtype = torch.promote_types(dtype, other.dtype)
         return dtype
 
-    def _add_scalars(self, row: Row, group: Group, held: dict[str, Any]) -> None:
+    def _add_scalars(self, row: ParamSlot, group: Group, held: dict[str, Any]) -> None:
         known = isinstance(held, State)
         for name in self.optimizer.rule.scalars:
             value = held.get(name)
@@ -133,7 +133,7 @@ class Builder:
 
     def _want(
         self,
-        row: Row,
+        row: ParamSlot,
         key: str,
         old: Any,
         dtype: torch.dtype,
@@ -182,7 +182,7 @@ class Builder:
             want.take(tensor)
 
 
-def build_rows(optimizer: Optimizer, *, everything: bool, anew: bool) -> list[Row]:
+def build_rows(optimizer: Optimizer, *, everything: bool, anew: bool) -> list[ParamSlot]:
     """Rows for all parameters with gradient or state. Every gradient is looked at before anything is made."""
     listed = [
         (name, param, number, param.grad)
@@ -201,7 +201,7 @@ def build_rows(optimizer: Optimizer, *, everything: bool, anew: bool) -> list[Ro
     return builder.rows
 
 
-def keep_state(states: Any, row: Row) -> None:
+def keep_state(states: Any, row: ParamSlot) -> None:
     """Show a row's tensors under the parameter's state, by torch's keys and in its order."""
     shown = {name: value for name, value in row.scalars.items() if not name.startswith("_")}
     shown.update(row.state)
@@ -241,7 +241,7 @@ def steppers_for(optimizer: Optimizer) -> list[tuple[Stepper, list[int]]]:
 
 
 def _stepper_kind(rule: Rule, device: torch.device) -> Any:
-    if rule.update is not None and by_triton(device):
+    if rule.update is not None and use_triton(device):
         from flatbed.kernels._triton.stepper import TritonStepper
 
         return TritonStepper
@@ -252,7 +252,7 @@ def _is_number(value: Tensor, device: torch.device) -> bool:
     return value.dim() == 0 and value.dtype == torch.float32 and value.device == device
 
 
-def _setter(row: Row, name: str) -> Callable[[Tensor], None]:
+def _setter(row: ParamSlot, name: str) -> Callable[[Tensor], None]:
     return lambda tensor: setattr(row, name, tensor)
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import by_triton
+from flatbed.kernels.dispatch import use_triton
 from flatbed.kernels.reference import clip_factor, round_stochastically, with_number
-from flatbed.kernels.rows import Place
-from flatbed.kernels.step import SKIP, SKIPPED, STEPS, Row, Scaling, Settings
+from flatbed.kernels.rows import RecordLocation
+from flatbed.kernels.step import SKIP, SKIPPED, STEPS, ParamSlot, Scaling, Settings
 from flatbed.rule import Group, Rule, Tensors
-from flatbed.tables.grads import Packed, compacted
+from flatbed.tables.grads import RowGrads, compacted
 from flatbed.tables.record import WEIGHT, Field
 from flatbed.tables.table import Table
 
@@ -87,7 +87,7 @@ class TableSteps:
         self.members = members
         self.device = members[0].table.store.device
         self.shared = shared
-        self.packs: list[Packed | None] = []
+        self.packs: list[RowGrads | None] = []
         self._kinds: list[Any] = []
         self._kernels: Any = None
 
@@ -104,7 +104,7 @@ class TableSteps:
             empty = torch.empty(0, dtype=torch.float32, device=self.device)
             nowhere = torch.zeros((), device=self.device)
             scalars = {name: member.scalars.get(name, nowhere) for name in self.rule.scalars}
-            heads.append(Row(member.name, empty, member.group, torch.float32, {}, scalars))
+            heads.append(ParamSlot(member.name, empty, member.group, torch.float32, {}, scalars))
         plans = [self._plan(member) for member in self.members]
         return TritonRows(self.rule, self.groups, heads, plans=plans, shared=self.shared)
 
@@ -125,7 +125,7 @@ class TableSteps:
 
     # ---- a step
 
-    def place(self, packs: list[Packed | None]) -> None:
+    def place(self, packs: list[RowGrads | None]) -> None:
         """Take gradients, one per table or none."""
         groups = [self.groups[member.group] for member in self.members]
         kinds = [(self.rule.has(g), self.rule.scalars_of_rows(g, per_row_steps=False)) for g in groups]
@@ -143,7 +143,7 @@ class TableSteps:
                     f"an option was changed that needs state of its own ({missing[0]}), for which the rows "
                     f"of table {member.name} have no room: build the optimizer with the option set"
                 )
-        if self.rule.update is not None and by_triton(self.device):
+        if self.rule.update is not None and use_triton(self.device):
             self._kernels = self._build()
         self._kinds = kinds
 
@@ -168,7 +168,7 @@ class TableSteps:
                     self.members[index].table.pending.clear()
         self.packs = []
 
-    def _launch(self, index: int, pack: Packed, settings: Settings) -> None:
+    def _launch(self, index: int, pack: RowGrads, settings: Settings) -> None:
         table = self.members[index].table
         store, access = table.store, table.access
         place = access.place_of(pack)
@@ -179,7 +179,7 @@ class TableSteps:
             store.writes += 1
             return
         records = access.gather(pack.rows).contiguous()
-        self._kernels.update(index, pack.rows, pack.grads, Place(records), settings, staged=True)
+        self._kernels.update(index, pack.rows, pack.grads, RecordLocation(records), settings, staged=True)
         if not bool(self.shared[SKIP]):
             access.scatter_(pack.rows, records)
 
@@ -203,11 +203,11 @@ class TableSteps:
             pack = compacted(pack)
             grads = pack.grads if scale is None else pack.grads / scale
             grads = grads if factor is None else grads * factor
-            self._step(member, Packed(pack.rows, grads), settings)
+            self._step(member, RowGrads(pack.rows, grads), settings)
             # Used up: `model.zero_grad()`, which does not reach tables, need not drop it.
             member.table.pending.clear()
 
-    def _step(self, member: Member, pack: Packed, settings: Settings) -> None:
+    def _step(self, member: Member, pack: RowGrads, settings: Settings) -> None:
         access = member.table.access
         before = {name: float(value) for name, value in member.scalars.items()}
         after = before

@@ -13,7 +13,7 @@ from flatbed.tables import initializers as initial
 from flatbed.tables.config import Config
 from flatbed.tables.record import DTYPES, NAMES, Record
 from flatbed.tables.saving import blank
-from flatbed.tables.storage.table_storage import Store
+from flatbed.tables.storage.table_storage import TableStorage
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
@@ -113,7 +113,7 @@ def rebuild(
     return made
 
 
-def _disown(store: Store, scalars: dict[str, float]) -> None:
+def _disown(store: TableStorage, scalars: dict[str, float]) -> None:
     """Its state is nobody's, and the first optimizer that fits goes on with it."""
     store.scalars = dict(scalars)
     store.claimed = not store.record.state

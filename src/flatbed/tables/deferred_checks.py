@@ -7,28 +7,28 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.ids import out_of_range
-from flatbed.tables.storage.table_storage import Store
+from flatbed.tables.storage.table_storage import TableStorage
 
-NOWHERE = (1 << 63) - 1
+NO_ERROR = (1 << 63) - 1
 """The place of the first bad id, where there is none."""
 
 
-class Suspects:
+class DeferredIdChecks:
     """The batches of a table whose range was checked on the GPU, and of which the host does not know yet."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TableStorage) -> None:
         self.store = store
-        self._batches: list[Suspect] = []
+        self._batches: list[PendingCheck] = []
         self._graph_bad: Tensor | None = None
         self._in_graphs = False
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def bad_place(self, *, capturing: bool) -> Tensor:
+    def error_slot(self, *, capturing: bool) -> Tensor:
         """Where kernels write the place of the first bad id; graphs have one in common."""
         if not capturing:
-            return torch.full((1,), NOWHERE, dtype=torch.int64, device=self.store.device)
+            return torch.full((1,), NO_ERROR, dtype=torch.int64, device=self.store.device)
         if self._graph_bad is None:
             raise FlatbedError("take a training step with this table before the capture of a CUDA graph")
         self._in_graphs = True
@@ -38,7 +38,7 @@ class Suspects:
 
     def add(self, ids: Tensor, bad: Tensor) -> None:
         """Remember a batch, and where the place of its first bad id will be."""
-        self._batches.append(Suspect(ids, bad, self.store.config.n_rows))
+        self._batches.append(PendingCheck(ids, bad, self.store.config.n_rows))
 
     def error(self, *, wait: bool) -> IndexError | None:
         """What to raise if ids were out of range, as far as is known; batches after those are dropped."""
@@ -57,7 +57,7 @@ class Suspects:
     def prepare_capture(self) -> None:
         """Make what a CUDA graph needs of the table before it is captured."""
         if self._graph_bad is None and self.store.device.type == "cuda":
-            self._graph_bad = torch.full((1,), NOWHERE, dtype=torch.int64, device=self.store.device)
+            self._graph_bad = torch.full((1,), NO_ERROR, dtype=torch.int64, device=self.store.device)
 
     def of_graphs(self, bad: Tensor) -> bool:
         """Whether this is the place that graphs have in common."""
@@ -69,8 +69,8 @@ class Suspects:
         if bad is None or not self._in_graphs:
             return
         at = int(bad)
-        if at != NOWHERE:
-            bad.fill_(NOWHERE)
+        if at != NO_ERROR:
+            bad.fill_(NO_ERROR)
             n_rows = self.store.config.n_rows
             raise IndexError(
                 f"a CUDA graph was replayed with ids out of range for a table of {n_rows} rows "
@@ -79,7 +79,7 @@ class Suspects:
             )
 
 
-class Suspect:
+class PendingCheck:
     """A batch of ids on a GPU, and the place of the first bad one, on its way to the host."""
 
     def __init__(self, ids: Tensor, bad: Tensor, n_rows: int) -> None:
@@ -103,6 +103,6 @@ class Suspect:
         if self.arrived is not None:
             self.arrived.synchronize()
         at = int(self.bad)
-        if at == NOWHERE:
+        if at == NO_ERROR:
             return None
         return out_of_range(int(self.ids.flatten()[at]), at, tuple(self.ids.shape), self.n_rows)

@@ -105,7 +105,7 @@ class TableModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        self.table.suspects.check_graphs()
+        self.table.deferred_checks.check_graphs()
         destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT)
 
     def _load_from_state_dict(
@@ -161,7 +161,7 @@ class TableModule(nn.Module):
         """What a kind of module has beside its table."""
 
 
-class HostEmbedding(TableModule):
+class Embedding(TableModule):
     """`nn.Embedding` whose rows, and their optimizer state, live on the host or on disk.
 
     - `num_embeddings`, `embedding_dim`: rows, and numbers in each.
@@ -179,7 +179,7 @@ class HostEmbedding(TableModule):
     - `cache_policy`: "lfu" or "lru": first to leave are rows used least of late, or not used for longest.
 
     >>> import flatbed, torch
-    >>> emb = HostEmbedding(1000, 8, init=("uniform", -0.1, 0.1))
+    >>> emb = Embedding(1000, 8, init=("uniform", -0.1, 0.1))
     >>> optimizer = flatbed.optim.Adam(emb, lr=0.01)
     >>> emb(torch.tensor([[1, 5], [5, 2]])).sum().backward()
     >>> optimizer.step()
@@ -231,16 +231,16 @@ class HostEmbedding(TableModule):
         return rows.index_select(0, batch.found.inverse).view(*batch.shape, self.embedding_dim)
 
 
-class HostEmbeddingBag(TableModule):
+class EmbeddingBag(TableModule):
     """`nn.EmbeddingBag` whose rows, and their optimizer state, live on the host or on disk.
 
     - `mode`: how the rows of a bag become one: "mean", "sum" or "max".
     - `include_last_offset`: whether the last of the offsets is the end of the last bag.
 
-    The other arguments are those of `HostEmbedding`.
+    The other arguments are those of `Embedding`.
 
     >>> import torch
-    >>> bag = HostEmbeddingBag(1000, 8, mode="sum")
+    >>> bag = EmbeddingBag(1000, 8, mode="sum")
     >>> bag(torch.tensor([1, 5, 5, 2]), torch.tensor([0, 2])).shape
     torch.Size([2, 8])
     """
@@ -415,7 +415,7 @@ def named_trainables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def tables(module: nn.Module) -> list[Table]:
     """All tables in a module. They are not among its `parameters()`.
 
-    >>> tables(nn.Sequential(HostEmbedding(10, 4), nn.Linear(4, 1)))
+    >>> tables(nn.Sequential(Embedding(10, 4), nn.Linear(4, 1)))
     [Table(10 × 4, torch.float32, host)]
     """
     if not isinstance(module, nn.Module):

@@ -45,7 +45,7 @@ def _as_array(ids: Any) -> np.ndarray[Any, Any]:
     except ValueError:
         raise ValueError(
             "ids in lists must have one shape; found lists of different lengths: pad them, or give a "
-            "HostEmbeddingBag one flat list and offsets"
+            "EmbeddingBag one flat list and offsets"
         ) from None
 
 

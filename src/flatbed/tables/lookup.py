@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import by_triton
-from flatbed.kernels.rows import NARROW, NONE, Distinct, distinct, lead_of, narrow, sum_runs, without
-from flatbed.tables.cache import Cache, DeviceCache, Ticket
+from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.rows import NARROW, NONE, UniqueRows, lead_of, narrow, segment_sum, unique, without
+from flatbed.tables.cache import Cache, DeviceCache, Reservation
 from flatbed.tables.cache.admission_graph import Lease
-from flatbed.tables.deferred_checks import NOWHERE
-from flatbed.tables.grads import Fetched
+from flatbed.tables.deferred_checks import NO_ERROR
+from flatbed.tables.grads import CachedWeights
 from flatbed.tables.ids import as_ids, check_range, to_device
 from flatbed.tables.table import Table
 
@@ -28,10 +28,10 @@ class Batch:
     keys: Tensor
     """Flat; not necessarily checked."""
     shape: torch.Size
-    found: Distinct
+    found: UniqueRows
     cache: Cache | None = None
     """The one that the rows have come through."""
-    ticket: Ticket | None = None
+    ticket: Reservation | None = None
     lease: Lease | None = None
     """Of the memory that `keys` and `found` are in."""
     looked: Tensor | None = None
@@ -68,8 +68,8 @@ def find(table: Table, ids: Any, *, lead: bool = False, training: bool = False) 
         check_range(given, n_rows)
     keys = _keys(given, n_rows, device, checked=checked).flatten()
     if training and not capturing:
-        table.suspects.prepare_capture()
-    bad = None if checked else table.suspects.bad_place(capturing=capturing)
+        table.deferred_checks.prepare_capture()
+    bad = None if checked else table.deferred_checks.error_slot(capturing=capturing)
     found = _distinct_led(table, keys, bad, cache) if lead else _come(cache, keys, n_rows, bad)
     if bad is not None and not capturing:
         table.suspect(given, bad)
@@ -79,7 +79,7 @@ def find(table: Table, ids: Any, *, lead: bool = False, training: bool = False) 
 def _keys(ids: Tensor, n_rows: int, device: torch.device, *, checked: bool) -> Tensor:
     """Ids as kernels and operations take them, on the computing device."""
     if checked:
-        fits = n_rows <= NARROW and by_triton(device)
+        fits = n_rows <= NARROW and use_triton(device)
         return to_device(ids, device, torch.int32 if fits else torch.int64)
     return narrow(ids.to(device, non_blocking=True).flatten(), n_rows)
 
@@ -102,24 +102,24 @@ def _check_capture(table: Table, ids: Tensor) -> None:
         )
 
 
-def _come(cache: Cache | None, keys: Tensor, n_rows: int, bad: Tensor | None) -> Distinct:
+def _come(cache: Cache | None, keys: Tensor, n_rows: int, bad: Tensor | None) -> UniqueRows:
     if isinstance(cache, DeviceCache):
         return cache.come(keys, bad)
-    found = distinct(keys, n_rows, bad)
+    found = unique(keys, n_rows, bad)
     if cache is not None:
         rows = found.rows.to("cpu")
         cache.come(rows[rows >= 0])
     return found
 
 
-def _distinct_led(table: Table, keys: Tensor, bad: Tensor | None, cache: Cache | None) -> Distinct:
+def _distinct_led(table: Table, keys: Tensor, bad: Tensor | None, cache: Cache | None) -> UniqueRows:
     none, padding = lead_of(keys), table.store.config.padding_idx
     if padding is not None:
         keys = torch.where(keys == padding, none, keys)
     found = _come(cache, torch.cat([keys.new_full((1,), none), keys]), table.num_embeddings, bad)
-    if bad is not None and not table.suspects.of_graphs(bad):
-        bad -= (bad != NOWHERE).to(torch.int64)
-    return Distinct(found.rows, found.inverse[1:])  # the key that was put in front is not one of the ids
+    if bad is not None and not table.deferred_checks.of_graphs(bad):
+        bad -= (bad != NO_ERROR).to(torch.int64)
+    return UniqueRows(found.rows, found.inverse[1:])  # the key that was put in front is not one of the ids
 
 
 class Lookup(torch.autograd.Function):
@@ -135,7 +135,7 @@ class Lookup(torch.autograd.Function):
             out = access.look(batch.keys, batch.ticket, batch.cache)
         if out is None:
             rows = access.weights(found.rows)
-            ctx.fetched = Fetched(rows, table.store.edition) if by_triton(rows.device) else None
+            ctx.fetched = CachedWeights(rows, table.store.edition) if use_triton(rows.device) else None
             out = rows.index_select(0, found.inverse)
         # It may be changed in place, as the output of nn.Embedding; a view that was made here may not.
         return out if len(batch.shape) == 1 else _shaped(out, (*batch.shape, table.embedding_dim))
@@ -145,7 +145,7 @@ class Lookup(torch.autograd.Function):
         table, found = ctx.table, ctx.found
         grad = grads[0].detach() if grads[0].requires_grad else grads[0]
         flat = grad if grad.dim() == 2 else grad.reshape(-1, table.embedding_dim)
-        rows, sums = sum_runs(flat, found, table.store.config.padding_idx)
+        rows, sums = segment_sum(flat, found, table.store.config.padding_idx)
         table.record(rows, sums, ctx.fetched, ctx.ticket)
         return None, None
 

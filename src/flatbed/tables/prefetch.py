@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flatbed.cuda.streams import Within, current_stream, stream_for
 from flatbed.errors import FlatbedError
-from flatbed.kernels.rows import distinct, narrow
-from flatbed.tables.cache import DeviceCache, HostCache, Ticket
+from flatbed.kernels.rows import narrow, unique
+from flatbed.tables.cache import DeviceCache, HostCache, Reservation
 from flatbed.tables.cache.reservation import version_of
 from flatbed.tables.ids import as_ids, check_range
 from flatbed.tables.table import Table
@@ -30,14 +30,14 @@ class Staged:
     """Rows that are to be read from disk into the system's memory."""
     to_bring: Sequence[Tensor] = ()
     """For each lookup the rows that are to be brought from disk into the cache."""
-    tickets: list[Ticket] = field(default_factory=list)
+    tickets: list[Reservation] = field(default_factory=list)
     ready: bool = False
     """Whether lookups can make use of the tickets."""
     doubtful: Sequence[Tensor] = ()
     """Ids for which the table has no rows yet."""
 
 
-class Ahead:
+class RowPrefetch:
     """Rows of one table for batches to come.
 
     Nothing here changes what a lookup gives: it is faster when the rows have come before it.
@@ -159,7 +159,7 @@ class Ahead:
             assert ticket.done is not None
             stream.wait_event(ticket.done)
             ticket.ids, ticket.version, ticket.keys = one, version_of(one), self._keys(one)
-            ticket.found = distinct(ticket.keys, self.table.num_embeddings)
+            ticket.found = unique(ticket.keys, self.table.num_embeddings)
             ticket.done = stream.record_event()
 
     def begin(self, staged: Staged) -> None:

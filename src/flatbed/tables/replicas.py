@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
-from flatbed.tables.grads import Packed, Pending, merge
+from flatbed.tables.grads import GradAccumulator, RowGrads, merge
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
@@ -36,7 +36,7 @@ def share(table: Table) -> None:
     if n_ranks(table) == 1:
         return
     pending, link = table.pending, _link(table)
-    own = Pending(pending.n_rows, [part for part in pending.parts if not part.shared])
+    own = GradAccumulator(pending.n_rows, [part for part in pending.parts if not part.shared])
     packed = own.compact()
     # Each rank tells how many rows it has, and what kind of table.
     told = torch.tensor([0 if packed is None else len(packed.rows), _kind(table)], device=link)
@@ -50,7 +50,7 @@ def share(table: Table) -> None:
     pending.parts = [*(part for part in pending.parts if part.shared), mean]
 
 
-def _mean(table: Table, packed: Packed | None, sizes: list[int], link: torch.device) -> Packed:
+def _mean(table: Table, packed: RowGrads | None, sizes: list[int], link: torch.device) -> RowGrads:
     """The mean of all ranks' gradients, added up in the same order everywhere."""
     dtype, device = torch.promote_types(table.store.config.dtype, torch.float32), table.store.device
     rows = torch.full((max(sizes),), -1, dtype=torch.int64, device=link)
@@ -59,11 +59,11 @@ def _mean(table: Table, packed: Packed | None, sizes: list[int], link: torch.dev
         rows[: len(packed.rows)] = packed.rows.to(link)
         grads[: len(packed.rows)] = packed.grads.to(link, dtype)
     parts = [
-        Packed(r[:size].to(device), g[:size].to(device))
+        RowGrads(r[:size].to(device), g[:size].to(device))
         for r, g, size in zip(_gather(rows), _gather(grads), sizes, strict=True)
     ]
     total = merge(parts, table.num_embeddings)
-    return Packed(total.rows, total.grads / len(sizes), shared=True)
+    return RowGrads(total.rows, total.grads / len(sizes), shared=True)
 
 
 def any_rank(flag: Tensor | None, tables: Sequence[Table]) -> Tensor | None:

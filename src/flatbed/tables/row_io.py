@@ -8,42 +8,42 @@ import torch
 from torch import Tensor
 
 from flatbed.kernels import rows as ops
-from flatbed.kernels.dispatch import by_triton
-from flatbed.kernels.rows import Place
-from flatbed.tables.cache import Cache, DeviceCache, HostCache, Ticket
-from flatbed.tables.grads import Packed
+from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.rows import RecordLocation
+from flatbed.tables.cache import Cache, DeviceCache, HostCache, Reservation
+from flatbed.tables.grads import RowGrads
 from flatbed.tables.record import WEIGHT
-from flatbed.tables.storage.base import Tier
-from flatbed.tables.storage.memory import MemoryTier
-from flatbed.tables.storage.table_storage import Store
+from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.memory import MemoryStorage
+from flatbed.tables.storage.table_storage import TableStorage
 
 
-class Access:
+class RowIO:
     """The way of lookups and steps to the rows of a store, on the computing device.
 
     It knows the store, not the other way round: a table that goes takes its memory along at once.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TableStorage) -> None:
         self.store = store
 
     # ---- where they are
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> RecordLocation | None:
         """Where kernels and operations of the computing device find all records, if they can."""
         store = self.store
         tier, cache = store.tier, store.cache
         if isinstance(cache, DeviceCache):
             return cache.place
-        if cache is not None or not isinstance(tier, MemoryTier):
+        if cache is not None or not isinstance(tier, MemoryStorage):
             return None
         tier.check()
-        if tier.device == store.device or (tier.reach == store.device and by_triton(store.device)):
-            return Place(tier.memory)
+        if tier.device == store.device or (tier.reach == store.device and use_triton(store.device)):
+            return RecordLocation(tier.memory)
         return None
 
-    def place_of(self, pack: Packed) -> Place | None:
+    def place_of(self, pack: RowGrads) -> RecordLocation | None:
         """Where kernels find these rows to change them; None if they cannot."""
         cache = self.store.cache
         if cache is None or not cache.covers(pack.ticket):
@@ -61,14 +61,14 @@ class Access:
             cache.wait()
 
     @property
-    def _front(self) -> Tier:
+    def _front(self) -> Storage:
         """Where rows are looked for first."""
         tier, cache = self.store.tier, self.store.cache
         return tier if cache is None else cache
 
     # ---- reading
 
-    def look(self, keys: Tensor, ticket: Ticket | None, cache: Cache | None) -> Tensor | None:
+    def look(self, keys: Tensor, ticket: Reservation | None, cache: Cache | None) -> Tensor | None:
         """The weights of ids whose rows have come through the cache, (n,) → (n, dim), if kernels can."""
         store = self.store
         field = store.config.weight
@@ -112,7 +112,7 @@ class Access:
         """All fields of rows that exist, as tensors of their own on the computing device."""
         store = self.store
         tier = store.tier
-        if store.cache is None and isinstance(tier, MemoryTier) and tier.device == store.device:
+        if store.cache is None and isinstance(tier, MemoryStorage) and tier.device == store.device:
             tier.check()
             assert tier.memory is not None
             views = {f.name: store.record.view(tier.memory, f.name) for f in store.record.fields}
@@ -122,7 +122,7 @@ class Access:
 
     # ---- writing
 
-    def make_room(self, rows: Tensor, ticket: Ticket | None = None) -> None:
+    def make_room(self, rows: Tensor, ticket: Reservation | None = None) -> None:
         """See that these rows can be written: a full disk is to stop a step before it has begun.
 
         With the ticket of a batch that came ahead of time, the host need not ask the GPU which they are.
@@ -160,7 +160,7 @@ class Access:
         store = self.store
         store.writes += 1
         tier = store.tier
-        if store.cache is None and isinstance(tier, MemoryTier) and tier.device == store.device:
+        if store.cache is None and isinstance(tier, MemoryStorage) and tier.device == store.device:
             assert tier.memory is not None
             for name, values in fields.items():
                 store.record.view(tier.memory, name).index_copy_(0, rows, values)

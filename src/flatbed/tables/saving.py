@@ -18,10 +18,10 @@ from flatbed.progress import progress
 from flatbed.tables import initializers as initial
 from flatbed.tables.config import Config
 from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
-from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.copy_pool import Fill
 from flatbed.tables.storage.disk.format import TABLE
-from flatbed.tables.storage.table_storage import Store
+from flatbed.tables.storage.table_storage import TableStorage
 from flatbed.tables.tensor_file import Entry, as_path, entries_of, opened, writing
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def scalar_tensor(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32 if exact else torch.float64, device="cpu")
 
 
-def _metadata(store: Store, scalars: Mapping[str, str]) -> dict[str, str]:
+def _metadata(store: TableStorage, scalars: Mapping[str, str]) -> dict[str, str]:
     config = store.config
     about = {
         **config.describe(),
@@ -221,7 +221,7 @@ def _covers(source: Record, target: Record) -> bool:
     return all(field.name in source for field in target.fields)
 
 
-def _overwrite(store: Store, record: Record, *, fill: Fill, whole: bool) -> None:
+def _overwrite(store: TableStorage, record: Record, *, fill: Fill, whole: bool) -> None:
     """Rows in memory, one block after the other."""
     before, config = store.record, store.config
     try:
@@ -246,13 +246,15 @@ def _overwrite(store: Store, record: Record, *, fill: Fill, whole: bool) -> None
     store.writes += 1
 
 
-def _rebuild(store: Store, record: Record, *, fill: Fill, whole: bool, scalars: Mapping[str, float]) -> None:
+def _rebuild(
+    store: TableStorage, record: Record, *, fill: Fill, whole: bool, scalars: Mapping[str, float]
+) -> None:
     """Rows in a file: a new one takes its place when it is complete."""
     path = store.config.path
     assert path is not None
     meta = {"table": store.config.describe(), "scalars": dict(scalars)}
     if whole and not store.laid_out:
-        store._tier = DiskTier.create(path, record, store.config.n_rows, fill=fill, meta=meta)
+        store._tier = DiskStorage.create(path, record, store.config.n_rows, fill=fill, meta=meta)
     else:
         with store._laying_out:  # a thread may be fetching rows ahead of time
             old = store.disk
@@ -314,7 +316,7 @@ def load_table(
             rows(start, stop, records)
             advance(stop - start)
 
-        DiskTier.create(config.path, found.record, found.n_rows, fill=fill, meta=meta).close()
+        DiskStorage.create(config.path, found.record, found.n_rows, fill=fill, meta=meta).close()
     return open_table(config.path, device=device, replicate=replicate)
 
 
@@ -327,7 +329,7 @@ def open_table(path: str | Path, *, device: Any = None, replicate: bool = True) 
         raise FlatbedError(
             f"{path} is a safetensors file, such as table.save() writes: use flatbed.load_table"
         )
-    tier = DiskTier.open(path)
+    tier = DiskStorage.open(path)
     weight = tier.record.weight
     about = {"num_embeddings": tier.n_rows, **tier.meta.get("table", {})}
     tier.close()

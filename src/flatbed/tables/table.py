@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
 from flatbed.tables import replicas as exchange
-from flatbed.tables.cache import CacheStats, Ticket
+from flatbed.tables.cache import CacheStats, Reservation
 from flatbed.tables.cache.reservation import version_of
 from flatbed.tables.config import Config, device_of, with_cache
-from flatbed.tables.deferred_checks import Suspects
-from flatbed.tables.grads import Fetched, Packed, Pending
+from flatbed.tables.deferred_checks import DeferredIdChecks
+from flatbed.tables.grads import CachedWeights, GradAccumulator, RowGrads
 from flatbed.tables.ids import as_ids, as_values, check_range, most_used, to_device
 from flatbed.tables.record import Field
-from flatbed.tables.row_io import Access
-from flatbed.tables.storage.table_storage import Store
+from flatbed.tables.row_io import RowIO
+from flatbed.tables.storage.table_storage import TableStorage
 from flatbed.tables.tensor_file import as_path
 from flatbed.tables.view import WeightView
 
@@ -34,16 +34,16 @@ class Owner(Protocol):
 
 
 class Table(nn.Parameter):
-    """The rows of a `HostEmbedding`, in the form in which optimizers take parameters.
+    """The rows of a `Embedding`, in the form in which optimizers take parameters.
 
     It is empty as a tensor: `grad` is the packed gradient of the rows that were looked up, `grad_rows` says
     which they are; rows are read and written by `read_rows` and `write_rows`. Optimizers of `flatbed.optim`
     update it (`flatbed.optim.from_torch` makes one of any class of torch's).
     """
 
-    store: Store
-    access: Access
-    pending: Pending
+    store: TableStorage
+    access: RowIO
+    pending: GradAccumulator
     replicate: bool
     numbers: dict[str, Tensor]
     """The optimizer's numbers of state for this table; they stay when the optimizer goes."""
@@ -54,18 +54,18 @@ class Table(nn.Parameter):
         if others or device is None or not isinstance(config, Config):
             given = ", ".join(type(one).__name__ for one in (config, *others))
             raise TypeError(
-                f"a Table is not made by hand; found Table({given}): use flatbed.HostEmbedding(rows, "
+                f"a Table is not made by hand; found Table({given}): use flatbed.Embedding(rows, "
                 f"dim).table, flatbed.open_table(path) or flatbed.load_table(path)"
             )
         empty = torch.empty(0, dtype=config.dtype, device="cpu")
         table = torch.Tensor._make_subclass(cls, empty, True)
-        table.store = Store(config, device)
-        table.access = Access(table.store)
-        table.pending = Pending(config.n_rows)
+        table.store = TableStorage(config, device)
+        table.access = RowIO(table.store)
+        table.pending = GradAccumulator(config.n_rows)
         table.replicate = replicate
         table._owner = None
         table._orphaned = False
-        table.suspects = Suspects(table.store)
+        table.deferred_checks = DeferredIdChecks(table.store)
         table._exchanges = 0
         table.tickets = []
         table.numbers = {}
@@ -73,9 +73,9 @@ class Table(nn.Parameter):
 
     _owner: weakref.ref[Any] | None
     _orphaned: bool
-    suspects: Suspects
+    deferred_checks: DeferredIdChecks
     _exchanges: int
-    tickets: list[Ticket]
+    tickets: list[Reservation]
     """Of batches that are at hand, and whose rows came ahead of time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -170,7 +170,7 @@ class Table(nn.Parameter):
         packed = self._whole()
         return None if packed is None else packed.rows
 
-    def _whole(self) -> Packed | None:
+    def _whole(self) -> RowGrads | None:
         self.raise_bad_ids()
         self.share_gradients()
         return self.pending.compact()
@@ -180,7 +180,11 @@ class Table(nn.Parameter):
         exchange.share(self)
 
     def record(
-        self, rows: Tensor, grads: Tensor, fetched: Fetched | None = None, ticket: Ticket | None = None
+        self,
+        rows: Tensor,
+        grads: Tensor,
+        fetched: CachedWeights | None = None,
+        ticket: Reservation | None = None,
     ) -> None:
         """Called in backward."""
         if self.owner is None:
@@ -190,11 +194,11 @@ class Table(nn.Parameter):
     def suspect(self, ids: Tensor, bad: Tensor) -> None:
         """Remember a batch whose range was checked on the GPU. Without steps, too, they must not pile up."""
         self.raise_bad_ids(wait=False)
-        self.suspects.add(ids, bad)
+        self.deferred_checks.add(ids, bad)
 
     def raise_bad_ids(self, *, wait: bool = True) -> None:
         """Raise if ids of a lookup were out of range, as far as is known; all gradients are dropped then."""
-        error = self.suspects.error(wait=wait)
+        error = self.deferred_checks.error(wait=wait)
         if error is not None:
             self.pending.clear()
             raise error
@@ -259,12 +263,12 @@ class Table(nn.Parameter):
     @property
     def weight(self) -> Tensor:
         """All weights as one tensor, without a copy, for reading and for initialising."""
-        self.suspects.check_graphs()
+        self.deferred_checks.check_graphs()
         return WeightView.of(self)
 
     def read_rows(self, ids: Any) -> Tensor:
         """The weights of some rows: ids of any shape → (*shape, dim), a copy on the computing device."""
-        self.suspects.check_graphs()
+        self.deferred_checks.check_graphs()
         wanted = self._checked(ids)
         found = self.access.weights(wanted.flatten())
         return found.reshape(*wanted.shape, self.embedding_dim)
@@ -313,7 +317,7 @@ class Table(nn.Parameter):
 
     def cache_stats(self) -> CacheStats:
         """What the cache has done so far: hits, misses, evictions, bytes moved. Asking waits for the GPU."""
-        self.suspects.check_graphs()
+        self.deferred_checks.check_graphs()
         cache = self.store.cache
         return CacheStats.of([0] * 5, rows=0, nbytes=0) if cache is None else cache.stats()
 
@@ -324,7 +328,7 @@ class Table(nn.Parameter):
         chosen = self.store.config.cache_policy if policy is None else policy
         self.store.change_cache(with_cache(self.store.config, cache_rows, cache_bytes, chosen))
 
-    def ticket(self, ids: Tensor) -> Ticket | None:
+    def ticket(self, ids: Tensor) -> Reservation | None:
         """What is known of these ids ahead of time, if it still holds."""
         for ticket in self.tickets:
             if ticket.matches(ids) and ticket.version == version_of(ids) and ticket.cache.covers(ticket):
@@ -344,7 +348,7 @@ class Table(nn.Parameter):
             )
         self.store.scalars = self.scalars()
         self.store.resize(int(num_embeddings))
-        self.pending = Pending(self.num_embeddings)
+        self.pending = GradAccumulator(self.num_embeddings)
 
     def scalars(self) -> dict[str, float]:
         """The numbers of optimizer state that are one per table, such as the step count."""
@@ -356,14 +360,14 @@ class Table(nn.Parameter):
 
     def checkpoint(self) -> None:
         """Make a disk table's rows and state durable, all or nothing: a crash leads back to here."""
-        self.suspects.check_graphs()
+        self.deferred_checks.check_graphs()
         self.store.checkpoint(self.scalars())
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, bit by bit."""
         from flatbed.tables import saving
 
-        self.suspects.check_graphs()
+        self.deferred_checks.check_graphs()
         saving.save(self, as_path(path))
 
     def load(self, path: str | Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import WEIGHT
-from flatbed.tables.storage.memory import MemoryTier
+from flatbed.tables.storage.memory import MemoryStorage
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
@@ -34,7 +34,7 @@ class WeightView(Tensor):
             )
         tier = table.store.tier
         table.store.settle(changing=True)
-        assert isinstance(tier, MemoryTier)
+        assert isinstance(tier, MemoryStorage)
         tier.check()
         assert tier.memory is not None
         view = _guarded(tier.record.view(tier.memory, WEIGHT), table, table.store.version)

@@ -54,7 +54,7 @@ class Settings:
     - `device`: that computes; by default a GPU if there is one.
     - `buckets`, `ngrams`: with buckets, a word's vector is the mean of its own row and those of its hashed
       character n-grams of these lengths.
-    - `cache_rows`: of each table, on a GPU; see `flatbed.HostEmbedding`.
+    - `cache_rows`: of each table, on a GPU; see `flatbed.Embedding`.
 
     >>> Settings(optimizer="adamax", dim=100).learning_rate
     0.045

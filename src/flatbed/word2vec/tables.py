@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatbed import FlatbedError, HostEmbedding, HostEmbeddingBag, Prefetcher
+from flatbed import Embedding, EmbeddingBag, FlatbedError, Prefetcher
 from flatbed.word2vec.sampling import Batch
 from flatbed.word2vec.settings import Settings, find_optimizer
 
@@ -66,15 +66,15 @@ def host_tables(settings: Settings, n_words: int) -> Tables:
         options["cache_rows"] = settings.cache_rows
     paths: list[Any] = [*files_of(settings)] or [None, None]
     small: Any = ("uniform", -1 / dim, 1 / dim)  # as gensim begins
-    inputs: HostEmbedding | HostEmbeddingBag
+    inputs: Embedding | EmbeddingBag
     if settings.buckets:
         n_rows = n_words + settings.buckets
-        inputs = HostEmbeddingBag(
+        inputs = EmbeddingBag(
             n_rows, dim, mode="mean", include_last_offset=True, init=small, path=paths[0], **options
         )
     else:
-        inputs = HostEmbedding(n_words, dim, init=small, path=paths[0], **options)
-    outputs = HostEmbedding(n_words, dim, init="zeros", path=paths[1], **options)
+        inputs = Embedding(n_words, dim, init=small, path=paths[0], **options)
+    outputs = Embedding(n_words, dim, init="zeros", path=paths[1], **options)
     model = nn.ModuleDict({"inputs": inputs, "outputs": outputs})
     chosen = {} if settings.learning_rate is None else {"lr": settings.learning_rate}
     chosen |= {} if settings.recipe is None else settings.recipe.options

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
-from flatbed.kernels.dispatch import by_triton
-from flatbed.kernels.rows import Place
+from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.rows import RecordLocation
 from flatbed.tables.record import NAMES, WEIGHT, Field, Record
-from flatbed.tables.storage.disk import DiskTier
-from flatbed.tables.storage.memory import CPU, MemoryTier, device_tier, host_tier
+from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.memory import CPU, MemoryStorage, device_tier, host_tier
 
 BLOCK_BYTES = 1 << 26  # of rows that are handled at once, beside the collection
 STAND_IN = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
@@ -92,7 +92,7 @@ class Collection:
         self.path = home.path() if home.kind == "disk" else None
         self.tier = self._make(fill)
 
-    def _make(self, fill: Fill | None) -> MemoryTier | DiskTier:
+    def _make(self, fill: Fill | None) -> MemoryStorage | DiskStorage:
         def records_(start: int, stop: int, records: Tensor) -> None:
             if fill is not None:
                 fill(start, stop, self._split(records))
@@ -100,7 +100,7 @@ class Collection:
         if self.path is not None:
             if any(field.dtype not in NAMES for field in self.record.fields):
                 raise TypeError("files hold numbers of 2, 4 or 8 bytes: use a wider datatype")
-            return DiskTier.create(self.path, self.record, self.n_rows, fill=records_)
+            return DiskStorage.create(self.path, self.record, self.n_rows, fill=records_)
         tier = (host_tier if self.home.kind == "host" else device_tier)(self.record, self.n_rows, self.device)
         if fill is not None:
             assert tier.memory is not None
@@ -147,14 +147,14 @@ class Collection:
         present = wanted >= 0
         self.tier.scatter_(wanted[present], records[present])
 
-    def _place(self) -> Place | None:
+    def _place(self) -> RecordLocation | None:
         """Where operations of the computing device find all records, if they can."""
         tier = self.tier
-        if isinstance(tier, DiskTier):
+        if isinstance(tier, DiskStorage):
             return None
         tier.check()
-        if tier.device == self.device or (tier.reach == self.device and by_triton(self.device)):
-            return Place(tier.memory)
+        if tier.device == self.device or (tier.reach == self.device and use_triton(self.device)):
+            return RecordLocation(tier.memory)
         return None
 
     # ---- all of them
@@ -168,7 +168,7 @@ class Collection:
     def whole(self, name: str) -> Tensor | None:
         """A column of all rows where it lies, (n_rows, count); None for a file."""
         self.settle()
-        if isinstance(self.tier, DiskTier):
+        if isinstance(self.tier, DiskStorage):
             return None
         self.tier.check()
         assert self.tier.memory is not None
@@ -212,7 +212,7 @@ class Collection:
             return
         self.settle()
         old, self.device = self.tier, device
-        if isinstance(old, DiskTier) or (self.home.kind == "host" and device.type == "cpu"):
+        if isinstance(old, DiskStorage) or (self.home.kind == "host" and device.type == "cpu"):
             return
         new = self._make(None)
         for start, stop in self.blocks():
@@ -222,14 +222,14 @@ class Collection:
 
     def checkpoint(self) -> None:
         """Let the file hold all rows as they are now, all or nothing."""
-        if not isinstance(self.tier, DiskTier):
+        if not isinstance(self.tier, DiskStorage):
             raise FlatbedError("this collection is in memory: save it with saveCupy or saveTorch")
         self.tier.checkpoint()
 
     def close(self) -> None:
         """Give memory or the file back; rows of a file that changed since its last checkpoint are lost."""
         self.settle()
-        if isinstance(self.tier, DiskTier):
+        if isinstance(self.tier, DiskStorage):
             self.tier.close()
         else:
             self.tier.release()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
 from flatbed.optim.optimizer import Optimizer
-from flatbed.optim.probe import SHAPE, Found, Trial, try_out
+from flatbed.optim.probe import SHAPE, OptimizerProbe, StateSpec, try_out
 
 HOW = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed, and not what it is."""
@@ -43,24 +43,24 @@ def group_of(optimizer: torch.optim.Optimizer, variable: Tensor, name: str) -> d
     )
 
 
-def found_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> Found:
+def found_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateSpec:
     """What an optimizer keeps for each element, by a trial of its class with the same options."""
     kind = type(optimizer)
     if isinstance(optimizer, Optimizer):
         raise FlatbedError(
             f"{kind.__name__} of flatbed.optim keeps its state where it wants it: use torch.optim's here, or "
-            "flatbed.HostEmbedding instead of switchers"
+            "flatbed.Embedding instead of switchers"
         )
     wanted = inspect.signature(kind).parameters
     options = {n: _plain(v) for n, v in group.items() if n in wanted and n not in HOW}
     try:
         try:
-            return _in_dtype(try_out(kind, options), Trial(kind, options), dtype)
+            return _in_dtype(try_out(kind, options), OptimizerProbe(kind, options), dtype)
         except FlatbedError as error:
             dense = error
         try:
             sparse = _given_sparse(kind)
-            return _in_dtype(try_out(sparse, options), Trial(sparse, options), dtype)
+            return _in_dtype(try_out(sparse, options), OptimizerProbe(sparse, options), dtype)
         except FlatbedError:
             raise dense from None
     except FlatbedError as error:
@@ -73,7 +73,7 @@ def found_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtyp
         ) from error
 
 
-def _in_dtype(found: Found, trial: Trial, dtype: torch.dtype) -> Found:
+def _in_dtype(found: StateSpec, trial: OptimizerProbe, dtype: torch.dtype) -> StateSpec:
     """First values that are numbers, as they are in the datatype: the trial has those of float32."""
     if not any(isinstance(first, float) and first for first in found.tensors.values()):
         return found

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flatbed.compat.speedtorch.collection import Collection
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
-from flatbed.kernels.rows import Distinct
+from flatbed.kernels.rows import UniqueRows
 from flatbed.tables.ids import as_ids, check_range, to_device
 
 _KNOWN: Any = WeakTensorKeyDictionary()
@@ -27,7 +27,7 @@ class Batch:
 
     ids: Tensor
     """(n,) of int64, a copy."""
-    found: Distinct
+    found: UniqueRows
     """The distinct ones among them, on the variable's device."""
     first: Tensor
     """For every distinct row, the first slot that holds it."""
@@ -97,7 +97,7 @@ class Slots:
         if held is not None and held.found.rows.device == device and held.same(ids):
             return held
         rows = to_device(ids, device)
-        found = ops.distinct(ops.narrow(rows, n_rows), n_rows)
+        found = ops.unique(ops.narrow(rows, n_rows), n_rows)
         n = len(rows)
         slots = torch.arange(n, device=device)
         first = torch.full((len(found.rows),), max(n - 1, 0), dtype=torch.int64, device=device)
@@ -127,7 +127,7 @@ class Slots:
             raise _stale(n, n_slots)
         if batch.without_repeats:
             return None
-        _, sums = ops.sum_runs(grad[:n], batch.found, None)
+        _, sums = ops.segment_sum(grad[:n], batch.found, None)
         shared = sums.index_select(0, batch.found.inverse).to(grad.dtype)
         return shared if n == n_slots else torch.cat([shared, grad.new_zeros(n_slots - n, grad.shape[1])])
 
@@ -173,8 +173,8 @@ def _summed_sparse(grad: Tensor, batch: Batch) -> Tensor | None:
     if batch.without_repeats or not len(at):
         return None
     inverse, n_rows = batch.found.inverse, len(batch.found.rows)
-    found = ops.distinct(inverse.index_select(0, at), n_rows)
-    ranks, sums = ops.sum_runs(values, found, None)
+    found = ops.unique(inverse.index_select(0, at), n_rows)
+    ranks, sums = ops.segment_sum(values, found, None)
     ranks = torch.where(ranks < 0, n_rows, ranks)  # on a GPU, there are more places than rows
     where = torch.full((n_rows + 1,), -1, dtype=torch.int64, device=at.device)
     where[ranks] = torch.arange(len(ranks), device=at.device)

@@ -11,17 +11,17 @@ from torch import Tensor
 from flatbed.kernels._triton import cache_kernels
 from flatbed.kernels._triton.launch import TYPES, Bound
 from flatbed.kernels._triton.rows import WRITERS, addresses, power, tile
-from flatbed.kernels.cache import ROUNDS, Tags
-from flatbed.kernels.rows import Place
+from flatbed.kernels.cache import ROUNDS, CacheIndex
+from flatbed.kernels.rows import RecordLocation
 
 SWAPPERS = 96  # programs at most, for both ways over the bus at once; one record of 1,536 bytes at a time
 TOUCH, CLAIM = 512, 128  # rows per program
 
 
-class Turn:
+class AdmitScratch:
     """What one batch's passage through a cache needs beside its rows."""
 
-    def __init__(self, tags: Tags, n: int) -> None:
+    def __init__(self, tags: CacheIndex, n: int) -> None:
         device = tags.clock.device
         self.clock = tags.clock
         self.n_missing = torch.empty(1, dtype=torch.int32, device=device)
@@ -30,25 +30,25 @@ class Turn:
         )
 
 
-def begin(turn: Turn) -> None:
+def begin(turn: AdmitScratch) -> None:
     """Let the clock tick, if finding the rows has not."""
     cache_kernels.begin[(1,)](turn.clock, turn.n_missing)
 
 
-def admit(tags: Tags, rows: Tensor, turn: Turn, place: Place, *, window: int) -> None:
+def admit(tags: CacheIndex, rows: Tensor, turn: AdmitScratch, place: RecordLocation, *, window: int) -> None:
     """Bring rows into the cache; the clock has ticked, and -1 is no row."""
     n = len(rows)
     if n == 0:
         return
     by_frequency = tags.policy == "lfu"
-    heat = tags.heat if by_frequency else tags.stamp  # some memory
+    frequency = tags.frequency if by_frequency else tags.stamp  # some memory
     cache_kernels.touch[(-(-n // TOUCH),)](
-        rows, turn.missing, turn.n_missing, tags.slot_of_row, tags.stamp, heat, tags.clock, tags.counts,
+        rows, turn.missing, turn.n_missing, tags.slot_of_row, tags.stamp, frequency, tags.clock, tags.counts,
         n, len(tags.slot_of_row), tags.ageing, FREQUENCY=by_frequency, BLOCK=TOUCH,
     )  # fmt: skip
     cache_kernels.claim[(-(-n // CLAIM),)](
         turn.missing, turn.n_missing, turn.slots, turn.victims,
-        tags.slot_of_row, tags.row_of_slot, tags.stamp, heat, tags.dirty, tags.clock, tags.counts,
+        tags.slot_of_row, tags.row_of_slot, tags.stamp, frequency, tags.dirty, tags.clock, tags.counts,
         window, tags.n_slots, tags.ageing,
         DIRECT=tags.direct, FREQUENCY=by_frequency, ROUNDS=ROUNDS, BLOCK=CLAIM, num_warps=4,
     )  # fmt: skip
@@ -68,7 +68,7 @@ class Lists(Protocol):
     def n_missing(self) -> Tensor: ...
 
 
-def swap(place: Place, lists: Lists, n: int) -> None:
+def swap(place: RecordLocation, lists: Lists, n: int) -> None:
     """Read the records that are missing, `n` at most, and write home those that they replace."""
     words = place.stride // 8
     columns = min(power(words), 256)
@@ -81,7 +81,7 @@ def swap(place: Place, lists: Lists, n: int) -> None:
     )  # fmt: skip
 
 
-def flush(tags: Tags, place: Place) -> None:
+def flush(tags: CacheIndex, place: RecordLocation) -> None:
     """Write home what has changed."""
     words = place.stride // 8
     columns = min(power(words), 64)
@@ -95,7 +95,7 @@ def flush(tags: Tags, place: Place) -> None:
     tags.dirty.zero_()
 
 
-def look(place: Place, ids: Tensor, dim: int, dtype: torch.dtype, n_rows: int) -> Tensor:
+def look(place: RecordLocation, ids: Tensor, dim: int, dtype: torch.dtype, n_rows: int) -> Tensor:
     """The weights of ids, (n,) → (n, dim)."""
     n = len(ids)
     out = torch.empty((n, dim), dtype=dtype, device=ids.device)
@@ -109,7 +109,7 @@ def look(place: Place, ids: Tensor, dim: int, dtype: torch.dtype, n_rows: int) -
 
 
 def look_there(
-    place: Place, ids: Tensor, told: Tensor, seen: Tensor, dim: int, dtype: torch.dtype, n_rows: int
+    place: RecordLocation, ids: Tensor, told: Tensor, seen: Tensor, dim: int, dtype: torch.dtype, n_rows: int
 ) -> None:
     """The same into memory that is known when it runs: its address is in `told`, (2,) of int64, and so is a
     number that goes to `seen`, (1,), in memory of the host that kernels reach.

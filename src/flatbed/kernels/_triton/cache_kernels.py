@@ -16,10 +16,10 @@ def begin(clock_ptr, n_missing_ptr):
 
 
 @triton.jit
-def warmer(heat, now):
+def warmer(frequency, now):
     """A use now, added to the uses before: log2(2**heat + 2**now). Time is counted in misses."""
-    more = tl.maximum(heat, now)
-    return more + tl.log2(1.0 + tl.exp2(-tl.abs(heat - now)))
+    more = tl.maximum(frequency, now)
+    return more + tl.log2(1.0 + tl.exp2(-tl.abs(frequency - now)))
 
 
 @triton.jit(do_not_specialize=["n", "n_rows", "ageing"])
@@ -36,9 +36,9 @@ def touch(
     tick = tl.load(clock_ptr)
     tl.store(stamp_ptr + slot, tl.zeros([BLOCK], tl.int64) + tick, mask=hit)
     if FREQUENCY:
-        heat = tl.load(heat_ptr + slot, mask=hit, other=0.0)
+        frequency = tl.load(heat_ptr + slot, mask=hit, other=0.0)
         now = tl.load(counts_ptr + 1).to(tl.float32) * ageing
-        tl.store(heat_ptr + slot, warmer(heat, now), mask=hit)
+        tl.store(heat_ptr + slot, warmer(frequency, now), mask=hit)
     miss = known & (slot < 0)
     n_here = tl.sum(miss.to(tl.int32), 0)
     n_hits = tl.sum(hit.to(tl.int32), 0)

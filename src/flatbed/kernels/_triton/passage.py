@@ -17,8 +17,8 @@ from torch import Tensor
 from flatbed.cuda.streams import relaxed_capture, stream_for
 from flatbed.kernels._triton import cache, row_kernels, rows
 from flatbed.kernels._triton.chain import Chain, chained
-from flatbed.kernels.cache import Tags
-from flatbed.kernels.rows import Distinct, Place
+from flatbed.kernels.cache import CacheIndex
+from flatbed.kernels.rows import RecordLocation, UniqueRows
 
 _LOADED: set[Any] = set()
 """Kinds of lookups whose kernels have run."""
@@ -37,8 +37,8 @@ class Passage:
 
     def __init__(
         self,
-        tags: Tags,
-        place: Place,
+        tags: CacheIndex,
+        place: RecordLocation,
         n: int,
         *,
         dim: int,
@@ -56,9 +56,9 @@ class Passage:
         self.staged: Staged | None = Staged(n, device) if from_host else None
         self.keys = torch.empty_like(self.in_order) if self.staged is None else self.staged.keys
         self.bad = None if checked else torch.empty(1, dtype=torch.int64, device=device)
-        self.made, self.turn = rows.Workspace(n, device), cache.Turn(tags, n)
+        self.made, self.turn = rows.Workspace(n, device), cache.AdmitScratch(tags, n)
         made = self.made
-        self.found = Distinct(made.rows, made.inverse, self.order, made.starts, made.rank)
+        self.found = UniqueRows(made.rows, made.inverse, self.order, made.starts, made.rank)
         self.done, self.known = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._place, self._tags, self._window, self._dim, self._dtype = place, tags, window, dim, dtype
         parts = [[self._find], [self._begin, self._admit]] if early else [[self._find_anew, self._admit]]
@@ -88,7 +88,7 @@ class Passage:
         """The clock ticks on the way."""
         self._sort(self.turn)
 
-    def _sort(self, turn: cache.Turn | None) -> None:
+    def _sort(self, turn: cache.AdmitScratch | None) -> None:
         if self.staged is not None:
             self.staged.bring()
         if self.bad is not None:

@@ -92,7 +92,7 @@ def add_runs(
 
 
 @triton.jit(do_not_specialize=["n", "padding", "n_tiles"])
-def sum_runs(
+def segment_sum(
     grads_ptr, order_ptr, rank_ptr, starts_ptr, rows_ptr, kept_ptr, sums_ptr, partials_ptr,
     n, padding, n_tiles, CHUNK: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr, AT_ONCE: tl.constexpr,

@@ -13,8 +13,8 @@ from flatbed.kernels._triton import row_kernels
 from flatbed.kernels._triton.launch import TYPES, Bound, element
 from flatbed.kernels._triton.rows import UPDATERS, addresses, power, programs, squares, tile
 from flatbed.kernels._triton.stepper import EMPTY, TritonStepper
-from flatbed.kernels.rows import Place
-from flatbed.kernels.step import Row, Scaling, Settings
+from flatbed.kernels.rows import RecordLocation
+from flatbed.kernels.step import ParamSlot, Scaling, Settings
 from flatbed.rule import MAX_NUMBERS, Group, Rule
 
 
@@ -44,7 +44,7 @@ class TritonRows:
         self,
         rule: Rule,
         groups: Sequence[Group],
-        heads: list[Row],
+        heads: list[ParamSlot],
         *,
         plans: list[Plan],
         shared: Tensor,
@@ -75,7 +75,7 @@ class TritonRows:
         index: int,
         rows: Tensor,
         grads: Tensor,
-        place: Place,
+        place: RecordLocation,
         settings: Settings,
         *,
         staged: bool = False,

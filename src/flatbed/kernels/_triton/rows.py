@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flatbed.kernels._triton import row_kernels
 from flatbed.kernels._triton.launch import TYPES, Bound
-from flatbed.kernels.rows import Distinct, Place, lead_of
+from flatbed.kernels.rows import RecordLocation, UniqueRows, lead_of
 
 if TYPE_CHECKING:
-    from flatbed.kernels._triton.cache import Turn
+    from flatbed.kernels._triton.cache import AdmitScratch
 
 # Programs at most, for what goes over the bus: these saturate it on an H200, and leave the GPU to others.
 # More writers are slower.
@@ -49,18 +49,23 @@ def narrow(ids: Tensor, n_rows: int, keys: Tensor | None = None) -> Tensor:
     return keys
 
 
-def distinct(keys: Tensor, n_rows: int, bad: Tensor | None, turn: Turn | None = None) -> Distinct:
+def unique(keys: Tensor, n_rows: int, bad: Tensor | None, turn: AdmitScratch | None = None) -> UniqueRows:
     n = len(keys)
     made = Workspace(n, keys.device)
     if n == 0:
-        return Distinct(made.rows, made.inverse, made.rows, made.starts.zero_(), made.rank)
+        return UniqueRows(made.rows, made.inverse, made.rows, made.starts.zero_(), made.rank)
     in_order, order = torch.sort(keys, stable=True)
     mark(in_order, order, made, n_rows, bad, turn)
-    return Distinct(made.rows, made.inverse, order, made.starts, made.rank)
+    return UniqueRows(made.rows, made.inverse, order, made.starts, made.rank)
 
 
 def mark(
-    in_order: Tensor, order: Tensor, made: Workspace, n_rows: int, bad: Tensor | None, turn: Turn | None
+    in_order: Tensor,
+    order: Tensor,
+    made: Workspace,
+    n_rows: int,
+    bad: Tensor | None,
+    turn: AdmitScratch | None,
 ) -> None:
     """From sorted keys to distinct rows."""
     n, grid = len(in_order), (made.n_blocks,)
@@ -73,7 +78,7 @@ def mark(
     )  # fmt: skip
 
 
-def sum_runs(grads: Tensor, found: Distinct, padding: int) -> tuple[Tensor, Tensor]:
+def segment_sum(grads: Tensor, found: UniqueRows, padding: int) -> tuple[Tensor, Tensor]:
     n, dim = len(found.rows), grads.shape[1]
     grads = grads if grads.is_contiguous() else grads.contiguous()
     wide = _wide(grads.dtype)
@@ -104,7 +109,7 @@ def _sums(dim: int, wide: torch.dtype) -> tuple[Bound, Bound]:
     runs = (CHUNK, dim, columns, tile(columns, 512), TYPES[wide], AT_ONCE)
     chunks = (CHUNK, dim, columns, 2 * AT_ONCE)
     warps = min(4, max(1, columns // 128))
-    return Bound(row_kernels.sum_runs, runs), Bound(row_kernels.sum_chunks, chunks, num_warps=warps)
+    return Bound(row_kernels.segment_sum, runs), Bound(row_kernels.sum_chunks, chunks, num_warps=warps)
 
 
 def power(n: int) -> int:
@@ -117,12 +122,12 @@ def tile(columns: int, elements: int) -> int:
     return max(1, min(32, elements // columns))
 
 
-def programs(n: int, most: int, place: Place) -> int:
+def programs(n: int, most: int, place: RecordLocation) -> int:
     """Memory of the GPU's own is for all of it; the bus is for few."""
     return min(n, 1 << 16 if place.near else most)
 
 
-def addresses(place: Place, other: Tensor) -> tuple[Any, ...]:
+def addresses(place: RecordLocation, other: Tensor) -> tuple[Any, ...]:
     """How kernels are told where records are; without a cache, some memory stands for its maps."""
     memory = 0 if place.memory is None else place.memory.data_ptr()
     if place.cached is None:
@@ -130,7 +135,7 @@ def addresses(place: Place, other: Tensor) -> tuple[Any, ...]:
     return memory, place.cached.data_ptr(), place.slot_of_row, place.dirty
 
 
-def gather(place: Place, rows: Tensor, nbytes: int) -> Tensor:
+def gather(place: RecordLocation, rows: Tensor, nbytes: int) -> Tensor:
     words = -(-nbytes // 8)
     words += words % 2
     buffer = torch.empty((len(rows), words * 8), dtype=torch.uint8, device=rows.device)
@@ -138,11 +143,11 @@ def gather(place: Place, rows: Tensor, nbytes: int) -> Tensor:
     return buffer[:, :nbytes]
 
 
-def scatter_(place: Place, rows: Tensor, records: Tensor) -> None:
+def scatter_(place: RecordLocation, rows: Tensor, records: Tensor) -> None:
     _move(place, rows, records.contiguous(), home=True)
 
 
-def _move(place: Place, rows: Tensor, buffer: Tensor, *, home: bool) -> None:
+def _move(place: RecordLocation, rows: Tensor, buffer: Tensor, *, home: bool) -> None:
     n, words = len(rows), buffer.shape[1] // 8
     if n == 0:
         return

@@ -14,7 +14,7 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.kernels._triton import step
 from flatbed.kernels._triton.launch import TYPES, Kernel, Stream, address, element, outside_of_capture
-from flatbed.kernels.step import Grads, Row, Scaling, Settings, in_order, is_whole, stride_of
+from flatbed.kernels.step import Grads, ParamSlot, Scaling, Settings, in_order, is_whole, stride_of
 from flatbed.rule import MAX_NUMBERS, Group, Rule, number
 
 BLOCK = (
@@ -33,7 +33,7 @@ PREPARE = Kernel(step.prepare, num_warps=4)
 UPDATE = Kernel(step.update, num_warps=4)
 
 
-class Kind(NamedTuple):
+class LaunchKey(NamedTuple):
     """What the parameters of one launch have in common."""
 
     has: int
@@ -44,10 +44,10 @@ class Kind(NamedTuple):
     ema: bool
 
     @staticmethod
-    def of(row: Row, rule: Rule) -> Kind:
+    def of(row: ParamSlot, rule: Rule) -> LaunchKey:
         has = sum(1 << bit for bit, name in enumerate(rule.state) if name in row.state)
         master, ema = row.master is not None, row.ema is not None
-        return Kind(has, row.param.dtype, row.grad_dtype, row.state_dtype, master, ema)
+        return LaunchKey(has, row.param.dtype, row.grad_dtype, row.state_dtype, master, ema)
 
     @property
     def compute(self) -> torch.dtype:
@@ -66,14 +66,14 @@ class Kind(NamedTuple):
 class Part:
     """The blocks of all parameters of one kind."""
 
-    kind: Kind
+    kind: LaunchKey
     blocks: Tensor  # int32: the row of each block
     partials: Tensor  # where `squares` writes
     blocks_per_partial: int
     salt: int
 
 
-class Mode(NamedTuple):
+class StepFlags(NamedTuple):
     """What a step is asked to do, as far as its launches depend on it."""
 
     clip: bool
@@ -85,11 +85,11 @@ class Mode(NamedTuple):
     ema_weight: float
 
     @staticmethod
-    def of(settings: Settings, scaling: Scaling | None) -> Mode:
+    def of(settings: Settings, scaling: Scaling | None) -> StepFlags:
         weight = 1.0 - (settings.ema_decay or 0.0)
         clip, skipping = settings.max_norm is not None, settings.skip_nonfinite
         by_chance = settings.stochastic_rounding, settings.stochastic_state
-        return Mode(clip, settings.normed, skipping, scaling is not None, *by_chance, weight)
+        return StepFlags(clip, settings.normed, skipping, scaling is not None, *by_chance, weight)
 
 
 class Tables:
@@ -130,7 +130,7 @@ class TritonStepper:
 
     addressed = True
 
-    def __init__(self, rule: Rule, groups: Sequence[Group], rows: list[Row], shared: Tensor) -> None:
+    def __init__(self, rule: Rule, groups: Sequence[Group], rows: list[ParamSlot], shared: Tensor) -> None:
         self.rule = rule
         self.groups = groups
         self.rows = rows
@@ -151,7 +151,7 @@ class TritonStepper:
             len(self._partials),
         )
         self._uploaded: list[tuple[float, ...]] = []
-        self._launches: dict[Mode, Launches] = {}
+        self._launches: dict[StepFlags, Launches] = {}
         self._spare: list[tuple[Tables, Tables]] = []
         self._replenished: torch.cuda.Event | None = None
         self._captured: list[tuple[Tables, Tables]] = []
@@ -171,9 +171,9 @@ class TritonStepper:
         return Tables(len(self.rows), len(self.groups), torch.device("cpu"), pinned=pinned)
 
     def _build(self) -> tuple[Tensor, list[Part]]:
-        kinds: dict[Kind, list[int]] = {}
+        kinds: dict[LaunchKey, list[int]] = {}
         for i, row in enumerate(self.rows):
-            kinds.setdefault(Kind.of(row, self.rule), []).append(i)
+            kinds.setdefault(LaunchKey.of(row, self.rule), []).append(i)
         table = np.zeros((len(self.rows), COLUMNS), np.int64)
         plans = []
         for kind, members in kinds.items():
@@ -333,7 +333,7 @@ class TritonStepper:
             self._replenished = torch.cuda.current_stream(self.device).record_event()
 
     def _ready(self, settings: Settings, scaling: Scaling | None) -> Launches:
-        mode = Mode.of(settings, scaling)
+        mode = StepFlags.of(settings, scaling)
         if self._stream.capturing:
             return self._bind(mode, self.tables)
         launches = self._launches.get(mode)
@@ -341,7 +341,7 @@ class TritonStepper:
             launches = self._launches[mode] = self._bind(mode, self._tables)
         return launches
 
-    def _bind(self, mode: Mode, tables: Tables) -> Launches:
+    def _bind(self, mode: StepFlags, tables: Tables) -> Launches:
         return Launches(
             [self._bind_squares(part, tables) for part in self._parts],
             self._bind_prepare(mode, tables),
@@ -355,7 +355,7 @@ class TritonStepper:
             len(part.partials), constants, self._table, tables.grads, part.blocks, part.partials, *sizes
         )
 
-    def _bind_prepare(self, mode: Mode, tables: Tables) -> Callable[..., None]:
+    def _bind_prepare(self, mode: StepFlags, tables: Tables) -> Callable[..., None]:
         constants = (
             element(self.rule.prepare),
             len(self.rule.scalars),
@@ -368,7 +368,7 @@ class TritonStepper:
         varying = (self._partials, self._one, self._one, len(self._partials), 1.0)
         return PREPARE.bind(-(-len(self.rows) // LANES), constants, *fixed, *varying)
 
-    def _bind_update(self, part: Part, mode: Mode, tables: Tables) -> Callable[..., None]:
+    def _bind_update(self, part: Part, mode: StepFlags, tables: Tables) -> Callable[..., None]:
         kind = part.kind
         stochastic = mode.stochastic and kind.param == torch.bfloat16 and not kind.master
         types = (TYPES[dtype] for dtype in (kind.param, kind.grad, kind.state, kind.compute))

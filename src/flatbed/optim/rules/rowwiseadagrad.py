@@ -38,7 +38,7 @@ class RowwiseAdagrad(Optimizer):
     It needs 4 bytes of state per row, where Adagrad needs as much as the weights and Adam twice that.
 
     >>> import flatbed, torch
-    >>> emb = flatbed.HostEmbedding(100, 8)
+    >>> emb = flatbed.Embedding(100, 8)
     >>> optimizer = RowwiseAdagrad([emb.table], lr=0.01)
     >>> emb(torch.tensor([1, 5, 5])).sum().backward()
     >>> optimizer.step()

@@ -44,7 +44,7 @@ class SparseAdam(Optimizer):
     """`torch.optim.SparseAdam` for tables.
 
     >>> import flatbed, torch
-    >>> emb = flatbed.HostEmbedding(100, 8)
+    >>> emb = flatbed.Embedding(100, 8)
     >>> optimizer = SparseAdam([emb.table], lr=1e-3)
     >>> emb(torch.tensor([1, 5, 5])).sum().backward()
     >>> optimizer.step()

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatbed.kernels.cache import Tags
-from flatbed.kernels.rows import NARROW, Distinct, Place
+from flatbed.kernels.cache import CacheIndex
+from flatbed.kernels.rows import NARROW, RecordLocation, UniqueRows
 from flatbed.tables.record import Field
 
 SIZES = 16  # kinds of batches that get a way of their own
@@ -38,9 +38,9 @@ class Lease:
         return keys
 
     @property
-    def found(self) -> Distinct:
+    def found(self) -> UniqueRows:
         """Their distinct rows."""
-        found: Distinct = self.passage.found
+        found: UniqueRows = self.passage.found
         return found
 
     @property
@@ -85,7 +85,7 @@ def _narrow() -> Callable[[Tensor, int, Tensor], Tensor]:
 class Passages:
     """All passages of one cache. A stream has its own: what they share must not be used by two."""
 
-    def __init__(self, tags: Tags, place: Place, weight: Field) -> None:
+    def __init__(self, tags: CacheIndex, place: RecordLocation, weight: Field) -> None:
         self.tags, self.place, self.weight = tags, place, weight
         self.free: dict[Any, list[Any]] = {}
         self.seen: Counter[Any] = Counter()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import by_triton
+from flatbed.kernels.dispatch import use_triton
 from flatbed.tables.cache.device import DeviceCache
 from flatbed.tables.cache.host import HostCache
 from flatbed.tables.config import Config
 from flatbed.tables.record import Record
-from flatbed.tables.storage.base import Tier
-from flatbed.tables.storage.memory import MemoryTier
+from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.memory import MemoryStorage
 
 Cache = DeviceCache | HostCache
 BATCHES = 4  # that a cache has room for, if nobody says how large it should be
@@ -39,13 +39,13 @@ def slots_for(config: Config, record: Record, device: torch.device, n_ids: int) 
     return max(0, min(BATCHES * n_ids, config.n_rows, room // record.nbytes))
 
 
-def build(home: Tier, n_slots: int, *, policy: str, device: torch.device) -> Cache:
+def build(home: Storage, n_slots: int, *, policy: str, device: torch.device) -> Cache:
     """A cache over a tier: kernels decide, if they reach its records."""
-    if isinstance(home, MemoryTier):
+    if isinstance(home, MemoryStorage):
         home.check()
     try:
         with torch.inference_mode(False):
-            if isinstance(home, MemoryTier) and home.reach == device and by_triton(device):
+            if isinstance(home, MemoryStorage) and home.reach == device and use_triton(device):
                 return DeviceCache(home, n_slots, policy=policy, device=device)
             return HostCache(home, n_slots, policy=policy, device=device)
     except torch.OutOfMemoryError as error:

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from flatbed.cuda.streams import Within, current_stream
 from flatbed.kernels import rows as ops
-from flatbed.kernels.cache import Tags
-from flatbed.kernels.rows import Distinct, Place
+from flatbed.kernels.cache import CacheIndex
+from flatbed.kernels.rows import RecordLocation, UniqueRows
 from flatbed.tables.cache.admission_graph import Lease, Passages
 from flatbed.tables.cache.graphs import Graphs
-from flatbed.tables.cache.in_flight import UnderWay
-from flatbed.tables.cache.reservation import Ticket, version_of
+from flatbed.tables.cache.in_flight import InFlight
+from flatbed.tables.cache.reservation import Reservation, version_of
 from flatbed.tables.cache.stats import CacheStats
 from flatbed.tables.ids import as_ids, check_range
-from flatbed.tables.storage.memory import MemoryTier
+from flatbed.tables.storage.memory import MemoryStorage
 
 
 class DeviceCache:
@@ -30,17 +30,17 @@ class DeviceCache:
     leaves alone the rows of batches with a live ticket, and everybody else waits for it.
     """
 
-    def __init__(self, home: MemoryTier, n_slots: int, *, policy: str, device: torch.device) -> None:
+    def __init__(self, home: MemoryStorage, n_slots: int, *, policy: str, device: torch.device) -> None:
         assert home.memory is not None
         self.home = home
         self.record, self.n_rows, self.device = home.record, home.n_rows, device
         self.memory: Tensor | None = None
-        self.tags = Tags(home.n_rows, n_slots, policy=policy, device=device)
+        self.tags = CacheIndex(home.n_rows, n_slots, policy=policy, device=device)
         self.records = torch.empty((n_slots, home.record.nbytes), dtype=torch.uint8, device=device)
-        self.place = Place(home.memory, self.records, self.tags.slot_of_row, self.tags.dirty)
+        self.place = RecordLocation(home.memory, self.records, self.tags.slot_of_row, self.tags.dirty)
         self.section = 0
         """How often tickets have become void, since their rows may be gone."""
-        self.under_way = UnderWay()
+        self.under_way = InFlight()
         self.foreign: tuple[Any, torch.cuda.Event] | None = None
         """The stream of a batch that came ahead of time, and when it is done."""
         self.used = True
@@ -72,7 +72,7 @@ class DeviceCache:
         elif current is not stream and current != stream:
             current.wait_event(done)
 
-    def covers(self, ticket: Ticket | None) -> bool:
+    def covers(self, ticket: Reservation | None) -> bool:
         """Whether a batch's rows stay where they are, whoever comes at the same time. Graphs do not look."""
         if ticket is None or self.graphs:
             return False
@@ -80,7 +80,7 @@ class DeviceCache:
 
     # ---- batches
 
-    def come(self, keys: Tensor, bad: Tensor | None) -> Distinct:
+    def come(self, keys: Tensor, bad: Tensor | None) -> UniqueRows:
         """Find the distinct rows of a batch, and bring them here."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._come_in_graph(keys, bad, current_stream(self.device))
@@ -100,29 +100,29 @@ class DeviceCache:
 
         self._loaded = True
         keys = ops.narrow(torch.zeros(1, dtype=torch.int64, device=self.device), self.n_rows)
-        rows.distinct(keys, self.n_rows, torch.zeros(1, dtype=torch.int64, device=self.device))
-        turn = cache.Turn(self.tags, 1)
+        rows.unique(keys, self.n_rows, torch.zeros(1, dtype=torch.int64, device=self.device))
+        turn = cache.AdmitScratch(self.tags, 1)
         turn.clock = torch.zeros_like(turn.clock)
         cache.begin(turn)
 
-    def _come_in_graph(self, keys: Tensor, bad: Tensor | None, stream: torch.cuda.Stream) -> Distinct:
+    def _come_in_graph(self, keys: Tensor, bad: Tensor | None, stream: torch.cuda.Stream) -> UniqueRows:
         """Batches that came early are waited for as late as can be, when the rows are known."""
         from flatbed.kernels._triton import cache, rows
 
-        turn = cache.Turn(self.tags, len(keys))
-        found = rows.distinct(keys, self.n_rows, bad)
+        turn = cache.AdmitScratch(self.tags, len(keys))
+        found = rows.unique(keys, self.n_rows, bad)
         self.graphs.enter(stream, len(keys))
         cache.begin(turn)
         cache.admit(self.tags, found.rows, turn, self.place, window=0)
         self.graphs.leave(stream)
         return found
 
-    def _come(self, keys: Tensor, bad: Tensor | None, *, window: int) -> Distinct:
+    def _come(self, keys: Tensor, bad: Tensor | None, *, window: int) -> UniqueRows:
         from flatbed.kernels._triton import cache, rows
 
         try:
-            turn = cache.Turn(self.tags, len(keys))
-            found = rows.distinct(keys, self.n_rows, bad, turn)
+            turn = cache.AdmitScratch(self.tags, len(keys))
+            found = rows.unique(keys, self.n_rows, bad, turn)
             cache.admit(self.tags, found.rows, turn, self.place, window=window)
         except BaseException:
             self.section += 1  # who knows how far it came
@@ -174,7 +174,7 @@ class DeviceCache:
         stream: torch.cuda.Stream | None = None,
         *,
         ids_from: torch.cuda.Stream | None = None,
-    ) -> Ticket:
+    ) -> Reservation:
         """The same ahead of time, in the current stream, which is not the training's; ids were checked.
 
         `ids_from`: the stream that the ids were made in, which the current one has waited for.
@@ -199,11 +199,11 @@ class DeviceCache:
             done = stream.record_event()
             self.foreign = (stream, done)
             self.graphs.tell(stream)
-        ticket = Ticket(self, ids, version_of(ids), keys, found, self.section, tick, done, lease=lease)
+        ticket = Reservation(self, ids, version_of(ids), keys, found, self.section, tick, done, lease=lease)
         self.under_way.begin(ticket, n)
         return ticket
 
-    def _come_at_once(self, ids: Tensor, window: int) -> tuple[Tensor, Distinct, Lease | None]:
+    def _come_at_once(self, ids: Tensor, window: int) -> tuple[Tensor, UniqueRows, Lease | None]:
         lease = self.passages.lease(len(ids), window=window, from_host=False, checked=True)
         if lease is not None:
             lease.run(ids)
@@ -213,7 +213,7 @@ class DeviceCache:
 
     def _come_beside_graphs(
         self, ids: Tensor, window: int, stream: torch.cuda.Stream, ids_from: torch.cuda.Stream | None
-    ) -> tuple[Tensor, Distinct, Lease | None]:
+    ) -> tuple[Tensor, UniqueRows, Lease | None]:
         """Rows are found while batches before are on their way, and come when the graph's own, which stay,
         have come.
         """
@@ -296,7 +296,7 @@ class DeviceCache:
                 slots = self.tags.slot_of_row[some].long()
                 weight = counts[start : start + (1 << 16)].to(self.device).float().log2()
                 here = slots >= 0
-                self.tags.heat[slots[here]] += weight[here]
+                self.tags.frequency[slots[here]] += weight[here]
 
 
 def _flat(ids: Tensor) -> Tensor:

@@ -16,14 +16,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.cuda.streams import relaxed_capture
-from flatbed.kernels.cache import Arrivals, Sought, Tags, count_uses, find_room, let_go, seek, take_in
-from flatbed.kernels.dispatch import by_triton
-from flatbed.kernels.rows import Place
-from flatbed.tables.cache.in_flight import UnderWay
-from flatbed.tables.cache.reservation import Ticket
+from flatbed.kernels.cache import (
+    CacheIndex,
+    Placement,
+    ProbeResult,
+    count_uses,
+    evict,
+    insert,
+    probe,
+    select_victims,
+)
+from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.rows import RecordLocation
+from flatbed.tables.cache.in_flight import InFlight
+from flatbed.tables.cache.reservation import Reservation
 from flatbed.tables.cache.stats import CacheStats
-from flatbed.tables.storage.base import Tier
-from flatbed.tables.storage.disk import DiskTier
+from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.disk import DiskStorage
 
 CPU = torch.device("cpu")
 MANY = 1 << 12  # rows for which it pays to ask another thread
@@ -63,12 +72,12 @@ class HostCache:
     and who trains them takes no notice of it, since it may be held as long as the disk takes.
     """
 
-    def __init__(self, home: Tier, n_slots: int, *, policy: str, device: torch.device) -> None:
+    def __init__(self, home: Storage, n_slots: int, *, policy: str, device: torch.device) -> None:
         self.home = home
         self.record, self.n_rows, self.device = home.record, home.n_rows, CPU
         self.computes_on = device
         self.memory: Tensor | None = None
-        self.tags = Tags(home.n_rows, n_slots, policy=policy, device=CPU)
+        self.tags = CacheIndex(home.n_rows, n_slots, policy=policy, device=CPU)
         self.records = torch.empty((n_slots, home.record.nbytes), dtype=torch.uint8, device=device)
         self.lock = threading.RLock()
         self.owed = torch.zeros(n_slots, dtype=torch.bool, device=CPU)
@@ -83,21 +92,21 @@ class HostCache:
         self._after: list[torch.cuda.Event] = []  # steps with rows that may go
         self.retired = False
         """Whether the table has another cache by now."""
-        self.under_way = UnderWay()
+        self.under_way = InFlight()
         self.place = self._place() if device.type == "cuda" else None
-        if isinstance(home, DiskTier):
+        if isinstance(home, DiskStorage):
             home.count_also(_waiting(weakref.ref(self)))
 
-    def _place(self) -> Place:
+    def _place(self) -> RecordLocation:
         """For kernels, which are asked for rows that are here, and for no others."""
         maps = self.tags.slot_of_row.to(self.computes_on), self.tags.dirty.to(self.computes_on)
-        return Place(None, self.records, *maps)
+        return RecordLocation(None, self.records, *maps)
 
     @property
     def n_slots(self) -> int:
         return self.tags.n_slots
 
-    def covers(self, ticket: Ticket | None) -> bool:
+    def covers(self, ticket: Reservation | None) -> bool:
         """Whether a batch's rows are here and stay, whoever comes at the same time."""
         return ticket is not None and ticket.live and ticket.cache is self and ticket.section == self.section
 
@@ -115,7 +124,7 @@ class HostCache:
         """Whether a batch may come ahead of time: all that are under way fit together."""
         return self.tags.direct or self.under_way.n_rows + n_ids <= self.n_slots
 
-    def come_early(self, rows: Tensor) -> Ticket | None:
+    def come_early(self, rows: Tensor) -> Reservation | None:
         """The same ahead of time; None if there is no room for all. The ids are yet to come."""
         with self._turn(early=True):
             if self.retired or not self.has_room(len(rows)):
@@ -123,7 +132,7 @@ class HostCache:
             tick, slots = self._come(rows, window=self.under_way.window)
             if slots is None:
                 return None
-            ticket = Ticket(self, rows, -1, rows, None, self.section, tick, None, rows=rows, slots=slots)
+            ticket = Reservation(self, rows, -1, rows, None, self.section, tick, None, rows=rows, slots=slots)
             self.under_way.begin(ticket, len(rows))
             return ticket
 
@@ -140,7 +149,7 @@ class HostCache:
     def _come(self, rows: Tensor, *, window: int) -> tuple[int, NDArray[np.int64] | None]:
         """Which batch it is, and the slots of its rows, if all of them are here now."""
         tick = self.under_way.come(len(rows))
-        sought = seek(self.tags, rows)
+        sought = probe(self.tags, rows)
         with self._counting(sought):
             if not len(sought.missing):
                 return tick, sought.slots
@@ -150,12 +159,12 @@ class HostCache:
         sought.slots[sought.slots < 0] = arrivals.slots
         return tick, sought.slots
 
-    def _move(self, sought: Sought, window: int) -> Arrivals:
+    def _move(self, sought: ProbeResult, window: int) -> Placement:
         """Read what is missing; meanwhile, find room for it, and send home what has changed there."""
         self.arrive()
         most = self.n_slots - len(sought.hits)  # that can come: no more are to be read
         with self._reading(sought.missing[:most]) as read:
-            arrivals = find_room(self.tags, sought, window=window)
+            arrivals = select_victims(self.tags, sought, window=window)
             self._send_changed(arrivals)
             records, order = read()
         n = len(arrivals.rows)
@@ -172,7 +181,7 @@ class HostCache:
         threads of the disk's, which have time to spare.
         """
         rows, home = torch.from_numpy(missing), self.home
-        if not isinstance(home, DiskTier):
+        if not isinstance(home, DiskStorage):
             yield lambda: (home.gather(rows), np.arange(len(rows)))
             return
         shape, pin = (len(rows), self.record.nbytes), self.computes_on.type == "cuda"
@@ -187,9 +196,9 @@ class HostCache:
             wait([order])
 
     @contextmanager
-    def _counting(self, sought: Sought) -> Iterator[None]:
+    def _counting(self, sought: ProbeResult) -> Iterator[None]:
         """Count uses by the time this ends: many by a thread of the disk's, too."""
-        if not isinstance(self.home, DiskTier) or len(sought.hits) < MANY:
+        if not isinstance(self.home, DiskStorage) or len(sought.hits) < MANY:
             count_uses(self.tags, sought)
             yield
             return
@@ -199,7 +208,7 @@ class HostCache:
         finally:
             counted.result()
 
-    def _send_changed(self, arrivals: Arrivals) -> None:
+    def _send_changed(self, arrivals: Placement) -> None:
         """Copies of what has changed in slots that others come to, home."""
         goes = arrivals.victims >= 0
         slots = arrivals.slots[goes]
@@ -207,18 +216,18 @@ class HostCache:
             copies = self._copies(*self._at_once(slots))
             self._send_home(torch.from_numpy(slots), torch.from_numpy(arrivals.victims[goes]), copies)
 
-    def _replace(self, arrivals: Arrivals, records: Tensor, order: NDArray[np.int64]) -> None:
+    def _replace(self, arrivals: Placement, records: Tensor, order: NDArray[np.int64]) -> None:
         """Put records, in this order, into slots. Interrupted, no slot has one that is not its row's."""
         gone = arrivals.old[arrivals.old >= 0]
         slots, rows, old = self._at_once(arrivals.slots[order], arrivals.rows[order], gone)
         records = self._there(records)
-        let_go(self.tags, arrivals)
+        evict(self.tags, arrivals)
         _words(self.records).index_copy_(0, slots, _words(records))
         if self.place is not None:
             assert self.place.slot_of_row is not None
             self.place.slot_of_row.index_fill_(0, old, -1)
             self.place.slot_of_row.index_copy_(0, rows, slots.to(torch.int32))
-        take_in(self.tags, arrivals)
+        insert(self.tags, arrivals)
 
     # ---- changed rows on their way home
 
@@ -234,7 +243,7 @@ class HostCache:
 
     def _send_home(self, slots: Tensor, rows: Tensor, copies: Copies) -> None:
         """Write copies home, for a file beside what comes next."""
-        if not isinstance(self.home, DiskTier):
+        if not isinstance(self.home, DiskStorage):
             copies.wait()
             self.home.scatter_(rows, copies.records)
             return
@@ -313,7 +322,7 @@ class HostCache:
     def make_room(self, rows: Tensor) -> None:
         """Raise now if a full disk has no room for changes of these rows beside those that wait here."""
         # In this order: what is on its way home is counted there before it is not counted here any more.
-        if not isinstance(self.home, DiskTier):
+        if not isinstance(self.home, DiskStorage):
             return
         if self.home.has_room(self.n_owed + len(rows)) and not self._failed():
             return
@@ -328,7 +337,7 @@ class HostCache:
         leaving = self._leaving
         return leaving is not None and leaving.there.done() and leaving.there.exception() is not None
 
-    def changed(self, ticket: Ticket) -> None:
+    def changed(self, ticket: Reservation) -> None:
         """Kernels are about to write to a ticket's rows, which are here and stay, and have their room."""
         assert ticket.rows is not None
         assert ticket.slots is not None
@@ -339,16 +348,16 @@ class HostCache:
         dirty = self.tags.dirty.numpy()
         clean = np.flatnonzero(dirty[at] == 0)
         at = at[clean]
-        if isinstance(self.home, DiskTier):
+        if isinstance(self.home, DiskStorage):
             owed = at[self.home.unchanged(torch.from_numpy(rows.numpy()[clean])).numpy()]
             with self._owing:
                 self.n_owed += len(owed)
                 self.owed.numpy()[owed] = True
         dirty[at] = 1
 
-    def look(self, keys: Tensor, ticket: Ticket | None, dtype: torch.dtype, dim: int) -> Tensor | None:
+    def look(self, keys: Tensor, ticket: Reservation | None, dtype: torch.dtype, dim: int) -> Tensor | None:
         """The weights of a ticket's ids, (n,) → (n, dim), if kernels are at hand."""
-        if self.place is None or not by_triton(self.computes_on):
+        if self.place is None or not use_triton(self.computes_on):
             return None
         from flatbed.kernels._triton import cache
 
@@ -473,7 +482,7 @@ class HostCache:
             if self.tags.policy == "lfu":
                 slots = self.tags.slot_of_row[some].long()
                 here = slots >= 0
-                self.tags.heat[slots[here]] += counts[start : start + (1 << 16)][here].float().log2()
+                self.tags.frequency[slots[here]] += counts[start : start + (1 << 16)][here].float().log2()
 
 
 def _waiting(cache: weakref.ref[HostCache]) -> Callable[[], int]:

@@ -6,10 +6,10 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flatbed.tables.cache.reservation import Ticket
+    from flatbed.tables.cache.reservation import Reservation
 
 
-class UnderWay:
+class InFlight:
     """Live tickets, and how many rows have come since the oldest of them: so many slots are not free.
 
     A ticket ends by itself, at any time and in any thread: the garbage collector may end it. Those that have
@@ -19,7 +19,7 @@ class UnderWay:
     def __init__(self) -> None:
         self.tick = 0
         """How many batches have come through, as far as the host knows."""
-        self._tickets: list[Ticket] = []
+        self._tickets: list[Reservation] = []
         self._sizes: dict[int, int] = {}
         self._lock = threading.RLock()
 
@@ -32,7 +32,7 @@ class UnderWay:
         self._sizes = {tick: n for tick, n in self._sizes.items() if tick >= oldest}
 
     @property
-    def tickets(self) -> list[Ticket]:
+    def tickets(self) -> list[Reservation]:
         """Those that live."""
         with self._lock:
             if self._tickets:
@@ -61,7 +61,7 @@ class UnderWay:
                 self._sizes[self.tick] = n_rows
             return self.tick
 
-    def begin(self, ticket: Ticket, n_rows: int) -> None:
+    def begin(self, ticket: Reservation, n_rows: int) -> None:
         """The rows of the batch that came last are to stay."""
         with self._lock:
             self._tickets.append(ticket)

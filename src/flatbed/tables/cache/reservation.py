@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flatbed.kernels.rows import Distinct
+from flatbed.kernels.rows import UniqueRows
 
 
 def version_of(ids: Tensor) -> int:
@@ -19,7 +19,7 @@ def version_of(ids: Tensor) -> int:
 
 
 @dataclass(eq=False)
-class Ticket:
+class Reservation:
     """Ids that a lookup will come with, and what has been found out about them.
 
     As long as it is live, no other batch's coming may move its rows.
@@ -32,7 +32,7 @@ class Ticket:
     """Of that tensor: another one means that others were written into it."""
     keys: Tensor
     """The same, flat, as kernels take them."""
-    found: Distinct | None
+    found: UniqueRows | None
     section: int
     """How often tickets of the cache had become void."""
     tick: int

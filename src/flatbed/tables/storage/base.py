@@ -10,7 +10,7 @@ from torch import Tensor
 from flatbed.tables.record import Record
 
 
-class Tier(Protocol):
+class Storage(Protocol):
     """The records of a table. Knows nothing of autograd, of optimizers or of other tiers.
 
     Ids are int64 on `device`, in range and, for `scatter_`, distinct: whoever calls has seen to it.

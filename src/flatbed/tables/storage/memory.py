@@ -12,7 +12,7 @@ from flatbed.tables.record import Record
 CPU = torch.device("cpu")
 
 
-class MemoryTier:
+class MemoryStorage:
     """Records in one piece of memory. Use `device_tier` or `host_tier` to make one."""
 
     def __init__(
@@ -70,7 +70,7 @@ class MemoryTier:
             self._held.close()
 
 
-def device_tier(record: Record, n_rows: int, device: torch.device) -> MemoryTier:
+def device_tier(record: Record, n_rows: int, device: torch.device) -> MemoryStorage:
     """Records in the memory of the device that computes."""
     try:
         memory = torch.zeros((n_rows, record.nbytes), dtype=torch.uint8, device=device)
@@ -79,11 +79,11 @@ def device_tier(record: Record, n_rows: int, device: torch.device) -> MemoryTier
             f'{n_rows} rows of {record.nbytes} bytes do not fit on {device}: use storage="host" or "disk" '
             f"({error})"
         ) from error
-    return MemoryTier(record, n_rows, memory, held=None, made_for=device)
+    return MemoryStorage(record, n_rows, memory, held=None, made_for=device)
 
 
-def host_tier(record: Record, n_rows: int, device: torch.device) -> MemoryTier:
+def host_tier(record: Record, n_rows: int, device: torch.device) -> MemoryStorage:
     """Records in host memory; if it can be had, in such that kernels of `device` can address."""
     held = allocate(max(1, n_rows) * record.nbytes, device=device)
     memory = held.tensor[: n_rows * record.nbytes].view(n_rows, record.nbytes)
-    return MemoryTier(record, n_rows, memory, held=held, made_for=device)
+    return MemoryStorage(record, n_rows, memory, held=held, made_for=device)

@@ -18,15 +18,15 @@ from flatbed.tables import initializers as initial
 from flatbed.tables.cache import Cache, DeviceCache, HostCache, build, slots_for
 from flatbed.tables.config import Config, check_device, fill_state, fill_weights
 from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.base import Tier
-from flatbed.tables.storage.disk import DiskTier
-from flatbed.tables.storage.memory import CPU, MemoryTier, device_tier, host_tier
+from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.memory import CPU, MemoryStorage, device_tier, host_tier
 
 CHUNK_BYTES = 1 << 26  # of rows in memory beside the table
 IN_PLACE_BYTES = 1 << 30  # of rows that are filled where they are, between two signs of progress
 
 
-class Store:
+class TableStorage:
     """The rows of one table. Memory is laid out at the first use, when it is known what a row holds."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Store:
         """Counts layouts: views of an earlier one are stale."""
         self.writes = 0
         """Counts whatever may have changed rows."""
-        self._tier: Tier | None = None
+        self._tier: Storage | None = None
         self.cache: Cache | None = None
         self._fits = 0  # ids of the largest batch that the cache was made for
         """Hot records on the computing device, once a batch has come through: `cache_for`."""
@@ -56,7 +56,7 @@ class Store:
     # ---- layout
 
     @property
-    def tier(self) -> Tier:
+    def tier(self) -> Storage:
         """The home of all records, laid out if they are not yet. A cache may have newer ones: `settle`."""
         self.check_process()
         tier = self._tier
@@ -65,7 +65,7 @@ class Store:
                 tier = self._ready()
         return tier
 
-    def _ready(self) -> Tier:
+    def _ready(self) -> Storage:
         tier = self._tier
         if tier is None:
             tier = self._make(self.record)
@@ -85,7 +85,7 @@ class Store:
 
     @property
     def in_memory(self) -> bool:
-        return isinstance(self.tier, MemoryTier)
+        return isinstance(self.tier, MemoryStorage)
 
     @property
     def waiting(self) -> bool:
@@ -106,18 +106,18 @@ class Store:
                 "for example): look rows up in the training process"
             )
 
-    def _in_reach(self, tier: Tier) -> bool:
-        if not isinstance(tier, MemoryTier):
+    def _in_reach(self, tier: Storage) -> bool:
+        if not isinstance(tier, MemoryStorage):
             return True
         if self.config.storage == "device":
             return tier.device == self.device
         return self.device.type == "cpu" or tier.made_for == self.device
 
-    def _make(self, record: Record) -> Tier:
+    def _make(self, record: Record) -> Storage:
         if self.config.storage == "disk":
             assert self.config.path is not None
             meta = self._meta({})
-            return DiskTier.create(
+            return DiskStorage.create(
                 self.config.path, record, self.config.n_rows, fill=self._filler(record), meta=meta
             )
         make = host_tier if self.config.storage == "host" else device_tier
@@ -131,9 +131,9 @@ class Store:
 
         return fill
 
-    def _fill(self, tier: Tier, start: int, stop: int) -> None:
+    def _fill(self, tier: Storage, start: int, stop: int) -> None:
         """First values of rows in memory, which holds zeros."""
-        if not isinstance(tier, MemoryTier):
+        if not isinstance(tier, MemoryStorage):
             return
         assert tier.memory is not None
         blank = isinstance(self.config.init, initial.Zeros) and not any(f.initial for f in tier.record.state)
@@ -171,7 +171,7 @@ class Store:
         self.claimed = True
         self.scalars = {}
 
-    def _reset_state(self, tier: Tier) -> None:
+    def _reset_state(self, tier: Storage) -> None:
         if not tier.record.state:
             return
         self.settle(changing=True)
@@ -198,7 +198,7 @@ class Store:
             for name in kept:
                 record.view(records, name).copy_(old.record.view(before, name))
 
-        if isinstance(old, DiskTier):
+        if isinstance(old, DiskStorage):
             self._tier = old.rebuilt(record, fill=carry, meta=self._meta(self.scalars))
         else:
             self._tier = self._moved(old, record, carry)
@@ -206,7 +206,7 @@ class Store:
         self.version += 1
         self._begins_anew = False
 
-    def _moved(self, old: Tier, record: Record, carry: Any) -> Tier:
+    def _moved(self, old: Storage, record: Record, carry: Any) -> Storage:
         """Other memory with what was in the old one."""
         new = self._make(record)
         with progress("moving the table", self.config.n_rows, "rows") as advance:
@@ -235,9 +235,9 @@ class Store:
                 raise
             self.version += 1
 
-    def _grow(self, old: Tier, n_before: int) -> None:
+    def _grow(self, old: Storage, n_before: int) -> None:
         self.forget_cache()
-        if isinstance(old, DiskTier):
+        if isinstance(old, DiskStorage):
             old.resize(self.config.n_rows, fill=self._filler(old.record), meta=self._meta(self.scalars))
             return
         self.settle()
@@ -261,7 +261,7 @@ class Store:
 
     def _open(self) -> None:
         assert self.config.path is not None
-        tier = DiskTier.open(self.config.path)
+        tier = DiskStorage.open(self.config.path)
         weight, found = self.config.weight, tier.record.weight
         if (tier.n_rows, found.count, found.dtype) != (self.config.n_rows, weight.count, weight.dtype):
             tier.close()
@@ -282,10 +282,10 @@ class Store:
         return {"table": self.config.describe(), "scalars": dict(scalars)}
 
     @property
-    def disk(self) -> DiskTier:
+    def disk(self) -> DiskStorage:
         """The file's tier."""
         tier = self.tier
-        if not isinstance(tier, DiskTier):
+        if not isinstance(tier, DiskStorage):
             raise FlatbedError(
                 f'this table is not on disk (storage="{self.config.storage}"): save it with table.save(path)'
             )
@@ -300,13 +300,13 @@ class Store:
     def n_unsaved(self) -> int:
         """How many rows of a file have changed since its last checkpoint."""
         waiting = self.cache.n_waiting if isinstance(self.cache, HostCache) else 0
-        return self._tier.dirty_rows + waiting if isinstance(self._tier, DiskTier) else 0
+        return self._tier.dirty_rows + waiting if isinstance(self._tier, DiskStorage) else 0
 
     def close(self) -> None:
         """Give memory and files back. Rows of a file that changed since its last checkpoint are dropped."""
         if self._tier is not None and os.getpid() == self._process:
             with self._laying_out:  # a thread may be fetching rows ahead of time
-                if isinstance(self._tier, DiskTier):
+                if isinstance(self._tier, DiskStorage):
                     self.abandon_cache()
                 else:
                     self.forget_cache()
@@ -395,7 +395,7 @@ class Store:
         """A field of consecutive rows, in host memory."""
         tier = self.tier
         self.settle()
-        if isinstance(tier, MemoryTier):
+        if isinstance(tier, MemoryStorage):
             tier.check()
             assert tier.memory is not None
             return tier.record.view(tier.memory[start:stop], name).to(CPU, copy=True).contiguous()
@@ -407,7 +407,7 @@ class Store:
         tier = self.tier
         self.settle(changing=True)
         stop = start + len(values)
-        if isinstance(tier, MemoryTier):
+        if isinstance(tier, MemoryStorage):
             tier.check()
             assert tier.memory is not None
             tier.record.view(tier.memory[start:stop], name).copy_(values)
@@ -425,9 +425,9 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _let_go(tier: Tier) -> None:
+def _let_go(tier: Storage) -> None:
     """Files are closed; memory is freed as soon as no view of it is left."""
-    if isinstance(tier, MemoryTier):
+    if isinstance(tier, MemoryStorage):
         tier.release()
     else:
         tier.close()

@@ -1,5 +1,5 @@
 """Tables in files: larger than memory, and whole again after a crash."""
 
-from flatbed.tables.storage.disk.storage import DiskTier
+from flatbed.tables.storage.disk.storage import DiskStorage
 
-__all__ = ["DiskTier"]
+__all__ = ["DiskStorage"]

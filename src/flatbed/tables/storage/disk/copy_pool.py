@@ -68,10 +68,10 @@ class _Once(Generic[T]):
             self.done.set_exception(error)
 
 
-class Hands:
+class CopyPool:
     """Threads that copy parts of a whole, as many at a time as it takes: few in memory, many for a disk."""
 
-    def __init__(self, most: int = THREADS, *, like: Hands | None = None) -> None:
+    def __init__(self, most: int = THREADS, *, like: CopyPool | None = None) -> None:
         self._pool: ThreadPoolExecutor = (
             ThreadPoolExecutor(most, thread_name_prefix="flatbed-disk") if like is None else like._pool
         )
@@ -79,11 +79,11 @@ class Hands:
         self.slow = True
         """Whether it takes a disk's time, as far as is known; told by how long the last ones took."""
 
-    def unhurried(self) -> Hands:
+    def unhurried(self) -> CopyPool:
         """The same threads for what nobody waits for: each of them that begins keeps Python's other threads
         from their work, those that do have somebody waiting included.
         """
-        return Hands(like=self)
+        return CopyPool(like=self)
 
     def spread(self, part: Callable[[slice], None], n_rows: int, *, nbytes: int) -> None:
         """Do something with all rows, large parts of them at a time by several threads, this one included."""
@@ -130,7 +130,7 @@ def take(
     *,
     into: Records,
     where: NDArray[np.int64] | None = None,
-    hands: Hands,
+    hands: CopyPool,
 ) -> None:
     """Copy records, or as many of their first bytes as `into` takes; `at` is in range.
 
@@ -151,7 +151,7 @@ def take(
     hands.spread(part, len(at), nbytes=into.dtype.itemsize)
 
 
-def put(table: MappedFile, at: NDArray[np.int64], *, records: Records, hands: Hands) -> None:
+def put(table: MappedFile, at: NDArray[np.int64], *, records: Records, hands: CopyPool) -> None:
     """Replace records of a mapped file."""
 
     def part(some: slice) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatbed.errors import FlatbedError
-from flatbed.tables.storage.disk.copy_pool import Hands, put, take
+from flatbed.tables.storage.disk.copy_pool import CopyPool, put, take
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace, Records, anonymous
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
@@ -121,7 +121,7 @@ class Journal:
         """Whether so many rows can come, whichever they are. No lock is needed; False may be too careful."""
         return self.n_slots + n_others <= self._capacity or n_rows + self._n_lost <= self._capacity
 
-    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, hands: Hands) -> None:
+    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, hands: CopyPool) -> None:
         """Replace the records of distinct rows; nothing has changed when there is no room."""
         if self._slot_of_row is None:
             self._slot_of_row = anonymous(n_rows)
@@ -145,7 +145,7 @@ class Journal:
         *,
         into: Records,
         where: NDArray[np.int64] | None = None,
-        hands: Hands,
+        hands: CopyPool,
     ) -> None:
         """Copies of the records of some slots."""
         take(self.records, slots, into=into, where=where, hands=hands)
@@ -306,7 +306,7 @@ def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state
     order = np.argsort(rows, kind="stable")
     order = order[np.searchsorted(rows, 0, sorter=order) :]
     step = max(1, CHUNK // records.dtype.itemsize)
-    with closing(Hands()) as hands:
+    with closing(CopyPool()) as hands:
         for start in range(0, len(order), step):
             some = order[start : start + step]
             put(table, rows[some], records=records[some], hands=hands)

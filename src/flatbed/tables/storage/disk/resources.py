@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import lru_cache
 
 from flatbed.errors import FlatbedError
-from flatbed.tables.storage.disk.copy_pool import Hands
+from flatbed.tables.storage.disk.copy_pool import CopyPool
 from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.journal import Journal
 
@@ -24,7 +24,7 @@ class Held:
         self.keep_journal = False
         self.n_elsewhere: Callable[[], int] = lambda: 0
         """How many rows have changed beside those in the journal."""
-        self.readers, self.writers, self.sender = Hands(), Hands(), Hands(1)
+        self.readers, self.writers, self.sender = CopyPool(), CopyPool(), CopyPool(1)
         self.collectors, self.senders = self.readers.unhurried(), self.writers.unhurried()
         self._descriptor = descriptor
         self._process = os.getpid()

@@ -67,7 +67,7 @@ class Readers:
             self._done.wait_for(lambda: self._threads <= me)
 
 
-class DiskTier:
+class DiskStorage:
     """The records of a table, in a file.
 
     The file itself changes only in `checkpoint`: rows changed since lie in `PATH.journal`, and are dropped
@@ -113,7 +113,7 @@ class DiskTier:
         fill: Fill,
         meta: Mapping[str, Any] | None = None,
         replace: bool = False,
-    ) -> DiskTier:
+    ) -> DiskStorage:
         """Make a table's file; its name appears when it is complete. With `replace`, instead of another."""
         if n_rows < 0:
             raise ValueError(f"a table has 0 rows or more, not {n_rows}")
@@ -130,7 +130,7 @@ class DiskTier:
         return cls(held, identity, state)
 
     @classmethod
-    def open(cls, path: str | Path) -> DiskTier:
+    def open(cls, path: str | Path) -> DiskStorage:
         """Open a table's file as its last completed checkpoint left it."""
         path = Path(os.path.realpath(path))
         if not path.exists():
@@ -350,7 +350,7 @@ class DiskTier:
                 raise
             self.commit()
 
-    def rebuilt(self, record: Record, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> DiskTier:
+    def rebuilt(self, record: Record, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> DiskStorage:
         """The table with other records, in this one's place: a checkpoint, after which this tier is closed.
 
         `fill` may read from this tier. If anything fails, this tier and its file are as they were.
@@ -361,7 +361,7 @@ class DiskTier:
             held = _build(self.path, identity, state, fill=fill, replace=True)
             self._readers.wait()
             self._held.close()
-        return DiskTier(held, identity, state)
+        return DiskStorage(held, identity, state)
 
     def close(self) -> None:
         """Give the file back. Rows changed since the last checkpoint are lost; closing twice is allowed."""
