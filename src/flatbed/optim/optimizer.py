@@ -22,7 +22,6 @@ from flatbed.optim.state import Flag, Members, States
 from flatbed.optim.state_builder import build_rows, keep_state, steppers_for
 from flatbed.optim.table_step import TableSteps
 from flatbed.rule import Rule
-from flatbed.tables.embedding import named_trainables
 from flatbed.tables.grads import RowGrads
 from flatbed.tables.replicas import any_rank
 from flatbed.tables.table import Table
@@ -92,7 +91,7 @@ class Optimizer(torch.optim.Optimizer):
         self.per_row_steps = per_row_steps
         self._forget()
         if isinstance(params, nn.Module):
-            params = named_trainables(params)
+            params = params.named_parameters()
         elif isinstance(params, list | tuple):
             checks.check_members([one for one in params if not isinstance(one, dict)])
         try:

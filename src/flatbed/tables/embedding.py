@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,13 +26,19 @@ if TYPE_CHECKING:
 
 
 class TableModule(nn.Module):
-    """A module with a table, which is not among its parameters: DDP, `.to()` and the like leave it alone."""
+    """A module whose parameter `weight` is a `Table`.
+
+    `emb.table` is that parameter. `emb.weight` shows all weights as one tensor.
+    """
 
     def __init__(self, table: Table) -> None:
         super().__init__()
-        self.__dict__["table"] = table
+        self._parameters[WEIGHT] = table
 
-    table: Table
+    @property
+    def table(self) -> Table:
+        """The table: an `nn.Parameter` that optimizers of `flatbed.optim` update."""
+        return cast(Table, self._parameters[WEIGHT])
 
     @property
     def num_embeddings(self) -> int:
@@ -75,17 +80,6 @@ class TableModule(nn.Module):
         """Replace the weights of some rows: ids of any shape, values (*shape, dim)."""
         self.table.write_rows(ids, values)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze or unfreeze the table."""
-        self.table.requires_grad_(requires_grad)
-        return self
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the recorded gradients."""
-        if not isinstance(set_to_none, bool):
-            raise TypeError(f"set_to_none must be True or False; found {type(set_to_none).__name__}")
-        self.table.grad = None
-
     def extra_repr(self) -> str:
         config = self.table.store.config
         parts = [f"{config.n_rows}, {config.dim}"]
@@ -98,9 +92,15 @@ class TableModule(nn.Module):
         return ", ".join(parts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call,unused-ignore]
-        before = torch.empty(0, dtype=torch.uint8, device=self.table.store.device)
-        self.table.store.move(fn(before).device)
+        table, parameters = self.table, self._parameters
+        self._parameters = {name: one for name, one in parameters.items() if one is not table}
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call,unused-ignore]
+            before = torch.empty(0, dtype=torch.uint8, device=table.store.device)
+            table.move(fn(before).device)
+        finally:
+            parameters.update(self._parameters)
+            self._parameters = parameters
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -125,9 +125,9 @@ class TableModule(nn.Module):
         )
         given = state_dict.get(key)
         if given is None:
-            if strict:
-                missing_keys.append(key)
             return
+        if key in missing_keys:
+            missing_keys.remove(key)
         shape = (self.table.num_embeddings, self.table.embedding_dim)
         if tuple(given.shape) != shape:
             error_msgs.append(
@@ -388,32 +388,12 @@ def write_field(table: Table, name: str, values: Tensor) -> None:
 
 
 def named_tables(module: nn.Module) -> Iterator[tuple[str, Table]]:
-    """The tables in a module by the path of their embedding, each once."""
-    seen: set[int] = set()
-    for name, child in module.named_modules():
-        if isinstance(child, TableModule) and id(child.table) not in seen:
-            seen.add(id(child.table))
-            yield (f"{name}.table" if name else "table"), child.table
-
-
-def named_trainables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and tables, each once, a table where `nn.Embedding` would have its weight.
-
-    In this order, state dicts fit those of torch's optimizers for the same model with `nn.Embedding`.
-    """
-    seen: set[int] = set()
-    for prefix, child in module.named_modules():
-        own = child.named_parameters(recurse=False)
-        if isinstance(child, TableModule):
-            own = chain(own, [("table", child.table)])
-        for name, one in own:
-            if id(one) not in seen:
-                seen.add(id(one))
-                yield (f"{prefix}.{name}" if prefix else name), one
+    """Yield the tables in a module by name, each once."""
+    return ((name, one) for name, one in module.named_parameters() if isinstance(one, Table))
 
 
 def tables(module: nn.Module) -> list[Table]:
-    """All tables in a module. They are not among its `parameters()`.
+    """Return all tables in a module, each once.
 
     >>> tables(nn.Sequential(Embedding(10, 4), nn.Linear(4, 1)))
     [Table(10 × 4, torch.float32, host)]

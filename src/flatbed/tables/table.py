@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
-from flatbed.tables import replicas as exchange
+from flatbed.tables import replicas
 from flatbed.tables.cache import CacheStats, Reservation
 from flatbed.tables.cache.reservation import version_of
 from flatbed.tables.config import Config, device_of, with_cache
@@ -20,6 +20,7 @@ from flatbed.tables.deferred_checks import DeferredIdChecks
 from flatbed.tables.grads import CachedWeights, GradAccumulator, RowGrads
 from flatbed.tables.ids import as_ids, as_values, check_range, most_used, to_device
 from flatbed.tables.record import Field
+from flatbed.tables.row_grad import RowGrad
 from flatbed.tables.row_io import RowIO
 from flatbed.tables.storage.table_storage import TableStorage
 from flatbed.tables.tensor_file import as_path
@@ -36,9 +37,10 @@ class Owner(Protocol):
 class Table(nn.Parameter):
     """The rows of a `Embedding`, in the form in which optimizers take parameters.
 
-    It is empty as a tensor: `grad` is the packed gradient of the rows that were looked up, `grad_rows` says
-    which they are; rows are read and written by `read_rows` and `write_rows`. Optimizers of `flatbed.optim`
-    update it (`flatbed.optim.from_torch` makes one of any class of torch's).
+    It is one of the module's `parameters()`, has the shape (num_embeddings, embedding_dim), and holds no
+    memory of its own: torch's C++ code sees an empty tensor. Rows are read and written by `read_rows` and
+    `write_rows`. `grad` is the gradient of the rows that were looked up, `grad_rows` says which they are.
+    Optimizers of `flatbed.optim` update it (`flatbed.optim.from_torch` takes any elementwise class of torch).
     """
 
     store: TableStorage
@@ -57,7 +59,7 @@ class Table(nn.Parameter):
                 f"a Table is not made by hand; found Table({given}): use flatbed.Embedding(rows, "
                 f"dim).table, flatbed.open_table(path) or flatbed.load_table(path)"
             )
-        empty = torch.empty(0, dtype=config.dtype, device="cpu")
+        empty = torch.empty(0, dtype=config.dtype, device=device)
         table = torch.Tensor._make_subclass(cls, empty, True)
         table.store = TableStorage(config, device)
         table.access = RowIO(table.store)
@@ -83,17 +85,50 @@ class Table(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.type and len(args) == 1:  # torch.typename: what errors call it
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if func is Tensor.type and len(args) == 1:  # torch.typename: how torch's errors name it
             return "flatbed.Table"
-        if func in _ALLOWED or getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call,unused-ignore]
-        raise FlatbedError(
-            f"{getattr(func, '__name__', func)} was called on a table, whose rows are no tensor: use "
-            f"table.read_rows(ids) and table.write_rows(ids, values), and to train it an optimizer of "
-            f"flatbed.optim, or flatbed.optim.from_torch(torch.optim.Rprop, [table])"
-        )
+        if getattr(func, "__self__", None) is Tensor.data:  # a copy_ into it takes effect, or raises
+            if name == "__set__":
+                raise FlatbedError("a table's data cannot be replaced: use emb.weight.copy_(values)")
+            return args[0].weight.detach()
+        if func in _ALLOWED or name in ("__get__", "__set__", "__delete__"):
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call,unused-ignore]
+        table = args[0] if args else kwargs.get("tensor")
+        if name in _INITIALIZERS and isinstance(table, Table):
+            rest = {key: value for key, value in kwargs.items() if key != "tensor"}
+            others = [one.weight if isinstance(one, Table) else one for one in args[1:]]
+            with torch.no_grad():
+                func(table.weight, *others, **rest)
+            return table
+        if func in (Tensor.detach, torch.detach):
+            return torch.Tensor._make_subclass(DetachedTable, torch.empty(0, dtype=args[0].dtype))
+        raise _no_tensor(func)
 
     # ---- what it is
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override,unused-ignore]
+        """(num_embeddings, embedding_dim)."""
+        return torch.Size((self.num_embeddings, self.embedding_dim))
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override,unused-ignore]
+        return 2
+
+    def dim(self) -> int:
+        return 2
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one of its dimensions."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Return the number of weights, as parameter counts expect."""
+        return self.num_embeddings * self.embedding_dim
+
+    def __len__(self) -> int:
+        return self.num_embeddings
 
     @property
     def num_embeddings(self) -> int:
@@ -140,25 +175,26 @@ class Table(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override,unused-ignore]
         """The gradient of the rows in `grad_rows`, (n, dim); with several ranks, the mean over them."""
-        packed = self._whole()
-        return None if packed is None else packed.grads
+        # With several ranks all of them must take part in an exchange, also those without a gradient.
+        return RowGrad.of(self) if self.pending.parts or replicas.n_ranks(self) > 1 else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
-            self.pending.clear()  # not the ids to be checked: a bad batch is raised, dropped or not
-            self._orphaned = False  # whoever drops them knows of them
+            self.pending.clear()  # ids that are still to be checked stay: a bad batch raises all the same
+            self._orphaned = False  # dropping gradients shows that the caller knows of them
+            return
+        if isinstance(value, RowGrad) and value._table is self:  # table.grad *= 0.5 has taken effect
             return
         if not isinstance(value, Tensor):
-            raise TypeError(f"a table's gradient is set to None, or to a tensor like it; found {value!r}")
-        packed = self._whole()
-        if packed is None or value.shape != packed.grads.shape:
-            found = "none" if packed is None else tuple(packed.grads.shape)
+            raise TypeError(f"a table's gradient is set to None or to a tensor; found {value!r}")
+        grads = self._row_grads()
+        if value.shape != grads.grads.shape:
             raise FlatbedError(
                 f"a table's gradient comes from backward passes: it can be set to None, or replaced by one "
-                f"of the same shape ({found}); found {tuple(value.shape)}"
+                f"of the same shape {tuple(grads.grads.shape)}; found {tuple(value.shape)}"
             )
-        packed.grads = value.to(packed.grads.device)
+        grads.grads = value.detach().to(grads.grads.device)
 
     @grad.deleter
     def grad(self) -> None:
@@ -167,17 +203,22 @@ class Table(nn.Parameter):
     @property
     def grad_rows(self) -> Tensor | None:
         """The rows that `grad` is the gradient of."""
-        packed = self._whole()
-        return None if packed is None else packed.rows
+        return None if self.grad is None else self._row_grads().rows
 
-    def _whole(self) -> RowGrads | None:
+    def _row_grads(self, *, compact: bool = True) -> RowGrads:
+        """Return all recorded gradients, each row once; without the row -1 if `compact`, which waits."""
         self.raise_bad_ids()
         self.share_gradients()
-        return self.pending.compact()
+        grads = self.pending.compact() if compact else self.pending.packed()
+        if grads is None:
+            rows = torch.empty(0, dtype=torch.int64, device=self.store.device)
+            dtype = torch.promote_types(self.store.config.dtype, torch.float32)
+            return RowGrads(rows, torch.empty((0, self.embedding_dim), dtype=dtype, device=rows.device))
+        return grads
 
     def share_gradients(self) -> None:
         """With several ranks: the mean over all of them, which must all be here."""
-        exchange.share(self)
+        replicas.share(self)
 
     def record(
         self,
@@ -202,6 +243,12 @@ class Table(nn.Parameter):
         if error is not None:
             self.pending.clear()
             raise error
+
+    def move(self, device: torch.device) -> None:
+        """Compute on another device from now on; rows move at the next use, if they must."""
+        self.store.move(device)
+        with torch._C.DisableTorchFunctionSubclass():  # so that next(model.parameters()).device is right
+            Tensor.data.__set__(self, torch.empty(0, dtype=self.dtype, device=device))
 
     # ---- its optimizer
 
@@ -409,6 +456,25 @@ class Table(nn.Parameter):
         return copying.rebuild, copying.parts(self)
 
 
+class DetachedTable(Tensor):
+    """What `table.detach()` gives: empty for torch's own bookkeeping (state dicts, DDP), an error for others."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ALLOWED or getattr(func, "__name__", "") in ("__get__", "__repr__"):
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call,unused-ignore]
+        raise _no_tensor(func)
+
+
+def _no_tensor(func: Any) -> FlatbedError:
+    return FlatbedError(
+        f"{getattr(func, '__name__', func)} was called on a table, whose rows are not one tensor: use "
+        f"table.read_rows(ids), table.write_rows(ids, values) or emb.weight; to train it, an optimizer of "
+        f"flatbed.optim, or flatbed.optim.from_torch(torch.optim.Rprop, model)"
+    )
+
+
+_INITIALIZERS = {"uniform_", "normal_", "fill_", "zero_", "copy_", "constant_", "zeros_", "ones_"}
 _ALLOWED = {
     Tensor.requires_grad_,
     Tensor.is_complex,
@@ -417,6 +483,9 @@ _ALLOWED = {
     Tensor.size,
     Tensor.dim,
     Tensor.data_ptr,
+    Tensor.untyped_storage,
+    Tensor.element_size,
+    torch.numel,
     Tensor.register_hook,
     Tensor.__hash__,
     torch.is_complex,
