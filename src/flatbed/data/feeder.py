@@ -21,7 +21,7 @@ from flatbed.data.staging import Event, Ring, ring_for
 from flatbed.data.transfer import Conveyor, Crossing, FeedLane, Sent
 from flatbed.data.worker import Background, Foreground, Last, join_stopped
 from flatbed.errors import FlatbedError
-from flatbed.tables.config import parsed, present
+from flatbed.tables.config import device_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -145,10 +145,10 @@ def device_for(device: Any) -> torch.device:
     """The device that was asked for, with its number; by default the current GPU, if there is one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = parsed(device)
+    found = torch.device(device)
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f'device must be "cpu" or "cuda"; found "{found}"')
-    return present(found)
+    return device_of(found)
 
 
 class Passed(Iterator[Any]):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatbed.tables.config import check_device, present
+from flatbed.tables.config import check_device, device_of
 from flatbed.tables.embedding import TableModule
 from flatbed.tables.ids import INTEGERS, as_ids, to_device
 from flatbed.tables.prefetch import RowPrefetch
@@ -168,7 +168,7 @@ def common_device(tables: list[Table], wanted: torch.device | None) -> torch.dev
     check_device(device)
     index: int | None = device.index
     if index is None:
-        device = present(device)
+        device = device_of(device)
     for table in tables:
         if table.store.device != device:
             other = f"{tables[0]!r}" if wanted is None else "batches are to go"
@@ -176,4 +176,4 @@ def common_device(tables: list[Table], wanted: torch.device | None) -> torch.dev
                 f"{table!r} computes on {table.store.device}, and {other} on {device}: move the module "
                 f"with .to(), or use a prefetcher for each device"
             )
-    return present(device)
+    return device_of(device)

@@ -17,7 +17,6 @@ from flatbed.data.batches import Loaded, Moved, Mover, record_stream, recorded
 from flatbed.data.lookups import AheadOfTable, IdsFunction, Lookups
 from flatbed.data.sources import Begins, check_source, n_batches
 from flatbed.data.worker import Background, Last, join_stopped
-from flatbed.tables.config import parsed
 from flatbed.tables.embedding import TableModule
 from flatbed.tables.table import Table
 
@@ -80,7 +79,7 @@ class Prefetcher:
         self.loader = loader
         self.depth = int(depth)
         self._functions = lookups.functions_of(ids)
-        self._wanted = None if device is None else parsed(device)
+        self._wanted = None if device is None else torch.device(device)
         self._earlier: weakref.WeakSet[Background[Coming]] = weakref.WeakSet()
         _ = self.device  # an error, if any, while it is known who is to blame
 

@@ -1,7 +1,8 @@
-"""What a table is, wherever it lives, and what its rows begin with."""
+"""The configuration of a table, and argument validation for the embedding modules."""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels.cache import POLICIES
-from flatbed.tables import initializers as initial
+from flatbed.tables import initializers
 from flatbed.tables.record import NAMES, WEIGHT, Field, Record
 
 STORAGES = ("host", "disk", "device")
@@ -19,37 +20,37 @@ STORAGES = ("host", "disk", "device")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What a table is, wherever it lives."""
+    """Size, dtype, storage, first weights and cache of a table."""
 
     n_rows: int
     dim: int
     dtype: torch.dtype
     storage: str
     path: Path | None
-    init: initial.Init
+    init: initializers.Init
     seed: int
     padding_idx: int | None
     cache_rows: int | None = None
-    """Of records on the computing device; None with no bytes either: a few batches on a GPU, else none."""
+    """Records in the cache. None without `cache_bytes`: a few batches on a GPU, no cache on a CPU."""
     cache_bytes: int | None = None
     cache_policy: str = "lfu"
 
     def __post_init__(self) -> None:
-        if self.n_rows * self.dim >= 1 << 56:
-            raise ValueError(f"a table of {self.n_rows} × {self.dim} is larger than any memory")
         if self.n_rows < 1 or self.dim < 1:
             raise ValueError(f"a table has at least one row and one column; found {self.n_rows} × {self.dim}")
+        if self.n_rows * self.dim >= 1 << 56:
+            raise ValueError(f"a table of {self.n_rows} × {self.dim} is larger than any memory")
         if self.dtype not in NAMES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, NAMES))}; found {self.dtype}")
         if self.storage not in STORAGES:
             raise ValueError(f"storage must be one of {', '.join(STORAGES)}; found {self.storage!r}")
-        if self.path is not None and not self.path.absolute().parent.is_dir():
-            raise FlatbedError(f"there is no folder {self.path.absolute().parent}: make it first")
         if (self.storage == "disk") != (self.path is not None):
             raise ValueError(
-                f"path goes with storage='disk'; found storage={self.storage!r}, path={self.path}"
+                f'storage="disk" needs a path, path="items.bed" for example, and other storages take none; '
+                f"found storage={self.storage!r}, path={self.path}"
             )
-
+        if self.path is not None and not self.path.absolute().parent.is_dir():
+            raise FlatbedError(f"there is no folder {self.path.absolute().parent}: make it first")
         self._check_cache()
 
     def _check_cache(self) -> None:
@@ -61,7 +62,7 @@ class Config:
             if value is not None and value < 0:
                 raise ValueError(f"{name} is 0 (no cache) or more; found {value}")
             if value and self.storage == "device":
-                raise ValueError(f'{name}={value}: a table with storage="device" needs none')
+                raise ValueError(f'{name}={value}: a table with storage="device" needs no cache')
         if self.cache_policy not in POLICIES:
             raise ValueError(
                 f"cache_policy must be one of {', '.join(POLICIES)}; found {self.cache_policy!r}"
@@ -69,7 +70,7 @@ class Config:
 
     @property
     def sized(self) -> bool:
-        """Whether it was said how large the cache is to be."""
+        """True if the user gave the size of the cache."""
         return self.cache_rows is not None or self.cache_bytes is not None
 
     @property
@@ -77,67 +78,96 @@ class Config:
         return Field(WEIGHT, self.dtype, self.dim)
 
     def describe(self) -> dict[str, Any]:
-        """What a file tells about itself beside its records, in JSON's terms."""
+        """Return what a file stores besides records, as JSON values."""
         return {
-            "init": initial.describe(self.init),
+            "init": initializers.describe(self.init),
             "seed": self.seed,
             "padding_idx": self.padding_idx,
         }
 
 
-def with_cache(config: Config, cache_rows: Any, cache_bytes: Any, cache_policy: str) -> Config:
-    """The same with a cache as it was asked for, checked."""
-    for name, value in (("cache_rows", cache_rows), ("cache_bytes", cache_bytes)):
-        if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
-            raise TypeError(f"{name} must be an integer or None; found {value!r}")
-    rows, nbytes = (None if value is None else int(value) for value in (cache_rows, cache_bytes))
+def build_config(
+    num_embeddings: Any,
+    embedding_dim: Any,
+    padding_idx: int | None = None,
+    *,
+    storage: str = "host",
+    path: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    init: Any = "normal",
+    seed: int | None = None,
+    cache_rows: int | None = None,
+    cache_bytes: int | None = None,
+    cache_policy: str = "lfu",
+) -> Config:
+    """Validate the arguments of an embedding module."""
+    if isinstance(num_embeddings, Tensor):
+        raise TypeError(
+            f"num_embeddings must be an integer; found a tensor of shape {tuple(num_embeddings.shape)}: "
+            f"from_pretrained takes weights"
+        )
+    n_rows = _integer("num_embeddings", num_embeddings)
+    if padding_idx is not None:
+        padding_idx = _integer("padding_idx", padding_idx)
+        if not -n_rows <= padding_idx < n_rows:
+            raise ValueError(f"padding_idx must be within the {n_rows} rows; found {padding_idx}")
+        padding_idx %= n_rows
+    config = Config(
+        n_rows=n_rows,
+        dim=_integer("embedding_dim", embedding_dim),
+        dtype=torch.get_default_dtype() if dtype is None else dtype,
+        storage=storage,
+        path=None if path is None else Path(path).absolute(),
+        init=initializers.parse(init),
+        # Drawn as torch draws first weights: repeatable with torch.manual_seed, different for every table.
+        seed=int(torch.randint(1 << 62, (), device="cpu")) if seed is None else _integer("seed", seed),
+        padding_idx=padding_idx,
+    )
+    empty = torch.empty((0, config.dim), dtype=config.dtype, device="cpu")
+    initializers.fill_(empty, first_row=0, init=config.init, seed=config.seed)  # raises if init does not fit
+    return with_cache(config, cache_rows, cache_bytes, cache_policy)
+
+
+def with_cache(config: Config, cache_rows: int | None, cache_bytes: int | None, cache_policy: str) -> Config:
+    """Return the same table with another cache."""
+    rows = None if cache_rows is None else _integer("cache_rows", cache_rows)
+    nbytes = None if cache_bytes is None else _integer("cache_bytes", cache_bytes)
     return replace(config, cache_rows=rows, cache_bytes=nbytes, cache_policy=cache_policy)
 
 
-def device_of(device: Any) -> torch.device:
-    """The device that was asked for, with its number, if it is here; by default torch's default device."""
-    found = torch.get_default_device() if device is None else parsed(device)
-    check_device(found)
-    return present(found)
-
-
-def parsed(device: Any) -> torch.device:
-    """A device by torch's name for it."""
+def _integer(name: str, value: Any) -> int:
     try:
-        if not isinstance(device, bool):
-            return torch.device(device)
-    except (RuntimeError, TypeError):
-        pass
-    found = repr(device) if isinstance(device, str | int) else type(device).__name__
-    raise FlatbedError(f'device must be "cpu", "cuda" or "cuda:1", for example; found {found}')
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer; found {value!r}") from None
 
 
-def present(found: torch.device) -> torch.device:
-    """The same with its number, if it is here."""
+def device_of(device: Any) -> torch.device:
+    """Return the device with its index, if a table can compute on it; None: torch's default device."""
+    found = torch.get_default_device() if device is None else torch.device(device)
+    check_device(found)
     if found.type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(f'torch sees no CUDA GPU, and "{found}" was asked for: give device="cpu"')
-    index: int | None = found.index
-    if index is not None and index >= torch.cuda.device_count():
-        raise ValueError(
-            f'there are {torch.cuda.device_count()} GPUs, from "cuda:0" on; found device "{found}"'
-        )
-    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        raise ValueError(f'torch sees no CUDA GPU; found device "{found}": use device="cpu"')
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f'there are {torch.cuda.device_count()} GPUs; found device "{found}"')
+    return torch.device("cuda", index)
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse devices that no lookup can be computed on."""
+    """Raise for devices that no lookup can compute on."""
     if device.type not in ("cpu", "cuda"):
         raise FlatbedError(
-            f'a table computes on "cpu" or "cuda", and its rows have a home of their own; found device '
-            f'"{device}": give device="cpu", or leave the module with the table out of the move'
+            f'a table computes on "cpu" or "cuda"; found device "{device}": build the table with '
+            f'device="cpu", or leave its module out of the move'
         )
 
 
 def fill_weights(record: Record, records: Tensor, first_row: int, config: Config) -> None:
-    """First weights of consecutive rows, from the seed."""
-    initial.fill_(
+    """Write the first weights of consecutive rows, drawn from (seed, row)."""
+    initializers.fill_(
         record.view(records, WEIGHT),
         first_row=first_row,
         init=config.init,
@@ -147,6 +177,6 @@ def fill_weights(record: Record, records: Tensor, first_row: int, config: Config
 
 
 def fill_state(record: Record, records: Tensor) -> None:
-    """First values of state."""
+    """Write the first values of optimizer state."""
     for field in record.state:
         record.view(records, field.name).fill_(field.initial)

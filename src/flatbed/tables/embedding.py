@@ -1,11 +1,10 @@
-"""Drop-ins for nn.Embedding and nn.EmbeddingBag whose rows live where there is room."""
+"""Drop-in replacements for nn.Embedding and nn.EmbeddingBag whose rows live on the host or on disk."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,7 @@ from torch.nn import functional
 
 from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import FlatbedError
-from flatbed.tables.arguments import FIXED, configured, refuse
-from flatbed.tables.config import with_cache
+from flatbed.tables.config import build_config
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import fetched, find, looked_up, recording
 from flatbed.tables.record import WEIGHT
@@ -22,7 +20,7 @@ from flatbed.tables.table import Table, make
 from flatbed.tables.view import WeightView
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 
 class TableModule(nn.Module):
@@ -37,12 +35,12 @@ class TableModule(nn.Module):
 
     @property
     def table(self) -> Table:
-        """The table: an `nn.Parameter` that optimizers of `flatbed.optim` update."""
+        """The table: the `nn.Parameter` that optimizers of `flatbed.optim` update."""
         return cast(Table, self._parameters[WEIGHT])
 
     @property
     def num_embeddings(self) -> int:
-        """How many rows there are at present: tables can grow."""
+        """The number of rows at present: `table.resize` adds rows."""
         return self.table.num_embeddings
 
     @property
@@ -51,29 +49,25 @@ class TableModule(nn.Module):
 
     @property
     def padding_idx(self) -> int | None:
-        """The row that never has a gradient."""
+        """The row that never gets a gradient."""
         return self.table.store.config.padding_idx
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "table":
-            raise AttributeError("a module's table cannot be replaced: use from_table to make another module")
-        if name in FIXED:
-            raise AttributeError(f"{name} cannot be set: {FIXED[name]}")
-        if name == "weight":
-            if isinstance(value, WeightView) and value._table is self.table:
-                return  # emb.weight += 1: it is done
-            raise AttributeError(
-                "weight is a view of the table: write into it (emb.weight.copy_(…)), or use from_pretrained"
-            )
-        super().__setattr__(name, value)
 
     @property
     def weight(self) -> Tensor:
         """All weights as one tensor, without a copy, for reading and for initialising."""
         return self.table.weight
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != WEIGHT:
+            super().__setattr__(name, value)
+        elif not (isinstance(value, WeightView) and value._table is self.table):  # emb.weight += 1 is done
+            raise AttributeError(
+                "weight is a view of the table, and cannot be replaced: write into it (emb.weight.copy_(…)), "
+                "or use from_pretrained"
+            )
+
     def read_rows(self, ids: Any) -> Tensor:
-        """The weights of some rows: ids of any shape → (*shape, dim), a copy on the computing device."""
+        """Return a copy of some rows on the computing device: ids of any shape → (*shape, dim)."""
         return self.table.read_rows(ids)
 
     def write_rows(self, ids: Any, values: Any) -> None:
@@ -96,8 +90,8 @@ class TableModule(nn.Module):
         self._parameters = {name: one for name, one in parameters.items() if one is not table}
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call,unused-ignore]
-            before = torch.empty(0, dtype=torch.uint8, device=table.store.device)
-            table.move(fn(before).device)
+            probe = torch.empty(0, dtype=torch.uint8, device=table.store.device)
+            table.move(fn(probe).device)
         finally:
             parameters.update(self._parameters)
             self._parameters = parameters
@@ -128,59 +122,66 @@ class TableModule(nn.Module):
             return
         if key in missing_keys:
             missing_keys.remove(key)
-        shape = (self.table.num_embeddings, self.table.embedding_dim)
-        if tuple(given.shape) != shape:
+        if tuple(given.shape) != self.table.shape:
             error_msgs.append(
                 f"size mismatch for {key}: copying a param with shape {given.shape} from checkpoint, "
-                f"the shape in current model is {torch.Size(shape)}."
+                f"the shape in current model is {self.table.shape}."
             )
             return
         write_field(self.table, WEIGHT, given)
 
     @classmethod
     def from_table(cls, table: Table, **options: Any) -> Self:
-        """A module over a table that exists already, for example one of `flatbed.load_table`."""
+        """Build a module over an existing table, for example one of `flatbed.load_table`."""
         if not isinstance(table, Table):
             raise TypeError(
-                f"from_table takes a flatbed.Table; found {type(table).__name__} (for a tensor of weights: "
-                f"from_pretrained)"
-            )
-        allowed = inspect.signature(cls._options).parameters.keys() - {"self"}
-        for name in options.keys() - allowed:
-            raise TypeError(
-                f"{cls.__name__}.from_table has no option {name!r} (it takes "
-                f"{', '.join(sorted(allowed)) or 'none'})"
-                f": the table is as it was made"
+                f"from_table takes a flatbed.Table; found {type(table).__name__} (weights: from_pretrained)"
             )
         made = cls.__new__(cls)
         TableModule.__init__(made, table)
-        made._options(**options)
+        made._set_options(**options)
         return made
 
-    def _options(self) -> None:
-        """What a kind of module has beside its table."""
+    def _set_options(self) -> None:
+        """Set what a kind of module has besides its table."""
+
+
+class TableOptions(TypedDict, total=False):
+    """Arguments that `Embedding` and `EmbeddingBag` share; `Embedding` explains them."""
+
+    storage: str
+    path: str | Path | None
+    device: Any
+    dtype: torch.dtype | None
+    init: Any
+    seed: int | None
+    replicate: bool
+    cache_rows: int | None
+    cache_bytes: int | None
+    cache_policy: str
 
 
 class Embedding(TableModule):
     """`nn.Embedding` whose rows, and their optimizer state, live on the host or on disk.
 
-    - `num_embeddings`, `embedding_dim`: rows, and numbers in each.
-    - `padding_idx`: a row that begins as zeros and gets no gradient.
-    - `storage`: "host", "disk" (a file, `path`) or "device" (the memory of the device that computes).
-    - `path`: the file of ``storage="disk"``. One that exists is opened and gone on with, not overwritten.
-    - `device`: where lookups and steps are computed; `.to()` changes it, and leaves rows at home.
-    - `dtype`: of the weights, by default torch's default dtype; `.half()` and the like do not change it.
+    - `num_embeddings`, `embedding_dim`: number of rows, and of weights in each row.
+    - `padding_idx`: a row that starts as zeros and gets no gradient.
+    - `storage`: "host", "disk" (a file, `path`) or "device" (memory of the computing device).
+    - `path`: the file of ``storage="disk"``. An existing file is opened, not overwritten.
+    - `device`: where lookups and steps are computed. `.to()` changes it, and leaves rows in their storage.
+    - `dtype`: dtype of the weights, by default torch's default dtype; `.half()` does not change it.
     - `init`: "normal", "uniform", "zeros", a number, ("normal", mean, std) or ("uniform", low, high).
-    - `seed`: rows begin from (seed, row), whatever torch.manual_seed was. Give every table of a model a seed
-      of its own: two of the same size, `init` and `seed` begin identical.
-    - `replicate`: with several ranks, exchange gradients so that replicas stay equal; False leaves it to you.
-    - `cache_rows`, or `cache_bytes`: how many records (weight and state together) of rows in use are kept on
-      the device that computes; 0 for none. By default a few batches on a GPU, none on a CPU.
-    - `cache_policy`: "lfu" or "lru": first to leave are rows used least of late, or not used for longest.
+    - `seed`: the first weights of a row depend on (seed, row). By default a seed is drawn from torch's
+      generator, so that tables start different and `torch.manual_seed` makes them repeatable.
+    - `replicate`: with several ranks, average gradients over them, so that replicas stay equal. With False
+      the caller keeps replicas equal, or different.
+    - `cache_rows` or `cache_bytes`: size of the cache of records (weight and state) on the computing device;
+      0 for none. By default four batches on a GPU, none on a CPU.
+    - `cache_policy`: "lfu" evicts rows that were used least of late, "lru" rows not used for longest.
 
     >>> import flatbed, torch
     >>> emb = Embedding(1000, 8, init=("uniform", -0.1, 0.1))
-    >>> optimizer = flatbed.optim.Adam(emb, lr=0.01)
+    >>> optimizer = flatbed.optim.Adam(emb.parameters(), lr=0.01)
     >>> emb(torch.tensor([[1, 5], [5, 2]])).sum().backward()
     >>> optimizer.step()
     """
@@ -196,24 +197,37 @@ class Embedding(TableModule):
         device: Any = None,
         dtype: torch.dtype | None = None,
         init: Any = "normal",
-        seed: int = 0,
+        seed: int | None = None,
         replicate: bool = True,
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
         cache_policy: str = "lfu",
-        **refused: Any,
     ) -> None:
-        refuse(type(self), refused)
-        config = configured(num_embeddings, embedding_dim, padding_idx, storage, path, dtype, init, seed)
-        config = with_cache(config, cache_rows, cache_bytes, cache_policy)
+        config = build_config(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            storage=storage,
+            path=path,
+            dtype=dtype,
+            init=init,
+            seed=seed,
+            cache_rows=cache_rows,
+            cache_bytes=cache_bytes,
+            cache_policy=cache_policy,
+        )
         super().__init__(make(config, device, replicate=replicate))
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        **options: Unpack[TableOptions],
     ) -> Self:
-        """A table with these weights, (num_embeddings, embedding_dim)."""
-        return cast("Self", pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
+        """Build a table with these weights, (num_embeddings, embedding_dim)."""
+        return cast("Self", _pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
 
     def forward(self, input: Any) -> Tensor:
         """Ids of any shape → (*shape, embedding_dim)."""
@@ -234,8 +248,8 @@ class Embedding(TableModule):
 class EmbeddingBag(TableModule):
     """`nn.EmbeddingBag` whose rows, and their optimizer state, live on the host or on disk.
 
-    - `mode`: how the rows of a bag become one: "mean", "sum" or "max".
-    - `include_last_offset`: whether the last of the offsets is the end of the last bag.
+    - `mode`: how the rows of a bag are reduced: "mean", "sum" or "max".
+    - `include_last_offset`: the last offset is the end of the last bag.
 
     The other arguments are those of `Embedding`.
 
@@ -256,26 +270,15 @@ class EmbeddingBag(TableModule):
         *,
         mode: str = "mean",
         include_last_offset: bool = False,
-        storage: str = "host",
-        path: str | Path | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        init: Any = "normal",
-        seed: int = 0,
-        replicate: bool = True,
-        cache_rows: int | None = None,
-        cache_bytes: int | None = None,
-        cache_policy: str = "lfu",
-        **refused: Any,
+        **options: Unpack[TableOptions],
     ) -> None:
-        refuse(type(self), refused)
-        config = configured(num_embeddings, embedding_dim, padding_idx, storage, path, dtype, init, seed)
-        config = with_cache(config, cache_rows, cache_bytes, cache_policy)
+        device, replicate = options.pop("device", None), options.pop("replicate", True)
+        config = build_config(num_embeddings, embedding_dim, padding_idx, **options)
         _check_mode(mode)
         super().__init__(make(config, device, replicate=replicate))
-        self._options(mode=mode, include_last_offset=include_last_offset)
+        self._set_options(mode=mode, include_last_offset=include_last_offset)
 
-    def _options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:
+    def _set_options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:
         _check_mode(mode)
         self.mode = mode
         self.include_last_offset = include_last_offset
@@ -284,8 +287,8 @@ class EmbeddingBag(TableModule):
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
     ) -> Self:
-        """A table with these weights, (num_embeddings, embedding_dim)."""
-        return cast("Self", pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
+        """Build a table with these weights, (num_embeddings, embedding_dim)."""
+        return cast("Self", _pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
@@ -337,29 +340,21 @@ def _check_mode(mode: str) -> None:
         raise ValueError(f"mode must be 'sum', 'mean' or 'max'; found {mode!r}")
 
 
-def pretrained(cls: Any, embeddings: Any, freeze: bool, **options: Any) -> Any:
-    """A module with given weights."""
-    if isinstance(embeddings, nn.Module | dict | str | Path):
-        raise TypeError(
-            f"embeddings must be a tensor or an array (num_embeddings, embedding_dim); found "
-            f"{type(embeddings).__name__}: give the weight that is in it"
-        )
+def _pretrained(cls: Any, embeddings: Any, freeze: bool, **options: Any) -> Any:
+    """Build a module with given weights."""
+    weights = torch.as_tensor(embeddings, device=None if isinstance(embeddings, Tensor) else "cpu")
+    if weights.dim() != 2:
+        raise ValueError(f"embeddings must be (num_embeddings, embedding_dim); found {tuple(weights.shape)}")
     if "init" in options:
-        raise TypeError(f"from_pretrained has its weights, and no init; found init={options['init']!r}")
-    if not isinstance(embeddings, Tensor):
-        embeddings = torch.as_tensor(embeddings, device="cpu")
-    if embeddings.dim() != 2:
-        raise ValueError(
-            f"embeddings must be (num_embeddings, embedding_dim); found {tuple(embeddings.shape)}"
-        )
-    if "device" not in options:
-        options["device"] = embeddings.device
+        raise TypeError(f"from_pretrained takes no init; found init={options['init']!r}")
     path = options.get("path")
     if path is not None and Path(path).exists():
         raise FlatbedError(f"{path} exists, and from_pretrained would overwrite it: choose another path")
-    made = cls(*embeddings.shape, init="zeros", **{"dtype": embeddings.dtype, **options})
-    write_field(made.table, WEIGHT, embeddings)
-    return made.requires_grad_(not freeze)
+    module = cls(
+        *weights.shape, init="zeros", **{"dtype": weights.dtype, "device": weights.device, **options}
+    )
+    write_field(module.table, WEIGHT, weights)
+    return module.requires_grad_(not freeze)
 
 
 def whole_field(table: Table, name: str) -> Tensor:

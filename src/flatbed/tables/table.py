@@ -248,7 +248,7 @@ class Table(nn.Parameter):
         """Compute on another device from now on; rows move at the next use, if they must."""
         self.store.move(device)
         with torch._C.DisableTorchFunctionSubclass():  # so that next(model.parameters()).device is right
-            Tensor.data.__set__(self, torch.empty(0, dtype=self.dtype, device=device))
+            self.data = torch.empty(0, dtype=self.dtype, device=device)
 
     # ---- its optimizer
 
@@ -457,7 +457,7 @@ class Table(nn.Parameter):
 
 
 class DetachedTable(Tensor):
-    """What `table.detach()` gives: empty for torch's own bookkeeping (state dicts, DDP), an error for others."""
+    """The result of `table.detach()`: empty for state dicts and DDP, an error for other operations."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,0 +1,170 @@
+"""Capture of a whole training step in a CUDA graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from flatbed.errors import FlatbedError
+from flatbed.tables.config import device_of
+from flatbed.tables.deferred_checks import DeferredIdChecks, checks_in_capture
+
+WARM_UP = 3
+"""Calls before the capture: kernels are compiled, and optimizers and tables allocate, in the first ones."""
+
+
+def capture(
+    train_step: Callable[[Any], Any], example_batch: Any, *, device: Any = None
+) -> Callable[[Any], Any]:
+    """Return a function that runs `train_step` as one CUDA graph, with the same results.
+
+    - `train_step`: a function of one batch that looks up, computes the loss, calls `backward()`, the
+      optimizer's `step()` and `zero_grad()`, and returns tensors, for example the loss. It must not read
+      values of GPU tensors (`.item()`, `print`), and it runs on one stream. Python code in it runs during
+      the first calls only: call learning rate schedulers outside of it.
+    - `example_batch`: a batch (nested dicts, lists and tuples of tensors or arrays) with the shapes and
+      dtypes of all batches. Its values are not used.
+    - `device`: the GPU of the training step, by default the device of the tensors in `example_batch`.
+
+    Every call is one training step. The first three run as they are, the fourth is captured, and later ones
+    copy the batch into the graph's inputs and replay it. A batch of another shape runs `train_step` itself,
+    and a change of hyperparameters (a scheduler that sets a float) captures again: both warn once. A learning
+    rate that is a tensor on the GPU, `lr=torch.tensor(1e-3, device="cuda")`, may change without that. Ids out
+    of range raise IndexError in the next call at the latest. On a CPU, `train_step` is called as it is.
+
+    >>> import flatbed, torch
+    >>> emb = flatbed.Embedding(1000, 8)
+    >>> optimizer = flatbed.optim.Adam(emb.parameters(), lr=0.01)
+    >>> def train_step(ids):
+    ...     loss = emb(ids).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     return loss
+    >>> batches = torch.randint(1000, (5, 64))
+    >>> step = flatbed.capture(train_step, batches[0])
+    >>> losses = [step(batch) for batch in batches]
+    """
+    leaves, _ = tree_flatten(example_batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
+    if not tensors:
+        raise ValueError(f"example_batch has no tensor; found {type(example_batch).__name__}")
+    if device is None:
+        found = {leaf.device for leaf in tensors if isinstance(leaf, Tensor) and leaf.is_cuda}
+        if len(found) > 1:
+            raise ValueError(f"example_batch is on several GPUs: {', '.join(sorted(map(str, found)))}")
+        device = next(iter(found), torch.device("cpu"))
+    device = device_of(device)
+    return CapturedStep(train_step, example_batch, device) if device.type == "cuda" else train_step
+
+
+class CapturedStep:
+    """A training step that replays a CUDA graph. `capture` makes it."""
+
+    def __init__(self, train_step: Callable[[Any], Any], example_batch: Any, device: torch.device) -> None:
+        self._train_step, self._device = train_step, device
+        leaves, self._structure = tree_flatten(example_batch)
+        self._inputs = [torch.empty_like(_tensor(leaf), device=device) for leaf in leaves]
+        self._n_calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: Any = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._hyperparameters: list[Any] = []
+        self._checks: list[DeferredIdChecks] = []
+        self._warned: set[str] = set()
+
+    def __call__(self, batch: Any) -> Any:
+        leaves, structure = tree_flatten(batch)
+        leaves = [_tensor(leaf) for leaf in leaves]
+        if structure != self._structure or list(map(_kind, leaves)) != list(map(_kind, self._inputs)):
+            self._warn_once(
+                "a batch has other shapes or dtypes than the example batch: it runs without a CUDA graph"
+            )
+            moved = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
+            return self._train_step(tree_unflatten(moved, structure))
+        for static, leaf in zip(self._inputs, leaves, strict=True):
+            static.copy_(leaf, non_blocking=True)
+        self._n_calls += 1
+        if self._n_calls <= WARM_UP:
+            return self._run_in_side_stream()
+        if self._graph is not None and self._hyperparameters != _hyperparameters(self._optimizers):
+            self._warn_once(
+                "hyperparameters of an optimizer have changed: the training step is captured again. Give a "
+                "learning rate that a scheduler changes as a tensor on the GPU"
+            )
+            self._graph = None
+        if self._graph is None:
+            self._capture()
+        assert self._graph is not None
+        self._graph.replay()
+        result = tree_map_only(Tensor, lambda output: output.detach().clone(), self._outputs)
+        for check in self._checks:  # of the call before: this one runs on the GPU meanwhile
+            check.raise_replayed()
+        return result
+
+    def _static_batch(self) -> Any:
+        return tree_unflatten(self._inputs, self._structure)
+
+    def _run_in_side_stream(self) -> Any:
+        """Run a step as it is; not in the default stream, on which nothing can be captured."""
+        current, side = torch.cuda.current_stream(self._device), _side_stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            result = self._train_step(self._static_batch())
+        current.wait_stream(side)
+        return tree_map_only(Tensor, lambda output: output.detach().clone(), result)
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._optimizers = []
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.append(optimizer))
+        try:
+            with checks_in_capture() as self._checks, torch.cuda.graph(graph, stream=_side_stream(self._device)):
+                self._outputs = self._train_step(self._static_batch())
+        except (RuntimeError, FlatbedError) as error:
+            raise FlatbedError(f"train_step cannot be captured in a CUDA graph: {error}") from error
+        finally:
+            hook.remove()
+        self._graph, self._hyperparameters = graph, _hyperparameters(self._optimizers)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=3)
+
+
+def _tensor(leaf: Any) -> Tensor:
+    if isinstance(leaf, Tensor | np.ndarray):
+        return torch.as_tensor(leaf)
+    raise TypeError(f"a captured training step takes batches of tensors and arrays; found {type(leaf).__name__}")
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _hyperparameters(optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+    """Return what a graph holds as constants: numbers, but not tensors on a GPU, which it reads."""
+    found: list[Any] = []
+    for optimizer in optimizers:
+        found.append(getattr(optimizer, "max_norm", None))
+        for group in optimizer.param_groups:
+            for name, value in group.items():
+                if isinstance(value, Tensor):
+                    found.append(id(value) if value.is_cuda else value.item())
+                elif name not in ("params", "param_names"):
+                    found.append(value)
+    return found
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    from flatbed.cuda.streams import stream_for
+
+    return stream_for(device, "captures")
