@@ -467,6 +467,10 @@ class DetachedTable(Tensor):
 
 
 def _no_tensor(func: Any) -> FlatbedError:
+    if func is Tensor.is_contiguous:  # the first question of FSDP2
+        return FlatbedError(
+            "fully_shard cannot shard a table: pass ignored_params=set(flatbed.tables(model)) to fully_shard"
+        )
     return FlatbedError(
         f"{getattr(func, '__name__', func)} was called on a table, whose rows are not one tensor: use "
         f"table.read_rows(ids), table.write_rows(ids, values) or emb.weight; to train it, an optimizer of "
