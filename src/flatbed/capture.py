@@ -126,7 +126,10 @@ class CapturedStep:
         self._optimizers = []
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.append(optimizer))
         try:
-            with checks_in_capture() as self._checks, torch.cuda.graph(graph, stream=_side_stream(self._device)):
+            with (
+                checks_in_capture() as self._checks,
+                torch.cuda.graph(graph, stream=_side_stream(self._device)),
+            ):
                 self._outputs = self._train_step(self._static_batch())
         except (RuntimeError, FlatbedError) as error:
             raise FlatbedError(f"train_step cannot be captured in a CUDA graph: {error}") from error
@@ -143,7 +146,9 @@ class CapturedStep:
 def _tensor(leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor | np.ndarray):
         return torch.as_tensor(leaf)
-    raise TypeError(f"a captured training step takes batches of tensors and arrays; found {type(leaf).__name__}")
+    raise TypeError(
+        f"a captured step takes batches of tensors and arrays; found {type(leaf).__name__}"
+    )
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:

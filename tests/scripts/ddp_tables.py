@@ -68,6 +68,7 @@ def train(
 ) -> list[Tensor]:
     """As one rank among all, or, given all of them, as the single process that does the work of each."""
     kind = flatbed.EmbeddingBag if bag else flatbed.Embedding
+    torch.manual_seed(3)
     model = Model(kind(ROWS, DIM, padding_idx=7, **table), dense=dense)
     alone = len(ranks) > 1
     model.emb.table.replicate = not alone  # type: ignore[union-attr,assignment]
@@ -254,6 +255,7 @@ def worker(rank: int, store: str, world: int) -> None:
         same("without zero_grad", rank, world, wrap=False, dense=False, zero="never", make=flatbed.optim.SGD)
         same("rows count", rank, world, wrap=False, dense=False, options={"per_row_steps": True})
         for scenario in (left_alone, unequal, drifting, some_alone, overflows, one_rank_looks):
+            torch.manual_seed(4)  # replicas must start equal
             scenario(rank)
             dist.barrier()
             if rank == 0:

@@ -1,4 +1,4 @@
-"""The processes of a distributed training, when they must do something all together or not at all."""
+"""What tables, optimizers and checkpoints need of the default process group."""
 
 from __future__ import annotations
 
@@ -6,37 +6,67 @@ import secrets
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from flatbed.errors import FlatbedError
 
 
+def world_size() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return int(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
+
+
+def communication_device(device: torch.device) -> torch.device:
+    """Return the device that tensors must be on for a collective, given where they are computed."""
+    backend = str(dist.get_backend()) if world_size() > 1 else "gloo"
+    if "nccl" not in backend:
+        return torch.device("cpu")
+    if device.type == "cuda":
+        return device
+    if "gloo" not in backend:
+        raise FlatbedError(
+            "the process group (nccl) communicates between GPUs only, and this table computes on the CPU: "
+            'move the model to its GPU, or use dist.init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    return torch.device("cpu")
+
+
+def all_gather(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks, in rank order."""
+    parts = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return parts
+
+
+def any_rank(flag: Tensor) -> Tensor:
+    """Return the largest value of a flag over all ranks, on the device of the flag."""
+    found = flag.to(communication_device(flag.device), torch.float32).reshape(1).clone()
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.to(flag.device)
+
+
 class Ranks:
-    """All ranks of the default process group; a process on its own is the first of one."""
+    """All ranks of the default process group, for work that all of them complete, or none."""
 
     def __init__(self) -> None:
-        self.many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.many = world_size() > 1
         self.first = not self.many or dist.get_rank() == 0
+        only_gpus = self.many and "gloo" not in str(dist.get_backend())
+        self._device = torch.device("cuda" if only_gpus else "cpu")
 
     def token(self) -> str:
-        """A random word, the same on all ranks."""
-        drawn = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8, device=self._link())
+        """Return a random word, the same on all ranks."""
+        drawn = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8, device=self._device)
         if self.many:
             dist.broadcast(drawn, 0)
         return bytes(drawn.tolist()).hex()
 
     def agree(self, failure: BaseException | None, doing: str) -> None:
-        """Raise on all ranks if one of them has failed. All of them wait here for the last."""
-        failed = torch.tensor([failure is not None], dtype=torch.int32, device=self._link())
-        if self.many:
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if failure is not None:
+        """Raise on all ranks if one of them has failed. Waits for the last rank."""
+        if self.many and failure is None:
+            if bool(any_rank(torch.zeros(1, device=self._device))):
+                raise FlatbedError(f"{doing} failed on another rank: see its error")
+        elif failure is not None:
+            if self.many:
+                any_rank(torch.ones(1, device=self._device))
             raise failure
-        if bool(failed):
-            raise FlatbedError(f"{doing} failed on another rank: see its error")
-
-    def _link(self) -> torch.device:
-        """The device that the process group sends from."""
-        backend = str(dist.get_backend()) if self.many else ""
-        if "nccl" in backend and "gloo" not in backend:
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")

@@ -23,7 +23,7 @@ from flatbed.optim.state_builder import build_rows, keep_state, steppers_for
 from flatbed.optim.table_step import TableSteps
 from flatbed.rule import Rule
 from flatbed.tables.grads import RowGrads
-from flatbed.tables.replicas import any_rank
+from flatbed.tables.replicas import any_replica
 from flatbed.tables.table import Table
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]] | nn.Module
@@ -406,7 +406,7 @@ class Optimizer(torch.optim.Optimizer):
     def _run(self, grads: Grads, addresses: list[int] | None, packs: list[RowGrads | None]) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self._tables.members and (scale is not None or found_inf is not None):
-            found_inf = any_rank(found_inf, [member.table for member in self._tables.members])
+            found_inf = any_replica(found_inf, [member.table for member in self._tables.members])
         scaling = None if scale is None and found_inf is None else Scaling(scale, found_inf)
         self._masters.follow()
         if not self._rows:

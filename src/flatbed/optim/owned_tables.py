@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import STEPS
 from flatbed.optim import table_step as tables
 from flatbed.optim.table_step import Member, TableSteps
 from flatbed.tables.grads import RowGrads
-from flatbed.tables.replicas import n_processes
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class OwnedTables:
     def look(self) -> list[RowGrads | None]:
         """Gradients of all tables; with several ranks, the mean over them. Errors come before any change."""
         self._follow_groups()
-        several, capturing = n_processes() > 1, _capturing()
+        several, capturing = world_size() > 1, _capturing()
         if several:
             self._refuse_norms_that_differ()
             if capturing:

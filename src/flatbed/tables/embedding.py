@@ -273,7 +273,7 @@ class EmbeddingBag(TableModule):
         **options: Unpack[TableOptions],
     ) -> None:
         device, replicate = options.pop("device", None), options.pop("replicate", True)
-        config = build_config(num_embeddings, embedding_dim, padding_idx, **options)
+        config = build_config(num_embeddings, embedding_dim, padding_idx, **options)  # type: ignore[misc]
         _check_mode(mode)
         super().__init__(make(config, device, replicate=replicate))
         self._set_options(mode=mode, include_last_offset=include_last_offset)

@@ -176,7 +176,7 @@ class Table(nn.Parameter):
     def grad(self) -> Tensor | None:  # type: ignore[override,unused-ignore]
         """The gradient of the rows in `grad_rows`, (n, dim); with several ranks, the mean over them."""
         # With several ranks all of them must take part in an exchange, also those without a gradient.
-        return RowGrad.of(self) if self.pending.parts or replicas.n_ranks(self) > 1 else None
+        return RowGrad.of(self) if self.pending.parts or replicas.n_replicas(self) > 1 else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -218,7 +218,7 @@ class Table(nn.Parameter):
 
     def share_gradients(self) -> None:
         """With several ranks: the mean over all of them, which must all be here."""
-        replicas.share(self)
+        replicas.average_grads(self)
 
     def record(
         self,
