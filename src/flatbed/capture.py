@@ -146,9 +146,7 @@ class CapturedStep:
 def _tensor(leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor | np.ndarray):
         return torch.as_tensor(leaf)
-    raise TypeError(
-        f"a captured step takes batches of tensors and arrays; found {type(leaf).__name__}"
-    )
+    raise TypeError(f"a captured step takes batches of tensors and arrays; found {type(leaf).__name__}")
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -342,7 +342,7 @@ def _check_mode(mode: str) -> None:
 
 def _pretrained(cls: Any, embeddings: Any, freeze: bool, **options: Any) -> Any:
     """Build a module with given weights."""
-    weights = torch.as_tensor(embeddings, device=None if isinstance(embeddings, Tensor) else "cpu")
+    weights = embeddings if isinstance(embeddings, Tensor) else torch.as_tensor(embeddings, device="cpu")
     if weights.dim() != 2:
         raise ValueError(f"embeddings must be (num_embeddings, embedding_dim); found {tuple(weights.shape)}")
     if "init" in options:

@@ -102,7 +102,9 @@ class Table(nn.Parameter):
                 func(table.weight, *others, **rest)
             return table
         if func in (Tensor.detach, torch.detach):
-            return torch.Tensor._make_subclass(DetachedTable, torch.empty(0, dtype=args[0].dtype))
+            return torch.Tensor._make_subclass(
+                DetachedTable, torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+            )
         raise _no_tensor(func)
 
     # ---- what it is
