@@ -1,4 +1,4 @@
-"""Ids as people have them: numpy or torch, any integer dtype, any shape, on the host or on a GPU."""
+"""Conversion and range checks of ids: lists, numpy or torch, any integer dtype and shape, host or GPU."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
 
 
 def as_ids(ids: Any) -> Tensor:
-    """Ids as an int64 tensor where they are, whatever they came as."""
+    """Return ids as an int64 tensor on the device they are on."""
     if isinstance(ids, np.ndarray):
-        if ids.dtype is INT64 and ids.flags.carray:  # as most are, and nothing is to be done
+        if ids.dtype is INT64 and ids.flags.carray:
             return torch.from_numpy(ids)
         if ids.dtype.kind not in "iu":
             raise TypeError(f"ids must be integers; found a numpy array of {ids.dtype}")
         if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
             at = int(ids.argmax())
-            raise IndexError(f"id {ids.flat[at]} at {_place(at, ids.shape)} is larger than any table")
+            raise IndexError(f"id {ids.flat[at]} at {_position(at, ids.shape)} is larger than any table")
         return torch.from_numpy(np.require(ids, np.int64, ["C", "W"]))
     if not isinstance(ids, Tensor):
         if isinstance(ids, (list, tuple, range, int, np.integer)):
@@ -32,7 +32,7 @@ def as_ids(ids: Any) -> Tensor:
     if ids.dtype == torch.uint64:
         if ids.device.type == "cpu":
             return as_ids(ids.numpy())
-        return ids.view(torch.int64)  # what is too large becomes negative, and is found as such
+        return ids.view(torch.int64)  # too large ids become negative, which the range check finds
     if ids.dtype not in INTEGERS:
         raise TypeError(f"ids must be integers; found a tensor of {ids.dtype}")
     found: Tensor = ids.detach()
@@ -44,17 +44,17 @@ def _as_array(ids: Any) -> np.ndarray[Any, Any]:
         return np.asarray(ids) if np.size(ids) else np.zeros(np.shape(ids), np.int64)
     except ValueError:
         raise ValueError(
-            "ids in lists must have one shape; found lists of different lengths: pad them, or give a "
-            "EmbeddingBag one flat list and offsets"
+            "ids in lists must have one shape; found lists of different lengths: pad them, or pass one flat "
+            "list and offsets to an EmbeddingBag"
         ) from None
 
 
 def check_range(ids: Tensor, n_rows: int) -> None:
-    """Raise for the first id that is out of range. Waits for the GPU, if ids are there."""
+    """Raise IndexError for the first id out of range. Waits for the GPU if the ids are on one."""
     if ids.numel() == 0:
         return
     if ids.device.type == "cpu":
-        # For a batch faster than torch, which wakes its threads; what is negative is the largest of all.
+        # numpy is faster for one batch than torch, which wakes its threads. As uint64, negative ids are large.
         good = ids.numpy().view(np.uint64).max() < n_rows
     else:
         low, high = torch.stack(torch.aminmax(ids)).tolist()
@@ -66,19 +66,19 @@ def check_range(ids: Tensor, n_rows: int) -> None:
 
 
 def out_of_range(value: int, at: int, shape: tuple[int, ...], n_rows: int) -> IndexError:
-    """What to say of an id that is no row."""
+    """Return the error for an id that is not a row."""
     return IndexError(
-        f"id {value} at {_place(at, shape)} is out of range for a table of {n_rows} rows (0 to {n_rows - 1})"
+        f"id {value} at {_position(at, shape)} is out of range for a table of {n_rows} rows (0 to {n_rows - 1})"
     )
 
 
-def _place(at: int, shape: tuple[int, ...]) -> str:
-    place = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
-    return f"position {place[0] if len(place) == 1 else place}"
+def _position(at: int, shape: tuple[int, ...]) -> str:
+    index = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
+    return f"position {index[0] if len(index) == 1 else index}"
 
 
 def as_values(values: Any, shape: tuple[int, ...]) -> Tensor:
-    """Numbers for rows, of this shape, as a tensor where they are."""
+    """Return values for rows as a tensor of this shape, on the device they are on."""
     try:
         given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError):
@@ -94,7 +94,7 @@ def as_values(values: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 def most_used(rows: Tensor, counts: Any, n_rows: int) -> tuple[Tensor, Tensor]:
-    """Distinct rows, the most frequent first, and how often they occur."""
+    """Return unique rows, most frequent first, and how often they occur."""
     check_range(rows, n_rows)
     rows, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
     if counts is not None:
@@ -112,7 +112,7 @@ def most_used(rows: Tensor, counts: Any, n_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def to_device(ids: Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The same on the computing device. Nothing waits: they go through pinned memory of their own."""
+    """Copy ids to the computing device through pinned memory, without waiting."""
     if ids.device == device or device.type != "cuda" or ids.device.type != "cpu":
         return ids.to(device, dtype)
     pinned = torch.empty(ids.shape, dtype=dtype, device="cpu", pin_memory=True)

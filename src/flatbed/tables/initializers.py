@@ -1,4 +1,4 @@
-"""What a table starts with: each row drawn from (seed, row) alone, whatever the chunks or threads."""
+"""First weights of a table. A row depends on (seed, row) only, not on chunks or threads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from flatbed.tables.record import DTYPES, NAMES
 
-CHUNK = 1 << 17  # elements drawn at once: long enough that threads seldom meet at the interpreter's lock
-MOST_THREADS = 8  # more of them wait for each other: on 16 cores, 16 took longer than 8
-BLOCK = 8  # 32-bit words that one step of Philox's counter gives
-TAIL = 7.0  # no draw lies further out, in standard deviations: sqrt(2 ln 2**33) is 6.8
+CHUNK = 1 << 17  # elements drawn at once: long enough that threads seldom compete for the interpreter lock
+MOST_THREADS = 8  # on 16 cores, 16 threads took longer than 8
+BLOCK = 8  # 32-bit words per step of the Philox counter
+TAIL = 7.0  # bound of a draw in standard deviations: sqrt(2 ln 2**33) is 6.8
 
 Words: TypeAlias = NDArray[np.uint32]
 Values: TypeAlias = NDArray[np.float32]
@@ -29,7 +29,7 @@ Values: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """Every element 0: memory that is zero already need not be touched."""
+    """All elements 0. Memory that is zero already is not touched."""
 
     @property
     def largest(self) -> float:
@@ -38,7 +38,7 @@ class Zeros:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Every element the same."""
+    """All elements equal."""
 
     value: float
 
@@ -52,7 +52,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Normally distributed elements, as those of torch.nn.Embedding are."""
+    """Normally distributed elements, as in torch.nn.Embedding."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -69,7 +69,7 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Elements equally likely anywhere in [low, high) (16 bits may round up to `high`)."""
+    """Uniformly distributed elements in [low, high); 16-bit dtypes may round up to `high`."""
 
     low: float = 0.0
     high: float = 1.0
@@ -98,7 +98,7 @@ FORMS = (
 
 
 def parse(init: object) -> Init:
-    """What the user asked for: `FORMS` lists the ways to say it."""
+    """Return the initializer for an `init` argument, in one of the forms of `FORMS`."""
     if isinstance(init, (Zeros, Constant, Normal, Uniform)):
         return init
     if _is_number(init):
@@ -111,12 +111,12 @@ def parse(init: object) -> Init:
 
 
 def describe(init: Init) -> dict[str, Any]:
-    """The same in JSON's terms."""
+    """Return an initializer as JSON values."""
     return {"kind": type(init).__name__.lower(), **asdict(init)}
 
 
 def described(init: Mapping[str, Any]) -> Init:
-    """The inverse of `describe`. Wrong descriptions raise KeyError, TypeError or ValueError."""
+    """Invert `describe`. Raises KeyError, TypeError or ValueError for wrong descriptions."""
     numbers = {name: value for name, value in init.items() if name != "kind"}
     return KINDS[init["kind"]](**numbers)
 
@@ -130,10 +130,10 @@ def fill_(
     padding_idx: int | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill rows `first_row`… of a table: `out` is (n, dim) on the CPU, rows may lie apart.
+    """Fill consecutive rows of a table: `out` is (n, dim) on the CPU, with any stride between rows.
 
-    A row depends on `seed` (any integer), its number and `dim` alone; values are drawn in float32 and
-    then rounded to the dtype. `advance` hears, from several threads, how many rows are done.
+    A row depends only on `seed` (any integer), its number and `dim`. Values are drawn in float32 and rounded
+    to the dtype. Several threads call `advance` with the number of rows that are done.
     """
     _check(out, first_row, init, padding_idx)
     n_rows, dim = out.shape
@@ -160,15 +160,15 @@ def fill_(
 
 
 def key(seed: int) -> int:
-    """Philox's key for a seed: 128 bits of BLAKE2b of its decimal digits, so every integer has its own."""
+    """Return the Philox key of a seed: 128 bits of BLAKE2b of its decimal digits."""
     digits = str(operator.index(seed)).encode()
     return int.from_bytes(hashlib.blake2b(digits, digest_size=16).digest(), "little")
 
 
 class _Draw:
-    """Rows of random numbers: row r takes the `blocks` steps of the counter that follow r * blocks.
+    """Draws rows of random numbers: row r uses `blocks` steps of the counter from r * blocks on.
 
-    One for each thread: memory is used again, since to get it from the system threads would have to queue.
+    Each thread has its own, with buffers that it reuses: allocation would serialise the threads.
     """
 
     def __init__(self, init: Normal | Uniform, dim: int, key: int) -> None:
@@ -176,7 +176,7 @@ class _Draw:
         self._memory: dict[str, NDArray[Any]] = {}
 
     def __call__(self, first_row: int, n_rows: int) -> Values:
-        """(n_rows, dim) of float32, until the next call."""
+        """Return (n_rows, dim) of float32, valid until the next call."""
         blocks = -(-self.dim // BLOCK)
         source = np.random.Philox(counter=first_row * blocks, key=self.key)
         words = source.random_raw(n_rows * blocks * (BLOCK // 2)).view(np.uint32).reshape(n_rows, -1)
@@ -200,18 +200,18 @@ class _Draw:
         return held[:size].reshape(shape)
 
     def _uniform(self, words: Words, name: str) -> Values:
-        """24 random bits each, in [0, 1)."""
+        """Return numbers in [0, 1) with 24 random bits."""
         values = self._empty(name, words.shape)
         np.copyto(values, np.right_shift(words, 8, out=self._empty("bits", words.shape, np.uint32)))
         values *= np.float32(2**-24)
         return values
 
     def _normal(self, words: Words) -> Values:
-        """Box and Muller's transform of the first half of each row with its second half."""
+        """Apply the Box-Muller transform to the first and second half of each row."""
         half = words.shape[1] // 2
         radius = self._empty("radius", (len(words), half))
         np.copyto(radius, words[:, :half], casting="same_kind")
-        radius += np.float32(0.5)  # never 0, whose logarithm is infinite
+        radius += np.float32(0.5)  # never 0, for the logarithm
         radius *= np.float32(2**-32)
         np.log(radius, out=radius)
         radius *= np.float32(-2.0)
@@ -225,7 +225,7 @@ class _Draw:
 
 
 def _store_(target: NDArray[Any], values: Values, dtype: torch.dtype) -> None:
-    """Round to nearest, ties to even; bfloat16 arrives as the 16-bit integers that numpy knows."""
+    """Round to nearest, ties to even. The target of bfloat16 is an array of 16-bit integers."""
     if dtype is torch.bfloat16:
         bits = np.ascontiguousarray(values).view(np.uint32)
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
@@ -234,7 +234,7 @@ def _store_(target: NDArray[Any], values: Values, dtype: torch.dtype) -> None:
 
 
 def _in_threads(worker: Callable[[], Callable[[int], None]], starts: range) -> None:
-    """A worker's work on every start: numpy lets go of the interpreter while it computes."""
+    """Call a worker of each thread on its share of the starts. numpy releases the interpreter lock."""
     n_threads = min(torch.get_num_threads(), MOST_THREADS, len(starts))
     failed = threading.Event()
 
@@ -269,7 +269,7 @@ def _check(out: Tensor, first_row: int, init: Init, padding_idx: int | None) -> 
         raise ValueError(f"expected a CPU tensor (rows, dim) of {', '.join(DTYPES)}, found {found}")
     if first_row < 0 or (padding_idx is not None and padding_idx < 0):
         raise ValueError(f"row numbers count from 0: first_row={first_row}, padding_idx={padding_idx}")
-    # Random values are drawn in float32, whatever they become.
+    # Random values are drawn in float32 for every dtype.
     limit = torch.finfo(out.dtype).max if isinstance(init, Constant) else _float32_or_less(out.dtype)
     if init.largest > limit:
         raise ValueError(f"{init} reaches {init.largest:.3g}, but {out.dtype} ends at {limit:.3g}")
@@ -280,7 +280,7 @@ def _float32_or_less(dtype: torch.dtype) -> float:
 
 
 def _finite_(init: Constant | Normal | Uniform) -> None:
-    """Numbers of any kind become floats; anything else is refused."""
+    """Convert the fields to finite floats, or raise."""
     for name, value in asdict(init).items():
         if not _is_number(value) or not math.isfinite(value):
             raise ValueError(f"{type(init).__name__}: {name}={value!r} is not a finite number")

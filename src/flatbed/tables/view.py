@@ -1,4 +1,4 @@
-"""All weights of a table as one tensor that knows when it has become stale."""
+"""All weights of a table as one tensor that raises when it has become stale."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class WeightView(Tensor):
-    """A view of the table's memory. After the rows have moved to another place it raises instead."""
+    """A view of the table's memory, made by `emb.weight`. It raises after the rows have moved."""
 
     _table: Table
     _version_seen: int
     _whole: bool
-    """Whether it is what `emb.weight` gives; parts of it, `.data` and the like are not."""
+    """True for `emb.weight` itself, False for parts of it and for `.data`."""
     _detached: bool
-    """Whether it was said that no gradients are wanted."""
+    """True if the caller detached it, so that no gradient is expected."""
 
     @staticmethod
     def of(table: Table) -> Tensor:
-        """The weights as they lie in memory, (num_embeddings, embedding_dim)."""
+        """Return the weights in the table's memory, (num_embeddings, embedding_dim)."""
         if table.storage_kind == "disk":
             raise FlatbedError(
                 "a table on disk has no `weight` tensor: use read_rows(ids) and write_rows(ids, values)"
@@ -55,7 +55,7 @@ class WeightView(Tensor):
         if not found:
             return result
         untracked = func in DETACHING or getattr(func, "__self__", None) is Tensor.data
-        if any(result is one for one in (*args, (kwargs or {}).get("out"))):  # changed in place
+        if any(result is one for one in (*args, (kwargs or {}).get("out"))):  # in place
             return result
         return _wrapped(result, found[0], detached=untracked or all(view._detached for view in found))
 
@@ -66,7 +66,7 @@ class WeightView(Tensor):
         return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,unused-ignore]
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy: numpy could not tell when it is stale."""
+        """Return a copy, since a numpy array cannot tell when it is stale."""
         return self.detach().clone().numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -80,7 +80,7 @@ class WeightView(Tensor):
 
 
 def _of_the_table(func: Any, view: WeightView, args: Any, kwargs: Any) -> tuple[Any] | None:
-    """What is the table's affair, done: freezing, and new values for all of it (`emb.weight.data = …`)."""
+    """Apply to the table what concerns all of it: `requires_grad`, and `emb.weight.data = …`."""
     if func is Tensor.requires_grad_:
         view._table.requires_grad_(*args[1:], **kwargs)
         return (view,)
@@ -114,8 +114,8 @@ def _check(view: WeightView) -> None:
     store.check_process()
     if store.version != view._version_seen:
         raise FlatbedError(
-            "this view of a table's weights is stale: the rows have been laid out anew since (an optimizer "
-            "was attached, the table was resized, moved or closed). Take emb.weight again"
+            "this view of a table's weights is stale: the rows have moved since (an optimizer was attached, the "
+            "table was resized, moved or closed). Read emb.weight again"
         )
     store.settle(changing=True)
     store.writes += 1  # if this is one
@@ -128,11 +128,11 @@ def _guarded(plain: Tensor, table: Table, version: int) -> WeightView:
 
 
 class Untracked(torch.autograd.Function):
-    """What was computed from `emb.weight`: nobody could add its gradient to the rows, so backward says so."""
+    """Marks a result computed from `emb.weight`: its backward raises, since rows get no gradient that way."""
 
     @staticmethod
     def forward(ctx: Any, table: Table, held: list[Tensor]) -> Tensor:
-        return held[0]  # no argument itself, of which it would be a view
+        return held[0]  # in a list, so that the output is not a view of an input
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -154,7 +154,7 @@ def _tracked(result: Tensor, view: WeightView) -> Tensor:
 
 
 def _wrapped(result: Any, view: WeightView, *, detached: bool) -> Any:
-    """Views of the view are guarded, too; what has memory of its own is an ordinary tensor."""
+    """Return views of the view as guarded views, and results with memory of their own as plain tensors."""
     if isinstance(result, (tuple, list)):
         kind = type(result)
         wrapped = [_wrapped(one, view, detached=detached) for one in result]

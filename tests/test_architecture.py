@@ -1,0 +1,137 @@
+"""Rules for the whole source tree: import order, unique names, one place for Triton and for the driver."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import flatbed
+
+SOURCE = Path(flatbed.__file__).parent
+ROOT = Path(__file__).parents[1]
+ORDER = [
+    *("_version", "errors", "layout", "rule", "progress", "cuda", "kernels", "distributed", "tables", "data"),
+    *("optim", "flat", "checkpoint", "capture", "compat", "word2vec", "doctor", "cli", "__main__"),
+]
+"""Parts of the package, each importing only itself and parts before it."""
+
+MODULES = {
+    ".".join(("flatbed", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in SOURCE.rglob("*.py")
+}
+TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Modules that are imported anywhere in a file, except for type checkers."""
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                found.add(inner if inner in MODULES else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return found
+
+
+def part(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_part_has_a_place_in_the_order() -> None:
+    parts = {part(module) for module in MODULES if module != "flatbed"}
+    assert parts == set(ORDER)
+
+
+def test_imports_point_one_way() -> None:
+    for module, tree in TREES.items():
+        for target in imported(tree) & MODULES.keys() - {"flatbed"} if module != "flatbed" else ():
+            assert ORDER.index(part(target)) <= ORDER.index(part(module)), f"{module} imports {target}"
+
+
+def test_there_is_no_import_cycle() -> None:
+    files = {module for module, path in MODULES.items() if path.name != "__init__.py"}
+    graph = {module: (imported(TREES[module]) & files) - {module} for module in files}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(files)  # raises CycleError
+
+
+def test_class_names_are_unique() -> None:
+    names = Counter(
+        node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_triton_is_imported_in_one_folder() -> None:
+    found = {
+        MODULES[module].parent.relative_to(SOURCE).as_posix()
+        for module, tree in TREES.items()
+        if any(name.split(".")[0] == "triton" for name in imported(tree))
+    }
+    assert found == {"kernels/_triton"}
+
+
+def test_the_driver_is_opened_in_one_file() -> None:
+    found = {module for module, path in MODULES.items() if "libcuda.so" in path.read_text()}
+    assert found == {"flatbed.cuda.driver"}
+
+
+def test_storages_and_caches_are_told_apart_by_their_factory_only() -> None:
+    pattern = re.compile(r"isinstance\([^)]*\b(\w*Storage|\w*Cache)\b")
+    n_found = sum(len(pattern.findall(path.read_text())) for path in MODULES.values())
+    assert n_found <= 5
+
+
+@pytest.mark.parametrize("folder", ["src/flatbed/word2vec", "benchmarks", "examples"])
+def test_users_of_the_package_import_public_names(folder: str) -> None:
+    public = {"flatbed", "flatbed.optim", "flatbed.word2vec", "flatbed.compat", "flatbed.compat.speedtorch"}
+    own = "flatbed.word2vec."
+    for path in (ROOT / folder).rglob("*.py"):
+        found = {name for name in imported(ast.parse(path.read_text())) if name.split(".")[0] == "flatbed"}
+        private = {
+            name for name in found - public if not (name.startswith(own) and own[:-1].split(".")[1] in folder)
+        }
+        assert private <= {"flatbed.errors", "flatbed.progress"}, f"{path} imports {private}"
+
+
+def test_importing_is_light() -> None:
+    program = """
+import sys, torch
+before = set(sys.modules)
+import flatbed
+heavy = {"triton", "typer", "rich", "matplotlib", "cuda", "torch._dynamo", "torch.distributed.tensor"}
+loaded = {m for m in set(sys.modules) - before if m in heavy or m.split(".")[0] in heavy}
+assert not loaded, loaded
+assert not torch.cuda.is_initialized()
+print("light")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(SOURCE.parent), "PATH": ""},
+    )
+    assert done.stdout == "light\n", done.stderr
+
+
+def test_public_names_are_few_and_documented() -> None:
+    assert len(flatbed.__all__) <= 16
+    for name in set(flatbed.__all__) - {"__version__"}:
+        assert getattr(flatbed, name).__doc__, name
