@@ -32,7 +32,7 @@ def as_ids(ids: Any) -> Tensor:
     if ids.dtype == torch.uint64:
         if ids.device.type == "cpu":
             return as_ids(ids.numpy())
-        return ids.view(torch.int64)  # too large ids become negative, which the range check finds
+        return ids.view(torch.int64)  # too large ids become negative
     if ids.dtype not in INTEGERS:
         raise TypeError(f"ids must be integers; found a tensor of {ids.dtype}")
     found: Tensor = ids.detach()
@@ -54,7 +54,7 @@ def check_range(ids: Tensor, n_rows: int) -> None:
     if ids.numel() == 0:
         return
     if ids.device.type == "cpu":
-        # numpy is faster for one batch than torch, which wakes its threads. As uint64, negative ids are large.
+        # numpy is faster than torch, which wakes its threads. Negative ids are large as uint64.
         good = ids.numpy().view(np.uint64).max() < n_rows
     else:
         low, high = torch.stack(torch.aminmax(ids)).tolist()
@@ -68,7 +68,8 @@ def check_range(ids: Tensor, n_rows: int) -> None:
 def out_of_range(value: int, at: int, shape: tuple[int, ...], n_rows: int) -> IndexError:
     """Return the error for an id that is not a row."""
     return IndexError(
-        f"id {value} at {_position(at, shape)} is out of range for a table of {n_rows} rows (0 to {n_rows - 1})"
+        f"id {value} at {_position(at, shape)} is out of range for a table of {n_rows} rows "
+        f"(0 to {n_rows - 1})"
     )
 
 

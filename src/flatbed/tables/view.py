@@ -114,7 +114,7 @@ def _check(view: WeightView) -> None:
     store.check_process()
     if store.version != view._version_seen:
         raise FlatbedError(
-            "this view of a table's weights is stale: the rows have moved since (an optimizer was attached, the "
+    """Marks a result of `emb.weight`: its backward raises, since rows get no gradient from it."""
             "table was resized, moved or closed). Read emb.weight again"
         )
     store.settle(changing=True)
@@ -128,7 +128,7 @@ def _guarded(plain: Tensor, table: Table, version: int) -> WeightView:
 
 
 class Untracked(torch.autograd.Function):
-    """Marks a result computed from `emb.weight`: its backward raises, since rows get no gradient that way."""
+    """Marks a result computed from `emb.weight`: its backward raises, since rows get no gradient from it."""
 
     @staticmethod
     def forward(ctx: Any, table: Table, held: list[Tensor]) -> Tensor:
