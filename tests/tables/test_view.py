@@ -192,7 +192,7 @@ def test_stale_views_raise(storage: str, move: str) -> None:
             lambda view=view: view.tolist(),  # type: ignore[misc]
         ]
         for use in uses:
-            with pytest.raises(flatbed.FlatbedError, match="stale.*emb.weight again"):
+            with pytest.raises(flatbed.FlatbedError, match=r"stale.*emb\.weight again"):
                 use()
     if move == "close":
         for ask in (lambda: emb.weight, lambda: emb([1]), lambda: emb.read_rows([1])):

@@ -114,7 +114,7 @@ def _check(view: WeightView) -> None:
     store.check_process()
     if store.version != view._version_seen:
         raise FlatbedError(
-    """Marks a result of `emb.weight`: its backward raises, since rows get no gradient from it."""
+            "this view of a table's weights is stale: rows have moved since (an optimizer was attached, the "
             "table was resized, moved or closed). Read emb.weight again"
         )
     store.settle(changing=True)
