@@ -80,9 +80,7 @@ def main() -> None:
         resumed = train(model, optimizer, range(begin, options.steps))
         model.close_without_saving()
         is_equal = resumed == uninterrupted
-        print(
-            f"loss {resumed[-1]:.3f} after resuming at step {begin}; equal to the uninterrupted run: {is_equal}"
-        )
+        print(f"loss {resumed[-1]:.3f} after resuming at step {begin}; as without a crash: {is_equal}")
         if not is_equal:
             raise SystemExit("the resumed run has other losses")
 

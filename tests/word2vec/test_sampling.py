@@ -4,7 +4,6 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +14,6 @@ from flatbed.word2vec.sampling import (
     SHARED,
     BatchSampler,
     NegativeSampler,
-    contexts,
-    keep_probabilities,
-    unique,
 )
 
 from .texts import BatchArrays, random_corpus
@@ -28,7 +24,7 @@ def sampler(corpus: Corpus, **options: Any) -> BatchSampler:
 
 
 def sampled(corpus: Corpus, begin: int = 0, end: int = 1, **options: Any) -> list[BatchArrays]:
-    return [BatchArrays.of(batch) for batch in sampler(corpus, **options).range(begin, end)]
+    return [BatchArrays.of(batch) for batch in map(sampler(corpus, **options).make, range(begin, end))]
 
 
 def listed(batch: BatchArrays, window: int) -> list[tuple[int, int]]:
@@ -67,12 +63,11 @@ def test_pairs_are_those_of_a_plain_loop(lengths: list[int], window: int, seed: 
     corpus = Corpus.from_sentences([[str(w) for w in s] for s in sentences])
     if not len(corpus):
         return
-    batches = sampler(corpus, window=window, seed=seed)
-    order = batches.order(0)
-    batch = BatchArrays.of(batches.make(order, 0))
+    (batch,) = sampled(corpus, window=window, seed=seed)
     begins = np.concatenate(([0], corpus.ends[:-1]))
-    texts = [corpus.ids[begins[s] : corpus.ends[s]].tolist() for s in order.sentences]
-    # What `make` draws, in its order.
+    # The random numbers of `make`, in the same order.
+    order = np.random.default_rng([seed, 0, 0]).permutation(len(begins))
+    texts = [corpus.ids[begins[s] : corpus.ends[s]].tolist() for s in order]
     draws = np.random.default_rng([seed, 0, 1])
     draws.random(len(corpus), dtype=np.float32)
     reach = draws.integers(1, window + 1, len(corpus)).tolist()
@@ -80,16 +75,6 @@ def test_pairs_are_those_of_a_plain_loop(lengths: list[int], window: int, seed: 
     assert listed(batch, window) == wanted
     assert batch.n_pairs == len(wanted)
     assert batch.n_words == len(corpus)
-
-
-@given(st.lists(st.integers(0, 5), max_size=30), st.integers(1, 5), st.integers(0, 99))
-def test_contexts(lengths: list[int], window: int, seed: int) -> None:
-    sentences = np.repeat(np.arange(len(lengths)), lengths)
-    reach = np.random.default_rng(seed).integers(1, window + 1, len(sentences))
-    first, last = contexts(sentences, reach)
-    for i in range(len(sentences)):
-        seen = [j for j in range(len(sentences)) if sentences[j] == sentences[i] and abs(i - j) <= reach[i]]
-        assert (first[i], last[i]) == (seen[0], seen[-1])
 
 
 def test_windows_are_uniform() -> None:
@@ -114,13 +99,6 @@ def test_frequent_words_are_thinned_out() -> None:
     wanted = np.minimum(np.sqrt(1e-2 / f) + 1e-2 / f, 1)
     assert np.all(np.abs(kept - wanted) < 4.5 * np.sqrt(0.25 / corpus.counts))
     assert wanted[0] < 0.25
-
-
-@pytest.mark.parametrize("t", [1e-1, 1e-2, 1e-3])
-def test_subsampling_is_word2vecs_formula(t: float) -> None:
-    counts = np.array([900, 90, 9, 1])
-    wanted = [min((t / f) ** 0.5 + t / f, 1) for f in counts / counts.sum()]
-    np.testing.assert_allclose(keep_probabilities(counts, t), wanted, rtol=1e-6)
 
 
 def test_every_word_of_the_text_is_in_one_batch_of_each_epoch() -> None:
@@ -195,13 +173,6 @@ def test_sentences_longer_than_batches() -> None:
     made = sampled(corpus, 0, 14, batch_words=10)
     assert sum(batch.n_words for batch in made) == 140
     assert any(batch.n_words == 0 and batch.n_pairs == 0 for batch in made)
-
-
-def test_unique() -> None:
-    found, (a, b) = unique(10, np.array([5, 2, 5]), np.array([9, 2]))
-    assert found.tolist() == [2, 5, 9]
-    assert a.tolist() == [1, 0, 1]
-    assert b.tolist() == [2, 0]
 
 
 @settings(max_examples=40)

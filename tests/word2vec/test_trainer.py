@@ -92,27 +92,20 @@ def test_vectors_with_ngrams() -> None:
 
 
 def test_progress_and_learning_rate() -> None:
+    """The rate of the optimizer falls linearly from the first step."""
     trainer = Trainer(kinds_corpus(300), Settings(**SMALL, lr=0.5))
-    seen = list(trainer)
+    seen, rates = [], []
+    for progress in trainer:
+        seen.append(progress)
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
     assert [p.step for p in seen] == list(range(1, trainer.n_steps + 1))
+    np.testing.assert_allclose(rates, 0.5 * (1 - np.arange(trainer.n_steps) / trainer.n_steps))
+    np.testing.assert_allclose([p.lr for p in seen[:-1]], rates[1:])
+    assert [p.epoch for p in seen[::5]] == [1, 2, 3, 4]
     assert seen[-1].words == seen[-1].n_words == trainer.n_words == 4 * 2400
-    for p in seen:
-        assert p.lr == pytest.approx(0.5 * max(1 - p.step / p.n_steps, 1e-4))
-        assert p.epoch == min((p.step - 1) // 5 + 1, 4) or p.step % 5 == 0
     assert trainer.done
     assert trainer.losses == [(p.words, p.loss) for p in seen]
     assert list(trainer) == []
-
-
-def test_the_rate_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rate falls linearly from the first step."""
-    trainer = Trainer(kinds_corpus(300), Settings(**SMALL, lr=0.002, optimizer="sgd"))
-    rates: list[float] = []
-    step = trainer.optimizer.step
-    group = trainer.optimizer.param_groups[0]
-    monkeypatch.setattr(trainer.optimizer, "step", lambda: (rates.append(group["lr"]), step()))
-    trainer.run()
-    np.testing.assert_allclose(rates, 0.002 * (1 - np.arange(trainer.n_steps) / trainer.n_steps))
 
 
 def test_the_first_loss_is_that_of_zeros() -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-import rich.progress
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -313,19 +313,10 @@ def _bar(title: str) -> Iterator[Callable[..., None]]:
     if not console.is_terminal:
         yield _line_printer(title)
         return
-    bar = rich.progress.Progress(
-        rich.progress.TextColumn(title),
-        rich.progress.BarColumn(),
-        rich.progress.TextColumn("{task.percentage:>3.0f}%"),
-        rich.progress.TimeElapsedColumn(),
-        rich.progress.TimeRemainingColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        console=console,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, text="": bar.update(task, completed=done, total=total, description=text)
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[text]}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None, text="")
+        yield lambda done, total, text="": bar.update(task, completed=done, total=total, text=text)
 
 
 def _line_printer(title: str) -> Callable[..., None]:

@@ -7,8 +7,8 @@ So all scores of a block are one small matrix product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -47,16 +47,6 @@ class TrainingBatch:
     n_pairs: int
 
 
-@dataclass(frozen=True, slots=True)
-class SentenceOrder:
-    """The order of sentences in one epoch. Shuffling spreads rare words, which are close in the text."""
-
-    epoch: int
-    sentences: np.ndarray
-    begins: np.ndarray
-    """The begin of each sentence in the shuffled text."""
-
-
 class BatchSampler:
     """The batches of a training run, each made from (seed, epoch, number in the epoch) alone.
 
@@ -81,34 +71,32 @@ class BatchSampler:
         self._window = window
         self._seed = seed
         self._bags = bags
+        self._order = lru_cache(maxsize=1)(self._shuffle)
         self.steps_per_epoch = -(-len(corpus) // batch_words)
 
-    def range(self, begin: int, end: int) -> Iterator[TrainingBatch]:
-        """Yield the batches of steps `begin` to `end`."""
-        order = None
-        for step in range(begin, end):
-            if order is None or order.epoch != step // self.steps_per_epoch:
-                order = self.order(step // self.steps_per_epoch)
-            yield self.make(order, step % self.steps_per_epoch)
-
-    def order(self, epoch: int) -> SentenceOrder:
-        """Shuffle the sentences for an epoch."""
-        chosen = np.random.default_rng([self._seed, epoch, 0]).permutation(len(self._lengths))
-        lengths = self._lengths[chosen]
-        return SentenceOrder(epoch, chosen, np.cumsum(lengths) - lengths)
-
-    def make(self, order: SentenceOrder, number: int) -> TrainingBatch:
-        """Make the batch with this number in an epoch."""
-        random = np.random.default_rng([self._seed, order.epoch, 1 + number])
-        words, sentences = self._text(order, number)
+    def make(self, step: int) -> TrainingBatch:
+        """Make the batch of a step, counted from the first epoch."""
+        epoch, number = divmod(step, self.steps_per_epoch)
+        random = np.random.default_rng([self._seed, epoch, 1 + number])
+        words, sentences = self._text(epoch, number)
         is_kept = random.random(len(words), dtype=np.float32) < self._keep[words]
         return self._blocks(words[is_kept], sentences[is_kept], len(words), random)
 
-    def _text(self, order: SentenceOrder, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the order of sentences in an epoch, and the begin of each in the shuffled text.
+
+        Shuffling spreads rare words, which are close together in the text.
+        """
+        order = np.random.default_rng([self._seed, epoch, 0]).permutation(len(self._lengths))
+        lengths = self._lengths[order]
+        return order, np.cumsum(lengths) - lengths
+
+    def _text(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the words of the sentences that begin in this step's part, and the sentence of each."""
+        order, begins = self._order(epoch)
         # Parts of equal length: otherwise the last step of an epoch could have only a few words.
         part = np.array([number, number + 1]) * len(self._corpus) // self.steps_per_epoch
-        chosen = order.sentences[slice(*np.searchsorted(order.begins, part))]
+        chosen = order[slice(*np.searchsorted(begins, part))]
         lengths = self._lengths[chosen]
         sentences = np.repeat(np.arange(len(chosen)), lengths)
         shifts = self._corpus.ends[chosen] - np.cumsum(lengths)  # from positions in the batch to the corpus

@@ -15,15 +15,14 @@ import torch
 from flatbed import optim
 
 STORAGES = ("host", "device", "disk")
-BATCH_WORDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerDefaults:
     """Values that suit word vectors by measurement, where they differ from the optimizer's defaults."""
 
-    lr: float
-    batch_words: int = BATCH_WORDS
+    lr: float | None = None
+    batch_words: int = 4096
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -92,20 +91,18 @@ class Settings:
     @property
     def learning_rate(self) -> float | None:
         """The first learning rate; None for the optimizer's own default."""
-        defaults = self._optimizer_defaults
-        return self.lr if self.lr is not None or defaults is None else defaults.lr
+        return self.lr or self._defaults.lr
 
     @property
     def words_per_step(self) -> int:
         """`batch_words`, or the number that suits the optimizer."""
-        defaults = self._optimizer_defaults
-        return self.batch_words or (BATCH_WORDS if defaults is None else defaults.batch_words)
+        return self.batch_words or self._defaults.batch_words
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
         """Keyword arguments of the optimizer."""
         lr = {} if self.learning_rate is None else {"lr": self.learning_rate}
-        return lr | ({} if self._optimizer_defaults is None else self._optimizer_defaults.options)
+        return lr | self._defaults.options
 
     @property
     def torch_device(self) -> torch.device:
@@ -113,8 +110,8 @@ class Settings:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     @property
-    def _optimizer_defaults(self) -> OptimizerDefaults | None:
-        return OPTIMIZER_DEFAULTS.get(self.optimizer.lower())
+    def _defaults(self) -> OptimizerDefaults:
+        return OPTIMIZER_DEFAULTS.get(self.optimizer.lower(), OptimizerDefaults())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that change the result, for JSON: not device, cache and paths."""

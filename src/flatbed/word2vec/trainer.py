@@ -163,7 +163,7 @@ class Trainer:
 
     def _batches(self) -> Generator[TrainingBatch, None, None]:
         """Yield the remaining batches on the computing device."""
-        sampled = self._sampler.range(self.step, self.n_steps)
+        sampled = map(self._sampler.make, range(self.step, self.n_steps))
         device = self.settings.torch_device
         if device.type == "cpu" and not self._prefetch:
             yield from sampled
