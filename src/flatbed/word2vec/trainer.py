@@ -62,7 +62,7 @@ class Trainer:
 
     - `make_tables`: makes the model and the optimizer, for comparisons; by default flatbed tables.
     - `prefetch`: load rows of coming batches ahead of time; by default on a GPU, and for tables on disk.
-    - `steps_per_report`: by default for about 500 reports, at most 50.
+    - `steps_per_report`: by default the number that gives about 500 reports, at most 50.
 
     >>> corpus = Corpus.from_sentences([["a", "cat", "and", "a", "dog"]] * 50)
     >>> trainer = Trainer(corpus, Settings(dim=8, epochs=2, device="cpu"))
