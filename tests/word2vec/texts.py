@@ -24,7 +24,7 @@ SURROUNDINGS = {
 
 
 def kinds_corpus(n_sentences: int = 1500, seed: int = 0) -> Corpus:
-    """Sentences of words of one kind, each with words that occur only beside that kind."""
+    """Sentences of words of one kind, each with words that occur only near that kind."""
     random = np.random.default_rng(seed)
     sentences = []
     for _ in range(n_sentences):

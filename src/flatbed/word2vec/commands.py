@@ -156,7 +156,7 @@ def _settings(options: dict[str, Any], defaults: dict[str, Any]) -> Settings:
     given = {name: value for name, value in options.items() if value is not None}
     if "ngrams" in given:
         lengths = given["ngrams"].split("-")
-        if not all(length.isdecimal() for length in lengths):
+        if len(lengths) > 2 or not all(length.isdecimal() for length in lengths):
             raise ValueError(f"--ngrams must be lengths such as 3-6; found {given['ngrams']!r}")
         given["ngrams"] = (int(lengths[0]), int(lengths[-1]))
     settings = Settings(**defaults | given)
