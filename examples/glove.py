@@ -1,6 +1,6 @@
-"""GloVe: word vectors from how often words stand close together, counted in a matrix (COM).
+"""GloVe: word vectors from a co-occurrence matrix, counted by SpeedTorch's COM.
 
-The text is the source of a few modules of Python's standard library, which every machine has.
+The text is the source of a few modules of Python's standard library.
 
 Run: python examples/glove.py [--steps 800] [WORD …]
 """
@@ -28,11 +28,11 @@ MODULES = (
     *("os", "pdb", "pickle", "platform", "random", "shutil", "smtplib", "socket", "ssl", "statistics"),
     *("subprocess", "tarfile", "tempfile", "threading", "typing", "zipfile"),
 )
-WINDOW, DIM, BATCH_SIZE, MOST = 4, 48, 4096, 1500
+WINDOW, DIM, BATCH_SIZE, N_WORDS = 4, 48, 4096, 1500
 
 
 class Glove(nn.Module):
-    """log(count) ≈ word · context + both biases. A row is a vector, and its bias at the end."""
+    """log(count) ≈ word · context + both biases. A row has a vector, and a bias as the last element."""
 
     def __init__(self, n_words: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Glove(nn.Module):
     def forward(self, words: Tensor, contexts: Tensor, counts: Tensor) -> Tensor:
         word, context = self.words(words), self.contexts(contexts)
         guess = (word[:, :-1] * context[:, :-1]).sum(1) + word[:, -1] + context[:, -1]
-        weight = (counts / 20.0).clamp(max=1.0) ** 0.75  # rare pairs count for little
+        weight = (counts / 20.0).clamp(max=1.0) ** 0.75  # rare pairs have small weights
         loss: Tensor = (weight * (guess - counts.log()) ** 2).mean()
         return loss
 
@@ -53,38 +53,37 @@ class Glove(nn.Module):
 
 
 def read_words() -> list[str]:
-    """Names in the modules' code: no comments, no texts of several lines, and no words of Python itself."""
+    """Return the identifiers of the modules, without comments, docstrings and keywords."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [library / f"{name}.py" for name in MODULES]
     text = "\n".join(file.read_text("utf-8") for file in files if file.exists())
     text = re.sub(r'""".*?"""|#[^\n]*', " ", text, flags=re.S)
-    left_out = {*map(str.lower, keyword.kwlist), "self"}
-    return [word for word in re.findall(r"[a-z][a-z_]+", text.lower()) if word not in left_out]
+    skipped = {*map(str.lower, keyword.kwlist), "self"}
+    return [word for word in re.findall(r"[a-z][a-z_]+", text.lower()) if word not in skipped]
 
 
 def count(words: list[str]) -> tuple[list[str], SpeedTorch.COM]:
-    """The most frequent words, and how often they stand close together: near ones count for more."""
-    names = [word for word, _ in Counter(words).most_common(MOST)]
-    number = {word: at for at, word in enumerate(names)}
+    """Return the most frequent words, and how often they occur together; close pairs count for more."""
+    names = [word for word, _ in Counter(words).most_common(N_WORDS)]
+    number = {word: i for i, word in enumerate(names)}
     text = np.array([number[word] for word in words if word in number], dtype=np.int32)
     matrix = SpeedTorch.COM(total_classes=len(names), datatype="float32")
     matrix.comInit()
-    for away in range(1, WINDOW + 1):
-        near = np.full(len(text) - away, 1.0 / away, dtype=np.float32)
-        matrix.addCounts(text[:-away], text[away:], near)
-        matrix.addCounts(text[away:], text[:-away], near)
+    for distance in range(1, WINDOW + 1):
+        counts = np.full(len(text) - distance, 1.0 / distance, dtype=np.float32)
+        matrix.addCounts(text[:-distance], text[distance:], counts)
+        matrix.addCounts(text[distance:], text[:-distance], counts)
     return names, matrix
 
 
-def train(model: Glove, entries: tuple[Any, Any, Any], steps: int) -> list[float]:
-    rows, columns, counts = (torch.from_numpy(one) for one in entries)
+def train(model: Glove, entries: tuple[Any, Any, Any], steps: int, device: str) -> list[float]:
+    rows, columns, counts = (torch.from_numpy(array).to(device) for array in entries)
     optimizer = flatbed.optim.Adagrad(model, lr=0.1)
     generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(steps):
-        some = torch.randint(len(rows), (BATCH_SIZE,), generator=generator)
-        device = model.words.table.store.device
-        loss = model(rows[some], columns[some], counts[some].to(device))
+        batch = torch.randint(len(rows), (BATCH_SIZE,), generator=generator).to(device)
+        loss = model(rows[batch], columns[batch], counts[batch])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -101,9 +100,9 @@ def main() -> None:
     words = read_words()
     names, matrix = count(words)
     entries = matrix.getEntries()
-    print(f"{len(words)} words of text, {len(names)} different ones, {len(entries[0])} pairs")
+    print(f"{len(words)} words of text, {len(names)} in the vocabulary, {len(entries[0])} pairs")
     model = Glove(len(names)).to(device)
-    losses = train(model, entries, options.steps)
+    losses = train(model, entries, options.steps, device)
     part = max(1, len(losses) // 10)
     print(f"loss {np.mean(losses[:part]):.4f} → {np.mean(losses[-part:]):.4f} in {options.steps} steps")
     vectors = model.vectors()
@@ -111,8 +110,8 @@ def main() -> None:
         if word not in names:
             print(f"{word}: not among the {len(names)} most frequent words")
             continue
-        near = (vectors @ vectors[names.index(word)]).topk(6).indices.tolist()
-        print(f"{word}: {', '.join(names[at] for at in near if names[at] != word)}")
+        nearest = (vectors @ vectors[names.index(word)]).topk(6).indices.tolist()
+        print(f"{word}: {', '.join(names[i] for i in nearest if names[i] != word)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Guess what users would say of items: two tables on the host, any optimizer, ratings made of hidden factors.
+"""Predict ratings of items by users: two tables on the host, any optimizer, synthetic data.
 
 Run: python examples/ratings.py [--optimizer adam] [--model factors|ncf] [--users 2000] [--items 500]
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import flatbed
 
-NOISE = 0.3  # what nobody can guess: the best possible error
+NOISE = 0.3  # the best possible error
 LEARNING_RATES = {
     "sgd": 20.0,
     "asgd": 20.0,
@@ -26,19 +26,19 @@ LEARNING_RATES = {
     "adamax": 0.05,
     "lion": 0.005,
 }
-"""Those that suit the optimizer; 0.02 suits the others."""
+"""Learning rates of optimizers; 0.02 for all others."""
 
 
 @dataclass(frozen=True)
 class Ratings:
-    """Who rated what, and how: three tensors of the same length."""
+    """Ratings as three tensors of the same length."""
 
     users: Tensor
     items: Tensor
     values: Tensor
 
     def batches(self, size: int, seed: int) -> Iterator[Ratings]:
-        """In random order."""
+        """Yield batches in random order."""
         order = torch.randperm(len(self.values), generator=torch.Generator().manual_seed(seed))
         for begin in range(0, len(order), size):
             chosen = order[begin : begin + size].to(self.values.device)
@@ -46,25 +46,27 @@ class Ratings:
 
 
 def make_ratings(n_users: int, n_items: int, n_ratings: int, *, seed: int) -> tuple[Ratings, Ratings]:
-    """Nine tenths to learn from, one to be tested with. Users and items have 4 hidden factors and a bias."""
+    """Make ratings from hidden factors and biases: 9/10 for training, 1/10 for tests."""
     random = torch.Generator().manual_seed(seed)
     tastes, traits = (torch.randn(n, 4, generator=random) * 0.6 for n in (n_users, n_items))
     user_bias, item_bias = (torch.randn(n, generator=random) * 0.4 for n in (n_users, n_items))
     users = torch.randint(n_users, (n_ratings,), generator=random)
-    items = (torch.rand(n_ratings, generator=random) ** 2 * n_items).long()  # some are rated far more often
-    liked = (tastes[users] * traits[items]).sum(1) + user_bias[users] + item_bias[items]
-    values = 3.5 + liked + NOISE * torch.randn(n_ratings, generator=random)
+    items = (
+        torch.rand(n_ratings, generator=random) ** 2 * n_items
+    ).long()  # skewed: some items have many ratings
+    score = (tastes[users] * traits[items]).sum(1) + user_bias[users] + item_bias[items]
+    values = 3.5 + score + NOISE * torch.randn(n_ratings, generator=random)
     cut = n_ratings // 10
     return Ratings(users[cut:], items[cut:], values[cut:]), Ratings(users[:cut], items[:cut], values[:cut])
 
 
 class Factors(nn.Module):
-    """Matrix factorisation: two biases and a product of vectors. A row holds a bias and a vector."""
+    """Matrix factorization: the product of two vectors and two biases. A row has a bias and a vector."""
 
     def __init__(self, n_users: int, n_items: int, dim: int, mean: float) -> None:
         super().__init__()
-        self.users = flatbed.Embedding(n_users, dim + 1, init=("normal", 0.0, 0.2))
-        self.items = flatbed.Embedding(n_items, dim + 1, init=("normal", 0.0, 0.2))
+        self.users = flatbed.Embedding(n_users, dim + 1, init=("normal", 0.0, 0.2), seed=1)
+        self.items = flatbed.Embedding(n_items, dim + 1, init=("normal", 0.0, 0.2), seed=2)
         self.mean = mean
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ class Factors(nn.Module):
 
 
 class NeuralFactors(Factors):
-    """Neural collaborative filtering: a network looks at both vectors and adds what the product misses."""
+    """Neural collaborative filtering: a network over both vectors corrects the product."""
 
     def __init__(self, n_users: int, n_items: int, dim: int, mean: float) -> None:
         super().__init__(n_users, n_items, dim, mean)
@@ -83,12 +85,12 @@ class NeuralFactors(Factors):
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         both = torch.cat((self.users(users)[:, 1:], self.items(items)[:, 1:]), 1)
-        seen: Tensor = self.network(both).squeeze(1)
-        return super().forward(users, items) + seen
+        correction: Tensor = self.network(both).squeeze(1)
+        return super().forward(users, items) + correction
 
 
 def classes(module: ModuleType) -> dict[str, Any]:
-    """The optimizers in a module, by their names in small letters."""
+    """Return the optimizers of a module by their names in lower case."""
     found = {name: getattr(module, name) for name in module.__all__}
     return {
         name.lower(): kind for name, kind in found.items() if isinstance(kind, type) and name != "Optimizer"
@@ -96,7 +98,7 @@ def classes(module: ModuleType) -> dict[str, Any]:
 
 
 def make_optimizer(name: str, model: nn.Module, lr: float | None) -> torch.optim.Optimizer:
-    """Any of flatbed's by its name, or any of torch's: tables and dense parameters alike."""
+    """Make an optimizer of flatbed or torch by name, for tables and dense parameters."""
     ours, torchs = classes(flatbed.optim), classes(torch.optim)
     lr = LEARNING_RATES.get(name, 0.02) if lr is None else lr
     try:
@@ -104,32 +106,31 @@ def make_optimizer(name: str, model: nn.Module, lr: float | None) -> torch.optim
             made: torch.optim.Optimizer = ours[name](model, lr=lr)
             return made
         if name in torchs:
-            params = [*model.parameters(), *flatbed.tables(model)]
-            return flatbed.optim.from_torch(torchs[name], params, lr=lr)
-    except (TypeError, flatbed.FlatbedError) as error:  # not for tables, or for nothing else
+            return flatbed.optim.from_torch(torchs[name], model, lr=lr)
+    except (TypeError, flatbed.FlatbedError) as error:  # it does not support tables, or only sparse gradients
         raise SystemExit(str(error)) from error
-    raise SystemExit(f"no optimizer is called {name!r}; there are {', '.join(sorted({*ours, *torchs}))}")
+    raise SystemExit(f"there is no optimizer {name!r}; known are {', '.join(sorted({*ours, *torchs}))}")
 
 
 @torch.no_grad()
 def error(model: nn.Module, ratings: Ratings) -> float:
-    """Root of the mean squared error."""
-    guessed = model(ratings.users, ratings.items)
-    return float(nn.functional.mse_loss(guessed, ratings.values).sqrt())
+    """Return the root of the mean squared error."""
+    predicted = model(ratings.users, ratings.items)
+    return float(nn.functional.mse_loss(predicted, ratings.values).sqrt())
 
 
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, known: Ratings, *, epochs: int, size: int
 ) -> None:
     n_steps = epochs * -(-len(known.values) // size)
-    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=n_steps)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=n_steps)
     for epoch in range(epochs):
         for batch in known.batches(size, seed=epoch):
             loss = nn.functional.mse_loss(model(batch.users, batch.items), batch.values)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-            falling.step()
+            scheduler.step()
 
 
 def main() -> None:
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument(
         "--optimizer", type=str.lower, default="adam", help="a name of flatbed.optim or torch.optim"
     )
-    parser.add_argument("--lr", type=float, help="at the beginning; it falls to almost nothing")
+    parser.add_argument("--lr", type=float, help="first learning rate; it falls to a hundredth")
     options = parser.parse_args()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,7 +166,7 @@ def main() -> None:
         f"error on new ratings: {plain:.3f} for the plain mean, {found:.3f} trained, {NOISE:.3f} is the noise"
     )
     if not found < plain:
-        raise SystemExit("nothing was learnt: try another --lr")
+        raise SystemExit("the model is no better than the mean: try another --lr")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train embedding tables that live on disk, kill the run half way, and go on as if nothing had happened.
+"""Train an embedding table on disk, drop the run half way, and resume with the same result.
 
 Run: python examples/tables.py [--users 20000] [--items 5000]
 """
@@ -16,26 +16,28 @@ import flatbed
 
 
 class Factors(nn.Module):
-    """Ratings as products of a user's and an item's vector."""
+    """Predicts a rating as the product of a user's and an item's vector."""
 
     def __init__(self, folder: Path, n_users: int, n_items: int) -> None:
         super().__init__()
         small = ("normal", 0.0, 0.3)
-        self.users = flatbed.Embedding(n_users, 16, storage="disk", path=folder / "users.bed", init=small)
-        self.items = flatbed.Embedding(n_items, 16, init=small)  # in host memory
+        path = folder / "users.bed"
+        self.users = flatbed.Embedding(n_users, 16, storage="disk", path=path, init=small, seed=1)
+        self.items = flatbed.Embedding(n_items, 16, init=small, seed=2)  # in host memory
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         products: Tensor = self.users(users) * self.items(items)
         return products.sum(1) + self.bias
 
-    def close(self) -> None:
+    def close_without_saving(self) -> None:
+        """Close the tables and drop changes since the last checkpoint, as a crash would."""
         for table in flatbed.tables(self):
             table.close(discard=True)
 
 
 def batch(step: int, model: Factors) -> tuple[Tensor, Tensor, Tensor]:
-    """Ratings that have a pattern to be found: users like items of their own kind."""
+    """Make ratings with a pattern: users like items of their own kind."""
     generator = torch.Generator().manual_seed(step)
     users = torch.randint(model.users.num_embeddings, (4096,), generator=generator)
     items = torch.randint(model.items.num_embeddings, (4096,), generator=generator)
@@ -69,18 +71,18 @@ def main() -> None:
         losses = train(model, optimizer, range(half))
         print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {half} steps on {device}; {flatbed.tables(model)}")
         flatbed.save_checkpoint(folder / "run", model, optimizer, extra={"step": half})
-        straight = train(model, optimizer, range(half, options.steps))  # what the crash below will cost
-        model.close()
+        uninterrupted = train(model, optimizer, range(half, options.steps))  # for comparison
+        model.close_without_saving()
 
-        model = Factors(folder, options.users, options.items).to(device)  # a new process would begin here
+        model = Factors(folder, options.users, options.items).to(device)  # as a new process would
         optimizer = flatbed.optim.Adam(model, lr=0.03)
         begin = flatbed.load_checkpoint(folder / "run", model, optimizer)["step"]
         resumed = train(model, optimizer, range(begin, options.steps))
-        model.close()
-        same = resumed == straight
-        print(f"loss {resumed[-1]:.3f} after resuming at step {begin}; as without a crash: {same}")
-        if not same:
-            raise SystemExit("the resumed run took another course")
+        model.close_without_saving()
+        is_equal = resumed == uninterrupted
+        print(f"loss {resumed[-1]:.3f} after resuming at step {begin}; as without a crash: {is_equal}")
+        if not is_equal:
+            raise SystemExit("the resumed run has other losses")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The examples run."""
+"""The examples run, and their models learn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(name: str, *options: str) -> str:
     return done.stdout
 
 
-def test_tables_that_are_killed_go_on() -> None:
+def test_tables_resume_with_the_same_losses() -> None:
     lines = run("tables.py", "--users", "500", "--items", "200", "--steps", "40").splitlines()
     first, second = lines
     before, after = (float(word) for word in first.split()[1:4:2])
@@ -42,7 +42,7 @@ def test_glove_learns() -> None:
     assert lines[2].startswith("start: ")
 
 
-def test_ratings_come_near_the_noise() -> None:
+def test_ratings_approach_the_noise() -> None:
     sizes = ["--users", "200", "--items", "100", "--ratings", "20000", "--batch", "500"]
     last = run("ratings.py", *sizes).splitlines()[-1]
     plain, found, noise = (float(n) for n in re.findall(r"\d\.\d{3}", last))

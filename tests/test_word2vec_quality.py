@@ -240,11 +240,10 @@ def test_a_broken_trainer_is_noticed() -> None:
 
 
 def test_mistakes_are_gone_afterwards() -> None:
-    from flatbed.word2vec.sampling import Batches
-    from flatbed.word2vec.vocabulary import Unigrams
+    from flatbed.word2vec.sampling import BatchSampler, NegativeSampler
 
-    before = Unigrams.draw, Batches.make
+    before = NegativeSampler.draw, BatchSampler.make
     for mistake in (trainers.uniform_negatives, trainers.shifted_window):
         with mistake():
-            assert (Unigrams.draw, Batches.make) != before
-        assert (Unigrams.draw, Batches.make) == before
+            assert (NegativeSampler.draw, BatchSampler.make) != before
+        assert (NegativeSampler.draw, BatchSampler.make) == before

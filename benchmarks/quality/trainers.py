@@ -104,7 +104,7 @@ def train_flatbed(text: Text, task: Task, seed: int, **settings: Any) -> Trained
     with stopwatch() as took:
         trainer.run()
     vectors = trainer.vectors()
-    outputs: Any = trainer.tables.model["outputs"]
+    outputs: Any = trainer.model["outputs"]
     number = {word: place for place, word in enumerate(vectors.words)}
     rows = [number[word] for word in text.words]
     return Trained(torch.from_numpy(vectors.matrix[rows]), outputs.read_rows(rows), *took)
@@ -123,28 +123,28 @@ def with_default(text: Text, task: Task, seed: int) -> Trained:
 @contextmanager
 def uniform_negatives() -> Iterator[None]:
     """The mistake: negatives are drawn from all words alike, however frequent they are."""
-    from flatbed.word2vec.vocabulary import Unigrams
+    from flatbed.word2vec.sampling import NegativeSampler
 
-    def draw(self: Unigrams, n: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
+    def draw(self: NegativeSampler, n: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
         return random.integers(len(self._cumulative), size=n)
 
-    with patch.object(Unigrams, "draw", draw):
+    with patch.object(NegativeSampler, "draw", draw):
         yield
 
 
 @contextmanager
 def shifted_window() -> Iterator[None]:
     """The mistake: a word is given the contexts of the word that stands `window` places before it."""
-    from flatbed.word2vec.sampling import Batch, Batches
+    from flatbed.word2vec.sampling import BatchSampler, TrainingBatch
 
-    make = Batches.make
+    make = BatchSampler.make
 
-    def shifted(self: Batches, *arguments: Any) -> Batch:
+    def shifted(self: BatchSampler, *arguments: Any) -> TrainingBatch:
         batch = make(self, *arguments)
-        words = np.roll(batch.words.ravel(), -self._window).reshape(batch.words.shape)
-        return replace(batch, words=words)
+        centers = batch.centers.flatten().roll(-self._window).view_as(batch.centers)
+        return replace(batch, centers=centers)
 
-    with patch.object(Batches, "make", shifted):
+    with patch.object(BatchSampler, "make", shifted):
         yield
 
 

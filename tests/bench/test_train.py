@@ -10,7 +10,6 @@ import torch
 from flatbed.bench import train
 from flatbed.bench.rows import read_rows, this_machine, write_rows
 from flatbed.bench.train_rows import WordsRow, file_name, groups, panels, sheets, summary, to_markdown
-from flatbed.word2vec.tables import Tables
 
 CPU = torch.device("cpu")
 TINY = train.Case("n-grams", 300, 6000, 500, 16, 512, 1)
@@ -51,10 +50,10 @@ def test_rows_are_stored_and_shown(rows: list[WordsRow], tmp_path: Path) -> None
 def test_a_way_that_trains_otherwise_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     real = train.torch_tables
 
-    def slower(settings: train.Settings, n_words: int) -> Tables:
-        made = real(settings, n_words)
-        made.optimizer.param_groups[0]["lr"] *= 30
-        return made
+    def slower(settings: train.Settings, n_words: int) -> tuple[torch.nn.ModuleDict, torch.optim.Optimizer]:
+        model, optimizer = real(settings, n_words)
+        optimizer.param_groups[0]["lr"] *= 30
+        return model, optimizer
 
     monkeypatch.setattr(train, "torch_tables", slower)
     found = list(train.run(TINY, CPU, this_machine("cpu"), ways=train.WAYS[:2], stage=lambda _: None))

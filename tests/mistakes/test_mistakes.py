@@ -68,11 +68,11 @@ def test_names_are_distinct() -> None:
 TYPED = {
     "word2vec": [
         ("--storage gpu", r"storage must be one of host, device, disk; found 'gpu'"),
-        ("{folder}/missing.txt", r"FILES: .*missing.txt is not a file"),
-        ("--out {folder}/missing/vectors.txt", r"--out: the folder .*missing does not exist"),
+        ("{folder}/missing.txt", r"files.*missing.txt' does not exist"),
+        ("--out {folder}/missing/vectors.txt", r"--out: .*missing.* cannot be written"),
     ],
     "neighbors": [
-        ("{folder}/missing.txt append", r"there is no file .*missing.txt"),
+        ("{folder}/missing.txt append", r"missing.txt' does not exist"),
         ("{folder}/notes.txt append", r"notes.txt does not begin with a line of two numbers, words and dim"),
     ],
     "doctor": [("cuda", r"unexpected extra argument(\(s\))? \(cuda\)"), ("--jsn", r"No such option: --jsn")],

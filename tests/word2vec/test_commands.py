@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,28 +17,21 @@ from typer.testing import CliRunner
 
 import flatbed
 from flatbed.word2vec import Settings, Trainer, Vectors, commands, read_corpus
-from flatbed.word2vec import plots as pictures
 from flatbed.word2vec.commands import neighbors, word2vec
+from flatbed.word2vec.plots import principal_plane
 
 from .texts import kinds_corpus
 
 app = typer.Typer()
 app.command()(word2vec)
 app.command()(neighbors)
-PROGRAM = """
-import typer
-from flatbed.word2vec.commands import neighbors, word2vec
-app = typer.Typer()
-app.command()(word2vec)
-app.command()(neighbors)
-app()
-"""
 FEW = ["--dim", "8", "--epochs", "2", "--device", "cpu"]
+QUIET = [*FEW, "--no-pictures"]
 
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """The command sets torch's, which would stay so for the other tests."""
+    """Restores torch's threads, which the command sets."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -48,140 +40,190 @@ def threads() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = kinds_corpus()
-    begins = np.concatenate(([0], corpus.ends[:-1]))
-    lines = [
-        " ".join(corpus.words[i] for i in corpus.ids[a:b]) for a, b in zip(begins, corpus.ends, strict=True)
-    ]
+    sentences = np.split(np.array(corpus.words)[corpus.ids], corpus.ends[:-1])
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(" ".join(sentence) for sentence in sentences))
     return path
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    # Wide, since typer draws a frame around its errors and breaks the paths in them.
-    done = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "500"})
+    # Wide, since typer breaks long lines of errors.
+    done = CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "500"})
     assert done.exit_code == code, done.output + repr(done.exception)
     return re.sub(r"[\s│]+", " ", done.output)
 
 
+def start(*arguments: object, before: str = "") -> subprocess.Popen[str]:
+    """Run the command in another process, after the statements `before`."""
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{before}\nfrom flatbed.cli import app; app()", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1])},
+    )
+
+
+def matrix(path: Path) -> np.ndarray:
+    return Vectors.load(path).matrix
+
+
+# ---- results
+
+
 @pytest.mark.parametrize("binary", [False, True])
 def test_from_text_to_neighbours(binary: bool, text: Path, tmp_path: Path) -> None:
+    gensim = pytest.importorskip("gensim.models")
     out = tmp_path / "v.out"
     options = ["--dim", 16, "--epochs", 6, "--batch-words", 256, "--device", "cpu", "--subsample", 0]
     said = run("word2vec", text, *options, "--out", out, *(["--binary"] if binary else []))
     assert "12,000 words of text, 27 distinct" in said
-    assert re.search(rf"wrote {out} wrote \S+\.loss\.png and \S+\.map\.png nearest neighbours", said)
-    assert said.endswith(f"those of other words: flatbed neighbors {out} WORD... ")
     assert "tables on the host, computed on cpu" in said
-    gensim = pytest.importorskip("gensim.models")
-    theirs = gensim.KeyedVectors.load_word2vec_format(str(out), binary=binary)
-    assert theirs.vectors.shape == (27, 16)
+    assert f"wrote {out} wrote {tmp_path}/v.loss.png and {tmp_path}/v.map.png nearest neighbours" in said
+    loaded = gensim.KeyedVectors.load_word2vec_format(str(out), binary=binary)
+    assert loaded.vectors.shape == (27, 16)
     animals = {"dog", "horse", "cow", "eats", "sleeps", "runs", "barn", "fur"}
-    assert {word for word, _ in theirs.most_similar("cat", topn=4)} <= animals
-    said = run("neighbors", out, "cat", "red", "-n", 2)
-    assert len(re.findall(r"\d\.\d\d", said)) == 4
+    assert {word for word, _ in loaded.most_similar("cat", topn=4)} <= animals
+    assert len(re.findall(r"\d\.\d\d", run("neighbors", out, "cat", "red", "-n", 2))) == 4
     for name in ("v.loss.png", "v.map.png"):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["v.loss.png", "v.map.png", "v.out"]
 
 
-def test_the_library_without_files(tmp_path: Path) -> None:
-    said = run("word2vec", *FEW, "--max-words", 20_000, "--out", tmp_path / "v.txt", "--no-pictures")
+def test_the_standard_library_without_files(tmp_path: Path) -> None:
+    said = run("word2vec", *QUIET, "--max-words", 20_000, "--out", tmp_path / "v.txt")
     assert "Python's standard library: 20,000 words of text" in said
     assert "words occur 40 times or more" in said
     assert "self" in Vectors.load(tmp_path / "v.txt")
 
 
-def test_buckets_and_disk(text: Path, tmp_path: Path) -> None:
-    """Tables on disk stay: a finished training is told from one that can go on."""
-    options = [*FEW, "--no-pictures", "--buckets", "1_000", "--ngrams", "3-4", "--storage", "disk"]
-    options += ["--path", tmp_path / "tables", "--optimizer", "Adagrad", "--out", tmp_path / "v.txt"]
-    said = run("word2vec", text, *options)
-    assert f"finished; delete {tmp_path}/tables and {tmp_path}/v.txt.checkpoint to start anew" in said
-    assert (tmp_path / "tables" / "inputs.bed").stat().st_size > 1027 * 8 * 4
-    said = run("word2vec", text, *options, code=1)
-    assert "v.txt.checkpoint holds a finished training of" in said
-    assert f"delete {tmp_path}/tables and {tmp_path}/v.txt.checkpoint to start anew" in said
-    before = Vectors.load(tmp_path / "v.txt")
-    said = run("word2vec", text, *options, "--resume")
-    assert re.search(r"going on at step (\d+) of \1\b", said)
-    np.testing.assert_array_equal(Vectors.load(tmp_path / "v.txt").matrix, before.matrix)
+def test_every_setting_is_an_option(text: Path, tmp_path: Path) -> None:
+    """The command gives the same vectors as the settings in Python."""
+    options: dict[str, Any] = {"dim": 8, "window": 3, "negatives": 4, "min_count": 2, "subsample": 0.1}
+    options |= {"epochs": 1, "lr": 0.01, "optimizer": "Adagrad", "storage": "host", "seed": 3}
+    options |= {"batch_words": 300, "device": "cpu", "buckets": 100, "cache_rows": 10}
+    typed = [part for k, v in options.items() for part in (f"--{k.replace('_', '-')}", v)]
+    threads = ["--threads", torch.get_num_threads()]
+    run("word2vec", text, *typed, "--ngrams", "2-4", *threads, "--no-pictures", "--out", tmp_path / "v.txt")
+    trainer = Trainer(read_corpus(text), Settings(**options, ngrams=(2, 4)))
+    trainer.run()
+    np.testing.assert_array_equal(matrix(tmp_path / "v.txt"), trainer.vectors().matrix)
 
 
 def test_without_matplotlib(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "have_matplotlib", lambda: False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = run("word2vec", text, *FEW, "--out", tmp_path / "v.txt")
     assert "no pictures: matplotlib is not installed" in said
     assert "nearest neighbours" in said
     assert [p.name for p in tmp_path.iterdir()] == ["v.txt"]
 
 
-def test_a_map_of_two_words() -> None:
-    assert pictures.on_a_plane(np.array([[1.0], [2.0]])).shape == (2, 2)
-    plane = pictures.on_a_plane(np.random.default_rng(0).standard_normal((9, 5)))
+def test_the_plane_of_a_map() -> None:
+    assert principal_plane(np.array([[1.0], [2.0]])).shape == (2, 2)
+    plane = principal_plane(np.random.default_rng(0).standard_normal((9, 5)))
     np.testing.assert_allclose(plane.mean(0), 0, atol=1e-12)
     assert plane[:, 0].var() >= plane[:, 1].var()
     assert abs(plane[:, 0] @ plane[:, 1]) < 1e-9
 
 
+def test_words_are_printed_unchanged(tmp_path: Path) -> None:
+    words = [":key:", "x\\", "[bold]", "[/x]", "\\[a]"]
+    Vectors(words, np.random.default_rng(0).standard_normal((5, 3))).save(tmp_path / "v.txt")
+    said = run("neighbors", tmp_path / "v.txt", *words)
+    assert [said.split().count(word) for word in words] == [5] * 5
+
+
+def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "LINE_SECONDS", 0.0)
+    said = run("word2vec", text, *QUIET, "--out", tmp_path / "v.txt")
+    line = r"training: [\d,]+ of 24,000 \(\d+%\), epoch 1, [\d,]+ words/s, loss \d\.\d{3}"
+    assert len(re.findall(line, said)) > 3
+    assert re.search(r"reading: ([\d,]+) of \1 \(100%\)", said)
+
+
+# ---- mistakes
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["none.txt"], "none.txt is not a file"),
-        (["TEXT", "--out", "no/such/v.txt"], "the folder no/such does not exist"),
-        (["TEXT", "--out", "."], "is a folder"),
-        (["TEXT", "--dim", "0"], "dim must be 1 at least; found 0"),
+        (["none.txt"], "none.txt' does not exist"),
+        (["TEXT", "--out", "no/such/v.txt"], "such/.v.txt.new cannot be written (No such file"),
+        (["TEXT", "--out", "."], "is a directory"),
+        (["TEXT", "--dim", "0"], "dim must be at least 1; found 0"),
         (["TEXT", "--optimizer", "adamaxx"], "no optimizer 'adamaxx'"),
-        (["TEXT", "--storage", "cloud"], "storage must be one of"),
-        (["TEXT", "--storage", "disk"], "needs a path"),
-        (["TEXT", "--ngrams", "three"], "lengths are written as 3-6; found 'three'"),
-        (["TEXT", "--ngrams", "6-3", "--buckets", "9"], "least and the greatest length"),
-        (["TEXT", "--resume"], "there is no checkpoint"),
-        (["TEXT", "--device", "tpu9x"], "tpu9x"),
-        (["TEXT", "--threads", "0"], "--threads"),
-        (["TEXT", "--out", "x.txt", "--checkpoint", "./x.txt"], "x.txt is where results go"),
+        (["TEXT", "--storage", "disk"], "disk and a path"),
+        (["TEXT", "--ngrams", "three"], "lengths such as 3-6; found 'three'"),
+        (["TEXT", "--resume"], "holds no checkpoint"),
+        (["TEXT", "--device", "tpu9x"], "torch cannot use 'tpu9x'"),
+        (["TEXT", "--checkpoint", "TEXT"], "is a file"),
+        (["TEXT", "--encoding", "latin1000"], "unknown encoding"),
     ],
 )
 def test_wrong_options(arguments: list[str], match: str, text: Path, tmp_path: Path) -> None:
-    asked = [str(text) if one == "TEXT" else one for one in arguments]
-    out = [] if "--out" in asked else ["--out", str(tmp_path / "v.txt")]
-    said = run("word2vec", *asked, *out, code=2)
-    assert match in said
+    given = [str(text) if each == "TEXT" else each for each in arguments]
+    out = [] if "--out" in given else ["--out", str(tmp_path / "v.txt")]
+    done = CliRunner().invoke(app, ["word2vec", *given, *out], env={"COLUMNS": "500"})
+    assert done.exit_code in (1, 2)
+    assert match in done.output
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["v.txt", "v.loss.png", "v.map.png", ".v.txt.new"])
+def test_a_text_is_never_overwritten(name: str, tmp_path: Path) -> None:
+    content = "to be or not to be " * 20
+    (tmp_path / "sub").mkdir()
+    (tmp_path / name).write_text(content)
+    (tmp_path / "link.txt").symlink_to(tmp_path / name)
+    for text in (tmp_path / name, tmp_path / "link.txt"):
+        said = run("word2vec", text, *FEW, "--out", tmp_path / "sub" / ".." / "v.txt", code=1)
+        assert "would be overwritten" in said
+        assert (tmp_path / name).read_text() == content
+
+
+def test_a_pipe_is_not_replaced(text: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "v.txt")
+    assert "not a regular file" in run("word2vec", text, *QUIET, "--out", tmp_path / "v.txt", code=1)
+    assert (tmp_path / "v.txt").is_fifo()
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("content", "match"),
     [
-        ("v.txt", []),
-        ("v.loss.png", []),
-        ("v.map.png", []),
-        (".v.txt.new", []),
-        ("run", ["--checkpoint", "FOLDER/sub/../run"]),
-        ("inputs.bed", ["--storage", "disk", "--path", "FOLDER"]),
+        ("\n \n", "0 words occur min_count=5 times"),
+        ("to be or not to be", "0 words occur min_count=5 times"),
+        ("a\nb\n" * 20, "nothing was trained"),
+        ("one two three four five\n" * 5, "nothing was trained"),
     ],
 )
-def test_a_text_is_never_overwritten(name: str, options: list[str], tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / name).write_text("to be or not to be " * 20)
-    (tmp_path / "link.txt").symlink_to(tmp_path / name)
-    given = [one.replace("FOLDER", str(tmp_path)) for one in options]
-    for text in (tmp_path / name, tmp_path / "link.txt"):
-        said = run("word2vec", text, *FEW, *given, "--out", tmp_path / "sub" / ".." / "v.txt", code=2)
-        assert "would be overwritten" in said
-        assert (tmp_path / name).read_text() == "to be or not to be " * 20
-    assert len(list(tmp_path.iterdir())) == 3
+def test_texts_with_nothing_to_learn(content: str, match: str, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text(content)
+    assert match in run("word2vec", tmp_path / "t.txt", *FEW, "--out", tmp_path / "v.txt", code=1)
+    assert not (tmp_path / "v.txt").exists()
 
 
-def test_pictures_that_are_not_drawn_overwrite_nothing(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "v.map.png").write_text(text.read_text())
-    run("word2vec", tmp_path / "v.map.png", *FEW, "--out", tmp_path / "v.txt", "--no-pictures")
-    assert (tmp_path / "v.map.png").read_text() == text.read_text()
+def test_characters_of_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("café caf thé\n" * 200, encoding="latin-1")
+    options = [tmp_path / "t.txt", *QUIET, "--out", tmp_path / "v.txt"]
+    assert "Warning: 400 characters are not utf-8" in run("word2vec", *options)
+    assert "Warning" not in run("word2vec", *options, "--encoding", "latin-1")
+    assert set(Vectors.load(tmp_path / "v.txt").words) == {"café", "caf", "thé"}
+
+
+def test_unknown_words_and_files(tmp_path: Path) -> None:
+    Vectors(["append", "extend"], np.ones((2, 3))).save(tmp_path / "v.txt")
+    said = run("neighbors", tmp_path / "v.txt", "extnd", "append", "xyz", code=1)
+    assert re.search(r"append extend 1\.00 .*'extnd' is .* did you mean extend\? .*'xyz' is not among", said)
+    assert "nearest neighbours" not in run("neighbors", tmp_path / "v.txt", "apend", code=1)
+    assert "does not exist" in run("neighbors", tmp_path / "none", "a", code=2)
+
+
+# ---- checkpoints
 
 
 def save_half(text: Path, folder: Path, **options: Any) -> Trainer:
-    """A checkpoint as Ctrl-C would leave it."""
-    trainer = Trainer(read_corpus([text]), Settings(dim=8, epochs=2, device="cpu", **options))
+    """Save a checkpoint as Ctrl-C would."""
+    trainer = Trainer(read_corpus(text), Settings(dim=8, epochs=2, device="cpu", **options))
     trainer.run(lambda p: trainer.stop() if p.step >= 7 else None)
     trainer.save(folder)
     return trainer
@@ -191,221 +233,106 @@ def test_the_checkpoint_of_another_training_is_kept(text: Path, tmp_path: Path) 
     out = tmp_path / "v.txt"
     half = save_half(text, tmp_path / "v.txt.checkpoint", seed=3)
     said = run("word2vec", text, *FEW, "--out", out, code=1)
-    assert f"v.txt.checkpoint holds a training at step 7 of {half.n_steps} (dim 8," in said
-    assert "--resume goes on with it; delete it, or give another --checkpoint, to begin anew" in said
-    assert "words of text" not in said  # refused before anything is read
-    again = Trainer(read_corpus([text]), half.settings)
-    again.resume(tmp_path / "v.txt.checkpoint")
-    run("word2vec", text, *FEW, "--out", out, "--checkpoint", tmp_path / "other", "--no-pictures")
+    assert f"holds a training at step 7 of {half.n_steps} (dim 8," in said
+    assert "continue it with --resume, delete" in said
+    assert "words of text" not in said  # before the text is read
+    run("word2vec", text, *QUIET, "--out", out, "--checkpoint", tmp_path / "other")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["v.txt", "v.txt.checkpoint"]
-
-
-def test_a_folder_that_holds_something_else(text: Path, tmp_path: Path) -> None:
-    flatbed.save_checkpoint(tmp_path / "run", torch.nn.Linear(1, 1))
-    said = run("word2vec", text, *FEW, "--out", tmp_path / "v", "--checkpoint", tmp_path / "run", code=1)
-    assert "run holds a checkpoint of something else: give another --checkpoint" in said
-    (tmp_path / "file").write_text("mine")
-    said = run("word2vec", text, *FEW, "--out", tmp_path / "v", "--checkpoint", tmp_path / "file", code=2)
-    assert "file is a file" in said
+    Trainer(read_corpus(text), half.settings).resume(tmp_path / "v.txt.checkpoint")
 
 
 def test_a_finished_training_removes_its_checkpoint(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "v.txt.checkpoint"
     save_half(text, folder)
-    (folder / "notes.txt").write_text("mine")
-    (folder / "v0000099").mkdir()  # not made by a save
-    options = [text, *FEW, "--out", tmp_path / "v.txt", "--no-pictures"]
-    said = run("word2vec", *options, "--resume")
-    assert f"removed {folder}: the training has finished" in said
-    assert sorted(p.name for p in folder.iterdir()) == ["notes.txt", "v0000099"]
-    assert "holds no checkpoint" in run("word2vec", *options, "--resume", code=1)
-    said = run("word2vec", *options)
-    assert "removed" not in said
+    options = [text, *QUIET, "--out", tmp_path / "v.txt"]
+    assert f"removed {folder}: the training has finished" in run("word2vec", *options, "--resume")
+    assert not folder.exists()
+    assert "removed" not in run("word2vec", *options)
 
 
-@pytest.mark.parametrize("name", ["v.txt", ".v.txt.new", "v.loss.png", "v.map.png"])
-@pytest.mark.parametrize("kind", ["pipe", "folder"])
-def test_results_go_to_regular_files(kind: str, name: str, text: Path, tmp_path: Path) -> None:
-    """A pipe stands for devices, too: nothing may take their place."""
-    (os.mkfifo if kind == "pipe" else os.mkdir)(tmp_path / name)
-    before = (tmp_path / name).lstat()
-    said = run("word2vec", text, *FEW, "--out", tmp_path / "v.txt", code=2)
-    assert f"{name} is {'a folder' if kind == 'folder' else 'not a regular file'}: give another" in said
-    assert (tmp_path / name).lstat() == before
-    if name.endswith("png"):
-        run("word2vec", text, *FEW, "--out", tmp_path / "v.txt", "--no-pictures")
+def test_tables_on_disk(text: Path, tmp_path: Path) -> None:
+    """Tables on disk stay, with their checkpoint: --resume writes the vectors again."""
+    out, tables = tmp_path / "v.txt", tmp_path / "tables"
+    options = [text, *QUIET, "--buckets", "1_000", "--storage", "disk", "--path", tables, "--out", out]
+    assert f"finished; delete {tables} and {out}.checkpoint to start again" in run("word2vec", *options)
+    assert (tables / "inputs.bed").stat().st_size > 1027 * 8 * 4
+    assert f"delete {out}.checkpoint and {tables} to start again" in run("word2vec", *options, code=1)
+    before = matrix(out)
+    assert re.search(r"continuing at step (\d+) of \1\b", run("word2vec", *options, "--resume"))
+    np.testing.assert_array_equal(matrix(out), before)
 
 
-def test_a_folder_that_cannot_be_written_to(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = "v" * 252  # its draft's name is too long
-    said = run("word2vec", text, *FEW, "--out", tmp_path / long, "--checkpoint", tmp_path / "c", code=2)
-    assert "where the vectors would go: File name too long" in said
-
-    def refuse(self: Path, *_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "touch", refuse)
-    said = run("word2vec", text, *FEW, "--out", tmp_path / "v.txt", code=2)
-    assert ".v.txt.new cannot be made in" in said
-    assert "where the vectors would go: Permission denied" in said
-    assert "words of text" not in said
+def test_tables_of_a_run_that_was_killed(text: Path, tmp_path: Path) -> None:
+    """Without a checkpoint they cannot be resumed; the message says what to delete."""
+    tables = tmp_path / "tables"
+    options = [text, *QUIET, "--out", tmp_path / "v.txt", "--storage", "disk", "--path", tables]
+    killed = "import os; from flatbed.word2vec import Trainer; Trainer.save = lambda *_: os._exit(9)"
+    process = start("word2vec", *options, before=killed)
+    process.communicate(timeout=120)
+    assert process.returncode == 9
+    said = run("word2vec", *options, code=1)
+    assert f"delete {tables}/inputs.bed and {tables}/outputs.bed to start again" in said
+    for file in tables.iterdir():
+        file.unlink()
+    run("word2vec", *options)
 
 
 @pytest.mark.parametrize("storage", ["host", "disk"])
-def test_a_training_is_not_lost_if_its_vectors_cannot_be_written(
+def test_training_is_saved_if_the_vectors_cannot_be_written(
     storage: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Vectors, path: Path, *, binary: bool = False) -> None:
         Path(path).write_text("half")
         raise OSError(28, "No space left on device")
 
-    options = [text, *FEW, "--no-pictures", "--storage", storage]
+    options = [text, *QUIET, "--storage", storage]
     options += ["--path", tmp_path / "tables"] if storage == "disk" else []
     out = tmp_path / "v.txt"
     with monkeypatch.context() as patch:
         patch.setattr(Vectors, "save", full)
         said = run("word2vec", *options, "--out", out, code=1)
-    assert "the vectors were not written to" in said
     assert "No space left on device" in said
-    assert f"the training is saved to {out}.checkpoint: --resume writes them" in said
+    assert f"the training is saved to {out}.checkpoint" in said
     assert not out.exists()
     assert not (tmp_path / ".v.txt.new").exists()
     run("word2vec", *options, "--out", out, "--resume")
-    run("word2vec", text, *FEW, "--no-pictures", "--out", tmp_path / "w.txt")
-    np.testing.assert_array_equal(Vectors.load(out).matrix, Vectors.load(tmp_path / "w.txt").matrix)
-
-
-def test_tables_that_were_never_saved(text: Path, tmp_path: Path) -> None:
-    """As kill -9 leaves them: there is no going on, and it is said how to begin."""
-    tables = tmp_path / "tables"
-    options = [
-        text,
-        *FEW,
-        "--no-pictures",
-        "--out",
-        tmp_path / "v.txt",
-        "--storage",
-        "disk",
-        "--path",
-        tables,
-    ]
-    program = (
-        "import os, typer; from flatbed.word2vec import trainer; trainer.Trainer.vectors = \
-trainer.Trainer.save = lambda *_: os._exit(9)\n"
-        + PROGRAM
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1])}
-    command = [sys.executable, "-c", program, "word2vec", *map(str, options)]
-    assert subprocess.run(command, capture_output=True, env=environment).returncode == 9
-    assert (tables / "inputs.bed").exists()
-    for more, code in (([], 1), (["--resume"], 2)):
-        said = run("word2vec", *options, *more, code=code)
-        assert re.search(r"ended before it saved a checkpoint, it cannot be resumed: delete", said), said
-        for file in tables.iterdir():
-            assert file.name in said.replace(" ", "")  # lines are broken anywhere
-    for file in tables.iterdir():
-        file.unlink()
-    run("word2vec", *options)
+    run("word2vec", text, *QUIET, "--out", tmp_path / "w.txt")
+    np.testing.assert_array_equal(matrix(out), matrix(tmp_path / "w.txt"))
 
 
 def test_another_number_of_threads_is_noted(text: Path, tmp_path: Path) -> None:
-    save_half(text, tmp_path / "run")
     threads = torch.get_num_threads()
-    options = [text, *FEW, "--no-pictures", "--out", tmp_path / "v.txt", "--checkpoint", tmp_path / "run"]
-    said = run("word2vec", *options, "--resume", "--threads", threads + 1)
-    assert f"note: {threads} threads there and {threads + 1} here: sums may differ in their last bits" in said
-    torch.set_num_threads(threads)
-    save_half(text, tmp_path / "run")
-    assert "note:" not in run("word2vec", *options, "--resume", "--threads", threads)
-
-
-def test_words_are_printed_as_they_are(tmp_path: Path) -> None:
-    words = [":key:", "x\\", "[bold]", "[/x]", "\\[a]"]
-    Vectors(words, np.random.default_rng(0).standard_normal((5, 3))).save(tmp_path / "v.txt")
-    said = run("neighbors", tmp_path / "v.txt", *words)
-    for word in words:
-        assert said.split().count(word) == 5
-
-
-def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet = run("word2vec", text, *FEW, "--out", tmp_path / "v.txt", "--no-pictures")
-    assert "training:" not in quiet
-    monkeypatch.setattr(commands, "LINE_SECONDS", 0.0)
-    said = run("word2vec", text, *FEW, "--out", tmp_path / "v.txt", "--no-pictures")
-    line = r"training: [\d,]+ of 24,000 \(\d+%\), epoch 1, [\d,]+ words/s, loss \d\.\d{3}"
-    assert len(re.findall(line, said)) > 3
-    assert re.search(r"reading: ([\d,]+) of \1 \(100%\)", said)
-
-
-def test_a_text_without_pairs_is_told(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("a\nb\n" * 20)
-    said = run("word2vec", tmp_path / "t.txt", *FEW, "--out", tmp_path / "v.txt")
-    assert "nothing was learnt: no word had another one beside it" in said
-
-
-def test_wrong_texts(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("\n \n")
-    (tmp_path / "short.txt").write_text("to be or not to be")
-    out = ["--out", tmp_path / "v.txt", *FEW]
-    assert "Error: there are no words in" in run("word2vec", tmp_path / "empty.txt", *out, code=1)
-    assert "no word occurs min_count=5 times" in run("word2vec", tmp_path / "short.txt", *out, code=1)
-    assert not (tmp_path / "v.txt").exists()
-
-
-def test_unknown_words_and_files(tmp_path: Path) -> None:
-    Vectors(["append", "extend"], np.ones((2, 3))).save(tmp_path / "v.txt")
-    said = run("neighbors", tmp_path / "v.txt", "apend", code=1)
-    assert "Error: 'apend' is not among the 2 words; did you mean append?" in said
-    assert "nearest neighbours" not in said
-    said = run("neighbors", tmp_path / "v.txt", "extnd", "append", "xyz", code=1)
-    assert re.search(r"append extend 1\.00 .*'extnd' is .* did you mean extend\? .*'xyz' is not among", said)
-    assert "there is no file" in run("neighbors", tmp_path / "none", "a", code=1)
+    options = [text, *QUIET, "--out", tmp_path / "v.txt", "--checkpoint", tmp_path / "run", "--resume"]
+    for n, is_noted in ((threads + 1, True), (threads, False)):
+        torch.set_num_threads(threads)
+        save_half(text, tmp_path / "run")
+        assert ("note: " in run("word2vec", *options, "--threads", n)) == is_noted
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_resume(number: signal.Signals, text: Path, tmp_path: Path) -> None:
-    """A real signal to a real process; what goes on later ends with the vectors of one left alone."""
-    settings = Settings(dim=16, epochs=25, batch_words=256, device="cpu")
-    whole = Trainer(read_corpus([text]), settings)
+def test_a_signal_and_resume(number: signal.Signals, text: Path, tmp_path: Path) -> None:
+    """A real signal to a real process; the resumed run ends with the vectors of an uninterrupted one."""
+    options = {"dim": 16, "epochs": 25, "batch-words": 256, "device": "cpu"}
+    whole = Trainer(read_corpus(text), Settings(dim=16, epochs=25, batch_words=256, device="cpu"))
     whole.run()
-    environment = {**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1])}
-    options = ["word2vec", str(text), "--dim", "16", "--epochs", "25", "--batch-words", "256"]
-    options += ["--device", "cpu", "--no-pictures", "--checkpoint", str(tmp_path / "run")]
-    options += ["--threads", str(torch.get_num_threads())]
-
-    def start(*more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", PROGRAM, *options, *more]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment)
-
-    cut = start("--out", str(tmp_path / "cut.txt"))
+    typed = [part for k, v in options.items() for part in (f"--{k}", v)]
+    command = ["word2vec", text, *typed, "--no-pictures", "--threads", torch.get_num_threads()]
+    command += ["--checkpoint", tmp_path / "run", "--out", tmp_path / "v.txt"]
+    # A line per report, to know that training has begun.
+    cut = start(*command, before="from flatbed.word2vec import commands; commands.LINE_SECONDS = 0")
     assert cut.stdout is not None
-    while "computed on cpu" not in cut.stdout.readline():
-        pass
-    time.sleep(0.2)
+    while not cut.stdout.readline().startswith("training:"):
+        assert cut.poll() is None
     cut.send_signal(number)
     said, _ = cut.communicate(timeout=120)
     assert cut.returncode == 130, said
-    found = re.search(r"saved step ([\d,]+) of ([\d,]+) to \S+: go on with --resume", said)
+    found = re.search(r"saved step ([\d,]+) of ([\d,]+) to \S+: continue with --resume", said)
     assert found, said
-    step, n_steps = (int(number.replace(",", "")) for number in found.groups())
+    step, n_steps = (int(each.replace(",", "")) for each in found.groups())
     assert 0 < step < n_steps
-    assert not (tmp_path / "cut.txt").exists()
-    again = start("--out", str(tmp_path / "cut.txt"), "--resume")
+    assert not (tmp_path / "v.txt").exists()
+    again = start(*command, "--resume")
     said, _ = again.communicate(timeout=120)
     assert again.returncode == 0, said
-    found_matrix = Vectors.load(tmp_path / "cut.txt").matrix
-    np.testing.assert_array_equal(found_matrix, whole.vectors().matrix)
+    np.testing.assert_array_equal(matrix(tmp_path / "v.txt"), whole.vectors().matrix)
     assert not (tmp_path / "run").exists()
-
-
-def test_commands_are_light() -> None:
-    program = "import sys, flatbed; before = set(sys.modules); import flatbed.word2vec.commands as c; print(\
-sorted(m for m in set(sys.modules) - before if m.startswith(('matplotlib', 'triton'))))"
-    environment = {**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
-    )
-    assert done.stdout == "[]\n"

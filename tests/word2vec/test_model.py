@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -8,43 +8,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flatbed.word2vec.model import block_loss, weights_of
-from flatbed.word2vec.sampling import BLOCK, SHARED, Batch, Batches
+from flatbed.word2vec.model import block_loss, score_weights
+from flatbed.word2vec.sampling import BLOCK, SHARED, BatchSampler, TrainingBatch
 
-from .texts import random_corpus
-
-
-@dataclass
-class Places:
-    words: Tensor
-    others: Tensor
-    first: Tensor
-    last: Tensor
+from .texts import BatchArrays, random_corpus
 
 
-def places_of(batch: Batch, device: str = "cpu") -> Places:
-    arrays = (batch.words, batch.others, batch.first, batch.last)
-    return Places(*(torch.from_numpy(array).to(device) for array in arrays))
+def some_batch() -> TrainingBatch:
+    sampler = BatchSampler(random_corpus(12, 150), window=3, subsample=0, batch_words=1000)
+    return sampler.make(0)
 
 
-def some_batch() -> Batch:
-    corpus = random_corpus(12, 150)
-    batches = Batches(corpus, window=3, subsample=0, batch_words=1000)
-    return batches.make(batches.order(0), 0)
-
-
-def plain_loss(inputs: Tensor, outputs: Tensor, batch: Batch, negatives: int) -> Tensor:
-    """Pair by pair: a context, and the shared negatives but the context itself, `negatives` in all."""
-    window = (batch.others.shape[1] - SHARED - BLOCK) // 2
+def plain_loss(inputs: Tensor, outputs: Tensor, batch: BatchArrays, negatives: int) -> Tensor:
+    """The loss pair by pair: a context, and the shared negatives that differ from the context."""
+    window = (batch.candidates.shape[1] - SHARED - BLOCK) // 2
     loss = inputs.new_zeros(())
-    for block in range(len(batch.words)):
-        shared = batch.others[block, -SHARED:]
+    for block in range(len(batch.centers)):
+        shared = batch.candidates[block, -SHARED:]
         for i in range(BLOCK):
-            x = inputs[batch.words[block, i]]
-            for column in range(batch.first[block, i], batch.last[block, i] + 1):
+            x = inputs[batch.centers[block, i]]
+            for column in range(batch.first_context[block, i], batch.last_context[block, i] + 1):
                 if column == i + window:
                     continue
-                context = batch.others[block, column]
+                context = batch.candidates[block, column]
                 others = torch.from_numpy(shared[shared != context]).long()
                 loss = loss - functional.logsigmoid(outputs[context] @ x)
                 loss = loss - functional.logsigmoid(-(outputs[others] @ x)).sum() * negatives / SHARED
@@ -56,8 +42,8 @@ def test_loss_and_gradient_are_those_of_plain_pairs() -> None:
     shapes = (len(batch.inputs), 5), (len(batch.outputs), 5)
     ours = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     plain = [one.detach().clone().requires_grad_() for one in ours]
-    loss = block_loss(*ours, places_of(batch), 4)  # weights are fp32: exact, as 4 / 64 is a power of two
-    wanted = plain_loss(*plain, batch, 4)
+    loss = block_loss(*ours, batch, 4)  # weights are fp32: exact, as 4 / 64 is a power of two
+    wanted = plain_loss(*plain, BatchArrays.of(batch), 4)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-9)
     (3 * loss).backward()
     (3 * wanted).backward()
@@ -66,9 +52,9 @@ def test_loss_and_gradient_are_those_of_plain_pairs() -> None:
 
 
 def test_every_pair_has_its_negatives() -> None:
-    """A row of weights: one for each context, and `negatives` for each, less those that hit it."""
+    """Weights of a word: 1 per context, and `negatives` per context without those equal to it."""
     batch = some_batch()
-    weights = weights_of(places_of(batch), 5)
+    weights = score_weights(batch, 5)
     n_contexts = weights[:, :, :-SHARED].sum(2)
     assert int(n_contexts.sum()) == batch.n_pairs
     hits = 5 * n_contexts - weights[:, :, -SHARED:].sum(2)
@@ -84,7 +70,8 @@ def test_gpu_and_cpu_agree() -> None:
     found = []
     for device in ("cpu", "cuda"):
         given = [torch.from_numpy(r).to(device).requires_grad_() for r in rows]
-        loss = block_loss(*given, places_of(batch, device), 5)
+        moved = TrainingBatch(*(v.to(device) if isinstance(v, Tensor) else v for v in astuple(batch)))
+        loss = block_loss(*given, moved, 5)
         loss.backward()
         found.append([loss.detach().cpu(), *(one.grad.cpu() for one in given)])
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)

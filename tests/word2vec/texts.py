@@ -1,10 +1,15 @@
-"""Small texts with a structure that vectors must show."""
+"""Small texts with known structure, and batches as arrays."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+from typing import Any
+
 import numpy as np
+from torch import Tensor
 
 from flatbed.word2vec import Corpus
+from flatbed.word2vec.sampling import TrainingBatch
 
 KINDS = {
     "animal": ["cat", "dog", "horse", "cow"],
@@ -19,7 +24,7 @@ SURROUNDINGS = {
 
 
 def kinds_corpus(n_sentences: int = 1500, seed: int = 0) -> Corpus:
-    """Each sentence is about words of one kind, in the surroundings of that kind."""
+    """Sentences of words of one kind, each with words that occur only near that kind."""
     random = np.random.default_rng(seed)
     sentences = []
     for _ in range(n_sentences):
@@ -36,3 +41,23 @@ def random_corpus(n_words: int, n_text: int, seed: int = 0, longest: int = 30) -
     cuts = np.cumsum(random.integers(1, longest + 1, n_text))
     parts = np.split(words, cuts[cuts < n_text])
     return Corpus.from_sentences([[f"w{word}" for word in part] for part in parts])
+
+
+@dataclass
+class BatchArrays:
+    """A batch as numpy arrays."""
+
+    inputs: np.ndarray
+    offsets: np.ndarray | None
+    outputs: np.ndarray
+    centers: np.ndarray
+    candidates: np.ndarray
+    first_context: np.ndarray
+    last_context: np.ndarray
+    n_words: int
+    n_pairs: int
+
+    @classmethod
+    def of(cls, batch: TrainingBatch) -> BatchArrays:
+        values: list[Any] = [getattr(batch, each.name) for each in fields(cls)]
+        return cls(*(value.numpy() if isinstance(value, Tensor) else value for value in values))

@@ -15,7 +15,6 @@ from flatbed.bench.measure import Progress, free_memory, percentiles, synchroniz
 from flatbed.bench.rows import Machine
 from flatbed.bench.train_rows import BENCHMARK, WordsRow
 from flatbed.word2vec import Corpus, Settings, Trainer
-from flatbed.word2vec.tables import MakeTables, Tables, host_tables
 
 SPARSE, HOST, PREFETCHED, DEVICE = (
     "torch sparse",
@@ -124,7 +123,10 @@ def measure(way: str, case: Case, corpus: Corpus, device: torch.device, machine:
         storage="device" if way == DEVICE else "host",
         device=str(device),
     )
-    trainer = Trainer(corpus, settings, make_tables=_maker(way), steps_per_report=case.steps_per_stretch)
+    torchs = {"make_tables": torch_tables} if way == SPARSE else {}
+    trainer = Trainer(
+        corpus, settings, prefetch=way == PREFETCHED, steps_per_report=case.steps_per_stretch, **torchs
+    )
     speeds, losses = [], []
     before, begin = 0, time.perf_counter()
     for progress in trainer:
@@ -159,16 +161,9 @@ def measure(way: str, case: Case, corpus: Corpus, device: torch.device, machine:
     return row
 
 
-def _maker(way: str) -> MakeTables:
-    def ours(settings: Settings, n_words: int) -> Tables:
-        return replace(host_tables(settings, n_words), prefetch=way == PREFETCHED)
-
-    return torch_tables if way == SPARSE else ours
-
-
-def torch_tables(settings: Settings, n_words: int) -> Tables:
+def torch_tables(settings: Settings, n_words: int) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
     """The same as `nn.Embedding` with sparse gradients, all of it on the device."""
-    options = {"sparse": True, "device": settings.where}
+    options = {"sparse": True, "device": settings.torch_device}
     inputs: nn.Module
     if settings.buckets:
         n_rows = n_words + settings.buckets
@@ -180,18 +175,18 @@ def torch_tables(settings: Settings, n_words: int) -> Tables:
     nn.init.zeros_(outputs.weight)
     model = nn.ModuleDict({"inputs": inputs, "outputs": outputs})
     optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=settings.lr or LEARNING_RATE)
-    return Tables(model, optimizer, prefetch=False)
+    return model, optimizer
 
 
 def _table_bytes(trainer: Trainer) -> int:
-    ours = flatbed.tables(trainer.tables.model)
+    ours = flatbed.tables(trainer.model)
     if ours:
         return sum(table.nbytes_stored for table in ours)
-    return sum(3 * p.numel() * p.element_size() for p in trainer.tables.model.parameters())
+    return sum(3 * p.numel() * p.element_size() for p in trainer.model.parameters())
 
 
 def _hit_rate(trainer: Trainer) -> float | None:
-    ours = list(flatbed.tables(trainer.tables.model))
-    if not ours or trainer.settings.where.type != "cuda" or trainer.settings.storage != "host":
+    ours = list(flatbed.tables(trainer.model))
+    if not ours or trainer.settings.torch_device.type != "cuda" or trainer.settings.storage != "host":
         return None
     return float(ours[0].cache_stats().hit_rate)

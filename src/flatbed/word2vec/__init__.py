@@ -1,4 +1,4 @@
-"""Word vectors: skip-gram with negative sampling over tables that live on the host.
+"""Word vectors: skip-gram with negative sampling over flatbed tables.
 
 >>> from flatbed.word2vec import Corpus, Settings, Trainer
 >>> corpus = Corpus.from_sentences([["a", "cat", "and", "a", "dog"], ["a", "dog", "and", "a", "cat"]] * 20)
@@ -8,9 +8,8 @@
 (4, 8)
 """
 
-from flatbed.word2vec.corpus import Corpus, read_corpus
+from flatbed.word2vec.corpus import Corpus, python_corpus, read_corpus
 from flatbed.word2vec.settings import Settings
-from flatbed.word2vec.stdlib_corpus import python_corpus
 from flatbed.word2vec.trainer import Progress, Trainer
 from flatbed.word2vec.vectors import Vectors
 

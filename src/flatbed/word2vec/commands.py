@@ -1,169 +1,147 @@
-"""`flatbed word2vec` and `flatbed neighbors`. What needs torch is imported when they run."""
+"""The commands `flatbed word2vec` and `flatbed neighbors`."""
 
 from __future__ import annotations
 
+import inspect
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
+import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from flatbed.word2vec.paths import Paths
+from flatbed import FlatbedError
+from flatbed.word2vec.corpus import Corpus, python_corpus, read_corpus
+from flatbed.word2vec.plots import plot_loss, plot_map
+from flatbed.word2vec.settings import Settings
+from flatbed.word2vec.trainer import SavedRun, Trainer, remove_checkpoint
+from flatbed.word2vec.vectors import Vectors
 
-if TYPE_CHECKING:
-    from flatbed.word2vec.corpus import Corpus
-    from flatbed.word2vec.settings import Settings
-    from flatbed.word2vec.trainer import Trainer
-    from flatbed.word2vec.vectors import Vectors
-
-WINDOW, LIBRARY_WINDOW = 5, 2
-EPOCHS, LIBRARY_EPOCHS = 5, 20
-MIN_COUNT, LIBRARY_MIN_COUNT = 5, 40
-"""Of texts, and of the standard library, which is small: rare names have the contexts of a single file."""
+LIBRARY_DEFAULTS = {"window": 2, "epochs": 20, "min_count": 40}
+"""For the standard library, which is small: rare names have the contexts of a single file."""
 SHOWN = ["append", "open", "list", "True", "try", "ValueError", "lock", "min"]
-"""Words whose neighbours are shown at the end, as far as they are in the text; then frequent ones."""
+"""Words whose neighbours are shown at the end; frequent words replace those that are not in the text."""
 N_SHOWN = 8
 LINE_SECONDS = 10.0
-"""Where there is no terminal for a bar, a line in so many."""
+"""Seconds between progress lines where stderr is not a terminal."""
 INTERRUPTED = 130
-"""The exit code of programs that Ctrl-C has ended."""
+"""The usual exit code of programs ended by Ctrl-C."""
 
 
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace `**options` in a command's signature by an option for each field of `Settings`.
+
+    Options that are not given are None, so that the command can choose their defaults.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    params = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    hints = get_type_hints(Settings, include_extras=True)
+    for each in fields(Settings):
+        kind, help_text = hints[each.name].__origin__, hints[each.name].__metadata__[0]
+        kind = {"ngrams": str, "path": Path}.get(each.name, kind)
+        shown = "3-6" if each.name == "ngrams" else each.default
+        option = typer.Option(None, help=help_text, show_default=False if shown is None else str(shown))
+        param = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=option)
+        params.append(param.replace(annotation=kind | None))
+    command.__signature__ = signature.replace(parameters=params)  # type: ignore[attr-defined]
+    return command
+
+
+@_with_settings
 def word2vec(
     files: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Texts, a sentence per line. Without: the source of Python's standard library."),
+        list[Path] | None, typer.Argument(help="Texts, a sentence per line.", exists=True, dir_okay=False)
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the vectors go, in word2vec's format.")] = Path(
+    *,
+    out: Annotated[Path, typer.Option(help="Output file, in word2vec's format.", dir_okay=False)] = Path(
         "vectors.txt"
     ),
-    binary: Annotated[bool, typer.Option("--binary", help="In word2vec's binary format.")] = False,
-    dim: Annotated[int, typer.Option(help="Numbers in a vector.")] = 128,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Contexts reach so many words to each side; {WINDOW}, or {LIBRARY_WINDOW} without files.",
-            show_default=False,
-        ),
-    ] = None,
-    negatives: Annotated[int, typer.Option(help="Random words per pair.")] = 5,
-    epochs: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Passes over the text; {EPOCHS}, or {LIBRARY_EPOCHS} without files.", show_default=False
-        ),
-    ] = None,
-    min_count: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Rarer words are left out; {MIN_COUNT}, or {LIBRARY_MIN_COUNT} without files.",
-            show_default=False,
-        ),
-    ] = None,
-    subsample: Annotated[float, typer.Option(help="Words more frequent than this are thinned out.")] = 1e-3,
-    optimizer: Annotated[str, typer.Option(help="Any of flatbed.optim or torch.optim.")] = "adamax",
-    lr: Annotated[
-        float | None, typer.Option(help="Learning rate at the beginning; the default suits the optimizer.")
-    ] = None,
-    batch_words: Annotated[
-        int | None, typer.Option(help="Words of text in a step; the default suits the optimizer.")
-    ] = None,
-    storage: Annotated[str, typer.Option(help="Where the tables live: host, device or disk.")] = "host",
-    path: Annotated[
-        Path | None, typer.Option(help="The folder of the tables' files, with --storage disk.")
-    ] = None,
-    buckets: Annotated[
-        int, typer.Option(help="Rows for hashed character n-grams, 10_000_000 say; 0 for none.")
-    ] = 0,
-    ngrams: Annotated[str, typer.Option(help="Their lengths.")] = "3-6",
-    seed: Annotated[int, typer.Option(help="Of first weights and all sampling.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Of torch, on a CPU; half of the cores unless given.")
-    ] = None,
-    cache_rows: Annotated[int | None, typer.Option(help="Of each table, on a GPU.")] = None,
+    binary: Annotated[bool, typer.Option("--binary", help="Write word2vec's binary format.")] = False,
+    encoding: Annotated[str, typer.Option(help="Encoding of the texts.")] = "utf-8",
     max_words: Annotated[int | None, typer.Option(min=1, help="Read no more words of text.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="torch's threads on a CPU; half of the cores by default.")
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            help="Where Ctrl-C (or SIGTERM) saves the training; OUT.checkpoint unless given.",
-            show_default=False,
+            help="Folder where Ctrl-C or SIGTERM saves; OUT.checkpoint by default.", file_okay=False
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
-    pictures: Annotated[bool, typer.Option(help="Draw the loss and a map of words beside OUT.")] = True,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
+    pictures: Annotated[bool, typer.Option(help="Plot the loss and a map of words next to OUT.")] = True,
+    **options: Any,
 ) -> None:
-    """Train word vectors: skip-gram with negative sampling, over tables in host memory."""
-    if window is None:
-        window = WINDOW if files else LIBRARY_WINDOW
-    if epochs is None:
-        epochs = EPOCHS if files else LIBRARY_EPOCHS
-    if min_count is None:
-        min_count = MIN_COUNT if files else LIBRARY_MIN_COUNT
-    asked = {name: value for name, value in locals().items() if name in OPTIONS}
-    settings = _settings(**asked, ngrams=ngrams)
-    checkpoint = checkpoint or Path(f"{out}.checkpoint")
-    paths = Paths(files or [], out, checkpoint, tables=settings.path, pictures=pictures)
-    paths.check(resume=resume)
-    _set_threads(threads)
+    """Train word vectors: skip-gram with negative sampling, over tables in host memory.
+
+    Without FILES, the text is the source of Python's standard library, with the defaults --window 2,
+    --epochs 20 and --min-count 40.
+    """
+    files = files or []
+    run = RunFiles(files, out, checkpoint or Path(f"{out}.checkpoint"), pictures)
     with _errors():
-        paths.check_begun(resume=resume)
-        corpus = _read(files or [], max_words)
-        with closing(_trainer(corpus, settings)) as trainer:
-            _train(trainer, checkpoint, resume=resume)
-            with _saved_if_not_written(trainer, paths):
-                vectors = trainer.vectors()
-                _write(vectors, paths, binary=binary)
-        _leave(paths)
+        settings = _settings(options, LIBRARY_DEFAULTS if not files else {})
+        run.check()
+        saved = _check_checkpoint(run, settings, resume=resume)
+        torch.set_num_threads(threads or max(torch.get_num_threads() // 2, 1))
+        corpus = _read(files, encoding, max_words)
+        with closing(Trainer(corpus, settings)) as trainer:
+            typer.echo(
+                f"{len(trainer.corpus.words):,} words occur {settings.min_count} times or more; dim "
+                f"{settings.dim}, {settings.optimizer}, tables on the {settings.storage}, computed on "
+                f"{settings.torch_device}"
+            )
+            if saved is not None:
+                _resume(trainer, saved, run.checkpoint)
+            _train(trainer, run.checkpoint)
+            vectors = _write(trainer, run, binary=binary)
+        if settings.storage == "disk":
+            typer.echo(f"finished; delete {settings.path} and {run.checkpoint} to start again")
+        elif saved is not None:
+            remove_checkpoint(run.checkpoint)
+            typer.echo(f"removed {run.checkpoint}: the training has finished")
     if pictures:
-        _draw(trainer, vectors, paths)
+        _plot(trainer, vectors, run)
     shown = [word for word in SHOWN if word in vectors] + [w for w in vectors.words[:200] if len(w) > 3]
-    Console().print(_neighbours_table(vectors, list(dict.fromkeys(shown))[:N_SHOWN], 6))
-    typer.echo(f"those of other words: flatbed neighbors {out} WORD...")
+    chosen = list(dict.fromkeys(shown))[:N_SHOWN]
+    Console().print(_neighbors_table({word: vectors.neighbors(word, 6) for word in chosen}))
+    typer.echo(f"for other words: flatbed neighbors {out} WORD...")
 
 
 def neighbors(
-    vectors: Annotated[Path, typer.Argument(help="A file in word2vec's text or binary format.")],
-    words: Annotated[list[str], typer.Argument(help="Whose neighbours are wanted.", metavar="WORD...")],
-    n: Annotated[int, typer.Option("-n", min=1, help="How many of each.")] = 8,
+    vectors: Annotated[
+        Path, typer.Argument(help="A file in word2vec's text or binary format.", exists=True, dir_okay=False)
+    ],
+    words: Annotated[list[str], typer.Argument(help="Words to show neighbours of.", metavar="WORD...")],
+    n: Annotated[int, typer.Option("-n", min=1, help="Neighbours per word.")] = 8,
 ) -> None:
-    """Show the words whose vectors point in the most similar directions."""
-    from flatbed import FlatbedError
-    from flatbed.word2vec.vectors import Vectors
-
+    """Show the words whose vectors have the most similar directions."""
     with _errors():
         loaded = Vectors.load(vectors)
-    if known := [word for word in words if word in loaded]:
-        Console().print(_neighbours_table(loaded, known, n))
-    for word in (word for word in words if word not in loaded):
+    known = {word: loaded.neighbors(word, n) for word in words if word in loaded}
+    if known:
+        Console().print(_neighbors_table(known))
+    for word in words:
         try:
             loaded[word]
         except FlatbedError as error:
             typer.echo(f"Error: {error}", err=True)
-    if len(known) < len(words):
+    if len(known) < len(set(words)):
         raise typer.Exit(1)
-
-
-# ---- what they are made of
-
-OPTIONS = {
-    *("dim", "window", "negatives", "epochs", "min_count", "subsample", "optimizer", "lr", "batch_words"),
-    *("storage", "path", "buckets", "seed", "device", "cache_rows"),
-}
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """What is wrong with the input in one line, without a traceback."""
-    from flatbed import FlatbedError
-
+    """Print expected errors in one line, without a traceback."""
     try:
         yield
     except (FlatbedError, OSError, ValueError) as error:
@@ -171,82 +149,107 @@ def _errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def _settings(*, ngrams: str, **options: Any) -> Settings:
-    import torch
+# ---- settings and files
 
-    from flatbed.word2vec.settings import Settings
 
+def _settings(options: dict[str, Any], defaults: dict[str, Any]) -> Settings:
+    given = {name: value for name, value in options.items() if value is not None}
+    if "ngrams" in given:
+        lengths = given["ngrams"].split("-")
+        if len(lengths) > 2 or not all(length.isdecimal() for length in lengths):
+            raise ValueError(f"--ngrams must be lengths such as 3-6; found {given['ngrams']!r}")
+        given["ngrams"] = (int(lengths[0]), int(lengths[-1]))
+    settings = Settings(**defaults | given)
     try:
-        lengths = tuple(int(part) for part in ngrams.split("-"))
-        options["ngrams"] = lengths * 2 if len(lengths) == 1 else lengths
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"lengths are written as 3-6; found {ngrams!r}", param_hint="--ngrams"
+        torch.empty(0, device=settings.torch_device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device: torch cannot use {settings.device!r} ({error}); `flatbed doctor` says more"
         ) from error
-    try:
-        settings = Settings(**options)
-        where = settings.where
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA GPU; `flatbed doctor` says more", param_hint="--device")
     return settings
 
 
-def _set_threads(threads: int | None) -> None:
-    """Half of the cores by default: more gain little in small steps, and wait for each other where others
-    compute, too.
-    """
-    import torch
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """The files that a run reads and writes."""
 
-    torch.set_num_threads(threads or max(torch.get_num_threads() // 2, 1))
+    texts: Sequence[Path]
+    out: Path
+    checkpoint: Path
+    has_plots: bool
+
+    @property
+    def draft(self) -> Path:
+        """The name of `out` until it is complete."""
+        return self.out.with_name(f".{self.out.name}.new")
+
+    @property
+    def plots(self) -> tuple[Path, Path]:
+        """The plots of the loss and of the map."""
+        return self.out.with_suffix(".loss.png"), self.out.with_suffix(".map.png")
+
+    def check(self) -> None:
+        """Raise if a text would be overwritten, or if the vectors could not be written at the end."""
+        written = [self.out, self.draft, *(self.plots if self.has_plots else ())]
+        for text in self.texts:
+            for path in written:
+                if path.exists() and path.samefile(text):
+                    raise ValueError(f"the text {text} would be overwritten by {path}: give another --out")
+        if self.out.exists() and not self.out.is_file():  # renaming would replace a device or a pipe
+            raise ValueError(f"--out: {self.out} is not a regular file: give another name")
+        try:
+            self.draft.touch()
+            self.draft.unlink()
+        except OSError as error:
+            raise ValueError(
+                f"--out: {self.draft} cannot be written ({error.strerror}): give another folder or name"
+            ) from error
 
 
-def _leave(paths: Paths) -> None:
-    """After the last step: a checkpoint is of no use any more, except to open tables on disk."""
-    from flatbed.word2vec.checkpoint_dir import remove
+def _check_checkpoint(run: RunFiles, settings: Settings, *, resume: bool) -> SavedRun | None:
+    """Return the run to resume. Raise if there is none, or if a new run would overwrite one."""
+    saved = SavedRun.find(run.checkpoint)
+    if resume and saved is None:
+        raise FlatbedError(f"{run.checkpoint} holds no checkpoint: run without --resume, or check the path")
+    if saved is not None and not resume:
+        folders = f"{run.checkpoint} and {settings.path}" if settings.path else run.checkpoint
+        raise FlatbedError(
+            f"{run.checkpoint} holds {saved}: continue it with --resume, delete {folders} to start again, or "
+            "give another --checkpoint"
+        )
+    return saved
 
-    if paths.tables is not None:
-        typer.echo(f"finished; {paths.anew}")
-    elif remove(paths.checkpoint):
-        typer.echo(f"removed {paths.checkpoint}: the training has finished")
 
-
-def _read(files: Sequence[Path], max_words: int | None) -> Corpus:
-    from flatbed.word2vec.corpus import read_corpus
-    from flatbed.word2vec.stdlib_corpus import python_corpus
-
-    with _bar("reading") as update:
-
-        def progress(done: int, n: int) -> None:
-            update(done, n, "")
-
+def _read(files: Sequence[Path], encoding: str, max_words: int | None) -> Corpus:
+    with _bar("reading") as update, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         if files:
-            corpus = read_corpus(files, max_words=max_words, progress=progress)
+            corpus = read_corpus(files, encoding=encoding, max_words=max_words, progress=update)
         else:
-            corpus = python_corpus(max_words=max_words, progress=progress)
-    what = f"{len(files)} files" if len(files) > 1 else files[0] if files else "Python's standard library"
-    typer.echo(f"{what}: {len(corpus):,} words of text, {len(corpus.words):,} distinct")
+            corpus = python_corpus(max_words=max_words, progress=update)
+    name = f"{len(files)} files" if len(files) > 1 else files[0] if files else "Python's standard library"
+    typer.echo(f"{name}: {len(corpus):,} words of text, {len(corpus.words):,} distinct")
+    for warning in caught:
+        typer.echo(f"Warning: {warning.message}", err=True)
     return corpus
 
 
-def _trainer(corpus: Corpus, settings: Settings) -> Trainer:
-    from flatbed.word2vec.trainer import Trainer
-
-    trainer = Trainer(corpus, settings)
-    typer.echo(
-        f"{len(trainer.corpus.words):,} words occur {settings.min_count} times or more; {settings.dim} "
-        f"numbers each, {settings.optimizer}, tables on the {settings.storage}, computed on {settings.where}"
-    )
-    return trainer
+# ---- training
 
 
-def _train(trainer: Trainer, checkpoint: Path, *, resume: bool) -> None:
-    """To the end; or until Ctrl-C, when the step under way is finished, and a checkpoint saved."""
-    if resume:
-        trainer.resume(checkpoint)
-        typer.echo(f"going on at step {trainer.step:,} of {trainer.n_steps:,}")
-        _note_threads(trainer, checkpoint)
+def _resume(trainer: Trainer, saved: SavedRun, checkpoint: Path) -> None:
+    trainer.resume(checkpoint)
+    typer.echo(f"continuing at step {trainer.step:,} of {trainer.n_steps:,}")
+    threads = torch.get_num_threads()
+    if trainer.settings.torch_device.type == "cpu" and saved.threads not in (None, threads):
+        typer.echo(
+            f"note: the checkpoint was made with {saved.threads} threads, and this run has {threads}: the "
+            f"last bits of sums may differ; --threads {saved.threads} avoids it"
+        )
+
+
+def _train(trainer: Trainer, checkpoint: Path) -> None:
+    """Train to the end. A signal ends training after the current step, with a checkpoint."""
     report = None
     with _stopped_by_signals(trainer.stop), _bar("training") as update:
         for report in trainer:
@@ -254,44 +257,18 @@ def _train(trainer: Trainer, checkpoint: Path, *, resume: bool) -> None:
             update(report.words, report.n_words, f"epoch {report.epoch}, {speed}")
     if report is not None:
         typer.echo(f"trained {report.words:,} words: {speed}")
-    if trainer.done and not trainer.losses:
-        typer.echo("nothing was learnt: no word had another one beside it (a line is a sentence)")
     if not trainer.done or trainer.settings.storage == "disk":
         trainer.save(checkpoint)
     if not trainer.done:
-        typer.echo(f"saved step {trainer.step:,} of {trainer.n_steps:,} to {checkpoint}: go on with --resume")
-        raise typer.Exit(INTERRUPTED)
-
-
-def _note_threads(trainer: Trainer, checkpoint: Path) -> None:
-    import torch
-
-    from flatbed.word2vec.checkpoint_dir import find
-
-    saved, threads = find(checkpoint), torch.get_num_threads()
-    if trainer.settings.where.type == "cpu" and saved is not None and saved.threads not in (None, threads):
         typer.echo(
-            f"note: {saved.threads} threads there and {threads} here: sums may differ in their last bits; "
-            f"with --threads {saved.threads} they do not"
+            f"saved step {trainer.step:,} of {trainer.n_steps:,} to {checkpoint}: continue with --resume"
         )
-
-
-@contextmanager
-def _saved_if_not_written(trainer: Trainer, paths: Paths) -> Iterator[None]:
-    """Hours of training are not lost to a full disk."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
-        typer.echo(f"the vectors were not written to {paths.out}: {error or type(error).__name__}", err=True)
-        if trainer.settings.storage != "disk":  # of those, a checkpoint was saved already
-            trainer.save(paths.checkpoint)
-        typer.echo(f"the training is saved to {paths.checkpoint}: --resume writes them", err=True)
-        raise
+        raise typer.Exit(INTERRUPTED)
 
 
 @contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM stop gently; a second SIGINT does what it always does."""
+    """Call `stop` at the first SIGINT or SIGTERM; a second one has its usual effect."""
     before: dict[int, Any] = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(number: int, _: Any) -> None:
@@ -307,66 +284,73 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _write(trainer: Trainer, run: RunFiles, *, binary: bool) -> Vectors:
+    """Write the vectors, so that readers see the old file or the new one. Save a checkpoint on failure."""
+    try:
+        vectors = trainer.vectors()
+        try:
+            vectors.save(run.draft, binary=binary)
+            run.draft.replace(run.out)
+        finally:
+            run.draft.unlink(missing_ok=True)
+    except (Exception, KeyboardInterrupt) as error:
+        typer.echo(f"the vectors were not written to {run.out}: {error or type(error).__name__}", err=True)
+        if trainer.settings.storage != "disk":  # tables on disk already have a checkpoint
+            trainer.save(run.checkpoint)
+        typer.echo(f"the training is saved to {run.checkpoint}: write the vectors with --resume", err=True)
+        raise
+    typer.echo(f"wrote {run.out}")
+    return vectors
+
+
+# ---- output
+
+
 @contextmanager
-def _bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr: done, of how many, and what to say beside it; lines where that is no terminal."""
-    errors = Console(stderr=True)
-    if not errors.is_terminal:
-        yield _lines(title)
+def _bar(title: str) -> Iterator[Callable[..., None]]:
+    """Yield `update(done, total, text="")`: a bar on stderr, or lines where stderr is not a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _line_printer(title)
         return
-    columns = (TextColumn(title), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
-    says = (TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, *says, console=errors, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, n, text: bar.update(task, completed=done, total=n, description=text)
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[text]}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None, text="")
+        yield lambda done, total, text="": bar.update(task, completed=done, total=total, text=text)
 
 
-def _lines(title: str) -> Callable[[int, int, str], None]:
+def _line_printer(title: str) -> Callable[..., None]:
     last = time.monotonic()
 
-    def update(done: int, n: int, text: str) -> None:
+    def update(done: int, total: int, text: str = "") -> None:
         nonlocal last
         if time.monotonic() - last >= LINE_SECONDS:
             last = time.monotonic()
-            typer.echo(f"{title}: {done:,} of {n:,} ({done / max(n, 1):.0%}){text and f', {text}'}", err=True)
+            percent = f"{done / max(total, 1):.0%}"
+            typer.echo(f"{title}: {done:,} of {total:,} ({percent}){text and f', {text}'}", err=True)
 
     return update
 
 
-def _write(vectors: Vectors, paths: Paths, *, binary: bool) -> None:
-    """A reader sees the old file or the new one, never half of one."""
+def _plot(trainer: Trainer, vectors: Vectors, run: RunFiles) -> None:
+    loss_plot, map_plot = run.plots
     try:
-        vectors.save(paths.draft, binary=binary)
-        paths.draft.replace(paths.out)
-    finally:
-        paths.draft.unlink(missing_ok=True)
-    typer.echo(f"wrote {paths.out}")
-
-
-def _draw(trainer: Trainer, vectors: Vectors, paths: Paths) -> None:
-    from flatbed.word2vec.plots import MISSING, draw_loss, draw_map, have_matplotlib
-
-    if not have_matplotlib():
-        typer.echo(f"no pictures: {MISSING}")
-        return
-    loss, plane = paths.drawn
-    try:
-        draw_loss(trainer.losses, loss)
-        draw_map(vectors, plane)
+        plot_loss(trainer.losses, loss_plot)
+        plot_map(vectors, map_plot)
+    except ImportError:
+        typer.echo("no pictures: matplotlib is not installed; install it with: pip install matplotlib")
     except OSError as error:
         typer.echo(f"no pictures: {error}", err=True)
-        return
-    typer.echo(f"wrote {loss} and {plane}")
+    else:
+        typer.echo(f"wrote {loss_plot} and {map_plot}")
 
 
-def _neighbours_table(vectors: Vectors, words: Sequence[str], n: int) -> Table:
+def _neighbors_table(neighbors: dict[str, list[tuple[str, float]]]) -> Table:
     table = Table(title="nearest neighbours", title_style="bold", box=None, padding=(0, 2))
     table.add_column("word", style="bold")
-    table.add_column("neighbours, and the cosine of the angle between")
-    for word in words:
-        # As Text, in which neither [these] nor :these: mean anything.
-        found = [
-            Text.assemble(other, (f" {cosine:.2f}", "dim")) for other, cosine in vectors.neighbors(word, n)
-        ]
-        table.add_row(Text(word), Text("  ").join(found))
+    table.add_column("neighbours and cosines")
+    for word, found in neighbors.items():
+        # Text, so that rich does not interpret [brackets] and :colons: in words.
+        cells = [Text.assemble(other, (f" {cosine:.2f}", "dim")) for other, cosine in found]
+        table.add_row(Text(word), Text("  ").join(cells))
     return table

@@ -1,32 +1,45 @@
-"""A text as numbers: sentences of word ids, most frequent words first."""
+"""Texts as arrays of word ids: from lists of words, from files, or from Python's standard library."""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
+import io
+import os
+import re
+import sysconfig
+import warnings
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 LONGEST_SENTENCE = 1000
-"""Longer ones are cut, as by word2vec itself: a text without line ends is one, too."""
+"""Longer sentences are split, as in word2vec: a file without line ends is one long sentence."""
+READ_CHARS = 1 << 20
+UNDECODED = "\N{REPLACEMENT CHARACTER}"
 
-READ_BYTES = 1 << 20
+IDENTIFIER = re.compile(r"[^\W\d]\w*")
+BLANK_LINES = re.compile(r"\n\s*\n")
+SKIPPED_FOLDERS = {
+    *("test", "tests", "idle_test", "idlelib", "turtledemo"),  # not installed on every machine
+    *("site-packages", "dist-packages", "ensurepip", "__pycache__"),  # not the standard library
+    *("lib2to3", "distutils"),  # not in every version
+    *("encodings", "pydoc_data"),  # character tables, and a copy of the manual
+}
 
 ReadProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Sentences over words.
+    """Sentences of word ids.
 
-    - `words`: all distinct ones, the most frequent first; `counts`: how often each occurs, (words,) int64.
-    - `ids`: the text, (n,) int32. `ends`: where each sentence ends in it, (sentences,) int64.
+    - `words`: the unique words, most frequent first; `counts`: occurrences of each, (words,) int64.
+    - `ids`: the text, (n,) int32. `ends`: the end of each sentence in the text, (sentences,) int64.
 
     >>> corpus = Corpus.from_sentences([["to", "be"], ["or", "not", "to", "be"]])
     >>> corpus.words, corpus.counts.tolist(), corpus.ends.tolist()
@@ -38,65 +51,53 @@ class Corpus:
     ids: np.ndarray
     ends: np.ndarray
 
-    def __post_init__(self) -> None:
-        n_words, n_text = len(self.words), len(self.ids)
-        end = self.ends[-1] if len(self.ends) else 0
-        if len(self.counts) != n_words or end != n_text:
-            raise ValueError(
-                f"a corpus has a count for each word, and its last sentence ends with the text; found "
-                f"{len(self.counts)} counts of {n_words} words, and the end {end} in a text of {n_text}: "
-                "Corpus.from_sentences makes one of lists of words"
-            )
-
     @classmethod
     def from_sentences(cls, sentences: Iterable[Sequence[str]], *, max_words: int | None = None) -> Corpus:
-        """Count and number the words of sentences, up to `max_words` of text."""
+        """Count and number the words of sentences, up to `max_words` words of text."""
         if isinstance(sentences, str):
-            raise TypeError("sentences are lists of words; found one string: use text.split() for each line")
-        if not isinstance(sentences, Iterable):
-            raise TypeError(f"sentences are lists of words; found {sentences!r}")
-        if max_words is not None and (not isinstance(max_words, int) or max_words < 1):
-            raise ValueError(f"max_words must be 1 at least; found {max_words!r}")
+            raise TypeError(
+                "sentences must be lists of words; found a string: use text.split() for each line"
+            )
+        if max_words is not None and max_words < 1:
+            raise ValueError(f"max_words must be at least 1; found {max_words}")
         number: defaultdict[str, int] = defaultdict(lambda: len(number))
         text, ends = array("i"), array("q")
         for sentence in sentences:
             if isinstance(sentence, str):
-                raise TypeError(f"a sentence is a list of words; found the string {sentence[:40]!r}")
-            if not isinstance(sentence, Sequence | np.ndarray):
-                raise TypeError(f"a sentence is a list of words; found {_shown(sentence)}")
+                raise TypeError(
+                    f"a sentence must be a list of words; found the string {sentence[:40]!r}: use split()"
+                )
             words = sentence if max_words is None else sentence[: max_words - len(text)]
             for begin in range(0, len(words), LONGEST_SENTENCE):
-                part = words[begin : begin + LONGEST_SENTENCE]
-                try:
-                    text.extend([number[word] for word in part])
-                except TypeError as error:  # lists in lists, say
-                    raise _not_words(part) from error
+                text.extend([number[word] for word in words[begin : begin + LONGEST_SENTENCE]])
                 ends.append(len(text))
             if len(text) == max_words:
                 break
-        if not all(isinstance(word, str) for word in number):
-            raise _not_words(number)
+        for word in number:
+            if not isinstance(word, str):
+                raise TypeError(f"words must be strings; found {word!r}: use str(word)")
         return _by_frequency(list(number), np.frombuffer(text, np.int32), np.array(ends, np.int64))
 
     def __len__(self) -> int:
-        """How many words of text there are."""
+        """Return the number of words of text."""
         return len(self.ids)
 
     def frequent(self, min_count: int) -> Corpus:
-        """The same without words that occur less often; sentences close up over them."""
-        if not isinstance(min_count, int):
-            raise TypeError(f"min_count must be an integer; found {min_count!r}")
+        """Return the corpus without words that occur less than `min_count` times.
+
+        The words on both sides of a removed word become neighbours.
+        """
         n_words = int(np.searchsorted(-self.counts, -min_count, side="right"))
         if n_words == len(self.words):
             return self
-        kept = self.ids < n_words
-        n_before = np.concatenate(([0], np.cumsum(kept)))
-        ends = n_before[self.ends]
-        some = np.diff(ends, prepend=0) > 0
-        return Corpus(self.words[:n_words], self.counts[:n_words], self.ids[kept], ends[some])
+        is_kept = self.ids < n_words
+        n_kept_before = np.concatenate(([0], np.cumsum(is_kept)))
+        ends = n_kept_before[self.ends]
+        has_words = np.diff(ends, prepend=0) > 0
+        return Corpus(self.words[:n_words], self.counts[:n_words], self.ids[is_kept], ends[has_words])
 
     def fingerprint(self) -> str:
-        """Of the words and the text: equal for the same corpus."""
+        """Return a hash of words and text: equal for equal corpora."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update("\n".join(self.words).encode("utf-8", "surrogatepass"))
         for part in (self.ids, self.ends):
@@ -104,71 +105,102 @@ class Corpus:
         return digest.hexdigest()
 
 
-def _not_words(found: Iterable[Any]) -> TypeError:
-    wrong = next(word for word in found if not isinstance(word, str))
-    return TypeError(f"words are strings; found {_shown(wrong)} among them: str(word) makes it one")
-
-
-def _shown(found: object) -> str:
-    """Short, and without an address."""
-    shown = repr(found)
-    return type(found).__name__ if " at 0x" in shown or len(shown) > 40 else shown
-
-
 def _by_frequency(words: list[str], ids: np.ndarray, ends: np.ndarray) -> Corpus:
-    """Numbers by falling count, and words of equal count by the alphabet."""
+    """Renumber words by falling count; words of equal count are in alphabetical order."""
     counts = np.bincount(ids, minlength=len(words)).astype(np.int64)
-    order = sorted(range(len(words)), key=lambda at: (-int(counts[at]), words[at]))
-    renumbered = np.empty(len(words), np.int32)
-    renumbered[order] = np.arange(len(words), dtype=np.int32)
-    return Corpus([words[at] for at in order], counts[order], renumbered[ids], ends)
+    order = sorted(range(len(words)), key=lambda word: (-int(counts[word]), words[word]))
+    new_id = np.empty(len(words), np.int32)
+    new_id[order] = np.arange(len(words), dtype=np.int32)
+    return Corpus([words[word] for word in order], counts[order], new_id[ids], ends)
 
 
 def read_corpus(
-    paths: Iterable[str | Path], *, max_words: int | None = None, progress: ReadProgress | None = None
+    paths: str | Path | Iterable[str | Path],
+    *,
+    encoding: str = "utf-8",
+    max_words: int | None = None,
+    progress: ReadProgress | None = None,
 ) -> Corpus:
-    """Text files in UTF-8, a sentence per line, words between white space.
+    """Read text files with a sentence per line and white space between words.
 
-    Bytes that are not UTF-8 are skipped. `progress(bytes read, bytes in all)` is called now and then.
+    Bytes that the encoding does not know become U+FFFD, and a warning gives their number.
+    `progress(bytes read, bytes in total)` is called after each block.
     """
-    given: Any = [paths] if isinstance(paths, str | Path) else paths
-    if not isinstance(given, Iterable):
-        raise TypeError(f"paths are those of text files; found {given!r}")
-    files = [Path(path) for path in given]
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{file} {'is a folder' if file.is_dir() else 'does not exist'}: give text files"
-            )
-    corpus = Corpus.from_sentences(_lines(files, progress), max_words=max_words)
-    if not len(corpus):
-        raise ValueError(f"there are no words in {', '.join(map(str, files)) or 'no files'}")
+    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    try:
+        codec = codecs.lookup(encoding).name
+    except LookupError as error:
+        raise ValueError(f"{error}: give the name of a codec of Python, such as latin-1") from error
+    codec = "utf-8-sig" if codec == "utf-8" else codec  # drops a byte order mark
+    corpus = Corpus.from_sentences(_lines(files, codec, progress), max_words=max_words)
+    n_replaced = sum(
+        int(count) * word.count(UNDECODED)
+        for word, count in zip(corpus.words, corpus.counts, strict=True)
+        if UNDECODED in word
+    )
+    if n_replaced:
+        warnings.warn(
+            f"{n_replaced:,} characters are not {encoding} and were replaced by {UNDECODED}: "
+            "give the encoding of the text, latin-1 for example",
+            stacklevel=2,
+        )
     return corpus
 
 
-def _lines(files: Sequence[Path], progress: ReadProgress | None) -> Iterator[list[str]]:
-    """The words of each line; of one that does not end, as many as a sentence may have."""
-    n_bytes, done = sum(file.stat().st_size for file in files), 0
-    for file in files:
-        with file.open("rb") as opened:
+def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> Iterator[list[str]]:
+    """Yield the words of each line. A line that does not end is yielded in parts."""
+    sizes = [file.stat().st_size for file in files]
+    n_done = 0
+    for file, size in zip(files, sizes, strict=True):
+        with file.open("rb") as binary, io.TextIOWrapper(binary, codec, "replace", newline="") as opened:
             words: list[str] = []
-            rest = b""
-            if opened.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:  # a mark, and no part of the first word
-                done += len(codecs.BOM_UTF8)
-            else:
-                opened.seek(0)
-            while block := opened.read(READ_BYTES):
-                *lines, rest = (rest + block).split(b"\n")
+            rest = ""
+            while block := opened.read(READ_CHARS):
+                *lines, rest = (rest + block).split("\n")
                 for line in lines:
-                    yield words + line.decode("utf-8", "ignore").split()
+                    yield words + line.split()
                     words = []
-                cut = rest.rfind(b" ") + 1  # a word may go on in the next block
-                words += rest[:cut].decode("utf-8", "ignore").split()
+                cut = rest.rfind(" ") + 1  # the last word may continue in the next block
+                words += rest[:cut].split()
                 rest = rest[cut:]
                 while len(words) >= LONGEST_SENTENCE:
                     yield words[:LONGEST_SENTENCE]
                     words = words[LONGEST_SENTENCE:]
-                done += len(block)
                 if progress is not None:
-                    progress(done, n_bytes)
-            yield words + rest.decode("utf-8", "ignore").split()
+                    progress(n_done + binary.tell(), sum(sizes))
+            yield words + rest.split()
+        n_done += size
+
+
+def python_corpus(
+    *, max_words: int | None = None, progress: ReadProgress | None = None, folder: str | Path | None = None
+) -> Corpus:
+    """Read the identifiers and words in the source of Python's standard library, or of `folder`.
+
+    A sentence is the text between blank lines: a function, a paragraph of a docstring. Identifiers are
+    neither split nor changed. `progress(files read, files in total)` is called after each file.
+    """
+    root = Path(folder or sysconfig.get_path("stdlib"))
+    files = source_files(root)
+    if not files:
+        raise FileNotFoundError(f"there is no Python source in {root}: give text files")
+    return Corpus.from_sentences(_paragraphs(files, progress), max_words=max_words)
+
+
+def source_files(root: Path) -> list[Path]:
+    """List Python files, folder by folder in the order of their names, without `SKIPPED_FOLDERS`."""
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS and name[0] != ".")
+        found += [Path(folder) / name for name in sorted(names) if name.endswith(".py")]
+    return found
+
+
+def _paragraphs(files: list[Path], progress: ReadProgress | None) -> Iterator[list[str]]:
+    for n_read, file in enumerate(files, start=1):
+        text = file.read_text(encoding="utf-8-sig", errors="ignore")
+        for paragraph in BLANK_LINES.split(text):
+            if words := IDENTIFIER.findall(paragraph):
+                yield words
+        if progress is not None:
+            progress(n_read, len(files))

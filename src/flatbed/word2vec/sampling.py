@@ -1,62 +1,54 @@
-"""Batches of text: which words are kept, how far they see, and which random words they are held against.
+"""Training batches: which words are kept, how wide their windows are, and which negatives they share.
 
-Pairs are not listed. Words that are kept stand in blocks of `BLOCK` in a row; the contexts of all of a block
-are among the words from `window` before it to `window` after it, and its negatives are shared: all scores of
-a block are one small product of matrices.
+Pairs are never listed. The kept words are cut into blocks of `BLOCK` consecutive words. All contexts of a
+block are among the words from `window` before it to `window` after it, and its words share their negatives.
+So all scores of a block are one small matrix product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from flatbed.word2vec.corpus import Corpus
-from flatbed.word2vec.ngrams import Bags
-from flatbed.word2vec.vocabulary import Unigrams, keep_probabilities
+from flatbed.word2vec.ngrams import WordBags
 
 BLOCK = 32
 """Words in a block."""
 SHARED = 64
-"""Negatives that the words of a block share. They count as much as `negatives` of its own for each pair."""
+"""Negatives that the words of a block share. Their weights make them count as `negatives` for each pair."""
+NEGATIVE_POWER = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """A step's text. B blocks, of `BLOCK` words each; the last is filled up with words without pairs."""
+class TrainingBatch:
+    """The text of one step, in B blocks."""
 
-    inputs: np.ndarray
-    """The rows of its distinct words: one each, (inputs,) int64, or as many as `offsets` say."""
-    offsets: np.ndarray | None
-    """With n-grams, where each distinct word's rows begin, and the end of the last one's."""
-    outputs: np.ndarray
-    """The distinct words among contexts and negatives, (outputs,) int64."""
-    words: np.ndarray
-    """The words in blocks, as places in `inputs`, (B, BLOCK) int64."""
-    others: np.ndarray
-    """What each block is held against, as places in `outputs`, (B, BLOCK + 2 * window + SHARED) int64."""
-    first: np.ndarray
-    """For each word its first context among `others`, (B, BLOCK) int32."""
-    last: np.ndarray
-    """And its last one; before the first if there is none."""
+    inputs: Tensor
+    """Table rows of the unique words: one each, (inputs,) int64, or with n-grams as `offsets` says."""
+    offsets: Tensor | None
+    """With n-grams, the offset of each unique word's rows, and the end; otherwise None."""
+    outputs: Tensor
+    """The unique words among contexts and negatives, (outputs,) int64."""
+    centers: Tensor
+    """Each word as an index into the unique inputs, (B, BLOCK) int32; the last block is padded."""
+    candidates: Tensor
+    """Contexts and negatives of each block as indices into `outputs`, (B, BLOCK + 2 * window + SHARED)."""
+    first_context: Tensor
+    """Column of each word's first context in `candidates`, (B, BLOCK) int32."""
+    last_context: Tensor
+    """Column of each word's last context; less than the first for words without contexts."""
     n_words: int
-    """Words of the text that it was made from."""
+    """Words of text that the batch was made from."""
     n_pairs: int
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """An epoch's order of the sentences: neighbours in the text share their rare words."""
-
-    epoch: int
-    sentences: np.ndarray
-    begins: np.ndarray
-    """Where each begins in the text in this order."""
-
-
-class Batches:
-    """The steps of a training, each made from (seed, epoch, number in the epoch) alone.
+class BatchSampler:
+    """The batches of a training run, each made from (seed, epoch, number in the epoch) alone.
 
     - `batch_words`: the most words of text in a step, up to whole sentences; an epoch's steps are equal.
     - `bags`: the rows of each word, with n-grams.
@@ -70,104 +62,132 @@ class Batches:
         subsample: float,
         batch_words: int,
         seed: int = 0,
-        bags: Bags | None = None,
+        bags: WordBags | None = None,
     ) -> None:
         self._corpus = corpus
         self._lengths = np.diff(corpus.ends, prepend=0)
         self._keep = keep_probabilities(corpus.counts, subsample)
-        self._unigrams = Unigrams(corpus.counts)
+        self._negatives = NegativeSampler(corpus.counts)
         self._window = window
         self._seed = seed
         self._bags = bags
-        self.per_epoch = -(-len(corpus) // batch_words)
+        self._order = lru_cache(maxsize=1)(self._shuffle)
+        self.steps_per_epoch = -(-len(corpus) // batch_words)
 
-    def range(self, begin: int, end: int) -> Iterator[Batch]:
-        """The batches of these steps."""
-        order = None
-        for step in range(begin, end):
-            if order is None or order.epoch != step // self.per_epoch:
-                order = self.order(step // self.per_epoch)
-            yield self.make(order, step % self.per_epoch)
+    def make(self, step: int) -> TrainingBatch:
+        """Make the batch of a step, counted from the first epoch."""
+        epoch, number = divmod(step, self.steps_per_epoch)
+        random = np.random.default_rng([self._seed, epoch, 1 + number])
+        words, sentences = self._text(epoch, number)
+        is_kept = random.random(len(words), dtype=np.float32) < self._keep[words]
+        return self._blocks(words[is_kept], sentences[is_kept], len(words), random)
 
-    def order(self, epoch: int) -> Order:
-        """The sentences as an epoch has them."""
-        chosen = np.random.default_rng([self._seed, epoch, 0]).permutation(len(self._lengths))
-        lengths = self._lengths[chosen]
-        return Order(epoch, chosen, np.cumsum(lengths) - lengths)
+    def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the order of sentences in an epoch, and the begin of each in the shuffled text.
 
-    def make(self, order: Order, number: int) -> Batch:
-        """The batch of this number in an epoch."""
-        random = np.random.default_rng([self._seed, order.epoch, 1 + number])
-        words, sentences = self._text(order, number)
-        kept = random.random(len(words), dtype=np.float32) < self._keep[words]
-        return self._blocks(words[kept], sentences[kept], len(words), random)
+        Shuffling spreads rare words, which are close together in the text.
+        """
+        order = np.random.default_rng([self._seed, epoch, 0]).permutation(len(self._lengths))
+        lengths = self._lengths[order]
+        return order, np.cumsum(lengths) - lengths
 
-    def _text(self, order: Order, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The words of the sentences that begin in a stretch of text, and which sentence each is in."""
-        # Of equal steps: a remainder would be one of a few words.
-        stretch = np.array([number, number + 1]) * len(self._corpus) // self.per_epoch
-        chosen = order.sentences[slice(*np.searchsorted(order.begins, stretch))]
+    def _text(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the words of the sentences that begin in this step's part, and the sentence of each."""
+        order, begins = self._order(epoch)
+        # Parts of equal length: otherwise the last step of an epoch could have only a few words.
+        part = np.array([number, number + 1]) * len(self._corpus) // self.steps_per_epoch
+        chosen = order[slice(*np.searchsorted(begins, part))]
         lengths = self._lengths[chosen]
         sentences = np.repeat(np.arange(len(chosen)), lengths)
-        # From a place in this text to one in the corpus: what to add is the same in all of a sentence.
-        offsets = self._corpus.ends[chosen] - np.cumsum(lengths)
-        return self._corpus.ids[np.repeat(offsets, lengths) + np.arange(len(sentences))], sentences
+        shifts = self._corpus.ends[chosen] - np.cumsum(lengths)  # from positions in the batch to the corpus
+        return self._corpus.ids[np.repeat(shifts, lengths) + np.arange(len(sentences))], sentences
 
     def _blocks(
         self, words: np.ndarray, sentences: np.ndarray, n_words: int, random: np.random.Generator
-    ) -> Batch:
+    ) -> TrainingBatch:
         n, window = len(words), self._window
         n_blocks = max(-(-n // BLOCK), 1)
         first, last = contexts(sentences, random.integers(1, window + 1, n))
-        negatives = self._unigrams.draw(n_blocks * SHARED, random)
-        inputs, (words_at,) = distinct(len(self._keep), words)
-        outputs, (contexts_at, negatives_at) = distinct(len(self._keep), words, negatives)
+        negatives = self._negatives.draw(n_blocks * SHARED, random)
+        inputs, (centers,) = unique(len(self._keep), words)
+        outputs, (contexts_at, negatives_at) = unique(len(self._keep), words, negatives)
 
-        begins = np.arange(n_blocks, dtype=np.int64)[:, None] * BLOCK  # of blocks among the words
-        around = np.zeros(n_blocks * BLOCK + 2 * window, np.int32)
-        around[window : window + n] = contexts_at
-        seen = around[begins + np.arange(BLOCK + 2 * window)]
-        rows, offsets = (inputs, None) if self._bags is None else self._bags.of(inputs)
-        return Batch(
-            inputs=rows,
-            offsets=offsets,
-            outputs=outputs,
-            words=_filled(words_at, n_blocks, 0),
-            others=np.concatenate((seen, negatives_at.reshape(n_blocks, SHARED)), 1),
-            first=(_filled(first, n_blocks, n_blocks * BLOCK) - begins + window).astype(np.int32),
-            last=(_filled(last, n_blocks, -1) - begins + window).astype(np.int32),
+        begins = np.arange(n_blocks, dtype=np.int64)[:, None] * BLOCK
+        padded = np.zeros(n_blocks * BLOCK + 2 * window, np.int32)
+        padded[window : window + n] = contexts_at
+        nearby = padded[begins + np.arange(BLOCK + 2 * window)]
+        candidates = np.concatenate((nearby, negatives_at.reshape(n_blocks, SHARED)), 1)
+        first_context = (_in_blocks(first, n_blocks, n_blocks * BLOCK) - begins + window).astype(np.int32)
+        last_context = (_in_blocks(last, n_blocks, -1) - begins + window).astype(np.int32)
+        rows, offsets = (inputs, None) if self._bags is None else self._bags.lookup(inputs)
+        return TrainingBatch(
+            inputs=torch.from_numpy(rows),
+            offsets=None if offsets is None else torch.from_numpy(offsets),
+            outputs=torch.from_numpy(outputs),
+            centers=torch.from_numpy(_in_blocks(centers, n_blocks, 0)),
+            candidates=torch.from_numpy(candidates),
+            first_context=torch.from_numpy(first_context),
+            last_context=torch.from_numpy(last_context),
             n_words=n_words,
             n_pairs=int((last - first).sum()),
         )
 
 
-def contexts(sentences: np.ndarray, reach: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each word the first and the last one that it sees (itself in between), as places in the text.
+def keep_probabilities(counts: np.ndarray, subsample: float) -> np.ndarray:
+    """Return the probability that an occurrence of each word stays: word2vec's sqrt(t / f) + t / f."""
+    if subsample <= 0:
+        return np.ones(len(counts), np.float32)
+    ratio = subsample * counts.sum() / counts
+    probabilities: np.ndarray = np.minimum(np.sqrt(ratio) + ratio, 1).astype(np.float32)
+    return probabilities
 
-    - `sentences`: which sentence each word is in, ascending. `reach`: how far it sees, at least 1.
+
+class NegativeSampler:
+    """Draws words with probability proportional to count**0.75."""
+
+    def __init__(self, counts: np.ndarray) -> None:
+        weights = np.asarray(counts, np.float64) ** NEGATIVE_POWER
+        self._cumulative = np.cumsum(weights / weights.sum())
+        self._cumulative[-1] = 1.0
+
+    def draw(self, n: int, random: np.random.Generator) -> np.ndarray:
+        """Draw words, (n,) int64, in random order.
+
+        Stratified: one from each of n equal parts of the distribution. Each draw has the distribution, and
+        together they are closer to it than independent draws.
+        """
+        points = (np.arange(n) + random.random(n)) / max(n, 1)
+        # Ascending points read memory in order. The greatest point may round to 1.
+        words = np.searchsorted(self._cumulative, points, side="right")
+        return random.permutation(np.minimum(words, len(self._cumulative) - 1))
+
+
+def contexts(sentences: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions of each word's first and last context; the word itself lies between them.
+
+    - `sentences`: the sentence of each word, ascending. `windows`: how far each word sees, at least 1.
     """
     n = len(sentences)
     heads = np.flatnonzero(np.diff(sentences, prepend=-1))
     lengths = np.diff(heads, append=n)
-    at = np.arange(n)
-    first = np.maximum(at - reach, np.repeat(heads, lengths))
-    last = np.minimum(at + reach, np.repeat(heads + lengths - 1, lengths))
+    positions = np.arange(n)
+    first = np.maximum(positions - windows, np.repeat(heads, lengths))
+    last = np.minimum(positions + windows, np.repeat(heads + lengths - 1, lengths))
     return first, last
 
 
-def distinct(n_words: int, *parts: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The distinct words of several arrays, ascending, and the arrays as places among them."""
-    there = np.zeros(n_words, bool)
+def unique(n_words: int, *parts: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the unique words of several arrays, ascending, and the arrays as indices into them."""
+    is_used = np.zeros(n_words, bool)  # faster than sorting, as np.unique does
     for part in parts:
-        there[part] = True
-    found = np.flatnonzero(there)
-    place = np.empty(n_words, np.int32)
-    place[found] = np.arange(len(found), dtype=np.int32)
-    return found, [place[part] for part in parts]
+        is_used[part] = True
+    words = np.flatnonzero(is_used)
+    index = np.empty(n_words, np.int32)
+    index[words] = np.arange(len(words), dtype=np.int32)
+    return words, [index[part] for part in parts]
 
 
-def _filled(values: np.ndarray, n_blocks: int, filler: int) -> np.ndarray:
-    """In blocks, the last one filled up."""
-    made = np.full(n_blocks * BLOCK, filler, values.dtype)
-    made[: len(values)] = values
-    return made.reshape(n_blocks, BLOCK)
+def _in_blocks(values: np.ndarray, n_blocks: int, padding: int) -> np.ndarray:
+    padded = np.full(n_blocks * BLOCK, padding, values.dtype)
+    padded[: len(values)] = values
+    return padded.reshape(n_blocks, BLOCK)

@@ -1,12 +1,14 @@
-"""What a training is asked for, checked at the door."""
+"""Settings of a training run, and the optimizers they name."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Annotated, Any
 
 import torch
 
@@ -16,147 +18,105 @@ STORAGES = ("host", "device", "disk")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What suits word vectors by measurement, where it is not the optimizer's own default."""
+class OptimizerDefaults:
+    """Values that suit word vectors by measurement, where they differ from the optimizer's defaults."""
 
-    lr: float
-    batch_words: int
+    lr: float | None = None
+    batch_words: int = 4096
     options: dict[str, Any] = field(default_factory=dict)
 
 
-RECIPES = {
-    # A row's momentum would be from its last visit, which for a rare word is thousands of steps ago.
-    "adamax": Recipe(0.045, 4096, {"betas": (0.0, 0.99)}),
-    "sgd": Recipe(0.025, 1024),  # word2vec's own; in larger batches the sums for frequent words run away
-    "adagrad": Recipe(0.1, 4096),
-    "adam": Recipe(0.02, 4096),
-    "adamw": Recipe(0.02, 4096),
-    "sparseadam": Recipe(0.02, 4096),
+OPTIMIZER_DEFAULTS = {
+    # A row's momentum is as old as the last step with the row: for a rare word, thousands of steps.
+    "adamax": OptimizerDefaults(0.045, options={"betas": (0.0, 0.99)}),
+    "sgd": OptimizerDefaults(0.025, 1024),  # as in word2vec; in larger batches frequent words diverge
+    "adagrad": OptimizerDefaults(0.1),
+    "adam": OptimizerDefaults(0.02),
+    "adamw": OptimizerDefaults(0.02),
+    "sparseadam": OptimizerDefaults(0.02),
 }
-BATCH_WORDS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How word vectors are trained.
+    """Settings of a training run. Each is also an option of `flatbed word2vec`, with the same description.
 
-    - `dim`: numbers in a vector. `window`: contexts reach 1 to `window` words to each side, at random.
-    - `negatives`: random words per pair, drawn as count**0.75.
-    - `min_count`: rarer words are left out. `subsample`: frequent words are thinned out above this frequency
-      (0: none is).
-    - `epochs`: passes over the text. `batch_words`: words of text in a step; by default what suits the
-      optimizer, or a hundredth of a small text.
-    - `optimizer`: a name of `flatbed.optim` or `torch.optim`, "adamax" say. `lr`: its learning rate at the
-      beginning, from where it falls linearly; by default what suits it.
-    - `storage`: where rows live, "host", "device" or "disk". `path`: the folder of their files, for "disk".
-    - `seed`: of the first weights and of all sampling. Runs with the same settings on a CPU with the same
-      number of threads are equal bit for bit, however they were interrupted and resumed.
-    - `device`: that computes; by default a GPU if there is one.
-    - `buckets`, `ngrams`: with buckets, a word's vector is the mean of its own row and those of its hashed
-      character n-grams of these lengths.
-    - `cache_rows`: of each table, on a GPU; see `flatbed.Embedding`.
+    Runs with the same settings on a CPU with the same number of threads are bitwise equal, whether or not
+    they were interrupted and resumed.
 
     >>> Settings(optimizer="adamax", dim=100).learning_rate
     0.045
     """
 
-    dim: int = 128
-    window: int = 5
-    negatives: int = 5
-    min_count: int = 5
-    subsample: float = 1e-3
-    epochs: int = 5
-    lr: float | None = None
-    optimizer: str = "adamax"
-    storage: str = "host"
-    path: str | Path | None = None
-    seed: int = 0
-    batch_words: int | None = None
-    device: str | None = None
-    buckets: int = 0
-    ngrams: tuple[int, int] = (3, 6)
-    cache_rows: int | None = None
+    dim: Annotated[int, "Size of a vector."] = 128
+    window: Annotated[int, "Most words of context on each side; each word draws 1 to this many."] = 5
+    negatives: Annotated[int, "Random words per pair."] = 5
+    min_count: Annotated[int, "Words that occur less often are left out."] = 5
+    subsample: Annotated[float, "Words more frequent than this are thinned out; 0 keeps all."] = 1e-3
+    epochs: Annotated[int, "Passes over the text."] = 5
+    lr: Annotated[float | None, "First learning rate; it falls linearly. Depends on the optimizer."] = None
+    optimizer: Annotated[str, "Any optimizer of flatbed.optim or torch.optim."] = "adamax"
+    storage: Annotated[str, "Where the tables are: host, device or disk."] = "host"
+    path: Annotated[str | Path | None, "Folder of the tables' files, for storage disk."] = None
+    seed: Annotated[int, "Seed of first weights and all sampling."] = 0
+    batch_words: Annotated[
+        int | None, "Words of text in a step. Depends on the optimizer; less for small texts."
+    ] = None
+    device: Annotated[str | None, "cpu or cuda; cuda if there is a GPU."] = None
+    buckets: Annotated[int, "Table rows for hashed character n-grams, 10_000_000 for example."] = 0
+    ngrams: Annotated[tuple[int, int], "Least and greatest length of n-grams."] = (3, 6)
+    cache_rows: Annotated[int | None, "Rows of each table cached on a GPU."] = None
 
     def __post_init__(self) -> None:
-        least = {"dim": 1, "window": 1, "negatives": 1, "min_count": 1, "epochs": 1, "seed": 0, "buckets": 0}
-        for name, bound in (*least.items(), ("batch_words", 1), ("cache_rows", 0)):
+        for name in ("dim", "window", "negatives", "min_count", "epochs", "batch_words"):
             value = getattr(self, name)
-            if value is None and name in ("batch_words", "cache_rows"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer; found {value!r}")
-            if value < bound:
-                raise ValueError(f"{name} must be {bound} at least; found {value}")
-        self._check_types()
-        if not (math.isfinite(self.subsample) and self.subsample >= 0):
-            raise ValueError(
-                f"subsample is a frequency such as 1e-3, or 0 for none; found {self.subsample!r}"
-            )
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"lr must be greater than 0; found {self.lr!r}")
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1; found {value}")
+        for name in ("seed", "buckets", "subsample"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0; found {getattr(self, name)}")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be greater than 0; found {self.lr}")
         if self.storage not in STORAGES:
             raise ValueError(f"storage must be one of {', '.join(STORAGES)}; found {self.storage!r}")
         if (self.path is not None) != (self.storage == "disk"):
             raise ValueError(
-                'storage="disk" needs a path, the folder of its files'
-                if self.path is None
-                else f'path is for storage="disk"; found storage={self.storage!r}'
+                f"storage disk and a path go together; found storage={self.storage!r}, path={self.path!r}"
             )
-        if len(self.ngrams) != 2 or not 1 <= self.ngrams[0] <= self.ngrams[1]:
-            raise ValueError(
-                f"ngrams are the least and the greatest length, (3, 6) say; found {self.ngrams!r}"
-            )
+        least, greatest = self.ngrams
+        if not 1 <= least <= greatest:
+            raise ValueError(f"ngrams must be the least and the greatest length; found {self.ngrams}")
         find_optimizer(self.optimizer)
-
-    def _check_types(self) -> None:
-        for name in ("subsample", "lr"):
-            value = getattr(self, name)
-            wrong = isinstance(value, bool) or not isinstance(value, int | float)
-            if wrong and not (name == "lr" and value is None):
-                raise TypeError(f"{name} must be a number; found {value!r}")
-        for name in ("optimizer", "storage"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(
-                    f"{name} must be a name such as "
-                    f"{'adamax' if name == 'optimizer' else 'host'!r}; found {getattr(self, name)!r}"
-                )
-        if not isinstance(self.path, str | Path | None):
-            raise TypeError(f"path must be that of a folder; found {self.path!r}")
-        lengths: Any = self.ngrams
-        if not isinstance(lengths, tuple | list) or not all(isinstance(one, int) for one in lengths):
-            raise TypeError(f"ngrams are the least and the greatest length, (3, 6) say; found {lengths!r}")
-        try:
-            torch.device(self.device or "cpu")
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f'device must be "cpu" or "cuda", say; found {self.device!r}') from error
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """What was measured for the optimizer, if anything was."""
-        return RECIPES.get(self.optimizer.lower())
 
     @property
     def learning_rate(self) -> float | None:
-        """The one that training begins with; None for the optimizer's own default."""
-        return self.lr if self.lr is not None or self.recipe is None else self.recipe.lr
+        """The first learning rate; None for the optimizer's own default."""
+        return self.lr or self._defaults.lr
 
     @property
     def words_per_step(self) -> int:
-        """`batch_words`, or what suits the optimizer."""
-        if self.batch_words is not None:
-            return self.batch_words
-        return BATCH_WORDS if self.recipe is None else self.recipe.batch_words
+        """`batch_words`, or the number that suits the optimizer."""
+        return self.batch_words or self._defaults.batch_words
 
     @property
-    def where(self) -> torch.device:
+    def optimizer_options(self) -> dict[str, Any]:
+        """Keyword arguments of the optimizer."""
+        lr = {} if self.learning_rate is None else {"lr": self.learning_rate}
+        return lr | self._defaults.options
+
+    @property
+    def torch_device(self) -> torch.device:
         """The device that computes."""
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
+    @property
+    def _defaults(self) -> OptimizerDefaults:
+        return OPTIMIZER_DEFAULTS.get(self.optimizer.lower(), OptimizerDefaults())
+
     def to_dict(self) -> dict[str, Any]:
-        """What the result depends on, for JSON. Not the device, its cache and paths: they may change."""
-        free = ("device", "path", "cache_rows")
-        made = {name: value for name, value in asdict(self).items() if name not in free}
-        return made | {
+        """Return the settings that change the result, for JSON: not device, cache and paths."""
+        result = {k: v for k, v in asdict(self).items() if k not in ("device", "path", "cache_rows")}
+        return result | {
             "ngrams": list(self.ngrams),
             "optimizer": self.optimizer.lower(),
             "lr": self.learning_rate,
@@ -165,16 +125,17 @@ class Settings:
 
 
 def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """What makes the optimizer of this name over tables: `make(model, **options)`."""
-    ours = {one.lower(): getattr(optim, one) for one in optim.__all__ if one != "from_torch"}
+    """Return `make(model, **options)` for the optimizer with this name; upper and lower case are equal."""
+    ours, torchs = _optimizers(optim), _optimizers(torch.optim)
     if name.lower() in ours:
-        made: Callable[..., Any] = ours[name.lower()]
-        return made
-    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
-    theirs = {kind.__name__.lower(): kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)}
-    theirs.pop("optimizer")
-    if name.lower() not in theirs:
-        known = ", ".join(sorted({*ours, *theirs}))
+        return ours[name.lower()]
+    if name.lower() not in torchs:
+        known = ", ".join(sorted({*ours, *torchs}))
         raise ValueError(f"there is no optimizer {name!r}; known are {known}")
-    kind = theirs[name.lower()]
-    return lambda model, **options: optim.from_torch(kind, model, **options)
+    return partial(optim.from_torch, torchs[name.lower()])
+
+
+def _optimizers(module: ModuleType) -> dict[str, type[torch.optim.Optimizer]]:
+    classes = [each for each in vars(module).values() if isinstance(each, type)]
+    found = {each.__name__.lower(): each for each in classes if issubclass(each, torch.optim.Optimizer)}
+    return {name: each for name, each in found.items() if name != "optimizer"}

@@ -1,10 +1,13 @@
-"""Training: batches in, vectors out; interrupted and resumed with the same result."""
+"""Training, and checkpoints from which it continues with the same result."""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,28 +16,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatbed import FlatbedError, load_checkpoint, save_checkpoint, tables
-from flatbed.word2vec.checkpoint_dir import Saved, find
+from flatbed import FlatbedError, Prefetcher, load_checkpoint, save_checkpoint, tables
 from flatbed.word2vec.corpus import Corpus
-from flatbed.word2vec.model import block_loss
+from flatbed.word2vec.model import MakeTables, block_loss, make_tables, table_files
 from flatbed.word2vec.ngrams import make_bags
-from flatbed.word2vec.sampling import Batch, Batches
+from flatbed.word2vec.sampling import BatchSampler, TrainingBatch
 from flatbed.word2vec.settings import Settings
-from flatbed.word2vec.tables import MakeTables, files_of, host_tables
 from flatbed.word2vec.vectors import Vectors
 
 LAST_RATE = 1e-4
-"""What the learning rate falls to, of the one in the beginning."""
-REPORTS, MOST_STEPS = 500, 50
-"""About so many reports a training, but one in so many steps."""
+"""The last learning rate as a fraction of the first."""
+REPORTS, MOST_STEPS_PER_REPORT = 500, 50
 LEAST_STEPS, LEAST_WORDS = 100, 128
-"""Steps of an epoch: in a small text they are of fewer words than suit the optimizer, but of so many."""
+"""An epoch of a small text has this many steps, with fewer words than suit the optimizer, but not less."""
 READ_WORDS = 8192
+CURRENT, MANIFEST, MARK = "CURRENT.json", "checkpoint.json", ".flatbed"
+"""Files of `flatbed.save_checkpoint`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a training is after a step. `words` are words of the text, thinned out or not."""
+    """The state of a training run after a step. `words` counts words of text, thinned out or not."""
 
     step: int
     n_steps: int
@@ -42,23 +44,25 @@ class Progress:
     words: int
     n_words: int
     loss: float
-    """Mean over the pairs of the steps since the last report: of a context and its negatives together. Where
-    those steps had no pairs, the one before; nan before the first pair.
+    """Mean over the pairs since the last report, of a context and its negatives together.
+
+    Without such pairs, the value of the last report; nan before the first pair.
     """
     lr: float
     words_per_second: float
-    """Of this run so far."""
+    """Mean since this loop began."""
 
 
 class Trainer:
     """Skip-gram with negative sampling over a corpus.
 
-    Iterating trains, and yields `Progress` every few steps; a loop that is left can be entered again and goes
-    on where it was. `run()` is such a loop, and `stop()` ends it after the step that is under way. `save` and
-    `resume` carry a training over to another process.
+    Iterating trains, and yields `Progress` every few steps. A loop can be left and entered again: training
+    continues. `run()` is such a loop, and `stop()` ends it after the current step. `save` and `resume`
+    continue training in another process.
 
-    `make_tables` makes other tables than those of the settings, to be compared with them;
-    `steps_per_report` is by default what gives about 500 reports, 50 at most.
+    - `make_tables`: makes the model and the optimizer, for comparisons; by default flatbed tables.
+    - `prefetch`: load rows of coming batches ahead of time; by default on a GPU, and for tables on disk.
+    - `steps_per_report`: by default the number that gives about 500 reports, at most 50.
 
     >>> corpus = Corpus.from_sentences([["a", "cat", "and", "a", "dog"]] * 50)
     >>> trainer = Trainer(corpus, Settings(dim=8, epochs=2, device="cpu"))
@@ -69,38 +73,31 @@ class Trainer:
     """
 
     losses: list[tuple[int, float]]
-    """(words trained, mean loss since the one before) at every report with pairs."""
+    """(words trained, mean loss since the report before) of every report with pairs."""
 
     def __init__(
         self,
         corpus: Corpus,
         settings: Settings | None = None,
         *,
-        make_tables: MakeTables = host_tables,
+        make_tables: MakeTables = make_tables,
+        prefetch: bool | None = None,
         steps_per_report: int | None = None,
     ) -> None:
-        self.settings = settings = Settings() if settings is None else settings
-        _check_types(corpus, settings, steps_per_report)
+        self.settings = settings = settings or Settings()
         self.corpus = corpus.frequent(settings.min_count)
-        if not self.corpus.words:
+        words = self.corpus.words
+        if len(words) < 2:
             raise ValueError(
-                f"no word occurs min_count={settings.min_count} times in a text of {len(corpus):,} words: "
-                "give more text, or a lower min_count"
+                f"{len(words)} words occur min_count={settings.min_count} times or more in a text of "
+                f"{len(corpus):,} words, and training needs 2: give more text, or a lower min_count"
             )
-        if len(self.corpus) < 2 or len(self.corpus.words) < 2:
-            raise ValueError(
-                f"only one word occurs min_count={settings.min_count} times or more in a text of "
-                f"{len(corpus):,} words, which is nothing to learn from: give more text, or a lower min_count"
-            )
-        self._fingerprint = self.corpus.fingerprint()
-        n_words = len(self.corpus.words)
-        self._bags = (
-            make_bags(self.corpus.words, settings.buckets, settings.ngrams) if settings.buckets else None
-        )
+        self._text = self.corpus.fingerprint()
+        self._bags = make_bags(words, settings.buckets, settings.ngrams) if settings.buckets else None
         self.batch_words = settings.batch_words or min(
             settings.words_per_step, max(LEAST_WORDS, len(self.corpus) // LEAST_STEPS)
         )
-        self._batches = Batches(
+        self._sampler = BatchSampler(
             self.corpus,
             window=settings.window,
             subsample=settings.subsample,
@@ -108,166 +105,219 @@ class Trainer:
             seed=settings.seed,
             bags=self._bags,
         )
-        self.n_steps = self._batches.per_epoch * settings.epochs
-        self._every = steps_per_report or min(max(self.n_steps // REPORTS, 1), MOST_STEPS)
+        self.n_words = len(self.corpus) * settings.epochs
+        self.n_steps = self._sampler.steps_per_epoch * settings.epochs
         self.step = 0
         self.words = 0
         self.losses = []
-        self._loss = torch.zeros((), dtype=torch.float64, device=settings.where)
+        self._steps_per_report = steps_per_report or min(
+            max(self.n_steps // REPORTS, 1), MOST_STEPS_PER_REPORT
+        )
+        self._loss = torch.zeros((), dtype=torch.float64, device=settings.torch_device)
         self._n_pairs = 0
-        self._stopped = False
-        self._unknown = [file for file in files_of(settings) if file.exists()]
-        for file in files_of(settings):
+        self._is_stopped = False
+        self._earlier_files = [file for file in table_files(settings) if file.exists()]
+        for file in table_files(settings):
             file.parent.mkdir(parents=True, exist_ok=True)
-        self.tables = make_tables(settings, n_words)
-        self._rates = [float(group["lr"]) for group in self.tables.optimizer.param_groups]
+        self.model, self.optimizer = make_tables(settings, len(words))
+        self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if prefetch is None:
+            # On a CPU, rows in memory need no loading, and a thread costs as much as it saves.
+            prefetch = settings.torch_device.type != "cpu" or settings.storage == "disk"
+        self._prefetch = prefetch and len(tables(self.model)) > 0
 
     # ---- training
 
     @property
-    def n_words(self) -> int:
-        """Words of text in the whole training."""
-        return len(self.corpus) * self.settings.epochs
+    def done(self) -> bool:
+        """True after the last step."""
+        return self.step == self.n_steps
 
     def __iter__(self) -> Iterator[Progress]:
-        if self._unknown:
+        if self._earlier_files:
             raise FlatbedError(
-                f"{self._unknown[0]} holds an earlier training: resume that one, give another path, or "
-                f"delete {' and '.join(map(str, self._unknown))} to begin anew (the only way if "
-                "that training was ended before it saved a checkpoint)"
+                f"{self._earlier_files[0]} holds an earlier training: resume it from its checkpoint, give "
+                f"another path, or delete {' and '.join(map(str, self._earlier_files))} to start again "
+                "(the only way if it was killed before it saved a checkpoint)"
             )
-        self._stopped = False
-        every = self._every
-        began, before = time.perf_counter(), self.words
-        made = self._batches.range(self.step, self.n_steps)
-        batches = self.tables.batches(made, self.settings.where)
-        try:
+        self._is_stopped = False
+        begin, words_before = time.perf_counter(), self.words
+        with closing(self._batches()) as batches:
             for batch in batches:
-                self._train(batch)
-                if self.step % every == 0 or self.step == self.n_steps:
-                    yield self._report((self.words - before) / max(time.perf_counter() - began, 1e-9))
-                if self._stopped:
+                self._train_step(batch)
+                if self.step % self._steps_per_report == 0 or self.done:
+                    seconds = max(time.perf_counter() - begin, 1e-9)
+                    yield self._report((self.words - words_before) / seconds)
+                if self._is_stopped:
                     return
-        finally:
-            batches.close()  # and its thread, and what that has fetched
 
     def run(self, progress: Callable[[Progress], None] | None = None) -> None:
         """Train to the end, or until `stop()`."""
-        if progress is not None and not callable(progress):
-            raise TypeError(f"progress must be a function of a Progress; found {progress!r}")
         for report in self:
             if progress is not None:
                 progress(report)
 
     def stop(self) -> None:
-        """Have the loop end after the step that is under way. For signal handlers and other threads, too."""
-        self._stopped = True
+        """End the loop after the current step; for signal handlers and other threads, too."""
+        self._is_stopped = True
 
-    @property
-    def done(self) -> bool:
-        """Whether all steps are trained."""
-        return self.step == self.n_steps
+    def _batches(self) -> Generator[TrainingBatch, None, None]:
+        """Yield the remaining batches on the computing device."""
+        sampled = map(self._sampler.make, range(self.step, self.n_steps))
+        device = self.settings.torch_device
+        if device.type == "cpu" and not self._prefetch:
+            yield from sampled
+            return
+        lookups: dict[Any, Any] = {}
+        if self._prefetch:
+            lookups[self.model["inputs"]] = lambda batch: batch.inputs
+            lookups[self.model["outputs"]] = lambda batch: batch.outputs
+        with closing(iter(Prefetcher(sampled, lookups, device=device))) as prefetched:
+            yield from prefetched
 
-    def _train(self, batch: Batch) -> None:
-        """One step. The loss is a sum over pairs, so that a pair pulls as hard in any batch."""
-        tables, left = self.tables, max(1 - self.step / self.n_steps, LAST_RATE)
-        for group, rate in zip(tables.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * left
+    def _train_step(self, batch: TrainingBatch) -> None:
+        """Train one step. The loss is a sum over pairs, so the batch size does not change a pair's pull."""
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * self._rate_factor()
         if batch.n_pairs:
-            where = (batch.inputs,) if batch.offsets is None else (batch.inputs, batch.offsets)
-            inputs, outputs = tables.model["inputs"](*where), tables.model["outputs"](batch.outputs)
-            loss = block_loss(inputs, outputs, batch, self.settings.negatives)  # type: ignore[arg-type]
+            rows = (batch.inputs,) if batch.offsets is None else (batch.inputs, batch.offsets)
+            inputs, outputs = self.model["inputs"](*rows), self.model["outputs"](batch.outputs)
+            loss = block_loss(inputs, outputs, batch, self.settings.negatives)
             loss.backward()  # type: ignore[no-untyped-call]
-            tables.optimizer.step()
-            tables.optimizer.zero_grad()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
             self._loss += loss.detach()
         self._n_pairs += batch.n_pairs
         self.step += 1
         self.words += batch.n_words
 
+    def _rate_factor(self) -> float:
+        return max(1 - self.step / self.n_steps, LAST_RATE)
+
     def _report(self, words_per_second: float) -> Progress:
-        before = self.losses[-1][1] if self.losses else math.nan
-        loss = float(self._loss) / self._n_pairs if self._n_pairs else before
-        if self._n_pairs and not math.isfinite(loss):
-            raise FlatbedError(
-                f"the loss is {loss} after step {self.step:,}: a lower lr (here {self._rates[0]:g}) or fewer "
-                f"batch_words ({self.batch_words:,}) keep {self.settings.optimizer} from that"
-            )
+        loss = self.losses[-1][1] if self.losses else math.nan
         if self._n_pairs:
+            loss = float(self._loss) / self._n_pairs
+            if not math.isfinite(loss):
+                raise FlatbedError(
+                    f"the loss is {loss} after step {self.step:,}: try a lower lr than {self._rates[0]:g} "
+                    f"or fewer batch_words than {self.batch_words:,}"
+                )
             self.losses.append((self.words, loss))
         self._loss.zero_()
         self._n_pairs = 0
-        epoch = min(self.step // self._batches.per_epoch + 1, self.settings.epochs)
-        rate = self._rates[0] * max(1 - self.step / self.n_steps, LAST_RATE)
+        if self.done and not self.losses:
+            raise FlatbedError(
+                "nothing was trained: no word had a neighbour in its sentence (a line of the file). Give "
+                f"more text, longer sentences, or subsample=0 (found {self.settings.subsample:g})"
+            )
         return Progress(
-            self.step, self.n_steps, epoch, self.words, self.n_words, loss, rate, words_per_second
+            step=self.step,
+            n_steps=self.n_steps,
+            epoch=min(self.step // self._sampler.steps_per_epoch + 1, self.settings.epochs),
+            words=self.words,
+            n_words=self.n_words,
+            loss=loss,
+            lr=self._rates[0] * self._rate_factor(),
+            words_per_second=words_per_second,
         )
 
     # ---- results
 
     @torch.no_grad()
     def vectors(self) -> Vectors:
-        """The words' vectors as they are now."""
-        inputs, device, parts = self.tables.model["inputs"], self.settings.where, []
+        """Return the current vectors of all words."""
+        inputs, device, parts = self.model["inputs"], self.settings.torch_device, []
         n_words = len(self.corpus.words)
         for begin in range(0, n_words, READ_WORDS):
             words = np.arange(begin, min(begin + READ_WORDS, n_words))
-            asked = (words,) if self._bags is None else self._bags.of(words)
-            parts.append(inputs(*(torch.from_numpy(ids).to(device) for ids in asked)).float().cpu())
+            rows = (words,) if self._bags is None else self._bags.lookup(words)
+            parts.append(inputs(*(torch.from_numpy(ids).to(device) for ids in rows)).float().cpu())
         return Vectors(list(self.corpus.words), torch.cat(parts).numpy(), self.corpus.counts)
 
     def close(self) -> None:
-        """Give the tables' memory and files back. Of files, what was not saved is dropped."""
-        for table in tables(self.tables.model):
+        """Free the tables' memory and close their files; changes since the last `save` are dropped."""
+        for table in tables(self.model):
             table.close(discard=True)
 
     # ---- checkpoints
 
     def save(self, folder: str | Path) -> None:
-        """Make a checkpoint: `resume` goes on from it with the same result."""
-        threads = torch.get_num_threads() if self.settings.where.type == "cpu" else None
-        about = Saved(self.settings.to_dict(), self._fingerprint, self.step, self.n_steps, threads)
-        position: dict[str, Any] = {
-            **about.extra(),
+        """Save a checkpoint for `resume`."""
+        extra = {
+            "settings": self.settings.to_dict(),
+            "text": self._text,
+            "threads": torch.get_num_threads() if self.settings.torch_device.type == "cpu" else None,
+            "step": self.step,
+            "steps": self.n_steps,
             "words": self.words,
             "losses": list(chain.from_iterable(self.losses)),
             "loss": float(self._loss),
             "pairs": self._n_pairs,
         }
-        save_checkpoint(folder, self.tables.model, self.tables.optimizer, extra=position)
+        save_checkpoint(folder, self.model, self.optimizer, extra=extra)
 
     def resume(self, folder: str | Path) -> None:
-        """Go on from a checkpoint of a training with the same text and settings."""
-        saved = find(folder)
+        """Continue from a checkpoint of a training run with the same text and settings."""
+        saved = SavedRun.find(folder)
         if saved is None:
-            raise FlatbedError(f"{folder} holds no checkpoint of a training of word vectors: check the path")
-        self._check_same(saved.settings, saved.text, folder)
-        position = load_checkpoint(folder, self.tables.model, self.tables.optimizer)
-        self.step, self.words, self._n_pairs = position["step"], position["words"], position["pairs"]
-        flat = position["losses"]
+            raise FlatbedError(f"{folder} holds no checkpoint: check the path")
+        found, expected = saved.settings, self.settings.to_dict()
+        differences = [
+            f"{name}={found.get(name)} there and {value} here"
+            for name, value in expected.items()
+            if found.get(name) != value
+        ]
+        if differences:
+            raise FlatbedError(f"{folder} has other settings: {', '.join(differences)}")
+        if saved.text != self._text:
+            raise FlatbedError(f"{folder} is from another text: give the same files in the same order")
+        extra = load_checkpoint(folder, self.model, self.optimizer)
+        self.step, self.words, self._n_pairs = extra["step"], extra["words"], extra["pairs"]
+        flat = extra["losses"]
         self.losses = list(zip(map(int, flat[::2]), flat[1::2], strict=True))
-        self._loss.fill_(position["loss"])
-        self._unknown = []
+        self._loss.fill_(extra["loss"])
+        self._earlier_files = []
 
-    def _check_same(self, theirs: dict[str, Any], text: str, folder: str | Path) -> None:
-        ours = self.settings.to_dict()
-        differing = [name for name in ours if theirs.get(name) != ours[name]]
-        if differing:
-            found = ", ".join(f"{name}={theirs.get(name)} there and {ours[name]} here" for name in differing)
-            raise FlatbedError(f"{folder} is of a training with other settings: {found}")
-        if text != self._fingerprint:
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """The description of a training run in a checkpoint, read without loading the checkpoint."""
+
+    settings: dict[str, Any]
+    text: str
+    """The fingerprint of the corpus."""
+    step: int
+    n_steps: int
+    threads: int | None
+    """torch's threads on a CPU; None for a GPU."""
+
+    @classmethod
+    def find(cls, folder: str | Path) -> SavedRun | None:
+        """Read the description from a folder; None for a folder without a checkpoint."""
+        folder = Path(folder)
+        if not (folder / CURRENT).exists():
+            return None
+        try:
+            version = json.loads((folder / CURRENT).read_text())["version"]
+            extra = json.loads((folder / version / MANIFEST).read_text())["extra"]
+            return cls(extra["settings"], extra["text"], extra["step"], extra["steps"], extra.get("threads"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise FlatbedError(
-                f"{folder} is of a training on another text: give the same files in the same order"
-            )
+                f"{folder} holds no intact checkpoint of word vectors ({error!r}): give another folder"
+            ) from error
+
+    def __str__(self) -> str:
+        names = ("dim", "window", "epochs", "min_count", "optimizer", "storage", "seed")
+        settings = ", ".join(f"{name} {self.settings.get(name)}" for name in names)
+        return f"a training at step {self.step:,} of {self.n_steps:,} ({settings})"
 
 
-def _check_types(corpus: Any, settings: Any, steps_per_report: Any) -> None:
-    if not isinstance(corpus, Corpus):
-        raise TypeError(
-            f"corpus must be a Corpus; found {type(corpus).__name__}: Corpus.from_sentences makes one of "
-            "lists of words, and read_corpus of files"
-        )
-    if not isinstance(settings, Settings):
-        raise TypeError(f"settings must be Settings(...); found {type(settings).__name__}")
-    if steps_per_report is not None and (not isinstance(steps_per_report, int) or steps_per_report < 1):
-        raise ValueError(f"steps_per_report must be an integer, 1 at least; found {steps_per_report!r}")
+def remove_checkpoint(folder: str | Path) -> None:
+    """Remove a checkpoint, and its folder unless the user has other files there."""
+    folder = Path(folder)
+    (folder / CURRENT).unlink()
+    for mark in folder.glob(f"*/{MARK}"):
+        shutil.rmtree(mark.parent)
+    with suppress(OSError):  # not empty
+        folder.rmdir()

@@ -1,4 +1,4 @@
-"""Words with their vectors: neighbours, and the files that word2vec made customary."""
+"""Words with their vectors: neighbours, and word2vec's file formats."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import BinaryIO
 
 import numpy as np
 
-from flatbed.errors import FlatbedError
+from flatbed import FlatbedError
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Vectors:
     """Words and their vectors.
 
-    - `words`: most frequent first. `matrix`: (words, dim) float32.
-    - `counts`: how often each occurred; None if they came from a file, which does not say.
+    - `words`: unique, most frequent first. `matrix`: (words, dim) float32.
+    - `counts`: occurrences of each word; None for vectors from a file.
 
     >>> vectors = Vectors(["up", "down", "sideways"], np.array([[0, 1], [0, -1], [1, 0.5]]))
     >>> vectors.neighbors("up", n=1)[0][0]
@@ -28,18 +28,18 @@ class Vectors:
     words: list[str]
     matrix: np.ndarray
     counts: np.ndarray | None = None
-    _place: dict[str, int] = field(init=False)
+    _index: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         matrix = np.ascontiguousarray(self.matrix, np.float32)
         if matrix.ndim != 2 or len(matrix) != len(self.words):
             raise ValueError(f"matrix must be ({len(self.words)} words, dim); found {matrix.shape}")
-        place = {word: at for at, word in enumerate(self.words)}
-        if len(place) < len(self.words):
-            twice = next(word for at, word in enumerate(self.words) if place[word] != at)
-            raise ValueError(f"words must be distinct; found {twice!r} more than once")
+        index = {word: row for row, word in enumerate(self.words)}
+        if len(index) < len(self.words):
+            repeated = next(word for row, word in enumerate(self.words) if index[word] != row)
+            raise ValueError(f"words must be unique; found {repeated!r} more than once")
         object.__setattr__(self, "matrix", matrix)
-        object.__setattr__(self, "_place", place)
+        object.__setattr__(self, "_index", index)
 
     def __repr__(self) -> str:
         words = ", ".join([*self.words[:4], *(["…"] if len(self) > 4 else [])])
@@ -49,91 +49,78 @@ class Vectors:
         return len(self.words)
 
     def __contains__(self, word: object) -> bool:
-        return word in self._place
+        return word in self._index
 
     def __getitem__(self, word: str) -> np.ndarray:
-        """A word's vector, (dim,)."""
-        row: np.ndarray = self.matrix[self._at(word)]
+        """Return a word's vector, (dim,)."""
+        row: np.ndarray = self.matrix[self._row(word)]
         return row
 
     def neighbors(self, word: str, n: int = 8) -> list[tuple[str, float]]:
-        """The words with the greatest cosine to this one, and the cosines. Vectors of NaN have none."""
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(f"n must be 1 at least; found {n!r}")
-        at = self._at(word)
+        """Return the words with the greatest cosine to this one, with the cosines. Skips vectors of NaN."""
+        row = self._row(word)
         with np.errstate(invalid="ignore", over="ignore"):
-            lengths = np.sqrt(np.einsum("ij,ij->i", self.matrix, self.matrix))
-            cosines = self.matrix @ self.matrix[at] / np.maximum(lengths * lengths[at], 1e-30)
-        cosines[at] = np.nan
-        others = np.flatnonzero(np.isfinite(cosines))
-        best = others[np.argsort(-cosines[others], kind="stable")[:n]]
-        return [(self.words[found], float(cosines[found])) for found in best]
+            norms = np.sqrt(np.einsum("ij,ij->i", self.matrix, self.matrix))
+            cosines = self.matrix @ self.matrix[row] / np.maximum(norms * norms[row], 1e-30)
+        cosines[row] = np.nan
+        finite = np.flatnonzero(np.isfinite(cosines))
+        best = finite[np.argsort(-cosines[finite], kind="stable")[:n]]
+        return [(self.words[other], float(cosines[other])) for other in best]
 
-    def _at(self, word: str) -> int:
-        if not isinstance(word, str):
-            raise TypeError(f"a word is a string; found {word!r}")
-        if word not in self._place:
-            close = difflib.get_close_matches(word, self.words, n=4, cutoff=0.7)
-            hint = f"; did you mean {', '.join(close)}?" if close else ""
+    def _row(self, word: str) -> int:
+        if word not in self._index:
+            similar = difflib.get_close_matches(word, self.words, n=4, cutoff=0.7)
+            hint = f"; did you mean {', '.join(similar)}?" if similar else ""
             raise FlatbedError(f"{word!r} is not among the {len(self):,} words{hint}")
-        return self._place[word]
+        return self._index[word]
 
     # ---- files
 
     def save(self, path: str | Path, *, binary: bool = False) -> None:
-        """In word2vec's text or binary format: a line "words dim", then each word with its numbers."""
+        """Write word2vec's text or binary format: a line "words dim", then each word with its numbers."""
         for word in self.words:
-            if not word or len(word.split()) != 1 or word.split()[0] != word:
+            if word.split() != [word]:
                 raise FlatbedError(f"{word!r} has white space, which separates words in this format")
         with Path(path).open("wb") as file:
             file.write(f"{len(self)} {self.matrix.shape[1]}\n".encode())
             for word, row in zip(self.words, self.matrix, strict=True):
-                file.write(word.encode() + b" ")
-                file.write(row.astype("<f4").tobytes() if binary else _numbers(row))
-                file.write(b"\n")
+                # str gives the shortest digits that read as the same float32.
+                numbers = row.astype("<f4").tobytes() if binary else " ".join(map(str, row)).encode()
+                file.write(word.encode() + b" " + numbers + b"\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Vectors:
-        """A file in word2vec's text or binary format; which one is seen from its contents.
+        """Read word2vec's text or binary format, recognised by the contents.
 
-        Of a word that is there more than once, the first vector counts, as in gensim.
+        For a word that occurs more than once, the first vector counts, as in gensim.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}")
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             try:
                 n_words, dim = (int(number) for number in file.readline().split())
             except ValueError as error:
                 raise FlatbedError(
-                    f"{path} does not begin with a line of two numbers, words and dim, as word2vec's files do"
+                    f"{path} does not begin with a line of two numbers, words and dim: give a word2vec file"
                 ) from error
             begin = file.tell()
-            text = _is_text(file.readline(), dim)
+            is_text = _is_text(file.readline(), dim)
             file.seek(begin)
             try:
-                pairs = list(_read_text(file, dim) if text else _read_binary(file, n_words, dim))
+                pairs = list(_read_text(file, dim) if is_text else _read_binary(file, n_words, dim))
                 if len(pairs) != n_words:
-                    raise ValueError(f"{len(pairs):,} words were found")
-                first = dict(reversed(pairs))  # of words that are there twice; in their order below
-                words = list(dict.fromkeys(word for word, _ in pairs))
-                matrix = np.array([first[word] for word in words], np.float32).reshape(len(words), dim)
-                return cls(words, matrix)
+                    raise ValueError(f"it has {len(pairs):,} words")
             except ValueError as error:
                 raise FlatbedError(
                     f"{path} should have {n_words:,} words of {dim} numbers: {error}"
                 ) from error
-
-
-def _numbers(row: np.ndarray) -> bytes:
-    """As short as they can be and still give the same float32."""
-    return " ".join(map(str, row)).encode()
+        first: dict[str, np.ndarray] = {}
+        for word, row in pairs:
+            first.setdefault(word, row)
+        return cls(list(first), np.array(list(first.values()), np.float32).reshape(len(first), dim))
 
 
 def _is_text(line: bytes, dim: int) -> bool:
-    parts = line.split()
     try:
-        return len([float(part) for part in parts[1:]]) == dim
+        return len([float(number) for number in line.split()[1:]]) == dim
     except ValueError:
         return False
 
@@ -147,11 +134,12 @@ def _read_text(file: BinaryIO, dim: int) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _read_binary(file: BinaryIO, n_words: int, dim: int) -> Iterator[tuple[str, np.ndarray]]:
-    content, at = file.read(), 0
+    content, begin = file.read(), 0
     for _ in range(n_words):
-        space = content.find(b" ", at)
-        row = content[space + 1 : space + 1 + 4 * dim]
-        if space < 0 or len(row) < 4 * dim:
+        space = content.find(b" ", begin)
+        end = space + 1 + 4 * dim
+        if space < 0 or len(content) < end:
             raise ValueError("it ends early")
-        yield content[at:space].lstrip(b"\n").decode("utf-8", "replace"), np.frombuffer(row, "<f4")
-        at = space + 1 + 4 * dim
+        word = content[begin:space].lstrip(b"\n").decode("utf-8", "replace")
+        yield word, np.frombuffer(content[space + 1 : end], "<f4")
+        begin = end
