@@ -50,7 +50,7 @@ REFUSED: dict[Any, str] = {
 }
 if hasattr(O, "Muon"):  # since torch 2.9
     REFUSED[O.Muon] = "Muon cannot be switched row by row: an element's update depends on other elements"
-HOMES = ("device", "host", "disk")
+STORAGES = ("device", "host", "disk")
 
 
 class Trained(NamedTuple):
@@ -102,20 +102,22 @@ def start() -> tuple[Tensor, Tensor]:
     return torch.randn(N, DIM, generator=generator), torch.randn(N, DIM, generator=generator)
 
 
-def factories(home: str, folder: Any) -> tuple[Any, Any]:
+def factories(storage: str, folder: Any) -> tuple[Any, Any]:
     """Makers of switchers: of a variable, and of its state."""
 
     def model(variable: Any, **options: Any) -> Any:
-        if home == "disk":
+        if storage == "disk":
             name = f"{folder}/variable"
             return SpeedTorch.ModelFactoryMM(variable, N, DIM, diskname=name, **options)
-        return SpeedTorch.ModelFactory(variable, N, DIM, CPUPinn=home == "host", **options)
+        return SpeedTorch.ModelFactory(variable, N, DIM, CPUPinn=storage == "host", **options)
 
     def state(optimizer: Any, whole: nn.Module, name: str, **options: Any) -> Any:
-        if home == "disk":
+        if storage == "disk":
             disk = f"{folder}/{name}"
             return SpeedTorch.OptimizerFactoryMM(optimizer, N, DIM, whole, name, diskname=disk, **options)
-        return SpeedTorch.OptimizerFactory(optimizer, N, DIM, whole, name, CPUPinn=home == "host", **options)
+        return SpeedTorch.OptimizerFactory(
+            optimizer, N, DIM, whole, name, CPUPinn=storage == "host", **options
+        )
 
     return model, state
 
@@ -132,7 +134,7 @@ def values(tensor: Tensor) -> Any:
 def switched(
     kind: Any,
     options: dict[str, Any],
-    home: str,
+    storage: str,
     folder: Any,
     *,
     sparse: bool = False,
@@ -144,7 +146,7 @@ def switched(
     """After training with switchers, in the order of SpeedTorch's examples."""
     model = SkipGram(BATCH * POS + spare, BATCH * (POS + NEG) + spare, sparse=sparse).to(device, dtype)
     optimizer = kind(model.parameters(), **options)
-    make, make_state = factories(home, folder)
+    make, make_state = factories(storage, folder)
     u_rows, v_rows = (make(m, datatype=dtype) for m in (model.u_embeddings, model.v_embeddings))
     u_state, v_state = (
         make_state(optimizer, model, name, dtype=dtype) for name in ("u_embeddings", "v_embeddings")

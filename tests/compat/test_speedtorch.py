@@ -19,9 +19,9 @@ from flatbed.errors import FlatbedError
 from tests.compat.speedtorch_models import (
     DENSE,
     DIM,
-    HOMES,
     REFUSED,
     SPARSE,
+    STORAGES,
     N,
     Trained,
     factories,
@@ -39,11 +39,11 @@ def trained(name: str, *, sparse: bool = False) -> Trained:
     return whole(kind, options, sparse=sparse)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", DENSE)
-def test_training_is_that_of_all_rows(name: str, home: str, tmp_path: Path) -> None:
+def test_training_is_that_of_all_rows(name: str, storage: str, tmp_path: Path) -> None:
     """Bit by bit: repeats are summed in the order in which nn.Embedding sums them."""
-    losses, u, v, state = switched(*DENSE[name], home, tmp_path)
+    losses, u, v, state = switched(*DENSE[name], storage, tmp_path)
     expected = trained(name)
     assert losses == expected.losses
     assert torch.equal(u, expected.u)
@@ -77,13 +77,13 @@ def test_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own Adagrad
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", SPARSE)
-def test_sparse_gradients(name: str, home: str, tmp_path: Path) -> None:
+def test_sparse_gradients(name: str, storage: str, tmp_path: Path) -> None:
     kind, options = SPARSE[name]
     # torch's own momentum of sparse gradients moves rows of earlier batches, so dense ones are compared with
     expected = trained(name, sparse=kind is not torch.optim.SGD)
-    losses, u, v, _ = switched(kind, options, home, tmp_path, sparse=True)
+    losses, u, v, _ = switched(kind, options, storage, tmp_path, sparse=True)
     assert losses == pytest.approx(expected[0], rel=1e-6)
     assert torch.allclose(u, expected[1], rtol=1e-6, atol=1e-6)
     assert torch.allclose(v, expected[2], rtol=1e-6, atol=1e-6)
@@ -288,8 +288,8 @@ def test_dummy_inputs_are_slots() -> None:
 
 
 def test_first_values(tmp_path: Path) -> None:
-    for home in HOMES:
-        make, _ = factories(home, tmp_path)
+    for storage in STORAGES:
+        make, _ = factories(storage, tmp_path)
         rows = make(nn.Embedding(2, DIM))
         torch.manual_seed(1)
         rows.uniformDistributionInit(-1.0, 3.0)
@@ -337,13 +337,13 @@ def test_variants(prefix: str) -> None:
         for switcher in (rows, state):
             switcher.afterOptimizerStep(np.array([[1], [4], [1]]))
     assert state.getTorchVar()["square_avg"].any(1).nonzero().flatten().tolist() == [1, 4]
-    home = {"GPUPytorch": "device", "CPUPytorch": "host", "Pytorch": "device"}[prefix]
-    assert rows._home.kind == home
+    storage = {"GPUPytorch": "device", "CPUPytorch": "host", "Pytorch": "device"}[prefix]
+    assert rows._spec.kind == storage
 
 
 def test_a_host_collection_by_device_type() -> None:
     rows = SpeedTorch.PytorchModelFactory(nn.Embedding(3, DIM), N, DIM, deviceType="cpu", pinType=True)
-    assert rows._home.kind == "host"
+    assert rows._spec.kind == "host"
     with pytest.raises(ValueError, match="deviceType"):
         SpeedTorch.PytorchModelFactory(nn.Embedding(3, DIM), N, DIM, deviceType="tpu")
     with pytest.raises(ValueError, match="pinType"):

@@ -9,27 +9,27 @@ import pytest
 import torch
 
 import flatbed.compat.speedtorch as SpeedTorch
-from tests.compat.speedtorch_models import DENSE, HOMES, SPARSE, switched
+from tests.compat.speedtorch_models import DENSE, SPARSE, STORAGES, switched
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", ["Adam", "Rprop", "Adagrad", "SGD momentum"])
-def test_dense(name: str, home: str, tmp_path: Path) -> None:
+def test_dense(name: str, storage: str, tmp_path: Path) -> None:
     expected = switched(*DENSE[name], "device", tmp_path)
-    found = switched(*DENSE[name], home, tmp_path, device="cuda")
+    found = switched(*DENSE[name], storage, tmp_path, device="cuda")
     # Rprop follows signs, which rounding can turn where a gradient is almost 0
     off = [(a - b).abs().gt(1e-5).float().mean() for a, b in zip(found[1:3], expected[1:3], strict=True)]
     assert max(off) <= (0.01 if name == "Rprop" else 0.0)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("storage", ["device", "host"])
 @pytest.mark.parametrize("name", ["SparseAdam", "Adagrad"])
-def test_sparse(name: str, home: str, tmp_path: Path) -> None:
+def test_sparse(name: str, storage: str, tmp_path: Path) -> None:
     expected = switched(*SPARSE[name], "device", tmp_path, sparse=True)
-    found = switched(*SPARSE[name], home, tmp_path, sparse=True, device="cuda")
+    found = switched(*SPARSE[name], storage, tmp_path, sparse=True, device="cuda")
     for one, other in zip(found[1:3], expected[1:3], strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
 
