@@ -212,6 +212,7 @@ def test_steps_and_reads_that_are_right() -> None:
     made = loop()
     before = made.rows.getNumpyVersion()
     made.train([1, 2])
+    made.before([1, 2])
     made.before([5, 6])
     made.optimizer.zero_grad()
     made.optimizer.step()

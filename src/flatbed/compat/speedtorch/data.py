@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from flatbed import FlatbedError
 from flatbed.compat.speedtorch import files, storage
 from flatbed.compat.speedtorch.files import Array, FileName
 from flatbed.compat.speedtorch.storage import MemoryRows
-from flatbed.compat.speedtorch.variants import Variant, as_dtype, computing_device
+from flatbed.compat.speedtorch.stored import Stored
+from flatbed.compat.speedtorch.variants import as_dtype, computing_device
 from flatbed.tables.ids import as_ids, check_range, to_device
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -59,18 +60,8 @@ def _index(indexes: Any, array: Any) -> Any:
     return indexes.cpu().numpy() if isinstance(indexes, Tensor) and not isinstance(array, Tensor) else indexes
 
 
-class StoredArray(Variant):
+class StoredArray(Stored[MemoryRows]):
     """An array on the GPU, in host memory or mapped from a file."""
-
-    _init_method: ClassVar[str] = ""
-
-    def _setup(self) -> None:
-        self._storage_of_rows: MemoryRows | None = None
-
-    def _rows(self) -> MemoryRows:
-        if self._storage_of_rows is None:
-            raise FlatbedError(f"{type(self).__name__} has no data yet: call {self._init_method} first")
-        return self._storage_of_rows
 
     def _store(self, array: Array) -> None:
         """Copy an array to memory."""
@@ -80,7 +71,7 @@ class StoredArray(Variant):
         rows = MemoryRows(array.shape, as_dtype(native), self._spec.kind, computing_device())
         for start, stop in storage.blocks(rows):
             rows.write_(start, torch.from_numpy(np.array(array[start:stop], native)))
-        self._storage_of_rows = rows
+        self._stored = rows
 
     def _array(self) -> Any:
         """Return the memory for indexing: numpy's array, or a tensor of signed numbers on a GPU."""
@@ -123,29 +114,6 @@ class StoredArray(Variant):
         values = signed(values.reshape(len(numbers), *rows.shape[1:])).index_select(0, last)
         rows.scatter_(torch.from_numpy(unique).to(rows.device), values.to(rows.device))
 
-    def getNumpyVersion(self) -> Any:
-        """Copy the array to a numpy array."""
-        return np.array(files.to_numpy(self._rows().tensor))
-
-    def getTorchVar(self) -> Tensor:
-        """Return a tensor over the array's memory."""
-        return self._rows().tensor
-
-    def getCupyVar(self) -> Any:
-        """Return a numpy array over the memory; on a GPU CuPy's array, if CuPy is installed."""
-        return files.as_array(self._rows().tensor)
-
-    def getCupyMM(self) -> Any:
-        """Return what `getCupyVar` returns."""
-        return self.getCupyVar()
-
-    @property
-    def CUPYcorpus(self) -> Any:
-        """The array, as `getCupyVar` returns it."""
-        return self.getCupyVar()
-
-    CUPYmemmap = CUPYcorpus
-
     def saveCupy(self, saveFileName: FileName) -> None:
         """Write the array to a .npy file."""
         files.save_npy(saveFileName, files.to_numpy(self._rows().tensor))
@@ -156,7 +124,7 @@ class StoredArray(Variant):
 
     def close(self) -> None:
         """Release the memory."""
-        self._storage_of_rows = None
+        self._stored = None
 
 
 class MappedArray(StoredArray):
@@ -175,7 +143,7 @@ class MappedArray(StoredArray):
         self.close()
         whole = torch.from_numpy(array)
         self._mapped = array
-        self._storage_of_rows = MemoryRows(whole.shape, whole.dtype, "file", computing_device(), whole)
+        self._stored = MemoryRows(whole.shape, whole.dtype, "file", computing_device(), whole)
         self.fileName = str(array.filename)
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
@@ -202,7 +170,7 @@ class MappedArray(StoredArray):
         """Write all changes to the file and close it."""
         if self._mapped is not None:
             self._mapped.flush()
-        self._storage_of_rows = self._mapped = None
+        self._stored = self._mapped = None
 
 
 class DataGadget(StoredArray, CPUPinn=False):

@@ -23,7 +23,8 @@ FileName = str | os.PathLike[str]
 def to_numpy(values: Tensor) -> Array:
     """Return a tensor's numbers as a numpy array. numpy has no bfloat16, which becomes float32."""
     values = values.detach().cpu()
-    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # type: ignore[no-any-return,unused-ignore]
+    array: Array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return array
 
 
 def as_array(tensor: Tensor) -> Any:
@@ -39,7 +40,8 @@ def as_array(tensor: Tensor) -> Any:
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """Return numpy's datatype for one of torch."""
-    return to_numpy(torch.empty(0, dtype=dtype)).dtype
+    found: np.dtype[Any] = to_numpy(torch.empty(0, dtype=dtype)).dtype
+    return found
 
 
 def as_path(name: Any, suffix: str = "") -> Path:

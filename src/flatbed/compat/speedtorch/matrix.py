@@ -37,7 +37,7 @@ class _Matrix(StoredArray):
 
     def _create(self) -> None:
         shape = (self.total_classes, self.total_classes)
-        self._storage_of_rows = MemoryRows(shape, self.datatype, self._spec.kind, computing_device())
+        self._stored = MemoryRows(shape, self.datatype, self._spec.kind, computing_device())
 
     def _checked(self, array: Array) -> Array:
         """Check the shape and datatype of a file's matrix."""

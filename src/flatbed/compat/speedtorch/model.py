@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatbed.compat.speedtorch import storage
-from flatbed.compat.speedtorch.slots import Batch, Slots, replace_data
+from flatbed.compat.speedtorch.slots import SlotBatch, Slots, replace_data
 from flatbed.compat.speedtorch.storage import RowStorage
 from flatbed.compat.speedtorch.switcher import DTYPES, Switcher
 from flatbed.compat.speedtorch.variants import natural
@@ -108,7 +108,7 @@ class _ModelFactory(Switcher):
         n_negative = size * natural("negPerBatch", negPerBatch)
         return positive, np.arange(n_positive, n_positive + n_negative).reshape(size, -1)
 
-    def _copy_in(self, rows: RowStorage, variable: nn.Parameter, batch: Batch) -> None:
+    def _copy_in(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
         n = len(batch)
         if n > len(variable):
             self._grow(variable, n)
@@ -124,13 +124,8 @@ class _ModelFactory(Switcher):
         if isinstance(self.model_variable, nn.Embedding | nn.EmbeddingBag):
             self.model_variable.num_embeddings = n
 
-    def _copy_out(self, rows: RowStorage, variable: nn.Parameter, batch: Batch) -> None:
+    def _copy_out(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
         rows.scatter_(batch.unique.rows, variable.index_select(0, batch.first))
-
-    @property
-    def CUPYmemmap(self) -> Any:
-        """All rows, as `getCupyMM` returns them."""
-        return self.getCupyMM()
 
 
 class ModelFactory(_ModelFactory, diskname="variable", datatype="float32", CPUPinn=False):

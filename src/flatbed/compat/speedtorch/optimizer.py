@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatbed import FlatbedError
 from flatbed.compat.speedtorch import storage
 from flatbed.compat.speedtorch.optimizer_state import group_of, probe_rows, variable_of
-from flatbed.compat.speedtorch.slots import Batch, Slots
+from flatbed.compat.speedtorch.slots import SlotBatch, Slots
 from flatbed.compat.speedtorch.storage import RowStorage
 from flatbed.compat.speedtorch.switcher import Switcher
 
@@ -39,7 +39,7 @@ class _OptimizerFactory(Switcher):
             self.diskname = self.diskname or f"{self.variable_name}{type(self.given_optimizer).__name__}"
             self._spec = replace(self._spec, diskname=self.diskname)
         self._needs_weights = self._was_loaded = False
-        self._stepped_batch: Batch | None = None
+        self._stepped = False
         self._hook: Any = None
         self._check_every_step()
 
@@ -60,7 +60,7 @@ class _OptimizerFactory(Switcher):
         return self.given_optimizer
 
     def _has_stepped(self, slots: Slots) -> bool:
-        return self._stepped_batch is self._batch
+        return self._stepped
 
     def optInit(self) -> None:
         """Create the state of all rows with its first values. Do nothing for an optimizer without state."""
@@ -120,12 +120,13 @@ class _OptimizerFactory(Switcher):
                 f"those in '{self.variable_name}': call {type(self).__name__}.beforeForwardPass() with the "
                 "ids of the variable's own switcher, in every batch"
             )
-        self._stepped_batch = self._batch
+        self._stepped = True
 
     # ---- the loop
 
-    def _copy_in(self, rows: RowStorage, variable: nn.Parameter, batch: Batch) -> None:
+    def _copy_in(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Replace the optimizer's state. Before its first step it has none, and makes it itself."""
+        self._stepped = False
         if self._needs_weights:
             self._copy_weights(rows, Slots.of(variable))
         state = self.given_optimizer.state.get(variable)
@@ -142,14 +143,14 @@ class _OptimizerFactory(Switcher):
         for at, name in enumerate(self.optVarList):
             state[name] = _installed(state.get(name), values[:, at], shape, n)
 
-    def _copy_out(self, rows: RowStorage, variable: nn.Parameter, batch: Batch) -> None:
+    def _copy_out(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
         state = self.given_optimizer.state.get(variable)
         if state:  # otherwise there was no step yet
             self._refuse_new_state(state, variable)
             parts = [self._rows_of(state.get(name), name, variable, batch) for name in self.optVarList]
             rows.scatter_(batch.unique.rows, torch.stack(parts, dim=1))
 
-    def _rows_of(self, value: Any, name: str, variable: Tensor, batch: Batch) -> Tensor:
+    def _rows_of(self, value: Any, name: str, variable: Tensor, batch: SlotBatch) -> Tensor:
         if value is None:  # state that a later step makes, which begins with zeros
             return variable.new_zeros((len(batch.first), self.embed_dimension))
         if not isinstance(value, Tensor) or value.shape != variable.shape:
@@ -174,10 +175,11 @@ class _OptimizerFactory(Switcher):
         """Start state that begins as the row's weight."""
         weights = None if slots.collection is None else slots.collection()
         names = [at for at, first in enumerate(self._first_values.values()) if first is None]
-        for start, stop in storage.blocks(rows) if weights is not None else ():
-            values = rows.read(start, stop)
-            values[:, names] = weights.read(start, stop)
-            rows.write_(start, values)
+        if weights is not None:
+            for start, stop in storage.blocks(rows):
+                values = rows.read(start, stop)
+                values[:, names] = weights.read(start, stop)
+                rows.write_(start, values)
         self._needs_weights = False
 
     @property
@@ -200,26 +202,7 @@ def _installed(current: Any, values: Tensor, shape: tuple[int, int], n: int) -> 
 
 
 class OptimizerFactory(_OptimizerFactory, dtype="float32", CPUPinn=False):
-    """An optimizer's state of all rows: on the variable's device, or with `CPUPinn` in host memory.
-
-    >>> from flatbed.compat.speedtorch import ModelFactory
-    >>> model = nn.Sequential(nn.Embedding(4, 2))
-    >>> optimizer = torch.optim.Adamax(model.parameters())
-    >>> rows = ModelFactory(model[0], 1000, 2)
-    >>> state = OptimizerFactory(optimizer, 1000, 2, model, "0")
-    >>> rows.normalDistributionInit(0.0, 1.0)
-    >>> state.optInit()
-    >>> for ids in ([7, 999, 7, 3], [3, 3, 5, 7]):
-    ...     rows.beforeForwardPass(ids)
-    ...     state.beforeForwardPass(ids)
-    ...     optimizer.zero_grad()
-    ...     model(torch.arange(4)).square().sum().backward()
-    ...     optimizer.step()
-    ...     rows.afterOptimizerStep(ids)
-    ...     state.afterOptimizerStep(ids)
-    >>> list(state.getNumpyVersion())
-    ['exp_avg', 'exp_inf']
-    """
+    """An optimizer's state of all rows: on the variable's device, or with `CPUPinn` in host memory."""
 
 
 class OptimizerFactoryMM(_OptimizerFactory, storage="disk", dtype="float32", CPUPinn=False, diskname=None):

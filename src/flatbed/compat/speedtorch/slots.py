@@ -22,7 +22,7 @@ MAX_INT32 = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class SlotBatch:
     """Rows in the first slots of a variable, one id for each slot."""
 
     ids: Tensor
@@ -47,11 +47,11 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loaded:
+class LoadedBatch:
     """A batch in a variable or in an optimizer's state, and the switcher that copied it there."""
 
     switcher: weakref.ref[Any]
-    batch: Batch
+    batch: SlotBatch
 
 
 def flatten(positive: Any, negative: Any, n_rows: int) -> Tensor:
@@ -67,12 +67,12 @@ class Slots:
 
     def __init__(self, variable: Tensor) -> None:
         self._variable = weakref.ref(variable)
-        self.batch: Batch | None = None
+        self.batch: SlotBatch | None = None
         self.collection: weakref.ref[Any] | None = None
         """Storage of all rows of the variable."""
-        self.loaded: weakref.WeakKeyDictionary[Any, Loaded] = weakref.WeakKeyDictionary()
+        self.loaded: weakref.WeakKeyDictionary[Any, LoadedBatch] = weakref.WeakKeyDictionary()
         """Batches in the variable (by the variable's `Slots`) and in optimizers' state (by optimizer)."""
-        self._batch_of_grad: Batch | None = None
+        self._batch_of_grad: SlotBatch | None = None
         self._hook: Any = None
 
     @staticmethod
@@ -89,7 +89,7 @@ class Slots:
         assert variable is not None
         return variable
 
-    def prepare(self, ids: Tensor, n_rows: int) -> Batch:
+    def prepare(self, ids: Tensor, n_rows: int) -> SlotBatch:
         """Return a batch of these ids, without loading it; the loaded one if its ids are the same."""
         loaded, device = self.batch, self.variable.device
         if loaded is not None and loaded.rows.device == device and loaded.same(ids):
@@ -99,9 +99,9 @@ class Slots:
         unique = ops.unique(rows.int() if is_int32 else rows, n_rows)
         first = torch.full((len(unique.rows),), max(len(rows) - 1, 0), device=device)
         positions = torch.arange(len(rows), device=device)
-        return Batch(ids, rows, unique, first.scatter_reduce_(0, unique.inverse, positions, "amin"))
+        return SlotBatch(ids, rows, unique, first.scatter_reduce_(0, unique.inverse, positions, "amin"))
 
-    def load(self, batch: Batch) -> None:
+    def load(self, batch: SlotBatch) -> None:
         """Record that the slots hold a batch: from now on gradients belong to its rows."""
         if batch is not self.batch:
             self.batch = batch
@@ -164,7 +164,7 @@ def replace_data(variable: Tensor, data: Tensor) -> None:
         variable.data = data
 
 
-def _sum_sparse(grad: Tensor, batch: Batch) -> Tensor | None:
+def _sum_sparse(grad: Tensor, batch: SlotBatch) -> Tensor | None:
     """Sum a sparse gradient. Slots that the model did not look up take part if their row was looked up."""
     at, n = grad._indices()[0], len(batch)
     if n < len(grad) and bool((at >= n).any()):

@@ -59,14 +59,19 @@ class MemoryRows:
     @property
     def tensor(self) -> Tensor:
         """All rows, without a copy."""
-        if self._memory is not None:
-            self._memory.check()
+        self._check()
         if self.device.type == "cuda":  # kernels may still write to memory that the host is about to read
             torch.cuda.synchronize(self.device)
         return self._view
 
+    def _check(self) -> None:
+        """Raise in a forked process, which cannot use the memory."""
+        if self._memory is not None:
+            self._memory.check()
+
     def gather(self, rows: Tensor, unique: UniqueRows | None = None) -> Tensor:
         """Copy rows to the device; `unique` lets each of them cross the bus once."""
+        self._check()
         if self.device == CPU or not self._is_reachable:
             found = self._words.index_select(0, rows.to(CPU)).to(self.device)
         elif unique is not None and self._memory is not None:
@@ -77,7 +82,12 @@ class MemoryRows:
 
     def scatter_(self, rows: Tensor, values: Tensor) -> None:
         """Replace distinct rows; values of the row -1 are ignored."""
-        records = values.reshape(len(rows), math.prod(self.shape[1:])).contiguous().view(torch.uint8)
+        self._check()
+        values, device = values.reshape(len(rows), math.prod(self.shape[1:])).contiguous(), self._bytes.device
+        if not use_triton(self.device):  # only kernels use the row -1
+            self._words.index_copy_(0, rows.to(device), values.to(device).view(self._words.dtype))
+            return
+        records = values.view(torch.uint8)
         if self._nbytes < self._bytes.shape[1]:
             records = torch.nn.functional.pad(records, (0, self._bytes.shape[1] - self._nbytes))
         if self._is_reachable:

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from flatbed import FlatbedError
 from flatbed.compat.speedtorch import files, storage
 from flatbed.compat.speedtorch.files import FileName
-from flatbed.compat.speedtorch.slots import Batch, Loaded, Slots, flatten
+from flatbed.compat.speedtorch.slots import LoadedBatch, SlotBatch, Slots, flatten
 from flatbed.compat.speedtorch.storage import FileRows, RowStorage
-from flatbed.compat.speedtorch.variants import Variant, as_dtype, natural
+from flatbed.compat.speedtorch.stored import Stored
+from flatbed.compat.speedtorch.variants import as_dtype, natural
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class Switcher(Variant, ABC):
+class Switcher(Stored[RowStorage], ABC):
     """Copies rows of a batch out of storage before the forward pass, and back after the step."""
 
     _stacked: ClassVar[bool] = False
     """Has several tensors, by name, and not just one."""
-    _init_method: ClassVar[str] = ""
     _names: Sequence[str] = ()
     """Names of the tensors of a row."""
     total_classes: int
@@ -40,8 +40,7 @@ class Switcher(Variant, ABC):
         given, self.datatype = self.datatype, as_dtype(self.datatype)
         if self.datatype not in DTYPES:
             raise TypeError(f"a variable is trained in a floating point datatype; found datatype {given!r}")
-        self._storage_of_rows: RowStorage | None = None
-        self._batch: Batch | None = None
+        self._batch: SlotBatch | None = None
         self._has_warned = False  # of changes that are about to be lost
         self._version = 0  # of the variable that has the batch
 
@@ -58,14 +57,14 @@ class Switcher(Variant, ABC):
         """Return True if the optimizer has changed the rows of the batch."""
 
     @abstractmethod
-    def _copy_in(self, rows: RowStorage, variable: nn.Parameter, batch: Batch) -> None:
+    def _copy_in(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Copy rows from storage to the model or the optimizer."""
 
     @abstractmethod
-    def _copy_out(self, rows: RowStorage, variable: nn.Parameter, batch: Batch) -> None:
+    def _copy_out(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Copy rows back to storage."""
 
-    def _check_variable(self, variable: Any, what: str) -> nn.Parameter:
+    def _check_variable(self, variable: nn.Parameter, what: str) -> nn.Parameter:
         if variable.dim() != 2 or variable.shape[1] != self.embed_dimension:
             raise ValueError(
                 f"{what} has shape {tuple(variable.shape)}; expected (rows of a batch, "
@@ -75,7 +74,7 @@ class Switcher(Variant, ABC):
             raise ValueError(
                 f"{what} is of {variable.dtype}; expected {self.datatype}: pass the variable's datatype"
             )
-        return variable  # type: ignore[no-any-return]
+        return variable
 
     # ---- storage
 
@@ -96,19 +95,14 @@ class Switcher(Variant, ABC):
         self._adopt(rows)
 
     def _adopt(self, rows: RowStorage) -> None:
-        if self._storage_of_rows is not None:
-            self._storage_of_rows.close()
-        self._storage_of_rows, self._batch = rows, None
-
-    def _rows(self) -> RowStorage:
-        if self._storage_of_rows is None:
-            raise FlatbedError(f"{type(self).__name__} has no rows yet: call {self._init_method} first")
-        return self._storage_of_rows
+        if self._stored is not None:
+            self._stored.close()
+        self._stored, self._batch = rows, None
 
     @property
     def fileName(self) -> str | None:
         """Path of the file; None for rows in memory."""
-        rows = self._storage_of_rows
+        rows = self._stored
         return None if rows is None or rows.path is None else str(rows.path)
 
     def openFile(self, fileName: FileName) -> None:
@@ -129,9 +123,9 @@ class Switcher(Variant, ABC):
 
     def close(self) -> None:
         """Release the memory, or save and close the file."""
-        if self._storage_of_rows is not None:
-            self._storage_of_rows.close()
-        self._storage_of_rows = self._batch = None
+        if self._stored is not None:
+            self._stored.close()
+        self._stored = self._batch = None
 
     # ---- rows of a batch
 
@@ -156,7 +150,7 @@ class Switcher(Variant, ABC):
             rows.move(variable.device)
             self._copy_in(rows, variable, batch)
         slots.load(batch)
-        slots.loaded[self._target(slots)] = Loaded(weakref.ref(self), batch)
+        slots.loaded[self._target(slots)] = LoadedBatch(weakref.ref(self), batch)
         self._batch, self._version = batch, variable._version
 
     @torch.no_grad()
@@ -169,7 +163,7 @@ class Switcher(Variant, ABC):
             self._copy_out(rows, variable, batch)
         self._batch = None
 
-    def _batch_to_store(self, slots: Slots, positive: Any, negative: Any) -> Batch:
+    def _batch_to_store(self, slots: Slots, positive: Any, negative: Any) -> SlotBatch:
         """Return the loaded batch, if it is still where this switcher copied it."""
         ids, batch, found = self._ids(positive, negative), self._batch, slots.loaded.get(self._target(slots))
         if batch is None:
@@ -186,41 +180,9 @@ class Switcher(Variant, ABC):
 
     # ---- all rows
 
-    def _by_name(self, whole: Any, convert: Callable[[Tensor], Any]) -> Any:
+    def _by_name(self, whole: Tensor, convert: Callable[[Tensor], Any]) -> Any:
         parts = {name: convert(whole[:, at]) for at, name in enumerate(self._names)}
         return parts if self._stacked else parts[self._names[0]]
-
-    def getNumpyVersion(self) -> Any:
-        """Copy all rows to a numpy array; of an optimizer, to a dict of arrays by name."""
-        return self._by_name(storage.copied(self._rows()), files.to_numpy)
-
-    def getTorchVar(self) -> Any:
-        """Return all rows as a tensor over their memory; of an optimizer, as a dict of tensors."""
-        return self._by_name(self._whole(), lambda part: part)
-
-    def getCupyVar(self) -> Any:
-        """Return all rows over their memory, as CuPy's array on a GPU if CuPy is installed, or as numpy's."""
-        return self._by_name(self._whole(), files.as_array)
-
-    def _whole(self) -> Tensor:
-        whole = self._rows().tensor
-        if whole is None:
-            raise FlatbedError(f"the rows are in the file {self.fileName}: use getNumpyVersion() for a copy")
-        return whole
-
-    def getCupyMM(self) -> Any:
-        """Return what `getCupyVar` returns; of rows on disk, a copy."""
-        return self.getNumpyVersion() if self._spec.kind == "disk" else self.getCupyVar()
-
-    @property
-    def CUPYcorpus(self) -> Any:
-        """All rows, as `getCupyMM` returns them."""
-        return self.getCupyMM()
-
-    @property
-    def pytorchGPUVar(self) -> Any:
-        """All rows, as `getTorchVar` returns them."""
-        return self.getTorchVar()
 
     def _file_name(self, name: FileName | None) -> Any:
         return self.diskname if name is None and isinstance(self.diskname, str | os.PathLike) else name
@@ -243,10 +205,10 @@ class Switcher(Variant, ABC):
         self._load(lambda rows: files.load_torch(loadFileName, rows, self._names, stacked=self._stacked))
 
     def _load(self, read: Callable[[RowStorage], None]) -> None:
-        if self._storage_of_rows is None:
+        if self._stored is None:
             self._fill_new(read)
         else:
-            read(self._storage_of_rows)
+            read(self._stored)
         self._after_load()
 
     def _after_load(self) -> None:

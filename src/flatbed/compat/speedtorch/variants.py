@@ -47,6 +47,7 @@ class Variant:
 
         `storage` is the kind of storage; without it the argument `CPUPinn` or `deviceType` decides.
         """
+        super().__init_subclass__()
         parameters = [Parameter(name, NAMED, default=value) for name, value in optional.items()]
         cls.__signature__ = Signature([*(Parameter(name, NAMED) for name in cls._required), *parameters])
         cls._storage = storage
@@ -93,9 +94,10 @@ def as_dtype(given: Any) -> torch.dtype:
         return given
     try:
         name = given if given == "bfloat16" else np.dtype(given).name
-        return getattr(torch, name)  # type: ignore[no-any-return]
+        found: torch.dtype = getattr(torch, name)
     except (TypeError, AttributeError):
         raise TypeError(f"found datatype {given!r}; expected the name of one such as 'float32'") from None
+    return found
 
 
 def natural(name: str, value: Any) -> int:
