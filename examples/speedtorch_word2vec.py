@@ -1,6 +1,6 @@
-"""Word2vec as SpeedTorch's documentation has it, with one line changed: the import.
+"""Word2vec of SpeedTorch's documentation, with one line changed: the import.
 
-All embeddings and their Adagrad state lie in host memory; the model holds those of one batch.
+Host memory stores all embeddings and their Adagrad state; the model holds those of one batch.
 
 Run: python examples/speedtorch_word2vec.py [--steps 400] [--gpu-rows]
 """
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 import flatbed.compat.speedtorch as SpeedTorch
 
-MODULES = ("argparse", "inspect", "typing", "tempfile", "tarfile", "subprocess")  # text that everybody has
+# Text on every machine with Python.
+MODULES = ("argparse", "inspect", "typing", "tempfile", "tarfile", "subprocess")
 EMBED_DIMENSION, BATCH_SIZE, NEGATIVE, WINDOW = 64, 256, 5, 3
 
 
 class SkipGramModel(nn.Module):
-    """Embeddings of as many words as a batch has ids."""
+    """Embeddings with a slot for each id of a batch."""
 
     def __init__(self, u_rows: int, v_rows: int, embed_dimension: int) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ def read_words() -> list[str]:
 
 
 class Pairs:
-    """Words and their neighbours, as numpy ids of int32."""
+    """Batches of words, neighbours and negative samples, as numpy ids of int32."""
 
     def __init__(self, words: list[str]) -> None:
         self.names = [word for word, _ in Counter(words).most_common()]
@@ -95,7 +96,7 @@ def main() -> None:
     )
     vAdagrad_switcher.optInit()
 
-    # Static inputs: which slot of the variable, whatever word it holds at the time
+    # Static inputs: slots of the variable, which hold other words in every batch
     pos_u = torch.from_numpy(uEmbed_switcher.variableTransformer(BATCH_SIZE, 1)).to(device)
     pos_v, neg_v = vEmbed_switcher.variableTransformer(BATCH_SIZE, 1, NEGATIVE)
     pos_v, neg_v = torch.from_numpy(pos_v).to(device), torch.from_numpy(neg_v).to(device)

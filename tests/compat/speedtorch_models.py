@@ -1,4 +1,4 @@
-"""A small word2vec, trained the SpeedTorch way and by torch alone."""
+"""A small word2vec, trained with SpeedTorch's loop and by torch alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import flatbed.compat.speedtorch as SpeedTorch
 
 N, DIM, BATCH, POS, NEG, STEPS = 40, 16, 12, 2, 3, 6
 RESTING = 8
-"""Rows from N - RESTING on come in the last steps only: they meet an optimizer that has begun."""
+"""The last rows, which only the last steps use, when the optimizer already has state."""
 
 O = torch.optim  # noqa: E741
 DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -50,7 +50,7 @@ REFUSED: dict[Any, str] = {
 }
 if hasattr(O, "Muon"):  # since torch 2.9
     REFUSED[O.Muon] = "Muon cannot be switched row by row: an element's update depends on other elements"
-HOMES = ("device", "host", "disk")
+STORAGES = ("device", "host", "disk")
 
 
 class Trained(NamedTuple):
@@ -63,7 +63,7 @@ class Trained(NamedTuple):
 
 
 class SkipGram(nn.Module):
-    """Embeddings with as many rows as a batch has ids, or with all of them."""
+    """Embeddings with a slot for each id of a batch, or with all rows."""
 
     def __init__(self, n_u: int, n_v: int, *, sparse: bool = False) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def loss_of(u: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def batches(n: int = STEPS) -> Iterator[tuple[Any, Any, Any]]:
-    """Ids of u, and of v the positive and the negative ones: int32 of numpy, with many repeats."""
+    """Yield ids of u, and positive and negative ids of v: int32 of numpy, with many repeats."""
     random = np.random.default_rng(5)
     for step in range(n):
         most = N if step >= n - 2 else N - RESTING
@@ -91,7 +91,7 @@ def batches(n: int = STEPS) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def touched() -> Tensor:
-    """The rows of the second embedding that training meets."""
+    """Rows of the second embedding that training uses."""
     return torch.tensor(
         sorted({int(row) for _, v, negative in batches() for row in (*v.flat, *negative.flat)})
     )
@@ -102,26 +102,28 @@ def start() -> tuple[Tensor, Tensor]:
     return torch.randn(N, DIM, generator=generator), torch.randn(N, DIM, generator=generator)
 
 
-def factories(home: str, folder: Any) -> tuple[Any, Any]:
-    """Makers of switchers: of a variable, and of its state."""
+def factories(storage: str, folder: Any) -> tuple[Any, Any]:
+    """Return constructors of switchers: of a variable, and of its state."""
 
     def model(variable: Any, **options: Any) -> Any:
-        if home == "disk":
+        if storage == "disk":
             name = f"{folder}/variable"
             return SpeedTorch.ModelFactoryMM(variable, N, DIM, diskname=name, **options)
-        return SpeedTorch.ModelFactory(variable, N, DIM, CPUPinn=home == "host", **options)
+        return SpeedTorch.ModelFactory(variable, N, DIM, CPUPinn=storage == "host", **options)
 
     def state(optimizer: Any, whole: nn.Module, name: str, **options: Any) -> Any:
-        if home == "disk":
+        if storage == "disk":
             disk = f"{folder}/{name}"
             return SpeedTorch.OptimizerFactoryMM(optimizer, N, DIM, whole, name, diskname=disk, **options)
-        return SpeedTorch.OptimizerFactory(optimizer, N, DIM, whole, name, CPUPinn=home == "host", **options)
+        return SpeedTorch.OptimizerFactory(
+            optimizer, N, DIM, whole, name, CPUPinn=storage == "host", **options
+        )
 
     return model, state
 
 
 def values(tensor: Tensor) -> Any:
-    """A custom init: these values."""
+    """Return a custom init that copies a tensor."""
 
     def fill(out: Tensor) -> None:
         out.copy_(tensor)
@@ -132,7 +134,7 @@ def values(tensor: Tensor) -> Any:
 def switched(
     kind: Any,
     options: dict[str, Any],
-    home: str,
+    storage: str,
     folder: Any,
     *,
     sparse: bool = False,
@@ -141,10 +143,10 @@ def switched(
     dtype: torch.dtype = torch.float32,
     as_ids: Any = lambda ids: ids,
 ) -> Trained:
-    """After training with switchers, in the order of SpeedTorch's examples."""
+    """Train with switchers, in the order of SpeedTorch's examples."""
     model = SkipGram(BATCH * POS + spare, BATCH * (POS + NEG) + spare, sparse=sparse).to(device, dtype)
     optimizer = kind(model.parameters(), **options)
-    make, make_state = factories(home, folder)
+    make, make_state = factories(storage, folder)
     u_rows, v_rows = (make(m, datatype=dtype) for m in (model.u_embeddings, model.v_embeddings))
     u_state, v_state = (
         make_state(optimizer, model, name, dtype=dtype) for name in ("u_embeddings", "v_embeddings")
@@ -179,9 +181,9 @@ def switched(
 
 
 def whole(kind: Any, options: dict[str, Any], *, sparse: bool = False) -> Trained:
-    """The same with nn.Embedding of all rows: after each step, rows that no id named are put back.
+    """Train nn.Embedding with all rows; reset rows and state that are not in the batch after each step.
 
-    So is their state, except after the first step, which makes it.
+    The first step creates the state, which is not reset.
     """
     model = SkipGram(N, N, sparse=sparse)
     with torch.no_grad():

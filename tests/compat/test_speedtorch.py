@@ -1,10 +1,11 @@
-"""SpeedTorch's loop trains as nn.Embedding of all rows does, under any optimizer, wherever rows live."""
+"""SpeedTorch's loop trains as nn.Embedding of all rows does, with any optimizer and storage."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import gc
+import inspect
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,12 @@ import torch
 from torch import nn
 
 import flatbed.compat.speedtorch as SpeedTorch
-from flatbed.errors import FlatbedError
 from tests.compat.speedtorch_models import (
     DENSE,
     DIM,
-    HOMES,
     REFUSED,
     SPARSE,
+    STORAGES,
     N,
     Trained,
     factories,
@@ -39,11 +39,11 @@ def trained(name: str, *, sparse: bool = False) -> Trained:
     return whole(kind, options, sparse=sparse)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", DENSE)
-def test_training_is_that_of_all_rows(name: str, home: str, tmp_path: Path) -> None:
-    """Bit by bit: repeats are summed in the order in which nn.Embedding sums them."""
-    losses, u, v, state = switched(*DENSE[name], home, tmp_path)
+def test_training_equals_that_of_all_rows(name: str, storage: str, tmp_path: Path) -> None:
+    """Results are bitwise equal: repeats are summed in the order of nn.Embedding."""
+    losses, u, v, state = switched(*DENSE[name], storage, tmp_path)
     expected = trained(name)
     assert losses == expected.losses
     assert torch.equal(u, expected.u)
@@ -57,7 +57,7 @@ def test_training_is_that_of_all_rows(name: str, home: str, tmp_path: Path) -> N
 
 
 def test_every_optimizer_of_torch_is_known() -> None:
-    """Those that are neither compared here nor refused would be new."""
+    """Each is either compared here or refused."""
     known = {kind for kind, _ in (*DENSE.values(), *SPARSE.values())} | set(REFUSED)
     there = {kind for kind in vars(torch.optim).values() if isinstance(kind, type)}
     there = {kind for kind in there if issubclass(kind, torch.optim.Optimizer)} - {torch.optim.Optimizer}
@@ -66,7 +66,7 @@ def test_every_optimizer_of_torch_is_known() -> None:
 
 @pytest.mark.parametrize("name", ["Adam", "SparseAdam"])
 def test_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What GPUs run, interpreted."""
+    """Interpreted kernels of GPUs train alike."""
     sparse = name in SPARSE
     expected = trained(name, sparse=sparse)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -77,13 +77,13 @@ def test_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own Adagrad
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", SPARSE)
-def test_sparse_gradients(name: str, home: str, tmp_path: Path) -> None:
+def test_sparse_gradients(name: str, storage: str, tmp_path: Path) -> None:
     kind, options = SPARSE[name]
     # torch's own momentum of sparse gradients moves rows of earlier batches, so dense ones are compared with
     expected = trained(name, sparse=kind is not torch.optim.SGD)
-    losses, u, v, _ = switched(kind, options, home, tmp_path, sparse=True)
+    losses, u, v, _ = switched(kind, options, storage, tmp_path, sparse=True)
     assert losses == pytest.approx(expected[0], rel=1e-6)
     assert torch.allclose(u, expected[1], rtol=1e-6, atol=1e-6)
     assert torch.allclose(v, expected[2], rtol=1e-6, atol=1e-6)
@@ -103,7 +103,7 @@ def test_a_variable_may_be_larger_or_smaller_than_the_batch(spare: int, tmp_path
     [lambda ids: ids.tolist(), torch.from_numpy, lambda ids: ids.astype(np.int64), np.asfortranarray],
     ids=["lists", "tensors", "int64", "fortran"],
 )
-def test_ids_come_as_people_have_them(as_ids: Any, tmp_path: Path) -> None:
+def test_ids_of_any_type(as_ids: Any, tmp_path: Path) -> None:
     kind, options = DENSE["Adagrad"]
     expected = switched(kind, options, "device", tmp_path)
     found = switched(kind, options, "device", tmp_path, as_ids=as_ids)
@@ -128,7 +128,7 @@ def one(n_slots: int = 6, *, sparse: bool = False, **options: Any) -> tuple[nn.E
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_a_copy_that_is_not_looked_up_moves_along(sparse: bool) -> None:
+def test_all_slots_of_a_row_take_the_same_step(sparse: bool) -> None:
     embedding, rows = one(sparse=sparse)
     ids = [7, 9, 7, 7, 1, 9]
     rows.beforeForwardPass(ids)
@@ -161,16 +161,7 @@ def test_gradients_accumulate_over_the_same_ids(sparse: bool, set_to_none: bool)
     assert moved[[3, 5, 2, 8]].tolist() == pytest.approx([8, 10, 2, 20], abs=1e-5)
 
 
-def test_a_gradient_of_other_rows_is_not_added_to() -> None:
-    embedding, rows = one()
-    rows.beforeForwardPass([1, 2, 3])
-    embedding(torch.arange(3)).sum().backward()
-    rows.beforeForwardPass([4, 5, 6])
-    with pytest.raises(FlatbedError, match="zero_grad"):
-        embedding(torch.arange(3)).sum().backward()
-
-
-def test_slots_without_a_row_are_not_written_and_not_read() -> None:
+def test_slots_without_a_row() -> None:
     for sparse in (False, True):
         embedding, rows = one(sparse=sparse)
         rows.beforeForwardPass([4, 4, 4, 4, 4, 0])
@@ -208,11 +199,16 @@ def test_a_variable_grows_while_an_old_graph_lives() -> None:
     assert (state.getNumpyVersion()["exp_avg_sq"][:7].any(axis=1) == [0, 1, 1, 1, 1, 1, 0]).all()
 
 
-def test_a_step_that_was_skipped_leaves_state_as_it_began() -> None:
-    embedding, rows = one(2)
-    optimizer = torch.optim.Rprop(embedding.parameters(), lr=0.25)
+def pair(kind: Any, **options: Any) -> tuple[nn.Embedding, torch.optim.Optimizer, Any, Any]:
+    embedding, rows = one(3)
+    optimizer = kind(embedding.parameters(), **options)
     state = SpeedTorch.OptimizerFactory(optimizer, N, DIM, nn.Sequential(embedding), "0")
     state.optInit()
+    return embedding, optimizer, rows, state
+
+
+def test_a_skipped_step_leaves_first_values() -> None:
+    _, _, rows, state = pair(torch.optim.Rprop, lr=0.25)
     for switcher in (rows, state):
         switcher.beforeForwardPass([1, 2])
     for switcher in (rows, state):
@@ -222,42 +218,37 @@ def test_a_step_that_was_skipped_leaves_state_as_it_began() -> None:
     assert state.optVarList == ["prev", "step_size"]
 
 
-def test_an_optimizer_without_state_has_nothing_to_switch() -> None:
-    embedding, rows = one(2)
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
-    state = SpeedTorch.OptimizerFactory(optimizer, N, DIM, nn.Sequential(embedding), "0")
-    state.optInit()
-    state.beforeForwardPass([1, 1])
-    rows.beforeForwardPass([1, 1])
+def test_an_optimizer_without_state() -> None:
+    embedding, optimizer, rows, state = pair(torch.optim.SGD, lr=1.0)
+    for switcher in (rows, state):
+        switcher.beforeForwardPass([1, 1])
     embedding(torch.arange(2)).sum().backward()
     optimizer.step()
-    state.afterOptimizerStep([1, 1])
-    rows.afterOptimizerStep([1, 1])
+    for switcher in (rows, state):
+        switcher.afterOptimizerStep([1, 1])
     assert rows.getNumpyVersion()[1, 0] == pytest.approx(float(start()[0][1, 0]) - 2.0, abs=1e-6)
     assert state.optVarList == []
 
 
-def test_the_learning_rate_may_change(tmp_path: Path) -> None:
-    embedding, rows = one(3)
-    optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
-    state = SpeedTorch.OptimizerFactory(optimizer, N, DIM, nn.Sequential(embedding), "0")
+def test_first_values_follow_the_options_of_a_state_dict() -> None:
+    _, optimizer, _, state = pair(torch.optim.Rprop, lr=0.1)
+    optimizer.load_state_dict(optimizer.state_dict())  # which makes new groups
+    optimizer.param_groups[0]["lr"] = 0.5
     state.optInit()
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step < 2))
-    seen = []
-    for _ in range(4):
-        rows.beforeForwardPass([1, 2, 2])
-        state.beforeForwardPass([1, 2, 2])
-        optimizer.zero_grad()
-        embedding(torch.arange(3)).square().sum().backward()
-        optimizer.step()
-        schedule.step()
-        rows.afterOptimizerStep([1, 2, 2])
-        state.afterOptimizerStep([1, 2, 2])
-        seen.append(rows.getNumpyVersion()[2, 0])
-    assert seen[0] != seen[1] == seen[2] == seen[3]
+    assert (state.getNumpyVersion()["step_size"] == 0.5).all()
 
 
-def test_models_are_copied_and_saved_without_their_switchers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_first_values_are_rounded_to_the_datatype(dtype: torch.dtype, sparse: bool) -> None:
+    embedding = nn.Embedding(2, DIM, dtype=dtype, sparse=sparse)
+    optimizer = torch.optim.Adagrad(embedding.parameters(), initial_accumulator_value=0.3)
+    state = SpeedTorch.OptimizerFactory(optimizer, N, DIM, nn.Sequential(embedding), "0", dtype)
+    state.optInit()
+    assert torch.from_numpy(state.getNumpyVersion()["sum"]).eq(torch.tensor(0.3, dtype=dtype)).all()
+
+
+def test_copies_and_files_of_a_model_have_no_switchers(tmp_path: Path) -> None:
     embedding, rows = one(2)
     rows.beforeForwardPass([1, 1])
     twin = copy.deepcopy(embedding)
@@ -269,7 +260,7 @@ def test_models_are_copied_and_saved_without_their_switchers(tmp_path: Path) -> 
     assert torch.equal(loaded.weight, embedding.weight)
 
 
-def test_switchers_go_with_their_model() -> None:
+def test_a_model_is_freed_with_its_switchers() -> None:
     embedding, rows = one(2)
     rows.beforeForwardPass([1, 1])
     gone = weakref.ref(embedding.weight)
@@ -288,8 +279,8 @@ def test_dummy_inputs_are_slots() -> None:
 
 
 def test_first_values(tmp_path: Path) -> None:
-    for home in HOMES:
-        make, _ = factories(home, tmp_path)
+    for storage in STORAGES:
+        make, _ = factories(storage, tmp_path)
         rows = make(nn.Embedding(2, DIM))
         torch.manual_seed(1)
         rows.uniformDistributionInit(-1.0, 3.0)
@@ -319,8 +310,30 @@ def test_both_orders_of_arguments() -> None:
     assert by_seed.datatype == later.datatype == typed.datatype == torch.float32
 
 
+def signature(name: str) -> str:
+    return str(inspect.signature(getattr(SpeedTorch, name)))
+
+
+def test_signatures_are_those_of_speedtorch() -> None:
+    head = "(model_variable, total_classes, embed_dimension, "
+    assert signature("ModelFactory") == signature("ModelFactoryMM")
+    assert signature("ModelFactory") == head + "diskname='variable', datatype='float32', CPUPinn=False)"
+    assert signature("PytorchModelFactory") == head + "datatype='float32', deviceType='cuda', pinType=False)"
+    assert (
+        signature("GPUPytorchModelFactory")
+        == signature("CPUPytorchModelFactory")
+        == head + "datatype='float32')"
+    )
+    head = "(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype='float32'"
+    assert signature("OptimizerFactory") == head + ", CPUPinn=False)"
+    assert signature("PytorchOptimizerFactory") == head + ", deviceType='cuda', pinType=False)"
+    assert signature("CPUPytorchOptimizerFactory") == head + ")"
+    assert signature("COM") == "(total_classes, datatype='uint32', CPUPinn=False)"
+    assert signature("COMMM") == "(total_classes, diskname='COM', datatype='uint32', CPUPinn=False)"
+
+
 @pytest.mark.parametrize("prefix", ["GPUPytorch", "CPUPytorch", "Pytorch"])
-def test_variants(prefix: str) -> None:
+def test_variants_train_alike(prefix: str) -> None:
     embedding = nn.Embedding(3, DIM)
     model = nn.Sequential(embedding)
     optimizer = torch.optim.RMSprop(model.parameters())
@@ -328,23 +341,18 @@ def test_variants(prefix: str) -> None:
     state = getattr(SpeedTorch, f"{prefix}OptimizerFactory")(optimizer, N, DIM, model, "0")
     rows.customInit(values(start()[0]))
     state.optInit()
-    for _ in range(2):
-        for switcher in (rows, state):
-            switcher.beforeForwardPass(np.array([[1], [4], [1]]))
-        optimizer.zero_grad()
-        embedding(torch.arange(3)).square().sum().backward()
-        optimizer.step()
-        for switcher in (rows, state):
-            switcher.afterOptimizerStep(np.array([[1], [4], [1]]))
+    for switcher in (rows, state):
+        switcher.beforeForwardPass(np.array([[1], [4], [1]]))
+    embedding(torch.arange(3)).square().sum().backward()
+    optimizer.step()
+    for switcher in (rows, state):
+        switcher.afterOptimizerStep(np.array([[1], [4], [1]]))
     assert state.getTorchVar()["square_avg"].any(1).nonzero().flatten().tolist() == [1, 4]
-    home = {"GPUPytorch": "device", "CPUPytorch": "host", "Pytorch": "device"}[prefix]
-    assert rows._home.kind == home
 
 
-def test_a_host_collection_by_device_type() -> None:
-    rows = SpeedTorch.PytorchModelFactory(nn.Embedding(3, DIM), N, DIM, deviceType="cpu", pinType=True)
-    assert rows._home.kind == "host"
-    with pytest.raises(ValueError, match="deviceType"):
-        SpeedTorch.PytorchModelFactory(nn.Embedding(3, DIM), N, DIM, deviceType="tpu")
-    with pytest.raises(ValueError, match="pinType"):
-        SpeedTorch.PytorchModelFactory(nn.Embedding(3, DIM), N, DIM, pinType=True)
+def test_device_types() -> None:
+    embedding = nn.Embedding(3, DIM)
+    SpeedTorch.PytorchModelFactory(embedding, N, DIM, deviceType="cpu", pinType=True).zerosInit()
+    for wrong, name in (({"deviceType": "tpu"}, "deviceType"), ({"pinType": True}, "pinType")):
+        with pytest.raises(ValueError, match=name):
+            SpeedTorch.PytorchModelFactory(embedding, N, DIM, **wrong)

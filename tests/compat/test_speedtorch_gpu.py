@@ -1,4 +1,4 @@
-"""On a GPU the loop gives what it gives on the CPU."""
+"""Training on a GPU equals training on the CPU."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import pytest
 import torch
 
 import flatbed.compat.speedtorch as SpeedTorch
-from tests.compat.speedtorch_models import DENSE, HOMES, SPARSE, switched
+from tests.compat.speedtorch_models import DENSE, SPARSE, STORAGES, switched
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", ["Adam", "Rprop", "Adagrad", "SGD momentum"])
-def test_dense(name: str, home: str, tmp_path: Path) -> None:
+def test_dense(name: str, storage: str, tmp_path: Path) -> None:
     expected = switched(*DENSE[name], "device", tmp_path)
-    found = switched(*DENSE[name], home, tmp_path, device="cuda")
-    # Rprop follows signs, which rounding can turn where a gradient is almost 0
+    found = switched(*DENSE[name], storage, tmp_path, device="cuda")
+    # Rprop follows signs, which rounding changes where a gradient is almost 0
     off = [(a - b).abs().gt(1e-5).float().mean() for a, b in zip(found[1:3], expected[1:3], strict=True)]
     assert max(off) <= (0.01 if name == "Rprop" else 0.0)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("storage", ["device", "host"])
 @pytest.mark.parametrize("name", ["SparseAdam", "Adagrad"])
-def test_sparse(name: str, home: str, tmp_path: Path) -> None:
+def test_sparse(name: str, storage: str, tmp_path: Path) -> None:
     expected = switched(*SPARSE[name], "device", tmp_path, sparse=True)
-    found = switched(*SPARSE[name], home, tmp_path, sparse=True, device="cuda")
+    found = switched(*SPARSE[name], storage, tmp_path, sparse=True, device="cuda")
     for one, other in zip(found[1:3], expected[1:3], strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
 
@@ -49,7 +49,7 @@ def test_the_variable_may_have_spare_slots(tmp_path: Path) -> None:
     assert torch.equal(found[2], expected[2])
 
 
-def test_a_model_that_moves_takes_its_rows_along() -> None:
+def test_rows_follow_a_model_to_another_device() -> None:
     for pinned in (False, True):
         embedding = torch.nn.Embedding(3, 16)
         rows = SpeedTorch.ModelFactory(embedding, 40, 16, CPUPinn=pinned)
@@ -70,12 +70,13 @@ def test_gadgets_and_matrices(pinned: bool, tmp_path: Path) -> None:
     np.save(tmp_path / "data.npy", array)
     gadget = SpeedTorch.DataGadget(tmp_path / "data.npy", CPUPinn=pinned)
     gadget.gadgetInit()
-    for index in (np.array([49, 0, 49], np.int32), (slice(0, 6), slice(0, 2))):
+    for index in (np.array([49, 0, 49], np.int32), (slice(0, 6), slice(0, 2)), array[:, 0] > 0):
         found = gadget.getData(index)
         assert found.is_cuda
         assert np.array_equal(found.cpu().numpy(), array[index])
     gadget.insertData(torch.ones(2, 3, device="cuda"), [1, 7])
-    assert gadget.getNumpyVersion()[[1, 7]].all()
+    gadget.insertData(np.full(3, 2.0), 9)
+    assert gadget.getNumpyVersion()[[1, 7, 9], 0].tolist() == [1.0, 1.0, 2.0]
     assert gadget.getTorchVar().is_cuda != pinned
     matrix = SpeedTorch.COM(6, CPUPinn=pinned)
     matrix.comInit()

@@ -1,7 +1,7 @@
-"""SpeedTorch's API over flatbed's tiers, without CuPy: `import flatbed.compat.speedtorch as SpeedTorch`.
+"""SpeedTorch's API over flatbed, without CuPy: `import flatbed.compat.speedtorch as SpeedTorch`.
 
 Names, arguments and the order of calls are SpeedTorch's. Rows that occur several times in a batch train
-correctly, which they do not there.
+correctly, which they do not in SpeedTorch.
 """
 
 from flatbed.compat.speedtorch.data import DataGadget, DataGadgetMM
@@ -20,6 +20,8 @@ from flatbed.compat.speedtorch.optimizer import (
     OptimizerFactoryMM,
     PytorchOptimizerFactory,
 )
+from flatbed.compat.speedtorch.storage import PMemory as PMemory
+from flatbed.compat.speedtorch.storage import my_pinned_allocator as my_pinned_allocator
 
 __all__ = [
     "COM",

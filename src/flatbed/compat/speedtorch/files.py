@@ -1,10 +1,11 @@
-"""Whole collections as files (.npy, torch.save) and as arrays. Nothing here unpickles."""
+"""Rows as .npy and torch.save files. Loading never unpickles."""
 
 from __future__ import annotations
 
-import io
 import os
 import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,120 +13,135 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.compat.speedtorch.collection import Collection
-from flatbed.errors import FlatbedError
-from flatbed.tables.tensor_file import as_path, replacing, write_at
+from flatbed import FlatbedError
+from flatbed.compat.speedtorch.storage import RowStorage, blocks, copied
 
-BFLOAT = torch.bfloat16  # which numpy does not know: it is given float32 instead, which loses nothing
-
-
-def as_array(view: Tensor) -> Any:
-    """The same memory as numpy has it, or CuPy on a GPU; torch's own tensor where neither can."""
-    if view.is_cuda:
-        try:
-            import cupy  # type: ignore[import-not-found,unused-ignore]
-        except ImportError:
-            return view
-        return cupy.asarray(view)
-    return view if view.dtype == BFLOAT else view.numpy()
+Array = np.ndarray[Any, Any]
+FileName = str | os.PathLike[str]
 
 
-def numpy_copy(values: Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor as numpy's."""
-    array: np.ndarray[Any, Any] = (values.float() if values.dtype == BFLOAT else values).numpy()
+def to_numpy(values: Tensor) -> Array:
+    """Return a tensor's numbers as a numpy array. numpy has no bfloat16, which becomes float32."""
+    values = values.detach().cpu()
+    array: Array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     return array
 
 
-def npy_path(name: str | os.PathLike[str]) -> Path:
-    """Numpy adds .npy to names that do not end so."""
-    path = as_path(name, "the file's name")
-    return path if path.suffix == ".npy" else path.with_name(path.name + ".npy")
-
-
-def save_npy(
-    name: str | os.PathLike[str], rows: Collection, *, stacked: bool, shape: tuple[int, ...] | None = None
-) -> None:
-    """All rows as an array (n_rows, count), or of another shape; with `stacked`, (columns, n_rows, count)."""
-    columns = list(rows.columns.values())
-    dtype = numpy_copy(torch.empty(0, dtype=columns[0].dtype)).dtype
-    shape = shape or ((len(columns),) if stacked else ()) + (rows.n_rows, columns[0].count)
-    head = io.BytesIO()
-    about: Any = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(head, about)
-    at = len(head.getvalue())
-    with replacing(npy_path(name), at + int(np.prod(shape)) * dtype.itemsize) as descriptor:
-        write_at(descriptor, 0, head.getbuffer())
-        for column in columns:
-            for start, stop in rows.blocks():
-                block = numpy_copy(rows.read(column.name, start, stop))
-                write_at(descriptor, at, block.reshape(-1).view(np.uint8).data)
-                at += block.nbytes
-
-
-def open_npy(name: str | os.PathLike[str], *, mode: Any = "r") -> np.ndarray[Any, Any]:
-    """An array in a file, mapped into memory."""
-    path = as_path(name, "the file's name")
-    path = path if path.exists() else npy_path(name)
-    if not path.is_file():
-        raise FlatbedError(f"there is no array at {path}: check the path")
+def as_array(tensor: Tensor) -> Any:
+    """Return the same memory as a numpy array, or as CuPy's on a GPU; the tensor if there is neither."""
+    if not tensor.is_cuda:
+        return tensor if tensor.dtype == torch.bfloat16 else tensor.numpy()
     try:
-        found: np.ndarray[Any, Any] = np.load(path, mmap_mode=mode, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise FlatbedError(f"{path} is no .npy file that can be used ({error})") from error
-    if not isinstance(found, np.ndarray):
-        raise FlatbedError(f"{path} holds several arrays: save the one that is wanted as .npy")
-    if found.dtype.hasobject:
-        raise FlatbedError(f"{path} holds Python objects, which are not loaded: use numbers")
+        import cupy  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        return tensor
+    return cupy.asarray(tensor)
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return numpy's datatype for one of torch."""
+    found: np.dtype[Any] = to_numpy(torch.empty(0, dtype=dtype)).dtype
     return found
 
 
-def load_npy(name: str | os.PathLike[str], rows: Collection, *, stacked: bool) -> None:
-    """The inverse of `save_npy`; nothing changes if the file does not fit."""
-    found = open_npy(name)
-    columns = list(rows.columns.values())
-    shape = ((len(columns),) if stacked else ()) + (rows.n_rows, columns[0].count)
-    dtype = numpy_copy(torch.empty(0, dtype=columns[0].dtype)).dtype
-    if found.shape != shape or found.dtype != dtype:
-        raise ValueError(f"{name} holds {found.dtype} of shape {found.shape}; expected {dtype} of {shape}")
-    for at, column in enumerate(columns):
-        part = found[at] if stacked else found
-        for start, stop in rows.blocks():
-            rows.write_(column.name, start, torch.from_numpy(np.array(part[start:stop])))
+def as_path(name: Any, suffix: str = "") -> Path:
+    """Return the path of a file, with numpy's suffix if it has none."""
+    if not isinstance(name, str | os.PathLike):
+        raise TypeError(f"the file's name must be a string or a path; found {type(name).__name__}")
+    path = Path(name)
+    return path if not suffix or path.suffix == suffix else path.with_name(path.name + suffix)
 
 
-def save_torch(name: str | os.PathLike[str], rows: Collection, *, stacked: bool) -> None:
-    """All rows by torch.save: a tensor, or with `stacked` a dict of them."""
-    path = as_path(name, "the file's name")
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder, which replaces the file when all is written."""
     if path.is_dir() or not path.parent.is_dir():
-        raise FlatbedError(f"{path} cannot be written: it must be the name of a file in a folder that exists")
-    values = {column: rows.copied(column) for column in rows.columns}
+        raise FlatbedError(f"cannot write {path}: expected the name of a file in a folder that exists")
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        torch.save(values if stacked else next(iter(values.values())), draft)
+        yield draft
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def load_torch(name: str | os.PathLike[str], rows: Collection, *, stacked: bool) -> None:
-    """The inverse of `save_torch`, of plain tensors alone; nothing changes if they do not fit."""
-    path = as_path(name, "the file's name")
+def save_npy(name: FileName, array: Array) -> None:
+    """Write an array."""
+    with replacing(as_path(name, ".npy")) as draft, draft.open("wb") as file:
+        np.save(file, array, allow_pickle=False)
+
+
+def save_rows(name: FileName, rows: RowStorage, *, stacked: bool) -> None:
+    """Write rows (n, tensors, dim) block by block, as an array (n, dim) or stacked (tensors, n, dim)."""
+    n_rows, n_tensors, dim = rows.shape
+    dtype = numpy_dtype(rows.dtype)
+    shape = (n_tensors, n_rows, dim) if stacked else (n_rows, dim)
+    header: Any = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    with replacing(as_path(name, ".npy")) as draft, draft.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for at in range(n_tensors):
+            for start, stop in blocks(rows):
+                file.write(np.ascontiguousarray(to_numpy(rows.read(start, stop)[:, at])).data)
+
+
+def npy_path(name: FileName) -> Path:
+    """Return the path of a .npy file that exists, with or without numpy's suffix."""
+    path = as_path(name) if as_path(name).is_file() else as_path(name, ".npy")
     if not path.is_file():
-        raise FlatbedError(f"there is no file at {path}: check the path")
+        raise FlatbedError(f"found no array at {path}: check the path")
+    return path
+
+
+def open_npy(name: FileName, *, mode: Any = "r") -> Array:
+    """Map the array of a file into memory."""
+    path = npy_path(name)
+    try:
+        array = np.load(path, mmap_mode=mode, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise FlatbedError(f"{path} is not a .npy file of numbers ({error})") from error
+    if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+        raise FlatbedError(f"{path} holds something other than one array of numbers: save one as .npy")
+    return array
+
+
+def load_rows(name: FileName, rows: RowStorage, *, stacked: bool) -> None:
+    """Read what `save_rows` has written; change nothing if the file does not fit."""
+    array = open_npy(name)
+    _check(name, array if stacked else array[None], rows, numpy_dtype(rows.dtype))
+    for start, stop in blocks(rows):
+        block = np.stack([part[start:stop] for part in (array if stacked else [array])], axis=1)
+        rows.write_(start, torch.from_numpy(block))
+
+
+def save_torch(name: FileName, rows: RowStorage, names: Sequence[str], *, stacked: bool) -> None:
+    """Write rows with torch.save: a tensor or, stacked, a dict of tensors."""
+    with replacing(as_path(name)) as draft:
+        whole = copied(rows)
+        values = {one: whole[:, at].contiguous() for at, one in enumerate(names)}
+        torch.save(values if stacked else values[names[0]], draft)
+
+
+def load_torch(name: FileName, rows: RowStorage, names: Sequence[str], *, stacked: bool) -> None:
+    """Read what `save_torch` has written, plain tensors only; change nothing if they do not fit."""
+    path = as_path(name)
+    if not path.is_file():
+        raise FlatbedError(f"found no file at {path}: check the path")
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise FlatbedError(
-            f"{path} does not hold plain tensors, and nothing else is loaded ({error})"
-        ) from error
-    given = found if stacked else {next(iter(rows.columns)): found}
-    if not isinstance(given, dict) or set(given) != set(rows.columns):
-        raise ValueError(f"{path} does not hold {', '.join(rows.columns)}: load what saveTorch has written")
-    for column in rows.columns.values():
-        value, shape = given[column.name], (rows.n_rows, column.count)
-        if not isinstance(value, Tensor) or (tuple(value.shape), value.dtype) != (shape, column.dtype):
-            about = f"{value.dtype} of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
-            raise ValueError(f"{path} holds {about}; expected {column.dtype} of {shape}")
-    for column in rows.columns.values():
-        for start, stop in rows.blocks():
-            rows.write_(column.name, start, given[column.name][start:stop])
+        raise FlatbedError(f"{path} does not hold plain tensors only ({error})") from error
+    given = found if stacked else {names[0]: found}
+    if not isinstance(given, dict) or set(given) != set(names):
+        raise ValueError(f"{path} does not hold {', '.join(names)}: load a file of saveTorch")
+    tensors = [given[one] for one in names]
+    for tensor in tensors:
+        _check(path, tensor[None] if isinstance(tensor, Tensor) else tensor, rows, rows.dtype, n_tensors=1)
+    for start, stop in blocks(rows):
+        rows.write_(start, torch.stack([tensor[start:stop] for tensor in tensors], dim=1))
+
+
+def _check(name: FileName, array: Any, rows: RowStorage, dtype: Any, n_tensors: int | None = None) -> None:
+    expected = (n_tensors or rows.shape[1], rows.shape[0], rows.shape[2])
+    found = (tuple(getattr(array, "shape", ())), getattr(array, "dtype", type(array).__name__))
+    if found != (expected, dtype):
+        raise ValueError(f"{name} holds {found[1]} of shape {found[0]}; expected {dtype} of {expected}")

@@ -1,228 +1,216 @@
-"""What all switchers have in common: a collection of rows, and the batch of them that is out."""
+"""Base of all switchers: the storage of all rows, and the batch whose rows the model trains."""
 
 from __future__ import annotations
 
 import os
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flatbed.compat.speedtorch import files
-from flatbed.compat.speedtorch.collection import Collection, Column, Fill, Home, as_dtype, natural
-from flatbed.compat.speedtorch.slots import Batch, Held, Slots, flatten
-from flatbed.errors import FlatbedError
+from flatbed import FlatbedError
+from flatbed.compat.speedtorch import files, storage
+from flatbed.compat.speedtorch.files import FileName
+from flatbed.compat.speedtorch.slots import LoadedBatch, SlotBatch, Slots, flatten
+from flatbed.compat.speedtorch.storage import FileRows, RowStorage
+from flatbed.compat.speedtorch.stored import Stored
+from flatbed.compat.speedtorch.variants import as_dtype, natural
 
-FileName = str | os.PathLike[str]
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class Switcher(ABC):
-    """Rows go out with `beforeForwardPass` and come home with `afterOptimizerStep`."""
+class Switcher(Stored[RowStorage], ABC):
+    """Copies rows of a batch out of storage before the forward pass, and back after the step."""
 
-    _stacked = False
-    """Whether it has several tensors."""
-    _first_call = ""
-    """What has to be called first."""
+    _stacked: ClassVar[bool] = False
+    """Has several tensors, by name, and not just one."""
+    _names: Sequence[str] = ()
+    """Names of the tensors of a row."""
+    total_classes: int
+    embed_dimension: int
+    datatype: Any
+    diskname: Any = None
 
-    def __init__(self, total_classes: int, embed_dimension: int, datatype: object, home: Home) -> None:
-        self.total_classes = natural("total_classes", total_classes)
-        self.embed_dimension = natural("embed_dimension", embed_dimension)
-        self.datatype = as_dtype(datatype, floating=True)
-        self._home = home
-        self._collection: Collection | None = None
-        self._out: Batch | None = None
-        self._told = False  # of changes that are about to be lost
-
-    # ---- to be said by each kind
-
-    @abstractmethod
-    def _variable(self) -> Tensor:
-        """The variable as it is now, checked."""
-
-    @abstractmethod
-    def _columns(self) -> list[Column]:
-        """The tensors of a row."""
+    def _setup(self) -> None:
+        self.total_classes = natural("total_classes", self.total_classes)
+        self.embed_dimension = natural("embed_dimension", self.embed_dimension)
+        given, self.datatype = self.datatype, as_dtype(self.datatype)
+        if self.datatype not in DTYPES:
+            raise TypeError(f"a variable is trained in a floating point datatype; found datatype {given!r}")
+        self._batch: SlotBatch | None = None
+        self._has_warned = False  # of changes that are about to be lost
+        self._version = 0  # of the variable that has the batch
 
     @abstractmethod
-    def _held(self, slots: Slots) -> Held | None:
-        """What is where its rows go to."""
+    def _variable(self) -> nn.Parameter:
+        """Return the variable as it is now, checked."""
 
     @abstractmethod
-    def _has_changed(self) -> bool:
-        """Whether a step has changed what is out."""
+    def _target(self, slots: Slots) -> Any:
+        """Return the key in `Slots.loaded` of the place that this switcher copies rows to."""
 
-    # ---- the collection
+    @abstractmethod
+    def _has_stepped(self, slots: Slots) -> bool:
+        """Return True if the optimizer has changed the rows of the batch."""
 
-    def _begin(self, fill: Fill | None = None) -> Collection:
-        """A new collection instead of the one there was."""
-        made = self._made(fill)
-        self._adopt(made)
-        return made
+    @abstractmethod
+    def _copy_in(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
+        """Copy rows from storage to the model or the optimizer."""
 
-    def _made(self, fill: Fill | None = None) -> Collection:
-        device = self._variable().device
-        return Collection(self._columns(), self.total_classes, self._home, device, fill=fill)
+    @abstractmethod
+    def _copy_out(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
+        """Copy rows back to storage."""
 
-    def _adopt(self, made: Collection) -> None:
-        if self._collection is not None:
-            self._collection.close()
-        self._collection, self._out = made, None
-
-    def _rows(self) -> Collection:
-        if self._collection is None:
-            raise FlatbedError(
-                f"{type(self).__name__} has no rows yet: call {self._first_call} before anything else"
+    def _check_variable(self, variable: nn.Parameter, what: str) -> nn.Parameter:
+        if variable.dim() != 2 or variable.shape[1] != self.embed_dimension:
+            raise ValueError(
+                f"{what} has shape {tuple(variable.shape)}; expected (rows of a batch, "
+                f"{self.embed_dimension}), since embed_dimension={self.embed_dimension}"
             )
-        return self._collection
+        if variable.dtype != self.datatype:
+            raise ValueError(
+                f"{what} is of {variable.dtype}; expected {self.datatype}: pass the variable's datatype"
+            )
+        return variable
+
+    # ---- storage
+
+    def _create(self, init: Any = "zeros") -> RowStorage:
+        if not self._names:
+            raise FlatbedError(f"{type(self).__name__} has no state per row to store")
+        shape = (self.total_classes, len(self._names), self.embed_dimension)
+        return storage.create(self._spec, shape, self.datatype, self._variable().device, init)
+
+    def _fill_new(self, fill: Callable[[RowStorage], None]) -> None:
+        """Create storage and fill it; the storage that there was stays if that fails."""
+        rows = self._create()
+        try:
+            fill(rows)
+        except BaseException:
+            rows.close(discard=True)
+            raise
+        self._adopt(rows)
+
+    def _adopt(self, rows: RowStorage) -> None:
+        if self._stored is not None:
+            self._stored.close()
+        self._stored, self._batch = rows, None
 
     @property
     def fileName(self) -> str | None:
-        """The collection's file, if it is on disk."""
-        path = None if self._collection is None else self._collection.path
-        return None if path is None else str(path)
+        """Path of the file; None for rows in memory."""
+        rows = self._stored
+        return None if rows is None or rows.path is None else str(rows.path)
+
+    def openFile(self, fileName: FileName) -> None:
+        """Continue with the rows in the file of a switcher on disk, as its last checkpoint left them."""
+        path = files.as_path(fileName)
+        if not path.is_file() or self._spec.kind != "disk":
+            raise FlatbedError(f"{type(self).__name__} found no file at {path} that it can open")
+        shape = (self.total_classes, len(self._names), self.embed_dimension)
+        self._adopt(FileRows(shape, self.datatype, path, self._variable().device))
+        self._after_load()
 
     def checkpoint(self) -> None:
-        """Let the file of a collection on disk hold all rows as they are now, all or nothing."""
-        self._rows().checkpoint()
+        """Save all rows of a switcher on disk to its file, all or nothing."""
+        rows = self._rows()
+        if not isinstance(rows, FileRows):
+            raise FlatbedError("found rows in memory, without a file: save them with saveCupy or saveTorch")
+        rows.table.checkpoint()
 
     def close(self) -> None:
-        """Give the collection's memory or file back. A file holds its last checkpoint."""
-        if self._collection is not None:
-            self._collection.close()
-        self._collection = self._out = None
+        """Release the memory, or save and close the file."""
+        if self._stored is not None:
+            self._stored.close()
+        self._stored = self._batch = None
 
     # ---- rows of a batch
 
     def _ids(self, positive: Any, negative: Any) -> Tensor:
         return flatten(positive, negative, self.total_classes)
 
-    def _check_home(self) -> None:
-        """Raise if other rows are about to replace some that a step has changed; for each of them once."""
-        lost = self._out is not None and not self._told and self._has_changed()
-        self._told = lost
-        if lost:
+    @torch.no_grad()
+    def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
+        """Copy rows from storage: those of the positive ids, then those of the negative ids."""
+        rows, variable = self._rows() if self._names else None, self._variable()
+        slots, ids = Slots.of(variable), self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        is_lost = self._batch is not None and not self._has_warned and self._has_stepped(slots)
+        self._has_warned = is_lost
+        if is_lost:
             raise FlatbedError(
-                f"{type(self).__name__}.beforeForwardPass(), but the rows of the last one have been through "
-                "a step and not come home: call afterOptimizerStep() with their ids after every "
-                "optimizer.step(); or call beforeForwardPass() once more to go on without their changes"
+                f"{type(self).__name__}.beforeForwardPass() would lose the last optimizer.step(): call "
+                "afterOptimizerStep() with the ids of that batch first, or call beforeForwardPass() again to "
+                "drop its changes"
             )
+        batch = slots.prepare(ids, self.total_classes)
+        if rows is not None:
+            rows.move(variable.device)
+            self._copy_in(rows, variable, batch)
+        slots.load(batch)
+        slots.loaded[self._target(slots)] = LoadedBatch(weakref.ref(self), batch)
+        self._batch, self._version = batch, variable._version
 
-    def _taken(self, positive: Any, negative: Any) -> Batch:
-        """The batch of an `afterOptimizerStep`: the one that is out."""
-        ids, batch = self._ids(positive, negative), self._out
+    @torch.no_grad()
+    def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
+        """Copy the rows of the last `beforeForwardPass` back to storage."""
+        rows, variable = self._rows() if self._names else None, self._variable()
+        batch = self._batch_to_store(Slots.of(variable), retrievedPosIndexes, retrievedNegIndexes)
+        if rows is not None:
+            rows.move(variable.device)
+            self._copy_out(rows, variable, batch)
+        self._batch = None
+
+    def _batch_to_store(self, slots: Slots, positive: Any, negative: Any) -> SlotBatch:
+        """Return the loaded batch, if it is still where this switcher copied it."""
+        ids, batch, found = self._ids(positive, negative), self._batch, slots.loaded.get(self._target(slots))
         if batch is None:
-            raise FlatbedError(
-                f"{type(self).__name__}.afterOptimizerStep() without a beforeForwardPass() since the last "
-                "one, or since rows were made or loaded: there are no rows to bring home"
-            )
-        if not batch.same(ids):
-            raise FlatbedError(
-                "afterOptimizerStep() was given other ids than beforeForwardPass(): the variable holds the "
-                "rows of the latter; nothing was written"
-            )
-        slots = Slots.of(self._variable())
-        if slots.batch is not batch:
-            raise FlatbedError(
-                "another switcher of this variable was given other ids since beforeForwardPass(): give all "
-                "switchers of a variable the same ids; nothing was written"
-            )
-        held = self._held(slots)
-        if held is None or held.by() is not self:
-            raise FlatbedError(
-                f"another switcher of this variable has put rows of another collection where those of this "
-                f"{type(self).__name__} were: bring rows home before that; nothing was written"
-            )
-        return batch
+            problem = "without a beforeForwardPass() since the last one, or since rows were loaded"
+        elif not batch.same(ids):
+            problem = "with other ids than beforeForwardPass()"
+        elif slots.batch is not batch:
+            problem = "after another switcher of this variable was given other ids: give all of them the same"
+        elif found is None or found.switcher() is not self:
+            problem = "after another switcher of this variable has replaced the rows: call it before that"
+        else:
+            return batch
+        raise FlatbedError(f"{type(self).__name__}.afterOptimizerStep() {problem}; nothing was written")
 
     # ---- all rows
 
-    def getNumpyVersion(self) -> Any:
-        """All rows as a numpy array, a copy; of an optimizer's, a dict of arrays by name."""
-        rows = self._rows()
-        found = {name: files.numpy_copy(rows.copied(name)) for name in rows.columns}
-        return found if self._stacked else next(iter(found.values()))
+    def _by_name(self, whole: Tensor, convert: Callable[[Tensor], Any]) -> Any:
+        parts = {name: convert(whole[:, at]) for at, name in enumerate(self._names)}
+        return parts if self._stacked else parts[self._names[0]]
 
-    def getTorchVar(self) -> Any:
-        """All rows as a tensor over the collection's memory; of an optimizer's, a dict of them."""
-        rows = self._rows()
-        found = {name: rows.whole(name) for name in rows.columns}
-        if any(one is None for one in found.values()):
-            raise FlatbedError(
-                f"the collection is in {self.fileName}, not in memory: use getNumpyVersion() for a copy"
-            )
-        return found if self._stacked else next(iter(found.values()))
+    def _file_name(self, name: FileName | None) -> Any:
+        return self.diskname if name is None and isinstance(self.diskname, str | os.PathLike) else name
 
-    def getCupyVar(self) -> Any:
-        """The same as a CuPy array on a GPU, if CuPy is there, and as a numpy array on the host."""
-        found = self.getTorchVar()
-        if self._stacked:
-            return {name: files.as_array(one) for name, one in found.items()}
-        return files.as_array(found)
+    def saveCupy(self, saveFileName: FileName | None = None) -> None:
+        """Write all rows to a .npy file, by default `diskname`; of an optimizer, (tensors, rows, numbers)."""
+        files.save_rows(self._file_name(saveFileName), self._rows(), stacked=self._stacked)
 
-    getCupyMM = getCupyVar
-
-    @property
-    def CUPYcorpus(self) -> Any:
-        """What `getCupyVar` gives."""
-        return self.getCupyVar()
-
-    def saveCupy(self, saveFileName: FileName) -> None:
-        """Write all rows to a .npy file; an optimizer's as (tensors, rows, dimension)."""
-        files.save_npy(saveFileName, self._rows(), stacked=self._stacked)
-
-    def loadCupy(self, loadFileName: FileName) -> None:
-        """Read what `saveCupy` has written. No other call is needed first."""
-        self._load(lambda rows: files.load_npy(loadFileName, rows, stacked=self._stacked))
+    def loadCupy(self, loadFileName: FileName | None = None) -> None:
+        """Read what `saveCupy` has written. No init is needed before."""
+        name = self._file_name(loadFileName)
+        self._load(lambda rows: files.load_rows(name, rows, stacked=self._stacked))
 
     def saveTorch(self, saveFileName: FileName) -> None:
         """Write all rows with torch.save: a tensor; an optimizer's as a dict of tensors."""
-        files.save_torch(saveFileName, self._rows(), stacked=self._stacked)
+        files.save_torch(saveFileName, self._rows(), self._names, stacked=self._stacked)
 
     def loadTorch(self, loadFileName: FileName) -> None:
         """Read what `saveTorch` has written. Only plain tensors are loaded."""
-        self._load(lambda rows: files.load_torch(loadFileName, rows, stacked=self._stacked))
+        self._load(lambda rows: files.load_torch(loadFileName, rows, self._names, stacked=self._stacked))
 
-    def _load(self, read: Callable[[Collection], None]) -> None:
-        """Read into the collection that there is; into a new one, which is discarded if that fails."""
-        rows = self._made() if self._collection is None else self._collection
-        try:
-            read(rows)
-        except BaseException:
-            if rows is not self._collection:
-                rows.discard()
-            raise
-        if rows is not self._collection:
-            self._adopt(rows)
-        self._out = None  # what is out is no longer theirs
-        self._has_loaded()
+    def _load(self, read: Callable[[RowStorage], None]) -> None:
+        if self._stored is None:
+            self._fill_new(read)
+        else:
+            read(self._stored)
+        self._after_load()
 
-    def _has_loaded(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Rows are others than those that were made."""
-
-
-def dummy_inputs(batch_size: int, n_positive: int, n_negative: int | None) -> Any:
-    """Slots as (batch_size, n_positive), and those after them as (batch_size, n_negative)."""
-    size = natural("batchSize", batch_size)
-    positive = size * natural("posPerBatch", n_positive)
-    first = np.arange(positive).reshape(size, -1)
-    if n_negative is None:
-        return first
-    negative = size * natural("negPerBatch", n_negative)
-    return first, np.arange(positive, positive + negative).reshape(size, -1)
-
-
-def check_variable(variable: Tensor, embed_dimension: int, datatype: torch.dtype, what: str) -> None:
-    """Raise if rows of a collection do not fit into a variable."""
-    if variable.dim() != 2 or variable.shape[1] != embed_dimension:
-        raise ValueError(
-            f"{what} has shape {tuple(variable.shape)}; expected (rows of a batch, {embed_dimension}), since "
-            f"embed_dimension={embed_dimension}"
-        )
-    if variable.dtype != datatype:
-        raise ValueError(
-            f"{what} is of {variable.dtype}, but its collection of {datatype}: pass the variable's as the "
-            "switcher's datatype"
-        )
+    def _after_load(self) -> None:
+        """Forget the loaded batch, whose rows are no longer those of the storage."""
+        self._batch = None
