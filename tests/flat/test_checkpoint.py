@@ -75,7 +75,7 @@ def test_round_trips_continue_the_same_run(case: OptimizerCase, model: str) -> N
     optimizer = case(flat.groups(), foreach=False)
     train(first, optimizer, 0, 4)
     file = io.BytesIO()
-    torch.save({"model": flatbed.state_dict(first), "optimizer": flat.optimizer_state_dict(optimizer)}, file)
+    torch.save({"model": first.state_dict(), "optimizer": flat.optimizer_state_dict(optimizer)}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     second = build(model)
@@ -207,15 +207,15 @@ def test_files_are_of_the_models_size_and_plain(name: str, tmp_path: Path) -> No
     plain, model = build(name), build(name)
     FlatParams(model)
     torch.save(plain.state_dict(), tmp_path / "plain.pt")
-    torch.save(flatbed.state_dict(model), tmp_path / "flat.pt")
+    torch.save(model.state_dict(), tmp_path / "flat.pt")
     sizes = [(tmp_path / f).stat().st_size for f in ("plain.pt", "flat.pt")]
     assert sizes[1] <= sizes[0] + 64
     assert_loads(name, torch.load(tmp_path / "flat.pt", weights_only=True), model)
 
-    safetensors.torch.save_file(flatbed.state_dict(model, tied=False), tmp_path / "flat.safetensors")
+    safetensors.torch.save_file(dict(model.state_dict()), tmp_path / "flat.safetensors")
     assert_loads(name, safetensors.torch.load_file(tmp_path / "flat.safetensors"), model)
 
-    safetensors.torch.save_model(flatbed.state_dict(model), str(tmp_path / "model.safetensors"))
+    safetensors.torch.save_model(model.state_dict(), str(tmp_path / "model.safetensors"))
     safetensors.torch.save_model(plain, str(tmp_path / "plain.safetensors"))
     sizes = [(tmp_path / f"{f}.safetensors").stat().st_size for f in ("plain", "model")]
     assert sizes[0] == sizes[1]
@@ -248,10 +248,10 @@ def test_versions_of_modules_are_kept() -> None:
     FlatParams(model)
     expected = model.state_dict()._metadata  # type: ignore[attr-defined]
     file = io.BytesIO()
-    torch.save(flatbed.state_dict(model), file)
+    torch.save(model.state_dict(), file)
     file.seek(0)
     assert torch.load(file, weights_only=True)._metadata == expected
-    assert flatbed.state_dict(model)._metadata == expected
+    assert model.state_dict()._metadata == expected
 
 
 def test_a_group_without_params_is_refused() -> None:

@@ -17,7 +17,7 @@ from flatbed import FlatbedError, FlatParams
 from tests.cases import MODELS, assert_same, batches, build, loss_of, two_groups
 
 
-def in_buffer(flat: FlatParams, p: torch.Tensor, segment: flatbed.Segment) -> bool:
+def in_buffer(flat: FlatParams, p: torch.Tensor, segment: flatbed.flat.Segment) -> bool:
     buffer = flat.buffers[segment.buffer]
     return p.data_ptr() == buffer.data_ptr() + segment.offset * buffer.element_size()
 

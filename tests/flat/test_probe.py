@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flatbed import FlatbedError, FlatParams
-from flatbed.flat import probe
+from flatbed.optim import probe
 from tests.cases import OPTIMIZERS, OptimizerCase, batches, build, loss_of
 
 

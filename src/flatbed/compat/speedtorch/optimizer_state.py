@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
 from flatbed.optim.optimizer import Optimizer
-from flatbed.optim.probe import SHAPE, OptimizerProbe, StateSpec, try_out
+from flatbed.optim.probe import SHAPE, OptimizerProbe, StateSpec, probe_state
 
 HOW = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed, and not what it is."""
@@ -55,12 +55,12 @@ def found_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtyp
     options = {n: _plain(v) for n, v in group.items() if n in wanted and n not in HOW}
     try:
         try:
-            return _in_dtype(try_out(kind, options), OptimizerProbe(kind, options), dtype)
+            return _in_dtype(probe_state(kind, options), OptimizerProbe(kind, options), dtype)
         except FlatbedError as error:
             dense = error
         try:
             sparse = _given_sparse(kind)
-            return _in_dtype(try_out(sparse, options), OptimizerProbe(sparse, options), dtype)
+            return _in_dtype(probe_state(sparse, options), OptimizerProbe(sparse, options), dtype)
         except FlatbedError:
             raise dense from None
     except FlatbedError as error:
