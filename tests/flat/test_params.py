@@ -1,9 +1,8 @@
-"""What FlatParams accepts, refuses, and shows."""
+"""Sources that FlatParams accepts and refuses, its layout, and copies of it."""
 
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import weakref
 from typing import Any
@@ -12,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import flatbed
-from flatbed import FlatbedError, FlatParams
+from flatbed import Embedding, FlatbedError, FlatParams
+from flatbed.flat import Segment
 from tests.cases import MODELS, assert_same, batches, build, loss_of, two_groups
 
 
-def in_buffer(flat: FlatParams, p: torch.Tensor, segment: flatbed.flat.Segment) -> bool:
+def in_buffer(flat: FlatParams, p: torch.Tensor, segment: Segment) -> bool:
     buffer = flat.buffers[segment.buffer]
     return p.data_ptr() == buffer.data_ptr() + segment.offset * buffer.element_size()
 
@@ -95,6 +94,12 @@ def test_frozen_parameters_are_left_alone() -> None:
     assert [s.name for s in flat.segments] == ["head.weight", "head.bias"]
 
 
+def test_tables_are_left_alone() -> None:
+    model = nn.ModuleDict({"table": Embedding(5, 4), "head": nn.Linear(4, 1)})
+    for source in (model, [*model.parameters(), model["table"].table]):
+        assert [p.shape for p in FlatParams(source).originals()] == [(1, 4), (1,)]
+
+
 def test_one_buffer_per_group_and_dtype() -> None:
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16)])
     flat = FlatParams(model)
@@ -144,20 +149,30 @@ def _alias_pair() -> list[nn.Parameter]:
     return [first, second]
 
 
+def _overlapping_pair(*, trained: bool) -> list[nn.Parameter]:
+    memory = torch.randn(10)
+    return [nn.Parameter(memory[:6]), nn.Parameter(memory[4:], requires_grad=trained)]
+
+
+def _in_two_groups() -> list[dict[str, Any]]:
+    p = nn.Parameter(torch.ones(2))
+    return [{"params": [p]}, {"params": [p]}]
+
+
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
-        (lambda: nn.LazyLinear(3), ValueError, "uninitialized lazy parameter; run one forward"),
+        (lambda: nn.LazyLinear(3), ValueError, "lazy.*forward"),
         (lambda: [nn.Parameter(torch.randn(3).to_sparse())], ValueError, "sparse"),
         (lambda: [nn.Parameter(torch.randn(3, dtype=torch.complex64))], ValueError, "complex"),
         (lambda: [nn.Parameter(torch.empty(3, device="meta"))], ValueError, "meta device"),
         (lambda: [_Wrapped(torch.randn(3))], ValueError, "_Wrapped"),
         (lambda: [_overlapping()], ValueError, "overlaps itself"),
-        (_alias_pair, ValueError, "two objects over the same memory"),
+        (_alias_pair, ValueError, "same memory.*one Parameter"),
         (lambda: [nn.Parameter(torch.randn(3)) * 2], ValueError, "not a leaf"),
-        (lambda: [3], TypeError, "item 0 of the source is a int"),
-        (lambda: 3, TypeError, "found int"),
-        (lambda: nn.Parameter(torch.randn(3)), TypeError, "put it in a list"),
+        (lambda: [3], TypeError, "item 0.* int"),
+        (lambda: 3, TypeError, "found a int.*module"),
+        (lambda: nn.Parameter(torch.randn(3)), TypeError, "found a Parameter"),
         (list, ValueError, "no trainable parameter among 0"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), ValueError, "no trainable parameter among 2"),
         (lambda: [{"lr": 0.1}], TypeError, "'params' key"),
@@ -166,6 +181,14 @@ def _alias_pair() -> list[nn.Parameter]:
             ValueError,
             "flat parameter already",
         ),
+        (lambda: _overlapping_pair(trained=True), ValueError, "same memory"),
+        (lambda: _overlapping_pair(trained=False), ValueError, "same memory"),
+        (
+            lambda: [*nn.Linear(2, 2).named_parameters()] * 2 + [*nn.Linear(2, 2).named_parameters()],
+            ValueError,
+            "'weight' is given twice",
+        ),
+        (_in_two_groups, ValueError, "in param group 0 and in 1"),
     ],
 )
 def test_refusals_come_before_any_change(bad: Any, error: type[Exception], message: str) -> None:
@@ -183,7 +206,7 @@ def test_refusals_come_before_any_change(bad: Any, error: type[Exception], messa
     assert kept.data_ptr() == before
 
 
-def test_dtensor_is_refused_with_a_sentence() -> None:
+def test_dtensor_is_refused() -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -191,16 +214,10 @@ def test_dtensor_is_refused_with_a_sentence() -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         sharded = DTensor.from_local(torch.randn(4), DeviceMesh("cpu", [0]), [Replicate()])
-        with pytest.raises(ValueError, match=r"DTensor \(FSDP2 shards it\)"):
+        with pytest.raises(ValueError, match=r"DTensor.*flatbed\.optim"):
             FlatParams([nn.Parameter(sharded)])
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_in_two_groups_is_refused() -> None:
-    p = nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match="in param group 0 and in 1"):
-        FlatParams([{"params": [p]}, {"params": [p]}])
 
 
 @pytest.mark.parametrize("options", [{"grads": "no"}, {"missing": "no"}])
@@ -279,7 +296,6 @@ def test_pickle_of_the_model_is_ordinary_and_small() -> None:
     twin = pickle.loads(data)
     assert_same(model, twin)
     assert twin[0].weight.tag == "kept"
-    assert not hasattr(twin[0].weight, "_owner")
     assert flat.is_valid()
 
 
@@ -293,21 +309,6 @@ def test_pickle_of_all_three_stays_connected() -> None:
     train_on(model, optimizer)
     train_on(m, o)
     assert_same(model, m)
-
-
-def test_torch_save_is_read_with_weights_only() -> None:
-    model = build("mixed")
-    flat = FlatParams(model)
-    file = io.BytesIO()
-    torch.save(
-        {"model": model.state_dict(), "flat": list(flat.buffers), "own": dict(model.named_parameters())}, file
-    )
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    fresh = build("mixed")
-    fresh.load_state_dict(loaded["model"])
-    assert_same(fresh, model)
-    assert torch.equal(loaded["own"]["scale"], model.scale)
 
 
 # ---- snapshot
@@ -346,14 +347,12 @@ def test_an_optimizer_takes_the_flat_params_itself() -> None:
     assert [g["lr"] for g in groups] == [0.1, 0.003]
 
 
-def test_lost_group_options_are_said() -> None:
+def test_lost_group_options_are_reported() -> None:
     model = build("tied")
     flat = FlatParams([{"params": model.parameters(), "weight_decay": 0.5}])
     optimizer = torch.optim.AdamW(flat.parameters(), lr=0.1)
     loss_of(model, batches(1)[0]).backward()
-    with pytest.warns(
-        UserWarning, match=r"weight_decay=0\.5, the optimizer has 0\.01 there.*flat\.groups\(\)"
-    ):
+    with pytest.warns(UserWarning, match=r"weight_decay=0\.5.*0\.01.*flat\.groups\(\)"):
         optimizer.step()
     optimizer = torch.optim.AdamW(flat.groups(), lr=0.1)
     torch.optim.lr_scheduler.LinearLR(optimizer)  # a warm-up's learning rate is no lost option
@@ -365,31 +364,5 @@ def test_held_twice_is_refused() -> None:
     flat = FlatParams(model)
     optimizer = torch.optim.SGD([*flat.parameters(), *model.parameters()], lr=0.1)
     loss_of(model, batches(1)[0]).backward()
-    with pytest.raises(FlatbedError, match=r"'encoder\.weight', 'decoder\.bias' is in this optimizer"):
+    with pytest.raises(FlatbedError, match=r"'encoder\.weight'.*twice.*flat\.parameters"):
         optimizer.step()
-
-
-def test_ema_of_a_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="found Tied"):
-        flatbed.EMA(build("tied"))  # type: ignore[arg-type]
-
-
-def _overlapping_pair(*, trained: bool) -> list[nn.Parameter]:
-    memory = torch.randn(10)
-    return [nn.Parameter(memory[:6]), nn.Parameter(memory[4:], requires_grad=trained)]
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            lambda: [*nn.Linear(2, 2).named_parameters(), *nn.Linear(2, 2).named_parameters()],
-            "'weight' is given twice",
-        ),
-        (lambda: _overlapping_pair(trained=True), "two objects over the same memory"),
-        (lambda: _overlapping_pair(trained=False), "two objects over the same memory"),
-    ],
-)
-def test_more_refusals(source: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FlatParams(source())

@@ -344,7 +344,7 @@ class Drifts(CountsInPython):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(CountsElsewhere, "not in its state"), (Drifts, "'scale' begins with cannot be told")],
+    [(CountsElsewhere, "not in its state"), (Drifts, "'scale' is unknown")],
 )
 def test_state_that_cannot_be_found_out(kind: type[optim.Optimizer], reason: str) -> None:
     with pytest.raises(FlatbedError, match=rf"^{kind.__name__} cannot train a table.*{reason}"):
@@ -376,7 +376,7 @@ def test_not_a_class_of_torch_s(kind: Any) -> None:
 
 
 def test_flatbed_s_own_need_no_translation() -> None:
-    with pytest.raises(TypeError, match="takes tables as it is"):
+    with pytest.raises(TypeError, match="takes tables itself"):
         from_torch(flatbed.optim.Adam, [flatbed.Embedding(5, 4).table])
 
 
