@@ -106,8 +106,10 @@ def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: An
     >>> optimizer.step()
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        found = repr(kind) if isinstance(kind, type) else f"an object of {type(kind).__name__}"
         raise TypeError(
-            f"from_torch takes a class of torch.optim, such as torch.optim.Adamax; found {kind!r}"
+            f"from_torch takes a class of torch.optim, such as torch.optim.Adamax, and then what to train; "
+            f"found {found}"
         )
     if issubclass(kind, Optimizer):
         raise TypeError(f"{kind.__name__} of flatbed.optim takes tables itself: {kind.__name__}(model)")
