@@ -13,7 +13,7 @@ from itertools import repeat
 from operator import attrgetter, is_, sub
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from flatbed.errors import FlatbedError
 from flatbed.layout import ALIGNMENT, Run, Segment, equal_runs
@@ -54,7 +54,7 @@ def tensor_over(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
     """
     part = buffer[segment.offset : segment.end]
     if part.device.type in ("cpu", "cuda"):
-        part = from_dlpack(to_dlpack(part))
+        part = from_dlpack(part)
     return part.as_strided(segment.shape, segment.stride)
 
 
@@ -139,7 +139,7 @@ class Buffer:
             self.zeroed_versions = None  # copies have no history: the values tell which received a gradient
 
     def in_place(self) -> bool:
-        """Whether the gradient of every original is its view."""
+        """Return whether the gradient of every original is its view."""
         return bool(self.views) and all(map(is_, map(get_grad, self.originals), self.views))
 
     def read_in_step(self) -> torch.Tensor | None:
@@ -232,12 +232,12 @@ class Buffer:
         assert self.grad is not None
         if self.grad.device.type == "cpu" and not _is_untouched(self.grad[self.first_elements]).any():
             return []
-        late = range(len(self.segments))
+        late = [i for i, s in enumerate(self.segments) if s.numel]
         if self.zeroed_versions is not None:
             moves = list(map(sub, map(get_version, self.views), self.zeroed_versions))
-            self.no_backward = max(moves) == 0
-            late = [i for i in late if moves[i] < max(moves)]
-        late = [i for i in late if self.segments[i].numel]
+            most = max(moves)
+            self.no_backward = most == 0
+            late = [i for i in late if moves[i] < most]
         if not late or capturing():
             return []
         found = torch.stack([_is_untouched(self.views[i]).all() for i in late]).tolist()
@@ -249,7 +249,7 @@ def _is_untouched(grad: torch.Tensor) -> torch.Tensor:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured, in which the host must not wait for the GPU."""
+    """Return whether a CUDA graph is being captured, in which the host must not wait for the GPU."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

@@ -135,7 +135,7 @@ def _refuse_shared_memory(entries: list[Entry]) -> None:
         (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), e.name, p.requires_grad)
         for e in entries
         for p in [e.parameter]
-        if p.requires_grad or not (p.layout != torch.strided or p.is_meta or is_traceable_wrapper_subclass(p))
+        if p.layout == torch.strided and not p.is_meta and not any(map(is_traceable_wrapper_subclass, [p]))
         if p.numel() and is_dense(tuple(p.shape), p.stride())
     ]
     for (device, _, stop, name, trained), after in pairwise(sorted(spans)):

@@ -46,7 +46,7 @@ def total_norm(
         return torch.tensor(0.0)
     device = buffers[0].data.device
     if any(buffer.data.device.type != "cpu" for buffer in buffers) and norm_type > 0:
-        whole = [
+        whole: list[torch.Tensor] = [
             torch.linalg.vector_norm(b.grad, norm_type).to(device) for b in buffers if b.grad is not None
         ]
         return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), norm_type)

@@ -51,7 +51,7 @@ class ModuleSlots:
         return ModuleSlots([d for d, _, _ in slots], [n for _, n, _ in slots], [p for _, _, p in slots])
 
     def unchanged(self) -> bool:
-        """Whether every attribute still holds the same parameter."""
+        """Return whether every attribute still holds the same parameter."""
         return all(map(is_, map(dict.get, self.dicts, self.names), self.parameters))
 
 
@@ -284,7 +284,7 @@ class FlatParams:
         return repair.check(self)
 
     def is_valid(self) -> bool:
-        """Whether every parameter lies in its buffer."""
+        """Return whether every parameter lies in its buffer."""
         return not self.check()
 
     def assert_valid(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flatbed.errors import FlatbedError
-from flatbed.flat.buffer import Buffer, get_requires_grad, unfit_grad
+from flatbed.flat.buffer import Buffer, get_requires_grad
 from flatbed.flat.inputs import Entry, unfit
 from flatbed.layout import Spec, plan
 
@@ -47,11 +47,6 @@ def check(flat: FlatParams) -> list[Problem]:
             cause = "an optimizer that replaces p.data instead of updating it in place"
             name = f"the flat parameter over {buffer.segments[0].name} … {buffer.segments[-1].name}"
             problems.append(Problem(name, "its values lie outside the buffer", cause, REBIND))
-        for p, segment in zip(buffer.originals, buffer.segments, strict=True):
-            reason = None if p.grad is None else unfit_grad(p, p.grad)
-            if reason is not None:
-                what, _, remedy = reason.partition("; ")
-                problems.append(Problem(segment.name, f"its gradient {what}", "its module's options", remedy))
     for entry in unfrozen(flat):
         cause = "it was frozen when the model was flattened"
         remedy = "flatten while it is trainable and freeze it afterwards, or add it to the optimizer"
@@ -118,7 +113,7 @@ def rebind(flat: FlatParams, indices: Iterable[int]) -> None:
 
 
 def flat_is_relocated(flat: FlatParams, index: int) -> bool:
-    """Whether the flat parameter itself was given other memory."""
+    """Return whether the flat parameter itself was given other memory."""
     parameter, data = flat._live(index), flat._buffers[index].data
     return parameter is not None and (
         parameter.data_ptr() != data.data_ptr() or parameter.dtype != data.dtype
@@ -140,7 +135,9 @@ def _replacements(flat: FlatParams) -> list[tuple[Entry, list[torch.Tensor]]]:
         return []
     found = []
     for entry in flat._entries:
-        held = [p for owner, name in entry.slots if (p := owner._parameters.get(name)) is not None]
+        held: list[torch.Tensor] = [
+            p for owner, name in entry.slots if (p := owner._parameters.get(name)) is not None
+        ]
         if any(p is not entry.parameter for p in held):
             found.append((entry, held))
     return found

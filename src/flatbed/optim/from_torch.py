@@ -85,13 +85,6 @@ class TorchRule:
         return state
 
 
-class FromTorch(Optimizer):
-    """An optimizer of torch over tables and parameters; created by `from_torch`."""
-
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], **extras: Any) -> None:
-        super().__init__(params, defaults, **extras)
-
-
 def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: Any) -> Optimizer:
     """Train tables (and other parameters) with any optimizer class of torch that updates elementwise.
 
@@ -106,10 +99,9 @@ def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: An
     >>> optimizer.step()
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        found = repr(kind) if isinstance(kind, type) else f"an object of {type(kind).__name__}"
         raise TypeError(
             f"from_torch takes a class of torch.optim, such as torch.optim.Adamax, and then what to train; "
-            f"found {found}"
+            f"found {repr(kind) if isinstance(kind, type) else f'an object of {type(kind).__name__}'}"
         )
     if issubclass(kind, Optimizer):
         raise TypeError(f"{kind.__name__} of flatbed.optim takes tables itself: {kind.__name__}(model)")
@@ -126,6 +118,6 @@ def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: An
         row_scalars={"_seen": None} if found.rows_are_new else {},
         sees_to_maximize=True,
     )
-    made = type(kind.__name__, (FromTorch,), {"rule": rule, "__module__": __name__, "__doc__": kind.__doc__})
+    made = type(kind.__name__, (Optimizer,), {"rule": rule, "__module__": __name__, "__doc__": kind.__doc__})
     optimizer: Optimizer = made(params, found.defaults, **extras)
     return optimizer

@@ -62,7 +62,7 @@ class StateSpec:
     numbers: dict[str, Number]
     """State that is one number for all elements."""
     rows_are_new: bool
-    """Whether the first update of a row differs from later ones."""
+    """Return whether the first update of a row differs from later ones."""
     defaults: dict[str, Any]
 
 
@@ -256,7 +256,7 @@ def refuse_shape_readers(
 
 
 def _split(values: Tensor) -> tuple[Tensor, ...]:
-    return values.split([len(part) for part in PARTS])
+    return torch.split(values, [len(part) for part in PARTS])
 
 
 def _solve(
