@@ -138,19 +138,3 @@ def test_an_update_that_is_not_in_place() -> None:
     optimizer.step()  # brings it back
     torch.testing.assert_close(model[1].weight.data, expected)
     parameters.assert_buffer_is_valid()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_nn_module_zero_grad(set_to_none: bool) -> None:
-    model, data = model_and_data()
-    parameters = ContiguousParams(model.parameters())
-    optimizer = torch.optim.Adam(parameters.contiguous(), foreach=False)
-    reference, _ = model_and_data()
-    expected = torch.optim.Adam(reference.parameters(), foreach=False)
-    for x in data:
-        for m, o in ((model, optimizer), (reference, expected)):
-            m(x).sum().backward()
-            o.step()
-            m.zero_grad(set_to_none)
-        parameters.assert_buffer_is_valid()
-    assert_same(reference, model)

@@ -39,7 +39,7 @@ class ContiguousParams:
         return self.flat.originals(include_frozen=True)
 
     def buffer_is_valid(self) -> bool:
-        """Return whether every parameter lies in the buffer. Gradients may lie elsewhere: reading gathers them."""
+        """Return whether every parameter lies in the buffer; gradients may lie elsewhere."""
         return self.flat.is_valid()
 
     def assert_buffer_is_valid(self) -> None:

@@ -26,7 +26,7 @@ set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.gra
 data_ptr = torch.Tensor.data_ptr
 
 # The value of a zeroed bound gradient. Adding any gradient to it gives exactly that gradient, and scaling
-# keeps it, so a segment full of it received no gradient, whatever was clipped or unscaled since.
+# keeps it. A segment full of it received no gradient, even if gradients were clipped or unscaled since.
 UNTOUCHED = -0.0
 
 
@@ -133,7 +133,7 @@ class Buffer:
 
         The originals keep their gradients; the next gather copies them into a new flat gradient.
         """
-        self.grad, self.views = None, []
+        self.grad, self.views, self.in_step = None, [], False
         if self.bound:
             self.bind_grads()
             self.zeroed_versions = None  # copies have no history: the values tell which received a gradient
