@@ -33,6 +33,7 @@ def test_values_strides_and_alignment(name: str) -> None:
         if p.numel():
             assert p.data_ptr() % 256 == 0
             assert in_buffer(flat, p, segment)
+        assert p.untyped_storage().nbytes() == p.numel() * p.element_size()
         assert (tuple(p.shape), p.stride()) == (segment.shape, segment.stride)
     assert {s.name for s in flat.segments} == {n for n, p in model.named_parameters() if p.requires_grad}
 

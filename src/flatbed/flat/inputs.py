@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +30,24 @@ class Entry:
     parameter: torch.Tensor
     group: int
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ModuleSlots:
+    """Every module attribute that holds a flattened parameter, as columns that C code can compare."""
+
+    dicts: list[dict[str, Any]]
+    names: list[str]
+    parameters: list[torch.Tensor]
+
+    @staticmethod
+    def of(entries: list[Entry]) -> ModuleSlots:
+        slots = [(owner._parameters, name, e.parameter) for e in entries for owner, name in e.slots]
+        return ModuleSlots([d for d, _, _ in slots], [n for _, n, _ in slots], [p for _, _, p in slots])
+
+    def unchanged(self) -> bool:
+        """Return whether every attribute still holds the same parameter."""
+        return all(map(is_, map(dict.get, self.dicts, self.names), self.parameters))
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ import copy
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from flatbed.errors import FlatbedError
 from flatbed.flat import checkpoint, hooks, norms, repair
 from flatbed.flat.buffer import Buffer
-from flatbed.flat.inputs import Entry, Source, read
+from flatbed.flat.inputs import Entry, ModuleSlots, Source, read
 from flatbed.flat.parameter import FlatParameter
 from flatbed.flat.repair import Problem
 from flatbed.layout import Segment, Spec, plan
@@ -35,24 +34,6 @@ class FusedStepRequest:
     max_norm: float
     norm_type: float
     total_norm: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class ModuleSlots:
-    """Every module attribute that holds a flattened parameter, as columns that C code can compare."""
-
-    dicts: list[dict[str, Any]]
-    names: list[str]
-    parameters: list[torch.Tensor]
-
-    @staticmethod
-    def of(entries: list[Entry]) -> ModuleSlots:
-        slots = [(owner._parameters, name, e.parameter) for e in entries for owner, name in e.slots]
-        return ModuleSlots([d for d, _, _ in slots], [n for _, n, _ in slots], [p for _, _, p in slots])
-
-    def unchanged(self) -> bool:
-        """Return whether every attribute still holds the same parameter."""
-        return all(map(is_, map(dict.get, self.dicts, self.names), self.parameters))
 
 
 class FlatParams:
