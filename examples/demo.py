@@ -1,4 +1,4 @@
-"""Train one network in torch's ways and in flatbed's: the same numbers, in less time."""
+"""Train one network with torch and with flatbed: the same numbers, in less time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = ("forward", "backward", "clip", "optimizer", "zero_grad")
 
 
 class Block(nn.Module):
-    """One of many small layers."""
+    """One small layer of many."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def make_network() -> nn.Module:
-    """Deep and narrow, the same weights on every call."""
+    """Build a deep and narrow network, with the same weights on every call."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, WIDTH), *(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, 1))
 
@@ -45,7 +45,7 @@ def make_batch(step: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Run:
-    """A network under training, and how long each part of its steps took."""
+    """A network in training, and the seconds of each part of its steps."""
 
     name: str
     network: nn.Module
@@ -77,19 +77,19 @@ class Run:
         return 1e3 * median(self.seconds[part])
 
 
-def torch_way(name: str, *, foreach: bool | None = None, fused: bool | None = None) -> Run:
+def torch_run(name: str, *, foreach: bool | None = None, fused: bool | None = None) -> Run:
     network = make_network()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, foreach=foreach, fused=fused)
     return Run(name, network, optimizer, partial(nn.utils.clip_grad_norm_, list(network.parameters())))
 
 
-def optim_way(name: str) -> Run:
+def optim_run(name: str) -> Run:
     network = make_network()
     optimizer = flatbed.optim.AdamW(network.parameters(), lr=1e-3, max_norm=1.0)  # the one changed line
-    return Run(name, network, optimizer, lambda max_norm: torch.zeros(()))  # it clips by itself
+    return Run(name, network, optimizer, lambda max_norm: torch.zeros(()))  # the optimizer clips
 
 
-def flat_way(name: str, *, foreach: bool | None = None, fused: bool | None = None) -> Run:
+def flat_run(name: str, *, foreach: bool | None = None, fused: bool | None = None) -> Run:
     network = make_network()
     flat = flatbed.FlatParams(network)  # the one new line; the optimizer gets flat.parameters()
     optimizer = torch.optim.AdamW(flat.parameters(), lr=1e-3, foreach=foreach, fused=fused)
@@ -117,27 +117,27 @@ def table_of(runs: list[Run]) -> Table:
 
 def main() -> None:
     console = Console()
-    torch.set_num_threads(1)  # layers this small take longer when shared among cores
-    torch_loop, flat_loop = torch_way("torch loop", foreach=False), flat_way("flat loop", foreach=False)
-    torch_fused, flat_fused = torch_way("torch fused", fused=True), flat_way("flat fused", fused=True)
-    optim = optim_way("flatbed.optim")
+    torch.set_num_threads(1)  # small layers take longer on several cores
+    torch_loop, flat_loop = torch_run("torch loop", foreach=False), flat_run("flat loop", foreach=False)
+    torch_fused, flat_fused = torch_run("torch fused", fused=True), flat_run("flat fused", fused=True)
+    optim = optim_run("flatbed.optim")
     runs = [torch_loop, flat_loop, torch_fused, optim, flat_fused]
-    for step in track(range(STEPS), "training five networks in turns", console=console, transient=True):
+    for step in track(range(STEPS), "training five networks in turn", console=console, transient=True):
         for run in runs:
             run.step(*make_batch(step))
 
     n_params = len(list(torch_loop.network.parameters()))
     console.print(f"A network of {n_params} small parameters, {STEPS} steps of AdamW, the same batches:")
     same = True
-    for theirs, ours in ((torch_fused, optim), (torch_loop, flat_loop)):
-        difference = largest_difference(theirs.network, ours.network)
-        for run in (theirs, ours):
+    for expected, ours in ((torch_fused, optim), (torch_loop, flat_loop)):
+        difference = largest_difference(expected.network, ours.network)
+        for run in (expected, ours):
             console.print(f"  {run.name:13}  loss {run.losses[0]!r} → {run.losses[-1]!r}")
         console.print(f"  largest difference between any two weights: {difference!r}")
-        same = same and difference == 0.0 and theirs.losses == ours.losses
+        same = same and difference == 0.0 and expected.losses == ours.losses
     console.print(table_of(runs))
     if not same:
-        raise SystemExit("The two ways differ: please report this.")
+        raise SystemExit("The results differ: please report this.")
 
 
 if __name__ == "__main__":

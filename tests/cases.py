@@ -1,4 +1,4 @@
-"""The case table: every elementwise torch optimizer, and models with everything that can go wrong."""
+"""The case table: every elementwise torch optimizer, and models with unusual parameters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn, optim
+
+BOTH = pytest.mark.parametrize("grads", ["follow", "bound"])
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def build(name: str, device: str = "cpu") -> nn.Module:
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, the rest does not, at another learning rate."""
+    """A group of matrices with weight decay, and a group of the rest with another learning rate."""
     params = list(model.parameters())
     return [
         {"params": [p for p in params if p.dim() > 1]},
@@ -140,8 +143,12 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).pow(2).mean()
 
 
+def backward(model: nn.Module, i: int = 0) -> None:
+    loss_of(model, batches(i + 1)[i].to(next(model.parameters()).dtype)).backward()
+
+
 def assert_same(left: nn.Module, right: nn.Module, tolerance: float = 0.0) -> None:
-    """Every entry of the two models' state, bit for bit unless a tolerance is given."""
+    """Compare every entry of two models' state, bitwise unless a tolerance is given."""
     a, b = left.state_dict(), right.state_dict()
     assert a.keys() == b.keys()
     for name in a:

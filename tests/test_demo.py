@@ -42,7 +42,7 @@ def test_the_demo_fails_when_the_numbers_differ(demo: ModuleType, monkeypatch: p
 
 
 def test_the_network_learns(demo: ModuleType) -> None:
-    run = demo.flat_way("flat", fused=True)
+    run = demo.flat_run("flat", fused=True)
     for step in range(30):
         run.step(*demo.make_batch(step))
     assert run.losses[-1] < run.losses[0] / 2

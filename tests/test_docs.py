@@ -41,7 +41,7 @@ def test_pages(page: Path) -> None:
 
 
 def test_examples_have_docstrings() -> None:
-    for name in ("FlatParams", "EMA", "ContiguousParams"):
+    for name in ("FlatParams", "ContiguousParams"):
         assert ">>>" in getattr(flatbed, name).__doc__
 
 

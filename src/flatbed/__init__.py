@@ -9,30 +9,20 @@ from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.compat.contiguous_params import ContiguousParams
 from flatbed.data import Feeder, Prefetcher, RowReader
 from flatbed.errors import FlatbedError
-from flatbed.flat.checkpoint import state_dict
-from flatbed.flat.ema import EMA
-from flatbed.flat.parameter import FlatParameter
-from flatbed.flat.params import FlatParams, Snapshot
-from flatbed.flat.repair import Problem
-from flatbed.layout import Segment
+from flatbed.flat import FlatParams
 from flatbed.tables.embedding import Embedding, EmbeddingBag, tables
 from flatbed.tables.saving import load_table, open_table
 from flatbed.tables.table import Table
 
 __all__ = [
-    "EMA",
     "ContiguousParams",
     "Embedding",
     "EmbeddingBag",
     "Feeder",
-    "FlatParameter",
     "FlatParams",
     "FlatbedError",
     "Prefetcher",
-    "Problem",
     "RowReader",
-    "Segment",
-    "Snapshot",
     "Table",
     "__version__",
     "load_checkpoint",
@@ -40,6 +30,5 @@ __all__ = [
     "open_table",
     "optim",
     "save_checkpoint",
-    "state_dict",
     "tables",
 ]

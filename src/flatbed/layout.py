@@ -1,4 +1,4 @@
-"""Where each named tensor lies in a flat buffer. Pure data: no tensor is touched here."""
+"""The layout of named tensors in flat buffers. Pure data: no tensor is touched here."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 256  # bytes: a full line of the widest vector loads, and what CUDA's own allocator gives
+ALIGNMENT = 256  # bytes: fits the widest vector loads, and equals the alignment of CUDA's allocator
 MAX_BUFFER_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What is known of a tensor before it has a place. `key` says which tensors may share a buffer."""
+    """A tensor to be placed. Tensors with equal `key` may share a buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,7 +23,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One named tensor's place in a flat buffer; offset, length and stride count elements."""
+    """The place of one named tensor in a flat buffer; offset, length and stride count elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """One buffer: its length in elements, and the positions in the input of the tensors it holds."""
+    """One buffer: its length in elements, and the positions of its tensors in the input."""
 
     key: Hashable
     numel: int
@@ -62,10 +62,10 @@ class Layout:
 
 
 def plan(specs: Iterable[Spec], *, alignment: int = ALIGNMENT, max_bytes: int = MAX_BUFFER_BYTES) -> Layout:
-    """Lay tensors out in their own order: aligned segments, a new buffer per key and per `max_bytes`.
+    """Place tensors in their order: aligned segments, a new buffer per key and per `max_bytes`.
 
-    A tensor of more than `max_bytes` gets a buffer to itself. No buffer is empty, even when all
-    tensors in it are.
+    A tensor of more than `max_bytes` gets a buffer of its own. No buffer is empty, even when all of its
+    tensors are.
 
     >>> layout = plan([Spec("w", (3, 5), (5, 1), 4), Spec("b", (), (), 4)])
     >>> [segment.offset for segment in layout.segments], layout.buffers[0].numel
@@ -96,7 +96,7 @@ def plan(specs: Iterable[Spec], *, alignment: int = ALIGNMENT, max_bytes: int = 
         stride = spec.stride if is_dense(spec.shape, spec.stride) else dense_stride(spec.shape, spec.stride)
         segments.append(Segment(spec.name, spec.shape, stride, lengths[buffer], buffer))
         members[buffer].append(position)
-        # An empty tensor takes no room, but it must not leave its buffer without any.
+        # An empty tensor needs no elements, but its buffer must have some.
         lengths[buffer] = max(lengths[buffer] + padded, unit)
     buffers = tuple(
         BufferLayout(key, numel, tuple(held)) for key, numel, held in zip(keys, lengths, members, strict=True)
@@ -115,7 +115,7 @@ class Run:
 
 
 def equal_runs(segments: Sequence[Segment]) -> list[Run]:
-    """The segments of one buffer as the fewest matrices, in order.
+    """Group the segments of one buffer into the fewest matrices, in order.
 
     >>> equal_runs(plan([Spec(n, (3,), (1,), 4) for n in "abc"]).segments)
     [Run(offset=0, n_rows=3, length=3, step=64)]
@@ -133,7 +133,7 @@ def equal_runs(segments: Sequence[Segment]) -> list[Run]:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill their span without holes or overlaps, in whatever order of dimensions."""
+    """Return whether the elements fill their span without holes or overlaps, in any order of dimensions."""
     expected = 1
     for step, size in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1):
         if size == 0:
@@ -145,7 +145,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether two indices may mean the same element, as in an expanded tensor."""
+    """Return whether two indices may address the same element, as in an expanded tensor."""
     if 0 in shape:
         return False
     reach = 0

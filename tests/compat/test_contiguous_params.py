@@ -1,4 +1,4 @@
-"""The original's README, its Debugging section and its DDP section, each as a test."""
+"""The loops of the original's README and Debugging section."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def test_groups_and_several_dtypes() -> None:
     groups = parameters.contiguous()
     assert groups[0]["lr"] == 0.5
     torch.optim.SGD(groups, lr=0.1)
-    with pytest.raises(ValueError, match=r"there are 2 buffers .*use \.flat\.grad_buffers"):
+    with pytest.raises(ValueError, match=r"2 buffers.*flat\.grad_buffers"):
         _ = parameters.gradient_buffer
-    with pytest.raises(ValueError, match=r"use \.flat\.buffers"):
+    with pytest.raises(ValueError, match=r"2 buffers.*flat\.buffers"):
         _ = parameters.param_buffer
 
 
@@ -97,7 +97,7 @@ def test_groups_and_several_dtypes() -> None:
 
 
 def test_created_before_the_model_moves() -> None:
-    """Moved here to another dtype, as a CPU can; the GPU tests move it to another device."""
+    """The model moves to another dtype here; the GPU tests move it to another device."""
 
     def run(model: nn.Module, data: torch.Tensor, optimizer: Any, check: Any) -> None:
         for x in data.double()[:20]:
@@ -111,9 +111,7 @@ def test_created_before_the_model_moves() -> None:
     optimizer = torch.optim.Adam(parameters.contiguous())
     model.double()
     assert not parameters.buffer_is_valid()
-    with pytest.raises(
-        ValueError, match=r"moved or cast \(\.to\(\), \.cuda\(\), \.half\(\)\) after flattening"
-    ):
+    with pytest.raises(ValueError, match=r"moved or cast.*rebind"):
         parameters.assert_buffer_is_valid()
     run(model, data, optimizer, parameters.assert_buffer_is_valid)
     reference, _ = model_and_data()
@@ -137,22 +135,6 @@ def test_an_update_that_is_not_in_place() -> None:
     assert torch.equal(value, model[0].weight)
     model[1].weight.data = model[1].weight.data * 0.5
     expected = model[1].weight.data - 0.01 * model[1].weight.grad
-    optimizer.step()  # heals by itself
+    optimizer.step()  # brings it back
     torch.testing.assert_close(model[1].weight.data, expected)
     parameters.assert_buffer_is_valid()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_nn_module_zero_grad(set_to_none: bool) -> None:
-    model, data = model_and_data()
-    parameters = ContiguousParams(model.parameters())
-    optimizer = torch.optim.Adam(parameters.contiguous(), foreach=False)
-    reference, _ = model_and_data()
-    expected = torch.optim.Adam(reference.parameters(), foreach=False)
-    for x in data:
-        for m, o in ((model, optimizer), (reference, expected)):
-            m(x).sum().backward()
-            o.step()
-            m.zero_grad(set_to_none)
-        parameters.assert_buffer_is_valid()
-    assert_same(reference, model)

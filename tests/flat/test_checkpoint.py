@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from torch import nn
 
-import flatbed
 from flatbed import FlatbedError, FlatParams
 from tests.cases import OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
 
@@ -75,7 +74,7 @@ def test_round_trips_continue_the_same_run(case: OptimizerCase, model: str) -> N
     optimizer = case(flat.groups(), foreach=False)
     train(first, optimizer, 0, 4)
     file = io.BytesIO()
-    torch.save({"model": flatbed.state_dict(first), "optimizer": flat.optimizer_state_dict(optimizer)}, file)
+    torch.save({"model": first.state_dict(), "optimizer": flat.optimizer_state_dict(optimizer)}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     second = build(model)
@@ -136,10 +135,6 @@ def test_extra_parameters_keep_their_place() -> None:
     assert torch.equal(optimizer.state[after]["exp_avg"], state["state"][3]["exp_avg"])
 
 
-def _two_flats() -> Any:
-    return torch.optim.Adam([*FlatParams(build("tied")).parameters(), *FlatParams(build("rnn")).parameters()])
-
-
 def test_bad_states_are_refused_and_change_nothing() -> None:
     model = build("tied")
     flat = FlatParams(model)
@@ -165,19 +160,20 @@ def test_bad_states_are_refused_and_change_nothing() -> None:
     shape["state"][0]["exp_avg"] = torch.zeros(3)
     short = broken(param_groups=[{**good["param_groups"][0], "params": [0]}])
     for state, error, message in [
-        (uneven, FlatbedError, "'step' is 2.0 for 'encoder.weight' and 7.0 for 'decoder.bias'"),
-        (missing, FlatbedError, "holds nothing for 'decoder.bias'"),
-        (keys, FlatbedError, "differ in their keys"),
-        (shape, FlatbedError, r"'exp_avg' of 'encoder.weight' is neither of its shape \(7, 7\) nor a scalar"),
-        (short, ValueError, r"groups with \[1\] parameters, the optimizer's groups have \[2\]"),
+        (uneven, FlatbedError, "'step' is 2.0.* and 7.0 for 'decoder.bias'"),
+        (missing, FlatbedError, r"'decoder.bias' differ in their keys.* \[\]"),
+        (keys, FlatbedError, "'decoder.bias' differ in their keys"),
+        (shape, FlatbedError, r"'exp_avg' of 'encoder.weight'"),
+        (short, ValueError, r"\[1\] parameters.*\[2\].*same parameters"),
+        (broken(param_groups=[{}]), ValueError, r"\[0\] parameters"),
         ({}, ValueError, "'state' and 'param_groups'"),
     ]:
         with pytest.raises(error, match=message):
             flat.load_optimizer_state_dict(optimizer, state)
     assert torch.equal(optimizer.state[flat.parameters()[0]]["exp_avg"], kept)
-    with pytest.raises(ValueError, match="holds 0 of 1 flat parameters"):
+    with pytest.raises(ValueError, match=r"holds 0 of 1.*flat\.parameters"):
         flat.optimizer_state_dict(torch.optim.Adam(build("tied").parameters()))
-    with pytest.raises(ValueError, match="of another FlatParams"):
+    with pytest.raises(ValueError, match=r"1 of another FlatParams.*flat\.parameters"):
         flat.optimizer_state_dict(
             torch.optim.Adam([*flat.parameters(), *FlatParams(build("rnn")).parameters()])
         )
@@ -195,67 +191,68 @@ def test_lbfgs_state_is_refused_by_name() -> None:
         return loss
 
     optimizer.step(closure)
-    with pytest.raises(FlatbedError, match="of LBFGS is a list"):
+    with pytest.raises(FlatbedError, match=r"\(list\) of LBFGS.*optimizer\.state_dict"):
         flat.optimizer_state_dict(optimizer)
 
 
-# ---- the module's own state
+# ---- files of a flattened model, written and read by the usual calls
 
 
+def write_torch(model: nn.Module, file: Path) -> None:
+    torch.save(model.state_dict(), file)
+
+
+def read_torch(model: nn.Module, file: Path) -> None:
+    model.load_state_dict(torch.load(file, weights_only=True))
+
+
+def write_parameters(model: nn.Module, file: Path) -> None:
+    torch.save(dict(model.named_parameters(remove_duplicate=False)), file)
+
+
+def write_safetensors(model: nn.Module, file: Path) -> None:
+    safetensors.torch.save_model(model, str(file))
+
+
+def read_safetensors(model: nn.Module, file: Path) -> None:
+    safetensors.torch.load_model(model, str(file))
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [(write_torch, read_torch), (write_parameters, None), (write_safetensors, read_safetensors)],
+    ids=["torch", "parameters", "safetensors"],
+)
 @pytest.mark.parametrize("name", ["mixed", "conv", "tied", "frozen", "rnn"])
-def test_files_are_of_the_models_size_and_plain(name: str, tmp_path: Path) -> None:
+def test_files_equal_those_of_a_plain_model(name: str, write: Any, read: Any, tmp_path: Path) -> None:
     plain, model = build(name), build(name)
-    FlatParams(model)
-    torch.save(plain.state_dict(), tmp_path / "plain.pt")
-    torch.save(flatbed.state_dict(model), tmp_path / "flat.pt")
-    sizes = [(tmp_path / f).stat().st_size for f in ("plain.pt", "flat.pt")]
-    assert sizes[1] <= sizes[0] + 64
-    assert_loads(name, torch.load(tmp_path / "flat.pt", weights_only=True), model)
-
-    safetensors.torch.save_file(flatbed.state_dict(model, tied=False), tmp_path / "flat.safetensors")
-    assert_loads(name, safetensors.torch.load_file(tmp_path / "flat.safetensors"), model)
-
-    safetensors.torch.save_model(flatbed.state_dict(model), str(tmp_path / "model.safetensors"))
-    safetensors.torch.save_model(plain, str(tmp_path / "plain.safetensors"))
-    sizes = [(tmp_path / f"{f}.safetensors").stat().st_size for f in ("plain", "model")]
-    assert sizes[0] == sizes[1]
-    fresh = build(name)
-    safetensors.torch.load_model(fresh, str(tmp_path / "model.safetensors"))
-    assert_same(fresh, model)
-
-
-def assert_loads(name: str, state: Any, model: nn.Module) -> None:
-    fresh = build(name)
-    for p in fresh.parameters():
-        nn.init.zeros_(p)
-    fresh.load_state_dict(state)
-    assert_same(fresh, model)
-
-
-def test_loading_into_a_flat_model_keeps_it_flat() -> None:
-    model, other = build("conv"), build("conv")
     flat = FlatParams(model)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.add_(1.0)
-    model.load_state_dict(other.state_dict())
+    written = []
+    for source in (plain, model):
+        write(source, tmp_path / "model")
+        written.append((tmp_path / "model").read_bytes())
+    assert len(written[0]) == len(written[1])
+    if read is None:
+        return
+    for target in (build(name), model):  # a plain model, and the flattened one itself
+        for p in target.parameters():
+            nn.init.zeros_(p)
+        read(target, tmp_path / "model")
+        assert_same(target, plain)
     assert flat.is_valid()
-    assert_same(model, other)
 
 
-def test_versions_of_modules_are_kept() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    FlatParams(model)
-    expected = model.state_dict()._metadata  # type: ignore[attr-defined]
-    file = io.BytesIO()
-    torch.save(flatbed.state_dict(model), file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True)._metadata == expected
-    assert flatbed.state_dict(model)._metadata == expected
-
-
-def test_a_group_without_params_is_refused() -> None:
-    flat = FlatParams(build("tied"))
-    optimizer = torch.optim.Adam(flat.parameters())
-    with pytest.raises(ValueError, match=r"groups with \[0\] parameters"):
-        flat.load_optimizer_state_dict(optimizer, {"state": {}, "param_groups": [{}]})
+@pytest.mark.filterwarnings("ignore")
+def test_accelerates_checkpoints_are_complete(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(build("tied"))
+    flat = FlatParams(model)
+    optimizer = accelerator.prepare(torch.optim.Adam(flat.parameters(), lr=0.01))
+    train(model, optimizer, 0, 2)
+    expected = {n: p.detach().clone() for n, p in model.named_parameters()}
+    accelerator.save_state(str(tmp_path))
+    train(model, optimizer, 2, 4)
+    accelerator.load_state(str(tmp_path))
+    assert all(torch.equal(expected[n], p) for n, p in model.named_parameters())
+    assert flat.is_valid()

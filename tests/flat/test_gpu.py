@@ -1,21 +1,20 @@
-"""What can differ on a GPU: run with `make gpu-test`."""
+"""Flat parameters on a GPU."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
-import flatbed
 from flatbed import FlatParams
-from flatbed.bench.models import CASES
-from tests.cases import OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
+from tests.cases import BOTH, OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
 
 pytestmark = pytest.mark.gpu
-BOTH = pytest.mark.parametrize("grads", ["follow", "bound"])
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +73,12 @@ def test_rnn_and_flatten_parameters(grads: str) -> None:
 
 
 @BOTH
-def test_channels_last_resnet_with_autocast_and_grad_scaler(grads: str) -> None:
+def test_channels_last_convolutions_with_autocast_and_grad_scaler(grads: str) -> None:
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        start = CASES["resnet-like"]("cuda").build().to(memory_format=torch.channels_last)
+    convs = [nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 3)]
+    blocks = [nn.Sequential(conv, nn.BatchNorm2d(32), nn.ReLU()) for conv in convs]
+    start = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).cuda()
+    start = start.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def run(model: nn.Module, flat_grads: str | None) -> list[float]:
         flat = None if flat_grads is None else FlatParams(model, grads=flat_grads)  # type: ignore[arg-type]
@@ -290,14 +291,25 @@ def test_torch_compile_with_inductor(grads: str) -> None:
     assert_same(reference, model, 1e-4)
 
 
-def test_ema_and_snapshot() -> None:
-    model = build("mixed", "cuda")
-    flat = FlatParams(model)
-    kept, ema = flat.snapshot(), flatbed.EMA(flat, 0.5)
+def test_snapshot() -> None:
+    flat = FlatParams(build("mixed", "cuda"))
+    kept = flat.snapshot()
     for buffer in flat.buffers:
         buffer.add_(1.0)
-    ema.update()
-    with ema.weights():
-        torch.testing.assert_close(flat.buffers[0], kept.buffers[0] + 0.5)
     flat.restore(kept)
     assert torch.equal(flat.buffers[0], kept.buffers[0])
+
+
+def test_files_are_of_the_models_size(tmp_path: Path) -> None:
+    plain, model = build("tied", "cuda"), build("tied", "cuda")
+    flat = FlatParams(model)
+    sizes = []
+    for source in (plain, model):
+        torch.save(source.state_dict(), tmp_path / "model")
+        sizes.append((tmp_path / "model").stat().st_size)
+        safetensors.torch.save_model(source, str(tmp_path / "safe"))
+    assert sizes[0] == sizes[1]
+    nn.init.zeros_(model.encoder.weight)
+    safetensors.torch.load_model(model, str(tmp_path / "safe"))
+    assert_same(plain, model)
+    assert flat.is_valid()

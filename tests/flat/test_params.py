@@ -1,9 +1,8 @@
-"""What FlatParams accepts, refuses, and shows."""
+"""Sources that FlatParams accepts and refuses, its layout, and copies of it."""
 
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import weakref
 from typing import Any
@@ -12,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import flatbed
-from flatbed import FlatbedError, FlatParams
+from flatbed import Embedding, FlatbedError, FlatParams
+from flatbed.flat import Segment
 from tests.cases import MODELS, assert_same, batches, build, loss_of, two_groups
 
 
-def in_buffer(flat: FlatParams, p: torch.Tensor, segment: flatbed.Segment) -> bool:
+def in_buffer(flat: FlatParams, p: torch.Tensor, segment: Segment) -> bool:
     buffer = flat.buffers[segment.buffer]
     return p.data_ptr() == buffer.data_ptr() + segment.offset * buffer.element_size()
 
@@ -34,6 +33,7 @@ def test_values_strides_and_alignment(name: str) -> None:
         if p.numel():
             assert p.data_ptr() % 256 == 0
             assert in_buffer(flat, p, segment)
+        assert p.untyped_storage().nbytes() == p.numel() * p.element_size()
         assert (tuple(p.shape), p.stride()) == (segment.shape, segment.stride)
     assert {s.name for s in flat.segments} == {n for n, p in model.named_parameters() if p.requires_grad}
 
@@ -65,34 +65,24 @@ def test_sources(source: Any) -> None:
     assert_same(model, reference)
 
 
-def test_group_options_are_kept() -> None:
-    model = build("mixed")
-    groups = FlatParams([*two_groups(model)]).groups()
-    assert [{k: v for k, v in g.items() if k != "params"} for g in groups] == [
-        {},
-        {"lr": 0.003, "weight_decay": 0.0},
-    ]
-    assert [len(g["params"]) for g in groups] == [1, 1]
-
-
-def test_tied_weights_share_a_segment() -> None:
-    model = build("tied")
-    flat = FlatParams(model)
-    assert [s.name for s in flat.segments] == ["encoder.weight", "decoder.bias"]
-    assert model.decoder.weight is model.encoder.weight
-
-
-def test_the_same_parameter_twice_in_a_list_is_one() -> None:
-    p = nn.Parameter(torch.ones(3))
+def test_repeated_and_tied_parameters_are_stored_once() -> None:
+    p, model = nn.Parameter(torch.ones(3)), build("tied")
     assert len(FlatParams([p, p]).segments) == 1
+    assert [s.name for s in FlatParams(model).segments] == ["encoder.weight", "decoder.bias"]
+    assert model.decoder.weight is model.encoder.weight
 
 
 def test_frozen_parameters_are_left_alone() -> None:
     model = build("frozen")
     before = model.frozen.weight.data_ptr()
-    flat = FlatParams(model)
+    assert [s.name for s in FlatParams(model).segments] == ["head.weight", "head.bias"]
     assert model.frozen.weight.data_ptr() == before
-    assert [s.name for s in flat.segments] == ["head.weight", "head.bias"]
+
+
+def test_tables_are_left_alone() -> None:
+    model = nn.ModuleDict({"table": Embedding(5, 4), "head": nn.Linear(4, 1)})
+    for source in (model, [*model.parameters(), model["table"].table]):
+        assert [p.shape for p in FlatParams(source).originals()] == [(1, 4), (1,)]
 
 
 def test_one_buffer_per_group_and_dtype() -> None:
@@ -110,29 +100,6 @@ def test_a_strided_parameter_with_holes_becomes_dense() -> None:
     assert p.stride() == (3, 1)
 
 
-class _Wrapped(torch.Tensor):
-    """A wrapper subclass, as DTensor is one."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> _Wrapped:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=True)
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
-
-    def __tensor_flatten__(self) -> Any:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, *_: Any) -> _Wrapped:
-        return _Wrapped(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        unwrapped = [a.inner if isinstance(a, _Wrapped) else a for a in args]
-        return _Wrapped(func(*unwrapped, **(kwargs or {})))
-
-
 def _overlapping() -> nn.Parameter:
     return nn.Parameter(torch.randn(1, 4).expand(3, 4))
 
@@ -144,20 +111,29 @@ def _alias_pair() -> list[nn.Parameter]:
     return [first, second]
 
 
+def _overlapping_pair(*, trained: bool) -> list[nn.Parameter]:
+    memory = torch.randn(10)
+    return [nn.Parameter(memory[:6]), nn.Parameter(memory[4:], requires_grad=trained)]
+
+
+def _in_two_groups() -> list[dict[str, Any]]:
+    p = nn.Parameter(torch.ones(2))
+    return [{"params": [p]}, {"params": [p]}]
+
+
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
-        (lambda: nn.LazyLinear(3), ValueError, "uninitialized lazy parameter; run one forward"),
+        (lambda: nn.LazyLinear(3), ValueError, "lazy.*forward"),
         (lambda: [nn.Parameter(torch.randn(3).to_sparse())], ValueError, "sparse"),
         (lambda: [nn.Parameter(torch.randn(3, dtype=torch.complex64))], ValueError, "complex"),
         (lambda: [nn.Parameter(torch.empty(3, device="meta"))], ValueError, "meta device"),
-        (lambda: [_Wrapped(torch.randn(3))], ValueError, "_Wrapped"),
         (lambda: [_overlapping()], ValueError, "overlaps itself"),
-        (_alias_pair, ValueError, "two objects over the same memory"),
+        (_alias_pair, ValueError, "same memory.*one Parameter"),
         (lambda: [nn.Parameter(torch.randn(3)) * 2], ValueError, "not a leaf"),
-        (lambda: [3], TypeError, "item 0 of the source is a int"),
-        (lambda: 3, TypeError, "found int"),
-        (lambda: nn.Parameter(torch.randn(3)), TypeError, "put it in a list"),
+        (lambda: [3], TypeError, "item 0.* int"),
+        (lambda: 3, TypeError, "found a int.*module"),
+        (lambda: nn.Parameter(torch.randn(3)), TypeError, "found a Parameter"),
         (list, ValueError, "no trainable parameter among 0"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), ValueError, "no trainable parameter among 2"),
         (lambda: [{"lr": 0.1}], TypeError, "'params' key"),
@@ -166,6 +142,14 @@ def _alias_pair() -> list[nn.Parameter]:
             ValueError,
             "flat parameter already",
         ),
+        (lambda: _overlapping_pair(trained=True), ValueError, "same memory"),
+        (lambda: _overlapping_pair(trained=False), ValueError, "same memory"),
+        (
+            lambda: [*nn.Linear(2, 2).named_parameters()] * 2 + [*nn.Linear(2, 2).named_parameters()],
+            ValueError,
+            "'weight' is given twice",
+        ),
+        (_in_two_groups, ValueError, "in param group 0 and in 1"),
     ],
 )
 def test_refusals_come_before_any_change(bad: Any, error: type[Exception], message: str) -> None:
@@ -183,7 +167,7 @@ def test_refusals_come_before_any_change(bad: Any, error: type[Exception], messa
     assert kept.data_ptr() == before
 
 
-def test_dtensor_is_refused_with_a_sentence() -> None:
+def test_dtensor_is_refused() -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -191,22 +175,10 @@ def test_dtensor_is_refused_with_a_sentence() -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         sharded = DTensor.from_local(torch.randn(4), DeviceMesh("cpu", [0]), [Replicate()])
-        with pytest.raises(ValueError, match=r"DTensor \(FSDP2 shards it\)"):
+        with pytest.raises(ValueError, match=r"DTensor.*flatbed\.optim"):
             FlatParams([nn.Parameter(sharded)])
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_in_two_groups_is_refused() -> None:
-    p = nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match="in param group 0 and in 1"):
-        FlatParams([{"params": [p]}, {"params": [p]}])
-
-
-@pytest.mark.parametrize("options", [{"grads": "no"}, {"missing": "no"}])
-def test_options_are_checked(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="found 'no'"):
-        FlatParams([nn.Parameter(torch.ones(2))], **options)
 
 
 def test_flat_parameters_are_the_same_objects_each_time() -> None:
@@ -279,7 +251,6 @@ def test_pickle_of_the_model_is_ordinary_and_small() -> None:
     twin = pickle.loads(data)
     assert_same(model, twin)
     assert twin[0].weight.tag == "kept"
-    assert not hasattr(twin[0].weight, "_owner")
     assert flat.is_valid()
 
 
@@ -295,21 +266,6 @@ def test_pickle_of_all_three_stays_connected() -> None:
     assert_same(model, m)
 
 
-def test_torch_save_is_read_with_weights_only() -> None:
-    model = build("mixed")
-    flat = FlatParams(model)
-    file = io.BytesIO()
-    torch.save(
-        {"model": model.state_dict(), "flat": list(flat.buffers), "own": dict(model.named_parameters())}, file
-    )
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    fresh = build("mixed")
-    fresh.load_state_dict(loaded["model"])
-    assert_same(fresh, model)
-    assert torch.equal(loaded["own"]["scale"], model.scale)
-
-
 # ---- snapshot
 
 
@@ -320,18 +276,9 @@ def test_snapshot_and_restore() -> None:
     kept = flat.snapshot()
     train_on(model, torch.optim.SGD(flat.groups(), lr=0.1))
     assert not torch.equal(before.scale, model.scale)
-    flat.restore(kept)
-    assert_same(before, model)
-    with pytest.raises(ValueError, match="another layout"):
-        FlatParams(build("conv")).restore(kept)
-
-
-def test_restore_is_seen_by_autograd() -> None:
-    model = build("tied")
-    flat = FlatParams(model)
-    kept = flat.snapshot()
     loss = loss_of(model, batches(1)[0])
     flat.restore(kept)
+    assert_same(before, model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -346,14 +293,12 @@ def test_an_optimizer_takes_the_flat_params_itself() -> None:
     assert [g["lr"] for g in groups] == [0.1, 0.003]
 
 
-def test_lost_group_options_are_said() -> None:
+def test_lost_group_options_are_reported() -> None:
     model = build("tied")
     flat = FlatParams([{"params": model.parameters(), "weight_decay": 0.5}])
     optimizer = torch.optim.AdamW(flat.parameters(), lr=0.1)
     loss_of(model, batches(1)[0]).backward()
-    with pytest.warns(
-        UserWarning, match=r"weight_decay=0\.5, the optimizer has 0\.01 there.*flat\.groups\(\)"
-    ):
+    with pytest.warns(UserWarning, match=r"weight_decay=0\.5.*0\.01.*flat\.groups\(\)"):
         optimizer.step()
     optimizer = torch.optim.AdamW(flat.groups(), lr=0.1)
     torch.optim.lr_scheduler.LinearLR(optimizer)  # a warm-up's learning rate is no lost option
@@ -365,31 +310,5 @@ def test_held_twice_is_refused() -> None:
     flat = FlatParams(model)
     optimizer = torch.optim.SGD([*flat.parameters(), *model.parameters()], lr=0.1)
     loss_of(model, batches(1)[0]).backward()
-    with pytest.raises(FlatbedError, match=r"'encoder\.weight', 'decoder\.bias' is in this optimizer"):
+    with pytest.raises(FlatbedError, match=r"'encoder\.weight'.*twice.*flat\.parameters"):
         optimizer.step()
-
-
-def test_ema_of_a_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="found Tied"):
-        flatbed.EMA(build("tied"))  # type: ignore[arg-type]
-
-
-def _overlapping_pair(*, trained: bool) -> list[nn.Parameter]:
-    memory = torch.randn(10)
-    return [nn.Parameter(memory[:6]), nn.Parameter(memory[4:], requires_grad=trained)]
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            lambda: [*nn.Linear(2, 2).named_parameters(), *nn.Linear(2, 2).named_parameters()],
-            "'weight' is given twice",
-        ),
-        (lambda: _overlapping_pair(trained=True), "two objects over the same memory"),
-        (lambda: _overlapping_pair(trained=False), "two objects over the same memory"),
-    ],
-)
-def test_more_refusals(source: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FlatParams(source())

@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 import flatbed
-from tests.cases import MODELS, OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
+from tests.cases import (
+    BOTH,
+    MODELS,
+    OPTIMIZERS,
+    OptimizerCase,
+    assert_same,
+    batches,
+    build,
+    loss_of,
+    two_groups,
+)
 
 STEPS = 12
 
@@ -61,7 +71,7 @@ def padding_is_zero(flat: flatbed.FlatParams, buffer: torch.Tensor) -> bool:
     return not rest.any()
 
 
-@pytest.mark.parametrize("grads", ["follow", "bound"])
+@BOTH
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
 def test_bitwise_with_the_loop(case: OptimizerCase, model: str, grads: str) -> None:
@@ -74,27 +84,21 @@ def test_bitwise_with_the_loop(case: OptimizerCase, model: str, grads: str) -> N
     assert_same(reference, flat)
 
 
-@pytest.mark.parametrize("grads", ["follow", "bound"])
+@BOTH
 @pytest.mark.parametrize("model", ["mixed", "conv"])
-@pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
-def test_foreach_is_close(case: OptimizerCase, model: str, grads: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "option"),
+    [(c, o) for c in OPTIMIZERS for o in ("foreach", "fused") if o == "foreach" or c.fused],
+    ids=lambda v: getattr(v, "name", v),
+)
+def test_foreach_and_fused_are_close(case: OptimizerCase, option: str, model: str, grads: str) -> None:
     reference, flat = build(model), build(model)
-    train(case, reference, flat_grads=None, grouped=True, clip=True, options={"foreach": True})
-    train(case, flat, flat_grads=grads, grouped=True, clip=True, options={"foreach": True})
+    train(case, reference, flat_grads=None, grouped=True, clip=True, options={option: True})
+    train(case, flat, flat_grads=grads, grouped=True, clip=True, options={option: True})
     assert_same(reference, flat, 1e-6)
 
 
-@pytest.mark.parametrize("grads", ["follow", "bound"])
-@pytest.mark.parametrize("model", ["mixed", "rnn"])
-@pytest.mark.parametrize("case", [c for c in OPTIMIZERS if c.fused], ids=lambda c: c.name)
-def test_fused_is_close(case: OptimizerCase, model: str, grads: str) -> None:
-    reference, flat = build(model), build(model)
-    train(case, reference, flat_grads=None, grouped=True, clip=True, options={"fused": True})
-    train(case, flat, flat_grads=grads, grouped=True, clip=True, options={"fused": True})
-    assert_same(reference, flat, 1e-6)
-
-
-@pytest.mark.parametrize("grads", ["follow", "bound"])
+@BOTH
 @pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
 def test_accumulation_and_scheduler(case: OptimizerCase, grads: str) -> None:
     reference, flat = build("mixed"), build("mixed")
@@ -104,7 +108,7 @@ def test_accumulation_and_scheduler(case: OptimizerCase, grads: str) -> None:
     assert_same(reference, flat)
 
 
-@pytest.mark.parametrize("grads", ["follow", "bound"])
+@BOTH
 @pytest.mark.parametrize(
     "case", [c for c in OPTIMIZERS if c.name in ("sgd-momentum", "adamw")], ids=lambda c: c.name
 )

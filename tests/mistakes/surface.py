@@ -18,7 +18,6 @@ CALLED = ("__call__", "__getitem__", "__setitem__", "__iter__", "__len__")
 
 NO_MISTAKE = {
     "takes no argument, looks at what there is, and changes nothing": (
-        "flatbed.EMA.state_dict",
         "flatbed.ContiguousParams.contiguous",
         "flatbed.ContiguousParams.original",
         "flatbed.ContiguousParams.buffer_is_valid",
@@ -62,8 +61,6 @@ NO_MISTAKE = {
         "flatbed.word2vec.Trainer.stop",
     ),
     "is for lookups and optimizers to call, at every step, and for nobody else": (
-        "flatbed.FlatParameter.over",
-        "flatbed.FlatParameter.show_grad",
         "flatbed.Table.attach",
         "flatbed.Table.check_attach",
         "flatbed.Table.record",

@@ -1,4 +1,4 @@
-"""The API of `contiguous_params`, working on current PyTorch: change the import line and nothing else."""
+"""The API of `contiguous_params` on current PyTorch: old code needs another import and nothing else."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from typing import Any, Literal
 
 import torch
 
-from flatbed.flat.inputs import Source
-from flatbed.flat.parameter import FlatParameter
-from flatbed.flat.params import FlatParams
+from flatbed.flat import FlatParameter, FlatParams, Source
 
 
 class ContiguousParams:
     """Parameters and gradients stored contiguously, by the names of the original package.
 
-    One thing is stricter: a parameter that gets no gradient while others do raises at the step, where the
-    original went on with zeros; ``missing="zero"`` asks for that.
+    One check is stricter: a parameter that receives no gradient while others do raises at the step, where
+    the original used zeros. ``missing="zero"`` restores that.
 
     >>> import torch
     >>> from torch import nn
@@ -33,15 +31,15 @@ class ContiguousParams:
         self.flat = FlatParams(parameters, grads="bound", missing=missing)
 
     def contiguous(self) -> list[FlatParameter] | list[dict[str, Any]]:
-        """What the optimizer takes: flat parameters, or param groups if groups were given."""
+        """The flat parameters for the optimizer, or param groups if groups were given."""
         return list(self.flat)
 
     def original(self) -> list[torch.Tensor]:
         """The parameters as they were given, frozen ones included."""
-        return [entry.parameter for entry in self.flat._given.entries]
+        return self.flat.originals(include_frozen=True)
 
     def buffer_is_valid(self) -> bool:
-        """Whether every parameter lies in the buffer. Gradients elsewhere are gathered, so they may be."""
+        """Return whether every parameter lies in the buffer; gradients may lie elsewhere."""
         return self.flat.is_valid()
 
     def assert_buffer_is_valid(self) -> None:
@@ -57,24 +55,23 @@ class ContiguousParams:
     @property
     def param_buffer(self) -> torch.Tensor:
         """The buffer of all values."""
-        return self._only(self.flat.buffers, "param_buffer", "buffers")
+        return self._only(self.flat.buffers, "flat.buffers")
 
     @property
     def gradient_buffer(self) -> torch.Tensor:
-        """The buffer of all gradients, to look at or to `zero_()` by hand."""
+        """The buffer of all gradients, to read or to `zero_()` by hand."""
         for flat in self.flat.parameters():
-            _ = flat.grad  # collects what DDP or nn.Module.zero_grad put elsewhere
-        return self._only(self.flat.grad_buffers, "gradient_buffer", "grad_buffers")
+            _ = flat.grad  # gathers gradients that DDP or nn.Module.zero_grad put elsewhere
+        return self._only(self.flat.grad_buffers, "flat.grad_buffers")
 
     _param_buffer = param_buffer
     _grad_buffer = gradient_buffer
 
     @staticmethod
-    def _only(buffers: list[Any], name: str, plural: str) -> torch.Tensor:
+    def _only(buffers: list[Any], plural: str) -> torch.Tensor:
         if len(buffers) != 1:
             raise ValueError(
-                f"{name} is one tensor, but there are {len(buffers)} buffers (one per group, device and "
-                f"dtype): use .flat.{plural}"
+                f"there are {len(buffers)} buffers, one per group, device and dtype: use {plural} instead"
             )
         only: torch.Tensor = buffers[0]
         return only

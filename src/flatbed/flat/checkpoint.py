@@ -1,72 +1,24 @@
-"""Checkpoints that know nothing of buffers: torch's own formats, readable without flatbed."""
+"""Optimizer state in torch's per-parameter format, which torch reads without flatbed."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from flatbed.errors import FlatbedError
-from flatbed.flat import probe
 from flatbed.flat.parameter import FlatParameter
 from flatbed.layout import Segment
+from flatbed.optim.probe import element_state, twin
 
 if TYPE_CHECKING:
     from flatbed.flat.params import FlatParams
 
 
-class StateDict(OrderedDict[str, Any]):
-    """A module's state as plain tensors. It stands in for the module in `safetensors.torch.save_model`."""
-
-    _metadata: Any
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """What `save_model` asks of a module."""
-        return OrderedDict(self)
-
-    def __reduce__(self) -> Any:  # pickled as what it is, so that weights_only loading accepts it
-        return OrderedDict, (), {"_metadata": self._metadata}, None, iter(self.items())
-
-
-def state_dict(module: nn.Module, *, tied: bool = True) -> StateDict:
-    """`module.state_dict()` for `torch.save` and safetensors: every tensor contiguous, in its own memory.
-
-    Tied weights stay one tensor under several names, as in torch. `safetensors.torch.save_model` takes
-    that; `save_file` refuses it, so ``tied=False`` gives each name its own copy.
-
-    >>> model = nn.Linear(2, 3)
-    >>> [(name, tuple(t.shape)) for name, t in state_dict(model).items()]
-    [('weight', (3, 2)), ('bias', (3,))]
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"state_dict takes a torch.nn.Module; found {type(module).__name__}: give the model itself (an "
-            f"optimizer has a state_dict() of its own)"
-        )
-    plain = StateDict()
-    copies: dict[Any, torch.Tensor] = {}
-    own = module.state_dict()
-    plain._metadata = getattr(own, "_metadata", None)  # what versions its modules had
-    for name, value in own.items():
-        if not isinstance(value, torch.Tensor):
-            plain[name] = value
-            continue
-        place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if not tied or value.numel() == 0 or place not in copies:
-            copies[place] = value.detach().clone(memory_format=torch.contiguous_format)
-        plain[name] = copies[place]
-    return plain
-
-
-# ---- optimizer state
-
-
 @dataclass(slots=True)
 class Place:
-    """One parameter as torch would have numbered it, and where its state is: in a segment, or its own."""
+    """One parameter as torch would have numbered it, and its share of a flat state if it has one."""
 
     name: str
     parameter: torch.Tensor
@@ -76,35 +28,26 @@ class Place:
 
 def optimizer_state_dict(flat: FlatParams, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """See `FlatParams.optimizer_state_dict`."""
-    check_optimizer(optimizer)
+    all_places = _places(flat, optimizer)
     packed = optimizer.state_dict()
     numbers = _numbers(optimizer, packed)
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
-    next_number = 0
-    for number, places in enumerate(_places(flat, optimizer)):
+    for number, places in enumerate(all_places):
+        first = sum(len(group["params"]) for group in groups)
         frozen = [p.parameter for p in places if p.flat is None and id(p.parameter) not in numbers]
-        fresh = probe.twin(optimizer, optimizer.param_groups[number], frozen).state if frozen else {}
-        for position, place in enumerate(places, next_number):
-            if place.flat is not None and place.segment is not None:
-                found = packed["state"].get(numbers[id(place.flat)])
-                if found is not None:
-                    state[position] = {
-                        k: _part(optimizer, k, v, place.segment, place.flat) for k, v in found.items()
-                    }
-            elif id(place.parameter) in numbers:
-                if numbers[id(place.parameter)] in packed["state"]:
-                    state[position] = packed["state"][numbers[id(place.parameter)]]
-            elif fresh.get(place.parameter):  # Adagrad makes state at construction, frozen or not
-                state[position] = dict(fresh[place.parameter])
-        group = {
-            k: v for k, v in packed["param_groups"][number].items() if k not in ("params", "param_names")
-        }
-        group["params"] = list(range(next_number, next_number + len(places)))
-        if flat._given.named:
+        # Adagrad creates state at construction, for frozen parameters as well.
+        initial = twin(optimizer, optimizer.param_groups[number], frozen).state if frozen else {}
+        group = _without_params(packed["param_groups"][number])
+        group["params"] = list(range(first, first + len(places)))
+        if flat._inputs.named:
             group["param_names"] = [place.name for place in places]
         groups.append(group)
-        next_number += len(places)
+        for position, place in enumerate(places, first):
+            holder = place.parameter if place.flat is None else place.flat
+            found = packed["state"].get(numbers.get(id(holder)), initial.get(holder))
+            if found:
+                state[position] = {key: _part(optimizer, key, v, place) for key, v in found.items()}
     return {**packed, "state": state, "param_groups": groups}
 
 
@@ -112,13 +55,12 @@ def optimizer_state_dict(flat: FlatParams, optimizer: torch.optim.Optimizer) -> 
 def load_optimizer_state_dict(
     flat: FlatParams, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """See `FlatParams.load_optimizer_state_dict`. All is checked before the optimizer changes."""
-    check_optimizer(optimizer)
-    flat._heal()  # a model cast meanwhile has another layout
-    own = optimizer.state_dict()
-    numbers = _numbers(optimizer, own)
+    """See `FlatParams.load_optimizer_state_dict`. Everything is checked before the optimizer changes."""
+    flat._repair()  # a model that was cast has another layout
     all_places = _places(flat, optimizer)
     _check_sizes(all_places, state)
+    own = optimizer.state_dict()
+    numbers = _numbers(optimizer, own)
     built: dict[int, Any] = {}
     groups = []
     for number, places in enumerate(all_places):
@@ -135,119 +77,96 @@ def load_optimizer_state_dict(
             if joined is not None:
                 built[numbers[key]] = joined
         kept = {k: v for k, v in own["param_groups"][number].items() if k in ("params", "param_names")}
-        groups.append({**{k: v for k, v in given.items() if k not in ("params", "param_names")}, **kept})
+        groups.append({**_without_params(given), **kept})
     before = optimizer.state, optimizer.param_groups
     try:
         optimizer.load_state_dict({**state, "state": built, "param_groups": groups})
-    except KeyError as error:  # torch replaces what it has, and then looks for what it needs
+    except KeyError as error:  # torch replaces its state before it looks for keys
         optimizer.state, optimizer.param_groups = before
-        held = ", ".join(dict.fromkeys(repr(key) for value in built.values() for key in value))
         raise FlatbedError(
-            f"the state is of another optimizer than {type(optimizer).__name__}: it has "
-            f"{held or 'nothing'}, and lacks {error}; load it into the optimizer that it was saved from"
+            f"the state is of another optimizer than {type(optimizer).__name__}, which needs {error}; load "
+            f"it into the optimizer that it was saved from"
         ) from error
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise for what is none, such as a state dict in its place."""
-    if not isinstance(getattr(optimizer, "param_groups", None), list):
-        raise TypeError(
-            f"optimizer must be one of torch's, built over flat.parameters() or flat.groups(); found "
-            f"{type(optimizer).__name__}"
-        )
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def _numbers(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[int, int]:
-    """Torch's number of each parameter the optimizer holds, by identity."""
-    return {
-        id(p): number
-        for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True)
-        for p, number in zip(group["params"], packed_group["params"], strict=True)
-    }
+    """Torch's number of each parameter that the optimizer holds, by identity."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    return {id(p): number for p, number in zip(held, numbers, strict=True)}
 
 
 def _places(flat: FlatParams, optimizer: torch.optim.Optimizer) -> list[list[Place]]:
-    """For each group of the optimizer, the original parameters torch would have had there, in order."""
-    segments = flat.segments
+    """For each group of the optimizer, the original parameters torch would have there, in order."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}")
+    groups = [group["params"] for group in optimizer.param_groups]
+    group_of = {id(p): number for number, params in enumerate(groups) for p in params}
     flats = flat.parameters()
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    home = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    missing = [f for f in flats if id(f) not in held]
-    if missing:
+    n_held = sum(id(f) in group_of for f in flats)
+    n_other = sum(isinstance(p, FlatParameter) for params in groups for p in params) - n_held
+    if n_held < len(flats) or n_other:
         raise ValueError(
-            f"this optimizer holds {len(flats) - len(missing)} of {len(flats)} flat parameters: build it "
-            f"over flat.parameters() or flat.groups() of this very FlatParams"
+            f"this optimizer holds {n_held} of {len(flats)} flat parameters of this FlatParams and {n_other} "
+            f"of another FlatParams: build it over flat.parameters() or flat.groups()"
         )
-    group_home = {
-        source: home[id(f)] for f, source in reversed(list(zip(flats, flat._group_of_buffer, strict=True)))
-    }
-    aligned = len(optimizer.param_groups) >= len(flat._given.options)
-    by_group: list[list[Place]] = [[] for _ in optimizer.param_groups]
-    segment_of = {id(e): s for e, s in zip(flat._entries, segments, strict=True)}
-    for entry in flat._given.entries:
-        if id(entry) in segment_of:
-            segment = segment_of[id(entry)]
+    buffers = zip(flats, flat._group_of_buffer, strict=True)
+    target = {source: group_of[id(f)] for f, source in reversed(list(buffers))}
+    segments = {id(e): s for e, s in zip(flat._entries, flat.segments, strict=True)}
+    inside: list[list[Place]] = [[] for _ in groups]
+    for entry in flat._inputs.entries:
+        segment = segments.get(id(entry))
+        if segment is not None:
             f = flats[segment.buffer]
-            by_group[home[id(f)]].append(Place(entry.name, entry.parameter, f, segment))
-        elif id(entry.parameter) not in held:
-            number = group_home.get(entry.group, entry.group if aligned else 0)
-            by_group[number].append(Place(entry.name, entry.parameter))
-    for number, group in enumerate(optimizer.param_groups):
-        before: list[Place] = []
-        after: list[Place] = []
-        for p in group["params"]:
-            if not isinstance(p, FlatParameter):
-                (before if not after and not _seen_flat(group, p) else after).append(Place("", p))
-            elif p._owner is not flat:
-                raise ValueError("this optimizer holds flat parameters of another FlatParams as well")
-        by_group[number] = [*before, *by_group[number], *after]
-    return by_group
+            inside[group_of[id(f)]].append(Place(entry.name, entry.parameter, f, segment))
+        elif id(entry.parameter) not in group_of:  # frozen: with the parameters of its source group
+            number = target.get(entry.group, min(entry.group, len(groups) - 1))
+            inside[number].append(Place(entry.name, entry.parameter))
+    places = []
+    for params, own in zip(groups, inside, strict=True):
+        first = next((i for i, p in enumerate(params) if isinstance(p, FlatParameter)), len(params))
+        others = [(i, Place("", p)) for i, p in enumerate(params) if not isinstance(p, FlatParameter)]
+        before, after = [o for i, o in others if i < first], [o for i, o in others if i > first]
+        places.append([*before, *own, *after])
+    return places
 
 
-def _seen_flat(group: dict[str, Any], p: torch.Tensor) -> bool:
-    """Whether a flat parameter stands before `p` in its group."""
-    for other in group["params"]:
-        if other is p:
-            return False
-        if isinstance(other, FlatParameter):
-            return True
-    return False
-
-
-def _part(
-    optimizer: torch.optim.Optimizer, key: str, value: Any, segment: Segment, flat: FlatParameter
-) -> Any:
-    """One original's share of a flat state value: a view of per-element state, a copy of a scalar."""
+def _part(optimizer: torch.optim.Optimizer, key: str, value: Any, place: Place) -> Any:
+    """One original's share of a state value: a view of per-element state, a copy of a scalar."""
+    segment = place.segment
+    if place.flat is None or segment is None:
+        return value
     if isinstance(value, torch.Tensor):
-        if value.shape == flat.shape:
+        if value.shape == place.flat.shape:
             return value.as_strided(segment.shape, segment.stride, value.storage_offset() + segment.offset)
         if value.numel() == 1:
             return value.clone()
-        found = f"a tensor of shape {tuple(value.shape)}"
-    elif isinstance(value, (list, tuple, dict)) and len(value):
-        found = f"a {type(value).__name__}"
-    else:
+    elif not isinstance(value, (list, tuple, dict)) or not value:
         return value
+    found = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     raise FlatbedError(
-        f"the state '{key}' of {type(optimizer).__name__} is {found}, neither one value per element nor one "
-        f"for all, and cannot be told apart by parameter; save optimizer.state_dict() as it is and load it "
-        f"into the same FlatParams"
+        f"the state '{key}' ({found}) of {type(optimizer).__name__} is neither one value per element nor one "
+        f"for all, so it cannot be split by parameter; save optimizer.state_dict() itself and load it into "
+        f"the same FlatParams"
     )
 
 
 def _check_sizes(places: list[list[Place]], state: dict[str, Any]) -> None:
     if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
-        found = ", ".join(map(repr, list(state)[:4])) if isinstance(state, dict) else type(state).__name__
         raise ValueError(
             f"expected a dict with 'state' and 'param_groups', as optimizer.state_dict() returns; found "
-            f"{found}"
+            f"{list(state)[:4] if isinstance(state, dict) else type(state).__name__}"
         )
     n_found = [len(group.get("params", ())) for group in state["param_groups"]]
     expected = [len(group) for group in places]
     if n_found != expected:
         raise ValueError(
             f"the state is of groups with {n_found} parameters, the optimizer's groups have {expected}; "
-            f"it must come from the same parameters in the same groups"
+            f"load it into an optimizer over the same parameters in the same groups"
         )
 
 
@@ -258,18 +177,13 @@ def _join(
     present = [(place, found) for place, found in parts if found]
     if not present:
         return None
-    absent = [place.name for place, found in parts if not found and place.parameter.requires_grad]
-    if absent:
-        raise FlatbedError(
-            f"the state holds nothing for '{absent[0]}' while '{present[0][0].name}' has some: torch skipped "
-            f"it in training. One flat state cannot express that; leave such parameters out of the FlatParams"
-        )
-    keys = present[0][1].keys()
-    for place, found in present:
-        if found.keys() != keys:
+    first, keys = present[0][0].name, present[0][1].keys()
+    for place, found in parts:
+        if (found or {}).keys() != keys and (found or place.parameter.requires_grad):
             raise FlatbedError(
-                f"the states of '{present[0][0].name}' and '{place.name}' differ in their keys: "
-                f"{sorted(keys)} and {sorted(found.keys())}"
+                f"the states of '{first}' and '{place.name}' differ in their keys: {sorted(keys)} and "
+                f"{sorted(found or ())}. One flat state cannot express that; leave parameters that skipped "
+                f"steps out of the FlatParams"
             )
     return {key: _join_key(optimizer, group, key, present) for key in keys}
 
@@ -278,33 +192,34 @@ def _join_key(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, parts: list[tuple[Place, Any]]
 ) -> Any:
     values = [found[key] for _, found in parts]
+    names = [place.name for place, _ in parts]
     if all(isinstance(v, torch.Tensor) for v in values):
-        fits = all(v.shape == place.parameter.shape for (place, _), v in zip(parts, values, strict=True))
+        unlike = [
+            n for n, (p, _), v in zip(names, parts, values, strict=True) if v.shape != p.parameter.shape
+        ]
         scalar = all(v.dim() == 0 for v in values)
-        if fits and not (scalar and key not in probe.element_keys(optimizer, group)):
-            return _join_elements(parts, values)
+        if not unlike and not (scalar and key not in element_state(optimizer, group)):
+            return _join_elements([place for place, _ in parts], values)
         if not scalar:
-            place = next(p for (p, _), v in zip(parts, values, strict=True) if v.shape != p.parameter.shape)
             raise FlatbedError(
-                f"the state '{key}' of '{place.name}' is neither of its shape {tuple(place.parameter.shape)} "
-                f"nor a scalar, so it has no place in a flat state"
+                f"the state '{key}' of '{unlike[0]}' has neither the shape of its parameter nor is it a "
+                f"scalar; load a state of the same model"
             )
     plain = [v.item() if isinstance(v, torch.Tensor) else v for v in values]
-    for (place, _), value in zip(parts, plain, strict=True):
+    for name, value in zip(names, plain, strict=True):
         if value != plain[0]:
             raise FlatbedError(
-                f"'{key}' is {plain[0]} for '{parts[0][0].name}' and {value} for '{place.name}'; one flat "
-                f"state holds one value for all. Train parameters that skipped steps outside the FlatParams"
+                f"'{key}' is {plain[0]} for '{names[0]}' and {value} for '{name}'. One flat state holds one "
+                f"value for all; leave parameters that skipped steps out of the FlatParams"
             )
     return values[0].clone() if isinstance(values[0], torch.Tensor) else values[0]
 
 
-def _join_elements(parts: list[tuple[Place, Any]], values: list[torch.Tensor]) -> torch.Tensor:
-    flat = parts[0][0].flat
+def _join_elements(places: list[Place], values: list[torch.Tensor]) -> torch.Tensor:
+    flat = places[0].flat
     assert flat is not None
     joined = torch.zeros(flat.shape, dtype=values[0].dtype, device=flat.device)
-    for (place, _), value in zip(parts, values, strict=True):
-        segment = place.segment
-        assert segment is not None
-        joined.as_strided(segment.shape, segment.stride, segment.offset).copy_(value)
+    for place, value in zip(places, values, strict=True):
+        assert place.segment is not None
+        joined.as_strided(place.segment.shape, place.segment.stride, place.segment.offset).copy_(value)
     return joined

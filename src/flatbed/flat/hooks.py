@@ -1,8 +1,8 @@
-"""What surrounds a step of any torch optimizer that holds flat parameters.
+"""Hooks around a step of any torch optimizer that holds flat parameters.
 
-Torch offers hooks for all optimizers at once; they are installed with the first `FlatParams` and return
-at once for optimizers without flat parameters. Before the step: everything is at home, every gradient is
-gathered, none is missing. After it: frozen parameters are as they were, and autograd knows of the change.
+Torch calls them for every optimizer; for one without flat parameters they return at once. Before the step,
+every parameter lies in its buffer, every gradient is gathered and none is missing. After it, frozen
+parameters have their old values and autograd knows of the change.
 """
 
 from __future__ import annotations
@@ -22,76 +22,83 @@ from torch.optim.optimizer import (
 )
 
 from flatbed.errors import FlatbedError
-from flatbed.flat import probe
-from flatbed.flat import repair as health
+from flatbed.flat import repair
 from flatbed.flat.buffer import Buffer, capturing, view
 from flatbed.flat.parameter import FlatParameter
+from flatbed.optim.probe import refuse_shape_readers
 
 if TYPE_CHECKING:
     from flatbed.flat.params import FlatParams
 
 
 @dataclass
-class Whole:
-    """What `FlatParams.step` asks for beside the step, and the norm it found."""
-
-    owner: FlatParams
-    max_norm: float | None
-    norm_type: float
-    total_norm: torch.Tensor | None = None
-
-
-@dataclass
 class Step:
-    """One step under way: the buffers it updates, and the frozen values to put back afterwards.
+    """One step of one optimizer: the buffers it updates, and the frozen values to restore after it.
 
-    `alone` says that nobody else's hook runs between ours; `whole` is set when `FlatParams.step` runs
-    clipping, step and zero_grad as one.
+    `is_only_hook` says that no other hook can replace a gradient between the gather and the optimizer.
     """
 
-    optimizer: int  # its id
     flats: list[FlatParameter]
-    alone: bool
-    whole: Whole | None = None
+    is_only_hook: bool
     buffers: list[Buffer] = field(default_factory=list)
     frozen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
+    @property
+    def owners(self) -> list[FlatParams]:
+        return list({id(p._owner): p._owner for p in self.flats}.values())
+
+    def set_in_step(self, active: bool) -> None:
+        """Let the optimizer read the gathered gradients without another look at the originals."""
+        for p in self.flats:
+            gathered = active and p.buffer in self.buffers
+            p.buffer.in_step = gathered and self.is_only_hook
+            p.show_grad(p.buffer.grad if gathered else None)
+
+    def collect(self) -> None:
+        """Gather every gradient, refuse missing ones, and clip if `FlatParams.step` asks for it."""
+        self.buffers = []
+        for p in self.flats:
+            if p.grad is not None:
+                _refuse_missing(p._owner, p.buffer)
+                self.buffers.append(p.buffer)
+        for owner in self.owners:
+            if all(buffer.no_backward for buffer in self.buffers):
+                _report_no_grads(owner)
+            if owner._request is not None:
+                gathered = [buffer for buffer in owner._buffers if buffer in self.buffers]
+                owner._request.total_norm = owner._clip(gathered, owner._request)
+        self.set_in_step(True)
+
+    @torch.no_grad()
+    def keep_frozen(self) -> None:
+        """Copy the values of frozen parameters, which weight decay and momentum would move."""
+        for p in self.flats:
+            for i in p.buffer.frozen():
+                own = view(p.buffer.data, p.buffer.segments[i])
+                self.frozen.append((own, own.clone()))
+
     @torch.no_grad()
     def restore_frozen(self) -> None:
-        """Put the frozen values back where they were."""
         if self.frozen:
-            torch._foreach_copy_([home for home, _ in self.frozen], [kept for _, kept in self.frozen])
+            torch._foreach_copy_([own for own, _ in self.frozen], [kept for _, kept in self.frozen])
 
 
 # A stack, since a subclass's step may call its parent's, and torch then runs the hooks twice.
-_under_way: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Step]] = weakref.WeakKeyDictionary()
-
-
-_met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def whole_step(optimizer: torch.optim.Optimizer, whole: Whole) -> None:
-    """Step with one look at the originals, since no code of the user's runs in between.
-
-    The owner carries the wish: `optimizer` may be a wrapper (Accelerate's) around the one that steps.
-    """
-    whole.owner._asked = whole
-    try:
-        optimizer.step()
-    finally:
-        whole.owner._asked = None
+_active: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Step]] = weakref.WeakKeyDictionary()
+# The number of param groups when an optimizer was last checked.
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def install() -> None:
-    """Register with torch.optim, once in a process."""
-    # Torch marks its own optimizer bookkeeping the same way: a compiled step must not trace through it.
+    """Register the hooks with torch.optim, once per process."""
+    # Torch marks its own bookkeeping the same way: a compiled step must not trace through it.
     register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))  # type: ignore[attr-defined]
     register_optimizer_step_post_hook(torch._disable_dynamo(_after_step))  # type: ignore[attr-defined]
 
 
 def flat_parameters(optimizer: torch.optim.Optimizer) -> list[FlatParameter]:
-    """The flat parameters among an optimizer's."""
+    """The flat parameters that an optimizer holds."""
     return [p for group in optimizer.param_groups for p in group["params"] if type(p) is FlatParameter]
 
 
@@ -101,32 +108,22 @@ def _before_step(
     flats = flat_parameters(optimizer)
     if not flats:
         return None
-    probe.refuse_shape_readers(optimizer)
-    owners = list({id(p._owner): p._owner for p in flats}.values())
-    if optimizer not in _met:
-        for owner in owners:
-            _look_at_groups(owner, optimizer)
-        _met.add(optimizer)
+    others = bool(optimizer._optimizer_step_pre_hooks) or len(_global_optimizer_pre_hooks) > 1
+    step = Step(flats, is_only_hook=not others)
     for p in flats:
-        p._owner._buffers[p._index].trusted_by = 0  # should an earlier step have ended in an exception
-    for owner in owners:
-        if owner._on_loan:
-            raise FlatbedError("the model holds averaged weights (`with ema.weights()`): step outside of it")
-        owner._heal()
+        p.buffer.in_step = False  # an earlier step may have ended in an exception
+    _check_first_step(optimizer, step)
+    for owner in step.owners:
+        owner._repair()
         _refuse_unfrozen(owner, optimizer)
     _refuse_old_state(optimizer, flats)
-    others = bool(optimizer._optimizer_step_pre_hooks) or len(_global_optimizer_pre_hooks) > 1
-    step = Step(id(optimizer), flats, alone=not others)
-    for owner in owners:
-        step.whole, owner._asked = step.whole or owner._asked, None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
-        _collect(step)
-        _under_way.setdefault(optimizer, []).append(step)
+        step.collect()
+    step.keep_frozen()
+    _active.setdefault(optimizer, []).append(step)
+    if closure is None:
         return None
-    for p in flats:  # a closure is called when values may have moved already
-        _keep_frozen(step, p._owner._buffers[p._index])
-    _under_way.setdefault(optimizer, []).append(step)
     wrapped = _collecting(closure, step)
     if len(args) > 1:
         return (args[0], wrapped, *args[2:]), kwargs
@@ -134,75 +131,51 @@ def _before_step(
 
 
 def _collecting(closure: Callable[[], Any], step: Step) -> Callable[[], Any]:
-    """The closure computes the gradients, so they are collected after it, as often as it is called."""
+    """Wrap a closure, which computes gradients, so that they are collected after every call."""
 
     @functools.wraps(closure)
     def wrapped() -> Any:
+        step.set_in_step(False)
         step.restore_frozen()
         loss = closure()
-        _collect(step)
+        step.collect()
         return loss
 
     return wrapped
 
 
-def _collect(step: Step) -> None:
-    """Gather every gradient, refuse missing ones, keep a copy of what is frozen."""
-    active: list[Buffer] = []
-    kept = bool(step.frozen)
-    for p in step.flats:
-        buffer = p._owner._buffers[p._index]
-        if p.grad is not None:
-            absent, frozen = buffer.census()
-            _refuse_missing(p._owner, buffer, absent)
-            active.append(buffer)
-            if frozen and not kept:
-                _keep_frozen(step, buffer)
-    if all(buffer.unmoved for buffer in active):
-        for owner in {id(p._owner): p._owner for p in step.flats}.values():
-            _explain_absence(owner)
-    if step.whole is not None and step.whole.max_norm is not None:
-        owner = step.whole.owner
-        mine = [buffer for buffer in owner._buffers if buffer in active]
-        step.whole.total_norm = owner._clip(mine, step.whole.max_norm, step.whole.norm_type)
-    for p in step.flats:
-        buffer = p._owner._buffers[p._index]
-        buffer.trusted_by = step.optimizer if step.alone and buffer in active else 0
-        p.show_grad(buffer.grad if buffer in active else None)
-    step.buffers = active
-
-
-def _keep_frozen(step: Step, buffer: Buffer) -> None:
-    with torch.no_grad():
-        for p, segment in zip(buffer.originals, buffer.segments, strict=True):
-            if not p.requires_grad:
-                home = view(buffer.data, segment)
-                step.frozen.append((home, home.clone()))
-
-
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    steps = _under_way.get(optimizer)
+    steps = _active.get(optimizer)
     if not steps:
         return
     step = steps.pop()
+    step.set_in_step(False)
     for p in step.flats:
-        p.show_grad(None)
-    for buffer in step.buffers:
-        if buffer.flat_strayed():
-            health.take_flat_back(buffer)
-        if any(group.get("eps") == 0 for group in optimizer.param_groups):
-            buffer.zero_padding_(buffer.data)  # where 0 / 0 has left NaN
+        if repair.flat_is_relocated(p._owner, p._index):
+            repair.take_flat_values(p._owner, p._index)
     step.restore_frozen()
     for buffer in step.buffers:
-        buffer.trusted_by, buffer.touched = 0, False
-        buffer.bump_versions(frozen_too=not step.frozen)
-    if step.whole is not None:
-        for buffer in step.whole.owner._buffers:
-            buffer.drop_grads(in_place=step.alone and not optimizer._optimizer_step_post_hooks)
+        buffer.bump_versions(include_frozen=not step.frozen)
 
 
-def _look_at_groups(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None:
-    """At an optimizer's first step: nothing held twice, and no group's options lost on the way."""
+# ---- checks
+
+
+def _check_first_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    """Check what depends on the optimizer's class and groups alone, once for each set of groups."""
+    if _seen.get(optimizer) == len(optimizer.param_groups) or capturing():
+        return
+    for group in optimizer.param_groups:
+        flat = next((p for p in group["params"] if type(p) is FlatParameter), None)
+        if flat is not None:
+            refuse_shape_readers(optimizer, group, flat.device)
+    for owner in step.owners:
+        _refuse_held_twice(owner, optimizer)
+        _warn_of_lost_options(owner, optimizer)
+    _seen[optimizer] = len(optimizer.param_groups)
+
+
+def _refuse_held_twice(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None:
     originals = {id(entry.parameter): entry.name for entry in owner._entries}
     twice = [originals[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in originals]
     if twice:
@@ -210,67 +183,67 @@ def _look_at_groups(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None
             f"{_listed(twice)} is in this optimizer as a parameter of its own and inside a flat parameter, "
             f"and would be updated twice; give the optimizer flat.parameters() alone"
         )
+
+
+def _warn_of_lost_options(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None:
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for p, source in zip(owner.parameters(), owner._group_of_buffer, strict=True):
-        for key, value in owner._given.options[source].items():
-            group = next((g for g in optimizer.param_groups if any(p is q for q in g["params"])), None)
-            found = None if group is None else group.get(f"initial_{key}", group.get(key))
-            if group is not None and found != value:
+        group = group_of.get(id(p), {})
+        for key, value in owner._inputs.options[source].items() if group else ():
+            found = group.get(f"initial_{key}", group.get(key))
+            if found != value:
                 warnings.warn(
                     f"the FlatParams was given a param group with {key}={value!r}, the optimizer has "
-                    f"{found!r} there: flat.parameters() leaves the options behind, flat.groups() keeps them",
-                    stacklevel=6,
+                    f"{found!r} there: flat.groups() keeps the options, flat.parameters() does not",
+                    stacklevel=7,
                 )
                 return
 
 
-def _explain_absence(owner: FlatParams) -> None:
-    """No gradient anywhere: torch would do nothing and say nothing. Often the model is another one by now."""
-    if owner._absence_explained or capturing():
+def _report_no_grads(owner: FlatParams) -> None:
+    """Warn of a step without any gradient, or raise if the parameters are no longer the module's."""
+    if owner._no_grads_reported or capturing():
         return
-    owner._absence_explained = True  # once: it waits for the GPU
-    if any(b.unmoved and b.grad is not None and bool(b.grad.any()) for b in owner._buffers):
-        return  # written past autograd, by a replayed CUDA graph
-    gone = [problem for problem in owner.check() if "no longer part" in problem.what]
+    owner._no_grads_reported = True  # once, since it waits for the GPU
+    if any(b.no_backward and b.grad is not None and bool(b.grad.any()) for b in owner._buffers):
+        return  # a replayed CUDA graph wrote the gradients
+    gone = repair.removed(owner)
     if gone:
-        raise FlatbedError(
-            "no parameter of this FlatParams has a gradient:\n" + "\n".join(map(str, gone[:8]))
-        )
+        raise FlatbedError("\n".join(map(str, gone[:8])))
     warnings.warn(
         "no parameter of this FlatParams has a gradient, so the step trains nothing. If the model's "
         "parameters were replaced (load_state_dict(assign=True), new layers), build FlatParams from the "
-        "module itself, which finds their successors, or build it anew",
-        stacklevel=6,
+        "module itself, which finds their replacements, or build it again",
+        stacklevel=7,
     )
 
 
-def _refuse_missing(owner: FlatParams, buffer: Buffer, absent: list[int]) -> None:
-    if owner.missing == "zero":
+def _refuse_missing(owner: FlatParams, buffer: Buffer) -> None:
+    missing = buffer.missing_grads()
+    names = [buffer.segments[i].name for i in missing if buffer.originals[i].requires_grad]
+    if not names or owner.missing == "zero":
         return
-    names = [buffer.segments[i].name for i in absent if buffer.originals[i].requires_grad]
-    if names:
-        gone = [str(p) for p in owner.check() if p.name in names and "no longer part" in p.what]
-        if gone:
-            raise FlatbedError("\n".join(gone))
-        raise FlatbedError(
-            f"{_listed(names)} got no gradient while others did. Torch would skip "
-            f"{'it' if len(names) == 1 else 'them'} and let the step count fall behind, which one flat "
-            f"state cannot express. Freeze (requires_grad_(False)) what is not trained, leave it out of the "
-            f"FlatParams, or ask for missing='zero' to take such gradients as zero (weight decay and "
-            f"momentum then still act)"
-        )
+    gone = [str(problem) for problem in repair.removed(owner) if problem.name in names]
+    if gone:
+        raise FlatbedError("\n".join(gone))
+    raise FlatbedError(
+        f"{_listed(names)} received no gradient while others did. Torch would skip such a parameter and its "
+        f"step count, which one flat state cannot express. Freeze (requires_grad_(False)) what is not "
+        f"trained, leave it out of the FlatParams, or use missing='zero' (weight decay and momentum then "
+        f"still move it)"
+    )
 
 
 def _refuse_unfrozen(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None:
-    late = [entry for entry in health.unfrozen(owner) if entry.parameter.grad is not None]
-    if late:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        names = [entry.name for entry in late if id(entry.parameter) not in held]
-        if names:
-            raise FlatbedError(
-                f"{_listed(names)} was frozen when the model was flattened and is trained now, but no "
-                f"buffer holds it. Flatten while it is trainable and freeze it afterwards (it then stays "
-                f"as it is, to the bit), or add it to the optimizer with add_param_group"
-            )
+    late = [entry for entry in repair.unfrozen(owner) if entry.parameter.grad is not None]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]} if late else set()
+    names = [entry.name for entry in late if id(entry.parameter) not in held]
+    if names:
+        raise FlatbedError(
+            f"{_listed(names)} was frozen when the model was flattened and is trained now, but lies in no "
+            f"buffer. Flatten while it is trainable and freeze it afterwards, or add it to the optimizer "
+            f"with add_param_group"
+        )
 
 
 def _refuse_old_state(optimizer: torch.optim.Optimizer, flats: list[FlatParameter]) -> None:

@@ -1,4 +1,4 @@
-"""Norms of segments, summed the way torch sums them over separate parameters."""
+"""Norms of segments, summed in the order in which torch sums them over separate parameters."""
 
 from __future__ import annotations
 
@@ -12,31 +12,21 @@ from flatbed.flat.buffer import Buffer
 
 
 def check_max_norm(max_norm: Any) -> None:
-    """Raise unless gradients can be clipped to this."""
+    """Raise unless gradients can be clipped to this norm."""
     single = isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1
     if not (single or isinstance(max_norm, numbers.Real)):
-        raise TypeError(f"max_norm must be a number; found {max_norm!r} (parameters are not given again)")
+        raise TypeError(f"max_norm must be a number; found {max_norm!r} (parameters are not passed again)")
     if not max_norm >= 0:
         raise ValueError(f"max_norm must not be negative; found {max_norm}")
 
 
-def as_norm_type(norm_type: Any) -> float:
-    """The kind of norm as a number: torch takes "inf", too."""
-    try:
-        return float(norm_type)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"norm_type must be a number such as 2.0, or 'inf' for the largest element; found {norm_type!r}"
-        ) from None
-
-
-def param_norms(buffer: Buffer, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of each original's values, in the order of the segments."""
-    return _norms(buffer, buffer.originals, buffer.data, norm_type)
+def param_norms(buffer: Buffer) -> torch.Tensor:
+    """The norm of the values of each original, in the order of the segments."""
+    return _norms(buffer, buffer.originals, buffer.data, 2.0)
 
 
 def grad_norms(buffer: Buffer, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of each original's gradient, 0 where there is none; gather first."""
+    """The norm of the gradient of each original, 0 where there is none; gather first."""
     present = [p.grad is not None for p in buffer.originals]
     if buffer.grad is None or not any(present):
         return torch.zeros(len(buffer.segments), device=buffer.data.device)
@@ -45,17 +35,17 @@ def grad_norms(buffer: Buffer, norm_type: float = 2.0) -> torch.Tensor:
 
 
 def total_norm(
-    buffers: Sequence[Buffer], members: Sequence[tuple[int, ...]], norm_type: float = 2.0
+    buffers: Sequence[Buffer], members: Sequence[tuple[int, ...]], norm_type: float
 ) -> torch.Tensor:
     """The norm over all gradients; gather first.
 
-    On the CPU bit for bit what torch gives for the parameters in their own order: `members` are the
-    originals' positions in the source, buffer by buffer. Elsewhere one reduction per buffer.
+    On the CPU it is bitwise equal to torch's norm over the parameters in the order of the source, in which
+    `members` are the positions of each buffer's originals. On other devices it is one reduction per buffer.
     """
     if not buffers:
         return torch.tensor(0.0)
+    device = buffers[0].data.device
     if any(buffer.data.device.type != "cpu" for buffer in buffers) and norm_type > 0:
-        device = buffers[0].data.device
         whole: list[torch.Tensor] = [
             torch.linalg.vector_norm(b.grad, norm_type).to(device) for b in buffers if b.grad is not None
         ]
@@ -65,15 +55,13 @@ def total_norm(
     for buffer, held in zip(buffers, members, strict=True):
         assert buffer.grad is not None
         found = _norms(buffer, buffer.views, buffer.grad, norm_type)
-        if not buffer.complete:  # torch counts only what has a gradient, and zeros would shift its sum
+        if not buffer.complete:  # torch counts only present gradients, and zeros would change its sum
             present = [i for i, p in enumerate(buffer.originals) if p.grad is not None]
             found, held = found[torch.tensor(present, device=found.device)], tuple(held[i] for i in present)
-        parts.append(found.to(buffers[0].data.device))
+        parts.append(found.to(device))
         positions += held
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if len(parts) > 1:
-        order = sorted(range(len(positions)), key=positions.__getitem__)
-        joined = joined[torch.tensor(order, device=joined.device)]
+    order = sorted(range(len(positions)), key=positions.__getitem__)
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.tensor(order, device=device)]
     total: torch.Tensor = torch.linalg.vector_norm(joined, norm_type)
     return total
 
@@ -84,21 +72,17 @@ def _norms(
 ) -> torch.Tensor:
     if flat.device.type == "cpu" and 4 * len(buffer.runs) <= len(tensors):
         return _row_norms(buffer, flat, norm_type)
-    filled = [t for t in tensors if t.numel()]  # of an empty tensor there is no largest element
+    filled = [t for t in tensors if t.numel()]  # an empty tensor has no largest element
     found = iter(torch._foreach_norm(filled, norm_type) if filled else ())
     return torch.stack([next(found) if t.numel() else flat.new_zeros(()) for t in tensors])
 
 
 def _row_norms(buffer: Buffer, flat: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """One reduction per run of equal neighbours: a matrix's rows are summed as each would be alone."""
-    parts = [
-        torch.linalg.vector_norm(
-            flat.as_strided((run.n_rows, run.length), (run.step, 1), flat.storage_offset() + run.offset),
-            norm_type,
-            dim=1,
-        )
-        if run.length
-        else flat.new_zeros(run.n_rows)
-        for run in buffer.runs
-    ]
+    """One reduction per run of equal neighbours: each row of a matrix is summed as it would be alone."""
+    parts = []
+    for run in buffer.runs:
+        shape, stride = (run.n_rows, run.length), (run.step, 1)
+        rows = flat.as_strided(shape, stride, flat.storage_offset() + run.offset)
+        empty = flat.new_zeros(run.n_rows)
+        parts.append(torch.linalg.vector_norm(rows, norm_type, dim=1) if run.length else empty)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

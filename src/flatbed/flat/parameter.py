@@ -1,22 +1,20 @@
-"""The parameter an optimizer sees: one per buffer, whose `.grad` gathers the originals' gradients."""
+"""The parameter an optimizer holds: one per buffer, whose `.grad` gathers the originals' gradients."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from flatbed.flat.buffer import Buffer
     from flatbed.flat.params import FlatParams
 
-_GRAD: Any = torch.Tensor.grad  # C++'s own slot, which autograd writes and a subclass's property hides
+_GRAD: Any = torch.Tensor.grad  # the slot of C++, which autograd writes and the property below hides
 _own_grad = _GRAD.__get__
 _set_own_grad = _GRAD.__set__
-_ZERO_GRAD_CODE = inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -25,42 +23,40 @@ def _gathered(flat: FlatParameter) -> torch.Tensor | None:
 
 
 class FlatParameter(nn.Parameter):
-    """All parameters of one buffer as one, for an optimizer; made by `FlatParams`, not by hand."""
+    """All parameters of one buffer as one parameter; created by `FlatParams`."""
 
     _owner: FlatParams
     _index: int
 
     def __new__(cls, *_: Any, **__: Any) -> FlatParameter:
-        raise TypeError(
-            "a FlatParameter is made by a FlatParams, not by hand: FlatParams(model).parameters()"
-        )
+        raise TypeError("a FlatParameter is created by FlatParams(model).parameters(), not by hand")
 
     @staticmethod
-    def over(data: torch.Tensor, owner: FlatParams, index: int) -> FlatParameter:
-        """A flat parameter over `data`, the memory of `owner`'s buffer number `index`."""
-        flat = torch.Tensor._make_subclass(FlatParameter, data, True)
+    def over(owner: FlatParams, index: int) -> FlatParameter:
+        """A flat parameter over the memory of `owner`'s buffer number `index`."""
+        flat = torch.Tensor._make_subclass(FlatParameter, owner._buffers[index].data, True)
         flat._owner = owner
         flat._index = index
         return flat
+
+    @property
+    def buffer(self) -> Buffer:
+        return self._owner._buffers[self._index]
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The originals' gradients, gathered; None when none of them has one."""
         if torch.compiler.is_compiling():
             return _gathered(self)
-        frame = sys._getframe(1)
-        if frame.f_code is _ZERO_GRAD_CODE and frame.f_locals.get("set_to_none"):
-            # zero_grad only asks whether there is anything to drop: nothing is copied in order to be dropped.
-            return self.data
-        buffer = self._owner._buffers[self._index]
-        if buffer.trusted_by and id(frame.f_locals.get("self")) == buffer.trusted_by:
-            return buffer.grad  # the optimizer's own code, inside the step whose gradients were just gathered
+        grad = self.buffer.read_in_step()
+        if grad is not None:
+            return grad
         grad = self._owner._gather(self._index)
         own = _own_grad(self)
-        if own is not None and own is not buffer.grad:
-            # Something was differentiated with respect to the flat parameter itself.
-            _set_own_grad(self, None)
-            grad = self._owner._add_grad(self._index, own)
+        if own is not None and own is not self.buffer.grad:
+            # Autograd differentiated something with respect to the flat parameter itself.
+            self.grad = own if grad is None else own + grad
+            grad = self.buffer.grad
         return grad
 
     @grad.setter
@@ -73,7 +69,7 @@ class FlatParameter(nn.Parameter):
         self.grad = None
 
     def show_grad(self, grad: torch.Tensor | None) -> None:
-        """Let C++ see the gradient too, for the time of a step: a compiled `optimizer.step` looks there."""
+        """Put the gradient into the slot of C++ for the time of a step, where a compiled step reads it."""
         _set_own_grad(self, grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:

@@ -1,4 +1,4 @@
-"""Any optimizer class of torch's as a rule: its own step, run on the rows of a batch."""
+"""Any optimizer class of torch as a rule: its own step, run on the rows of a batch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
 from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
-from flatbed.optim.probe import Number, StateSpec, try_out
+from flatbed.optim.probe import StateSpec, probe_state
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 NOT_OPTIONS = ("params", "param_names", "initial_lr")
 
 
-class Borrowed:
-    """A rule's `reference` that lets torch's optimizer do the step."""
+class TorchRule:
+    """A rule's `reference` that runs a torch optimizer's step."""
 
     def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any], found: StateSpec) -> None:
         self.kind, self.options, self.found = kind, options, found
@@ -29,7 +29,7 @@ class Borrowed:
         for param, grad in zip(params, at.grads, strict=True):
             param.grad = grad
         known = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
-        # The first step makes its state itself. So do rows that are new to an optimizer that counts nothing.
+        # The optimizer creates the state of its first step, and of new rows if it counts no steps.
         if begun and (seen or self.found.numbers):
             optimizer = self._ready(known, params)
             for i, param in enumerate(params):
@@ -55,8 +55,8 @@ class Borrowed:
         more = [name for name, value in state.items() if name not in known and value is not None]
         if more:
             raise FlatbedError(
-                f"{self.kind.__name__} keeps state ({more[0]}) that it did not have when from_torch tried "
-                f"it: an option was changed since; give it to from_torch as it shall be"
+                f"{self.kind.__name__} keeps state ({more[0]}) that it did not keep when from_torch probed "
+                f"it: an option was changed since; pass it to from_torch instead"
             )
 
     def _ready(self, known: dict[str, Any], params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -70,7 +70,7 @@ class Borrowed:
     def _state(
         self, at: Tensors, i: int, numbers: list[float], *, new_for: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """One parameter's state; for rows that are new, with its first values by today's options."""
+        """One parameter's state; new rows get their first values by the current options."""
         p = at.params[i]
         state: dict[str, Any] = {}
         for (name, kind), value in zip(self.found.numbers.items(), numbers, strict=True):
@@ -85,19 +85,12 @@ class Borrowed:
         return state
 
 
-class FromTorch(Optimizer):
-    """An optimizer of torch's over tables and parameters. Made by `from_torch`."""
-
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], **extras: Any) -> None:
-        super().__init__(params, defaults, **extras)
-
-
 def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: Any) -> Optimizer:
-    """Any optimizer class of torch's that updates element by element, for tables (and other parameters).
+    """Train tables (and other parameters) with any optimizer class of torch that updates elementwise.
 
-    Takes the class's own options, and those that all optimizers of flatbed have (`max_norm`, …). What its
-    state is, is found out by running it on a small parameter; classes whose state or update is not per
-    element (LBFGS, Adafactor, Muon, …) are refused.
+    Takes the class's own options, and those of every flatbed optimizer (`max_norm`, …). A trial on a small
+    parameter finds the state of the class; classes whose state or update is not elementwise (LBFGS,
+    Adafactor, Muon, …) are refused.
 
     >>> import flatbed
     >>> emb = flatbed.Embedding(100, 8)
@@ -111,26 +104,20 @@ def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: An
             f"found {repr(kind) if isinstance(kind, type) else f'an object of {type(kind).__name__}'}"
         )
     if issubclass(kind, Optimizer):
-        raise TypeError(f"{kind.__name__} is flatbed's own and takes tables as it is: {kind.__name__}(model)")
+        raise TypeError(f"{kind.__name__} of flatbed.optim takes tables itself: {kind.__name__}(model)")
     if kind is torch.optim.SparseAdam:
-        raise FlatbedError(
-            "SparseAdam takes sparse gradients, and a table's are packed: use flatbed.optim.SparseAdam, "
-            "which takes the same step"
-        )
+        raise FlatbedError("SparseAdam takes sparse gradients; use flatbed.optim.SparseAdam for tables")
     extras = {name: options.pop(name) for name in list(options) if name in Extras.__annotations__}
-    found = try_out(kind, options)
+    found = probe_state(kind, options)
     rule = Rule(
         numbers=(),
         state=dict.fromkeys(found.tensors),
         scalars=("_seen", "_begun", *found.numbers),
-        reference=Borrowed(kind, options, found),
+        reference=TorchRule(kind, options, found),
         initial={name: first for name, first in found.tensors.items() if first is not None},
         row_scalars={"_seen": None} if found.rows_are_new else {},
         sees_to_maximize=True,
     )
-    made = type(kind.__name__, (FromTorch,), {"rule": rule, "__module__": __name__, "__doc__": kind.__doc__})
+    made = type(kind.__name__, (Optimizer,), {"rule": rule, "__module__": __name__, "__doc__": kind.__doc__})
     optimizer: Optimizer = made(params, found.defaults, **extras)
     return optimizer
-
-
-__all__ = ["FromTorch", "Number", "from_torch"]

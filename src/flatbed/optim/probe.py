@@ -1,10 +1,13 @@
-"""What an optimizer of torch's keeps and does, found out by trying it on a small parameter."""
+"""Probing optimizers of torch: the state they keep and whether they read shapes, found on small tensors."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +17,32 @@ from torch import Tensor, nn
 from flatbed.errors import FlatbedError
 
 SHAPE = (3, 4)
-STEPS = 3
+STEPS = 6
+ALL = torch.ones(SHAPE, dtype=torch.bool)
 Run = tuple[Tensor, dict[str, Any]]
 """A parameter after some steps, and its state."""
 
 
+@contextmanager
+def _quietly(seed: int = 0, device: torch.device | None = None) -> Iterator[None]:
+    """Hide warnings and leave the random state of the process alone."""
+    devices = [] if device is None or device.type != "cuda" else [device]
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=devices):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        yield
+
+
+def _cloned(options: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}
+
+
+# ---- rows of a table: which state an optimizer keeps for each element
+
+
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number of state, in the form in which an optimizer keeps it."""
+    """One number of state, in the form in which an optimizer keeps it."""
 
     kind: type | torch.dtype
     shape: tuple[int, ...] = ()
@@ -34,67 +55,61 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What was found out."""
+    """The state that an optimizer keeps."""
 
     tensors: dict[str, float | str | None]
     """State per element, with its first value: a number, an option's name, or None for the weight itself."""
     numbers: dict[str, Number]
-    """State that is one number."""
+    """State that is one number for all elements."""
     rows_are_new: bool
-    """Whether a row that was never updated has to be known as such."""
+    """Return whether the first update of a row differs from later ones."""
     defaults: dict[str, Any]
 
 
-def try_out(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> StateSpec:
-    """Run an optimizer on small parameters; raise if it cannot be used row by row."""
-    trial = OptimizerProbe(kind, options)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")
-        generator = torch.Generator().manual_seed(0)
-        start = torch.randn(SHAPE, generator=generator)
-        grads = [torch.randn(SHAPE, generator=generator) for _ in range(STEPS)]
-        _, state = trial.run(start, grads)
-        tensors, numbers = trial.sorted_state(state)
-        trial.refuse_hidden(start, grads)
-        trial.refuse_neighbours(start, grads)
-        first = {name: trial.first_value(name, grads[0], counted=bool(numbers)) for name in tensors}
-        new = any(value is None or isinstance(value, str) for value in first.values())
-        if tensors and not numbers and not new:
-            new = trial.differs_without_state(start, grads[0], {n: trial.value(v) for n, v in first.items()})
-        return StateSpec(first, numbers, new, trial.defaults())
+def probe_state(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> StateSpec:
+    """Run an optimizer class on small parameters; raise if it cannot train the rows of a table."""
+    probe = OptimizerProbe(kind, options)
+    with _quietly():
+        start, *grads = torch.randn(STEPS + 1, *SHAPE, generator=torch.Generator().manual_seed(0))
+        param, state = probe.run(start, grads)
+        if torch.equal(param, start):
+            raise probe.refusal(f"{STEPS} steps on random gradients moved nothing, which proves nothing")
+        tensors, numbers = probe.sorted_state(state)
+        probe.refuse_hidden(start, grads)
+        probe.refuse_neighbours(start, grads)
+        first = {name: probe.first_value(name, grads[0], counted=bool(numbers)) for name in tensors}
+        is_new = any(value is None or isinstance(value, str) for value in first.values())
+        if tensors and not numbers and not is_new:
+            given = {name: torch.full(SHAPE, float(value or 0.0)) for name, value in first.items()}
+            is_new = not _same(probe.run(start, grads[:1]), probe.run(start, grads[:1], state=given))
+        return StateSpec(first, numbers, is_new, probe.defaults)
 
 
 class OptimizerProbe:
-    """An optimizer class with options, on trial."""
+    """An optimizer class with options, run on parameters of shape `SHAPE`."""
 
     def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-        self.kind = kind
-        self.options = options
-        self.name = kind.__name__
+        self.kind, self.options = kind, options
+        self.defaults = dict(self._build(nn.Parameter(torch.zeros(SHAPE))).defaults)
+        # A warm-up's first learning rate may be 0, which would show nothing.
+        self._lr: dict[str, Any] = {"lr": float(self.defaults["lr"]) or 0.01} if "lr" in self.defaults else {}
+        self._no_decay: dict[str, Any] = {"weight_decay": 0.0} if "weight_decay" in self.defaults else {}
 
-    def refuse(self, reason: str) -> FlatbedError:
-        return FlatbedError(f"{self.name} cannot train a table: {reason}")
+    def _build(self, param: nn.Parameter, **changed: Any) -> torch.optim.Optimizer:
+        return self.kind([param], **{**_cloned(self.options), **changed})
 
-    def build(self, param: nn.Parameter, **changed: Any) -> torch.optim.Optimizer:
-        options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.options.items()}
-        return self.kind([param], **{**options, **changed})
-
-    def defaults(self) -> dict[str, Any]:
-        return dict(self.build(nn.Parameter(torch.zeros(SHAPE))).defaults)
-
-    def _lr(self) -> float:
-        lr = self.defaults().get("lr", 0.01)
-        return float(lr) or 0.01  # a warm-up's first learning rate may be 0, which would show nothing
+    def refusal(self, reason: str) -> FlatbedError:
+        return FlatbedError(f"{self.kind.__name__} cannot train a table: {reason}")
 
     def run(
         self, start: Tensor, grads: list[Tensor], *, state: dict[str, Any] | None = None, **changed: Any
     ) -> Run:
+        """Take a step for each gradient, from the given state or a new one."""
         param = nn.Parameter(start.clone())
-        if "lr" in self.defaults():
-            changed = {"lr": self._lr(), **changed}
-        optimizer = self.build(param, **changed)
-        if "closure" in _required(optimizer):
-            raise self.refuse("its step needs a closure that evaluates the loss again, for all parameters")
+        optimizer = self._build(param, **{**self._lr, **changed})
+        closure = inspect.signature(self.kind.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise self.refusal("its step needs a closure that evaluates the loss again, for all parameters")
         if state is not None:
             optimizer.state[param] = copy.deepcopy(state)
         for grad in grads:
@@ -102,115 +117,219 @@ class OptimizerProbe:
             try:
                 optimizer.step()
             except Exception as error:
-                raise self.refuse(
+                raise self.refusal(
                     f"its step fails on a plain gradient of shape {tuple(start.shape)} "
                     f"({type(error).__name__}: {error})"
                 ) from error
         return param.detach(), dict(optimizer.state[param])
 
     def sorted_state(self, state: dict[str, Any]) -> tuple[list[str], dict[str, Number]]:
-        """Names of the state that is per element, and the numbers."""
+        """Names of the state that is per element, and the state that is one number."""
         tensors, numbers = [], {}
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == SHAPE:
-                if value.dtype != torch.float32:
-                    raise self.refuse(f"its state '{name}' is {value.dtype} for a parameter of float32")
+            if isinstance(value, Tensor) and value.shape == SHAPE and value.dtype == torch.float32:
                 tensors.append(name)
             elif isinstance(value, Tensor) and value.numel() == 1:
                 numbers[name] = Number(value.dtype, tuple(value.shape))
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 numbers[name] = Number(type(value))
             elif value is not None:
-                found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise self.refuse(
+                found = (
+                    f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                )
+                raise self.refusal(
                     f"its state '{name}' ({found}) is neither per element nor one number, for a parameter of "
-                    f"shape {SHAPE}"
+                    f"float32 and shape {SHAPE}"
                 )
         return tensors, numbers
 
     def refuse_hidden(self, start: Tensor, grads: list[Tensor]) -> None:
-        """All that it goes on from must be in its state, and state that comes late must begin with zeros."""
-        whole = self.run(start, grads)
+        """Raise unless everything kept between steps is in the state, and late state starts with zeros."""
+        expected = self.run(start, grads)
         param, state = self.run(start, grads[:1])
-        late = [name for name in whole[1] if state.get(name) is None and isinstance(whole[1][name], Tensor)]
-        zeros = {name: torch.zeros_like(whole[1][name]) for name in late}
-        again = self.run(param, grads[1:], state={**state, **zeros})
-        if not self._same(again, whole, torch.ones(SHAPE, dtype=torch.bool)):
-            raise self.refuse(
+        late = [n for n, v in expected[1].items() if state.get(n) is None and isinstance(v, Tensor)]
+        zeros = {name: torch.zeros_like(expected[1][name]) for name in late}
+        if not _same(self.run(param, grads[1:], state={**state, **zeros}), expected):
+            raise self.refusal(
                 f"its state '{late[0]}' begins in a later step than the first, and not with zeros"
                 if late
                 else "it keeps something between steps that is not in its state"
             )
 
     def refuse_neighbours(self, start: Tensor, grads: list[Tensor]) -> None:
-        """No element may depend on another, and nothing on how many there are."""
+        """Raise if an element's update depends on another element, or on their number."""
         whole, state = self.run(start, grads)
-        others = [g.clone() for g in grads]
+        others, elsewhere, kept = [g.clone() for g in grads], start.clone(), ALL.clone()
         others[1][1, 2] += 0.5
-        elsewhere = start.clone()
         elsewhere[1, 2] -= 0.25
-        kept = torch.ones(SHAPE, dtype=torch.bool)
         kept[1, 2] = False
-        for run in (self.run(start, others), self.run(elsewhere, grads)):
-            if not self._same(run, (whole, state), kept):
-                raise self.refuse("an element's update depends on other elements")
+        if not all(
+            _same(r, (whole, state), kept) for r in (self.run(start, others), self.run(elsewhere, grads))
+        ):
+            raise self.refusal("an element's update depends on other elements")
         part, held = self.run(start[::2], [g[::2] for g in grads])
-        for name, value in [("", part), *held.items()]:
-            expected = whole if not name else state[name]
-            if isinstance(value, Tensor) and value.shape == part.shape:
-                expected = expected[::2]
-            if isinstance(value, Tensor) and not torch.allclose(value, expected, rtol=1e-5, atol=1e-7):
-                raise self.refuse("an element's update depends on how many others there are")
-
-    @staticmethod
-    def _same(one: Run, other: Run, kept: Tensor) -> bool:
-        def equal(a: Any, b: Any) -> bool:
-            if not isinstance(a, Tensor):
-                return bool(a == b)
-            return torch.equal(a[kept], b[kept]) if a.shape == SHAPE else torch.equal(a, b)
-
-        return equal(one[0], other[0]) and all(equal(one[1][name], other[1][name]) for name in one[1])
-
-    def value(self, first: float | str | None) -> float:
-        return self._lr() if isinstance(first, str) else float(first or 0.0)
+        for value, expected in [(part, whole), *((held[name], state[name]) for name in held)]:
+            if isinstance(value, Tensor):
+                expected = expected[::2] if value.shape == part.shape else expected
+                if not torch.allclose(value, expected, rtol=1e-5, atol=1e-7):
+                    raise self.refusal("an element's update depends on how many others there are")
 
     def first_value(self, name: str, grad: Tensor, *, counted: bool) -> float | str | None:
-        """What state begins with: seen after a step that has nothing to do."""
+        """The value that state begins with, as seen after a step without gradient."""
         zeros = torch.zeros(SHAPE)
-        plain: dict[str, Any] = {"weight_decay": 0.0} if "weight_decay" in self.defaults() else {}
+        plain = self._no_decay
         moved = self.run(zeros + 2.0, [zeros], **plain)[1].get(name)
         state = self.run(zeros, [zeros], **plain)[1]
         at_rest = state.get(name)
         if moved is None or at_rest is None:
             return 0.0
         if not bool((at_rest == at_rest.flatten()[0]).all()):
-            raise self.refuse(f"the first value of its state '{name}' is not the same for all elements")
+            raise self.refusal(f"the first value of its state '{name}' is not the same for all elements")
         if not torch.equal(moved, at_rest) and torch.allclose(moved, zeros + 2.0, rtol=0.05):
             return None
-        nothing = self.run(zeros, [grad], state={**state, name: zeros}, **plain)
-        if self._same(nothing, self.run(zeros, [grad], state=state, **plain), zeros == 0):
-            return 0.0  # the step left something there that makes no difference, such as Adamax's eps
+        from_zero = self.run(zeros, [grad], state={**state, name: zeros}, **plain)
+        if _same(from_zero, self.run(zeros, [grad], state=state, **plain)):
+            return 0.0  # the step left a value that makes no difference, such as Adamax's eps
         if counted and not torch.equal(self.run(zeros, [zeros, zeros], **plain)[1][name], at_rest):
-            raise self.refuse(
-                f"what its state '{name}' begins with cannot be told, since it changes without gradients"
+            raise self.refusal(
+                f"the first value of its state '{name}' is unknown, since it changes without gradients"
             )
-        if "lr" in self.defaults():
-            lr = self._lr()
-            doubled = self.run(zeros, [zeros], lr=2 * lr, **plain)[1][name]
+        if self._lr:
+            doubled = self.run(zeros, [zeros], lr=2 * self._lr["lr"], **plain)[1][name]
             if not torch.equal(doubled, at_rest):
                 return "lr"
         return float(at_rest.flatten()[0])
 
-    def differs_without_state(self, start: Tensor, grad: Tensor, first: dict[str, float]) -> bool:
-        """Whether the first step is another one than from the first values of state."""
-        absent, after = self.run(start, [grad])
-        given = {name: torch.full(SHAPE, value) for name, value in first.items()}
-        present, then = self.run(start, [grad], state=given)
-        kept = torch.ones(SHAPE, dtype=torch.bool)
-        return not self._same((absent, after), (present, then), kept)
+
+def _same(one: Run, other: Run, kept: Tensor = ALL) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        if not isinstance(a, Tensor):
+            return bool(a == b)
+        return torch.equal(a[kept], b[kept]) if a.shape == SHAPE else torch.equal(a, b)
+
+    return equal(one[0], other[0]) and all(equal(one[1][name], other[1][name]) for name in one[1])
 
 
-def _required(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Arguments without which its step cannot be called."""
-    parameters = inspect.signature(type(optimizer).step).parameters.values()
-    return {p.name for p in parameters if p.default is p.empty and p.name != "self"}
+# ---- flat parameters: whether an optimizer reads how its elements are divided into parameters
+
+# Parameters of different shapes, scales and norms, and their positions in a buffer with padding.
+SHAPES = ((4, 3), (5,), (2, 2, 2))
+PARTS = tuple(
+    torch.linspace(*span, dtype=torch.float32) for span in ((-0.3, 0.2, 12), (-2.0, 3.0, 5), (0.5, 0.6, 8))
+)
+BUFFER_LENGTH = 48
+POSITIONS = torch.cat([torch.arange(len(part)) + 16 * i for i, part in enumerate(PARTS)])
+
+
+def refuse_shape_readers(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
+) -> None:
+    """Raise if an optimizer would update one flat parameter differently from the parameters inside it.
+
+    Elementwise optimizers pass, and so does LBFGS, which joins its parameters itself.
+    """
+    name, start = type(optimizer).__name__, torch.cat(PARTS)
+    try:
+        apart, joined, again = (
+            _solve(optimizer, group, device, joined=joined, seed=seed)
+            for joined, seed in ((False, 0), (True, 0), (False, 1))
+        )
+        if torch.equal(apart, start) or not apart.isfinite().all():
+            raise FlatbedError(f"{STEPS} steps on a small problem moved nothing, or to NaN")
+    except Exception as error:
+        warnings.warn(
+            f"flatbed could not find out whether {name} reads the shape of its parameters "
+            f"({type(error).__name__}: {error}); on a flat parameter it must not",
+            stacklevel=8,
+        )
+        return
+    differs = any(
+        (a - b).abs().max() > 1e-3 * (a - part).abs().max() + 4 * torch.finfo(a.dtype).eps * part.abs().max()
+        for a, b, part in zip(_split(apart), _split(joined), PARTS, strict=True)
+    )
+    if differs and torch.equal(apart, again):  # with random updates the two cannot be compared
+        raise FlatbedError(
+            f"{name} updates a flat parameter differently from the parameters it consists of: it reads their "
+            f"shape, norm or mean. Give it model.parameters() (flat.originals()), or use an elementwise "
+            f"optimizer such as torch.optim.AdamW. No parameter was changed"
+        )
+
+
+def _split(values: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(values, [len(part) for part in PARTS])
+
+
+def _solve(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, *, joined: bool, seed: int
+) -> Tensor:
+    """Train on a small quadratic problem, with separate parameters or one padded buffer."""
+    start, at = torch.cat(PARTS).to(device), POSITIONS.to(device)
+    if joined:
+        params = [nn.Parameter(start.new_zeros(BUFFER_LENGTH).index_copy(0, at, start))]
+    else:
+        params = [nn.Parameter(p.view(s).clone()) for p, s in zip(_split(start), SHAPES, strict=True)]
+
+    def values() -> Tensor:
+        return params[0].detach()[at] if joined else torch.cat([p.detach().reshape(-1) for p in params])
+
+    with _quietly(seed, device):
+        small = twin(optimizer, _with_lr(group), list(params))
+        for step in range(STEPS):  # each step has another goal and other gradients
+            goal = start.flip(0) * (0.7 - 0.4 * step) + 0.1
+            weight = torch.linspace(0.5, 2.0 + step, len(start)).to(start)
+
+            def closure(goal: Tensor = goal, weight: Tensor = weight) -> Tensor:
+                grad = weight * (values() - goal)
+                if joined:
+                    params[0].grad = start.new_zeros(BUFFER_LENGTH).index_copy(0, at, grad)
+                else:
+                    for p, part in zip(params, _split(grad), strict=True):
+                        p.grad = part.reshape(p.shape).clone()
+                return (0.5 * weight * (values() - goal) ** 2).sum()
+
+            closure()  # an optimizer may ignore the closure that it is given
+            takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
+            small.step(closure) if takes_closure else small.step()  # type: ignore[arg-type]
+    return values().cpu()
+
+
+def _with_lr(group: dict[str, Any]) -> dict[str, Any]:
+    """The group's options with a learning rate that shows something: a warm-up may begin at 0."""
+    lr = group.get("lr")
+    if isinstance(lr, Tensor):
+        return {**group, "lr": torch.full_like(lr, 0.02)}
+    return {**group, "lr": 0.02} if isinstance(lr, (int, float)) else group
+
+
+def twin(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], params: list[Tensor]
+) -> torch.optim.Optimizer:
+    """A new optimizer of the same class, with one group of these options over `params`."""
+    kind = type(optimizer)
+    group = {k: v for k, v in _cloned(options).items() if k not in ("params", "param_names")}
+    accepted = inspect.signature(kind.__init__).parameters
+    any_name = any(a.kind is a.VAR_KEYWORD for a in accepted.values())
+    arguments = {k: v for k, v in _cloned(optimizer.defaults).items() if any_name or k in accepted}
+    try:
+        return kind([{**group, "params": params}], **arguments)
+    except TypeError:  # its constructor takes more than `defaults` tells
+        public = {k: v for k, v in vars(optimizer).items() if not k.startswith("_")}
+        more = [v for k, v in public.items() if k not in ("defaults", "state", "param_groups")]
+        if not all(isinstance(value, (int, float, str, type(None))) for value in more):
+            raise  # it may wrap another optimizer, whose real parameters a trial must not touch
+        made = object.__new__(kind)
+        made.__dict__.update(optimizer.__dict__, state=defaultdict(dict))
+        made.__dict__["param_groups"] = [{**group, "params": params}]
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            made.__dict__[hooks] = OrderedDict()
+        return made
+
+
+def element_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
+    """The names of the state that holds one value per element, seen on a small parameter after a step."""
+    p = nn.Parameter(torch.tensor([0.5, -0.5]))
+    p.grad = torch.tensor([0.1, 0.2])
+    with _quietly():
+        small = twin(optimizer, {**_with_lr(group), "capturable": False}, [p])
+        small.step()
+    return {k for k, v in small.state[p].items() if isinstance(v, Tensor) and v.shape == p.shape}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatbed import FlatbedError
 from flatbed.optim.optimizer import Optimizer
-from flatbed.optim.probe import SHAPE, OptimizerProbe, try_out
+from flatbed.optim.probe import SHAPE, OptimizerProbe, probe_state
 
 IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that choose how a step is computed and not its result."""
@@ -79,7 +79,7 @@ def probe_rows(
 def _probe(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, float | str | None]:
-    found = try_out(kind, options)
+    found = probe_state(kind, options)
     constants = [name for name, first in found.tensors.items() if isinstance(first, float) and first]
     if not constants:
         return found.tensors

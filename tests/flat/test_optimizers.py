@@ -1,0 +1,224 @@
+"""Optimizers over flat parameters: elementwise ones pass, those that read shapes, norms or means raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flatbed import FlatbedError, FlatParams
+from tests.cases import OPTIMIZERS, OptimizerCase, assert_same, backward, build
+
+
+class Simple(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def direction(self, p: Any) -> torch.Tensor:
+        grad: torch.Tensor = p.grad
+        return grad
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.direction(p), alpha=group["lr"])
+        return loss
+
+
+def simple(name: str, direction: Callable[[Any, Any], torch.Tensor], base: type = Simple) -> type[Simple]:
+    return type(name, (base,), {"direction": direction})
+
+
+class IgnoresClosure(Simple):
+    """Its step takes a closure and never calls it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
+class NeedsMore(Simple):
+    """Its constructor takes more than `defaults` tells."""
+
+    def __init__(self, params: Any, secret: float = 0.0) -> None:
+        if not secret:
+            raise TypeError("secret is needed")
+        super().__init__(params)
+        self.secret = secret
+
+
+class NoClosure(Simple):
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+class JoinsAll(Simple):
+    """Subtracts the mean over all gradients, to which the padding of a buffer contributes."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
+        params = [p for group in self.param_groups for p in group["params"]]
+        mean = torch.cat([p.grad.flatten() for p in params]).mean()
+        for p in params:
+            p.sub_(p.grad - mean, alpha=0.01)
+
+
+class AdaNorm(Simple):
+    """Scales gradients by a running average of their norm."""
+
+    def direction(self, p: Any) -> torch.Tensor:
+        state, norm = self.state[p], p.grad.norm()
+        state["norm"] = 0.9 * state.get("norm", norm) + 0.1 * norm
+        return p.grad * (state["norm"] / norm)
+
+
+def centralize(self: Any, p: Any) -> torch.Tensor:
+    return p.grad if p.dim() < 2 else p.grad - p.grad.mean(dim=tuple(range(1, p.dim())), keepdim=True)
+
+
+LARS = simple("Lars", lambda self, p: p.grad * (p.norm() / p.grad.norm()))
+CLOSURE_LARS = simple("ClosureLars", LARS.direction, IgnoresClosure)
+SECRET_LARS = simple("SecretLars", LARS.direction, NeedsMore)
+SHAPE_READERS: list[tuple[Any, str]] = [
+    (torch.optim.Adafactor, "Adafactor"),
+    (LARS, "Lars"),
+    (lambda params: LARS(params, lr=0.0), "Lars"),
+    (CLOSURE_LARS, "ClosureLars"),
+    (lambda params: SECRET_LARS(params, secret=2.0), "SecretLars"),  # type: ignore[call-arg]
+    (simple("Lamb", lambda self, p: p.grad.sign() * p.norm() / p.grad.sign().norm()), "Lamb"),
+    (
+        simple("Muon", lambda self, p: p.grad if p.dim() < 2 else p.grad / p.grad.norm(dim=1, keepdim=True)),
+        "Muon",
+    ),
+    (simple("Centralized", lambda self, p: p.grad - p.grad.mean()), "Centralized"),
+    (simple("Ranger", centralize), "Ranger"),
+    (simple("Clipped", lambda self, p: p.grad * (1.0 / p.grad.norm()).clamp(max=1.0)), "Clipped"),
+    (AdaNorm, "AdaNorm"),
+    (JoinsAll, "JoinsAll"),
+]
+
+
+@pytest.mark.parametrize(("make", "name"), SHAPE_READERS, ids=[name for _, name in SHAPE_READERS])
+def test_shape_readers_are_refused(make: Any, name: str) -> None:
+    model = build("tied")
+    flat = FlatParams(model)
+    before = flat.snapshot()
+    optimizer = make(flat.parameters())
+    backward(model)
+    for _ in range(2):  # the second error matters if the first was swallowed
+        with pytest.raises(FlatbedError, match=rf"^{name} .*flat\.originals"):
+            optimizer.step()
+    assert torch.equal(before.buffers[0], flat.buffers[0])
+
+
+def test_torchs_muon_refuses_flat_parameters_itself() -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    with pytest.raises(ValueError, match="2D parameters"):
+        torch.optim.Muon(FlatParams(build("tied")).parameters())
+
+
+ELEMENTWISE: list[Any] = [
+    *OPTIMIZERS,
+    Simple,
+    IgnoresClosure,
+    lambda p: NeedsMore(p, secret=1.0),
+    NoClosure,
+    simple("Noisy", lambda self, p: p.grad + torch.randn(p.shape)),
+]
+
+
+@pytest.mark.parametrize("make", ELEMENTWISE, ids=lambda c: getattr(c, "name", getattr(c, "__name__", "")))
+def test_elementwise_optimizers_pass(make: OptimizerCase) -> None:
+    model = build("tied")
+    flat = FlatParams(model)
+    optimizer = make(flat.parameters())
+    backward(model)
+    state = torch.get_rng_state()
+    torch.set_rng_state(state)
+    optimizer.step()
+    assert flat.is_valid()
+    assert "Noisy" in type(optimizer).__name__ or torch.equal(state, torch.get_rng_state())
+
+
+def too_small(self: Any, p: Any) -> torch.Tensor:
+    if p.numel() < 20:
+        raise RuntimeError("too small for me")
+    return p.grad  # type: ignore[no-any-return]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper around the real optimizer, which a trial must not step."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        if not isinstance(base, torch.optim.Optimizer):
+            raise TypeError("an optimizer is needed")
+        super().__init__(base.param_groups, base.defaults)
+        self.base = base
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.base.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (simple("Unrunnable", too_small), "too small for me"),
+        (simple("Still", lambda self, p: 0 * p.grad), "moved nothing"),
+        (lambda params: Lookahead(torch.optim.SGD(params, lr=0.1)), "Lookahead"),
+    ],
+)
+def test_an_inconclusive_trial_warns(make: Any, reason: str) -> None:
+    model = build("tied")
+    optimizer = make(FlatParams(model).parameters())
+    backward(model)
+    steps: list[int] = []
+    real = getattr(optimizer, "base", optimizer)
+    real.register_step_post_hook(lambda *_: steps.append(1))
+    with pytest.warns(UserWarning, match=rf"could not find out.*{reason}"):
+        optimizer.step()
+    assert steps == [1]
+
+
+def test_a_tensor_learning_rate_is_not_touched() -> None:
+    lr = torch.tensor(0.01)
+    model = build("tied")
+    optimizer = torch.optim.Adam(FlatParams(model).parameters(), lr=lr, foreach=False)
+    backward(model)
+    optimizer.step()
+    assert lr == torch.tensor(0.01)
+    assert optimizer.param_groups[0]["lr"] is lr
+
+
+class Nested(torch.optim.SGD):
+    """Its step calls its parent's step and then changes the parameters."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.mul_(0.9)
+
+
+def test_a_step_within_a_step() -> None:
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch then hooks the parent's step as well
+    model, reference = build("tied"), build("tied")
+    flat = FlatParams(model)
+    optimizer, expected = Nested(flat.parameters(), lr=0.1), Nested(reference.parameters(), lr=0.1)
+    for m, o in ((model, optimizer), (reference, expected)):
+        m.decoder.bias.requires_grad_(False)
+        for i in range(3):
+            backward(m, i)
+            o.step()
+            o.zero_grad()
+    assert_same(model, reference)
