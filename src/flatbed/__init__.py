@@ -7,7 +7,7 @@ from flatbed import optim
 from flatbed._version import __version__
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.compat.contiguous_params import ContiguousParams
-from flatbed.data import Feeder, Prefetcher, RowReader
+from flatbed.data import Prefetcher, RowReader
 from flatbed.errors import FlatbedError
 from flatbed.flat.checkpoint import state_dict
 from flatbed.flat.ema import EMA
@@ -24,7 +24,6 @@ __all__ = [
     "ContiguousParams",
     "Embedding",
     "EmbeddingBag",
-    "Feeder",
     "FlatParameter",
     "FlatParams",
     "FlatbedError",
