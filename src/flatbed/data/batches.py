@@ -90,7 +90,7 @@ def as_tensor(array: Array) -> Any:
     if not is_plain or any(stride < 0 or stride % itemsize for stride in array.strides):
         array = np.array(array, native, order="C")
     try:
-        return torch.from_numpy(array if array.dtype == native else array.view(native))
+        return torch.from_numpy(array.view(native))
     except TypeError:  # long double
         return array
 

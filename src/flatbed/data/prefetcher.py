@@ -244,7 +244,7 @@ class ThreadedIteration:
             self.worker = WorkerThread(
                 self.worker, self._read, discard=PendingBatch.finish, name=f"{THREAD_NAME}-disk"
             )
-        self._rows = stream_for(mover.device, "rows") if mover.copies is not None else None
+        self._rows = stream_for(mover.device, "rows") if mover.device.type == "cuda" else None
         self._process = os.getpid()
 
     # In the loader threads.
@@ -336,6 +336,7 @@ class ThreadedIteration:
         with nullcontext() if self._rows is None else torch.cuda.stream(self._rows):
             for each in pending.lookups:
                 each.prefetch.admit(each.request, each.ids)
+                each.ids = []  # the loop alone holds the batch
 
     def _hand_out(self, steps: torch.cuda.Event | None) -> Any:
         pending = self.in_use = self.pending.popleft()
@@ -343,7 +344,7 @@ class ThreadedIteration:
         for each in pending.lookups:
             each.prefetch.begin(each.request)
         batch = self.mover.hand_out(pending.moved)
-        pending.moved = None  # the loop alone holds the batch
+        pending.moved = None
         self.source.permit(steps)
         return batch
 

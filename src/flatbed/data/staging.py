@@ -1,8 +1,8 @@
 """Copies of host tensors to a GPU through a ring of pinned memory.
 
-A thread takes a free chunk of the ring, fills it, issues its copy to the GPU, and gives the chunk back with an
-event. The thread that takes the chunk next waits for that event before it writes. A thread holds one chunk at
-a time.
+A thread takes a free chunk of the ring, fills it, issues its copy to the GPU, and gives the chunk back with
+an event. The thread that takes the chunk next waits for that event before it writes. A thread holds one chunk
+at a time.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout == torch.strided
         and not tensor.requires_grad
-        and not tensor.is_quantized
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
 
 
