@@ -7,7 +7,7 @@ import multiprocessing
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -192,6 +192,12 @@ def batches(n: int, size: int = 4) -> list[dict[str, Tensor]]:
 
 def first(batch: Any) -> int:
     return int(batch["items"][0])
+
+
+def collect(results: Iterable[Any], seen: list[Any]) -> None:
+    """Append results to a list, which has those before an error."""
+    for result in results:
+        seen.append(first(result) if isinstance(result, dict) else result)
 
 
 # ---- what is running

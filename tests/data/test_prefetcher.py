@@ -23,7 +23,7 @@ from torch import nn
 import flatbed
 from flatbed import FlatbedError, Prefetcher
 from flatbed.data import prefetcher as prefetcher_module
-from tests.data.fakes import ROWS, FakePrefetch, batches, first, loader, threads, wait_until, workers
+from tests.data.fakes import ROWS, FakePrefetch, batches, collect, first, loader, threads, wait_until, workers
 
 DEPTHS = [0, 1, 2, 5]
 
@@ -342,7 +342,7 @@ def test_wrong_arguments(emb: flatbed.Embedding) -> None:
         Prefetcher([], depth=-1)
     with pytest.raises(TypeError, match="integer"):
         Prefetcher([], depth=1.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="found DataLoader.*pin_memory"):
+    with pytest.raises(TypeError, match=r"found DataLoader.*pin_memory"):
         Prefetcher(loader(), pin=True)
     with pytest.raises(FlatbedError, match="meta"):
         Prefetcher([], device="meta")
@@ -378,10 +378,9 @@ def test_wrong_ids_name_the_table(
 def test_an_error_of_the_loader_is_raised_when_its_turn_comes(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch]
 ) -> None:
-    seen = []
+    seen: list[int] = []
     with pytest.raises(ValueError, match="item 9 is bad"):
-        for batch in Prefetcher(loader(20, 4, fail_at=9), {emb: "items"}, depth=3):
-            seen.append(first(batch))
+        collect(Prefetcher(loader(20, 4, fail_at=9), {emb: "items"}, depth=3), seen)
     assert seen == [0, 4]
     assert prefetches[0].n_open == 0
 
@@ -400,11 +399,11 @@ def test_errors_of_tables_are_raised_and_nothing_stays_open(
     if call == "read" and not prefetches[1].reads_disk:
         prefetched.close()
         return
-    seen = []
+    seen: list[int] = []
     with pytest.raises(OSError, match=f"{call} failed"):
-        for batch in prefetched:
-            seen.append(first(batch))
-    assert seen[: len(seen)] == [0, 1, 2][: len(seen)]
+        collect(prefetched, seen)
+    assert seen == list(range(len(seen)))
+    assert len(seen) <= 3
     assert wait_until(lambda: not threads())
     assert [prefetch.n_open for prefetch in prefetches] == [0, 0]
 

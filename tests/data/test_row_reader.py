@@ -229,7 +229,7 @@ def test_wrong_files(tmp_path: Path) -> None:
         ("objects.npy", ValueError, r"objects\.npy is not .*numpy\.save"),
         ("short.npy", ValueError, r"short\.npy .*damaged"),
         ("two.npz", ValueError, r"two\.npz .*archive of a, b.*numpy\.save"),
-        (".", IsADirectoryError, ""),
+        (".", IsADirectoryError, "directory"),
     ]
     for name, error, message in wrong:
         with pytest.raises(error, match=message):

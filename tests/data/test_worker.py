@@ -15,7 +15,7 @@ import torch
 
 from flatbed.data.prefetcher import THREAD_NAME
 from flatbed.data.worker import BoundedSource, EndOfStream, WorkerThread
-from tests.data.fakes import wait_until
+from tests.data.fakes import collect, wait_until
 
 SECONDS = 60.0
 
@@ -107,10 +107,9 @@ def test_an_error_is_raised_when_its_turn_comes(n_threads: int, where: str, erro
     items = map(fail, range(10)) if where == "loader" else iter(range(10))
     prepare = fail if where == "prepare" else lambda item: item
     chain = Chain(items, n_threads=n_threads, prepare=prepare)
-    seen = []
+    seen: list[int] = []
     with pytest.raises(type(error)) as raised:
-        for result in chain.results():
-            seen.append(result)
+        collect(chain.results(), seen)
     assert seen == [0, 1, 2]
     assert raised.value is error
     assert any(entry.name == "fail" for entry in raised.traceback), "with its traceback"
