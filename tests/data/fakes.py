@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from flatbed.data.prefetcher import THREAD_NAME
+from flatbed.data.pipeline import THREAD_NAME
 from flatbed.data.staging import CopyStream, StagingRing
 from flatbed.tables.table import Table
 

@@ -22,6 +22,7 @@ from torch import nn
 
 import flatbed
 from flatbed import FlatbedError, Prefetcher
+from flatbed.data import pipeline
 from flatbed.data import prefetcher as prefetcher_module
 from tests.data.fakes import ROWS, FakePrefetch, batches, collect, first, loader, threads, wait_until, workers
 
@@ -291,7 +292,7 @@ def test_ids_of_the_batch_are_not_copied_twice(monkeypatch: pytest.MonkeyPatch) 
 
     class Prefetch(FakePrefetch):
         def admit(self, request: Any, ids: list[torch.Tensor]) -> None:
-            assert torch.cuda.current_stream() == prefetcher_module.stream_for(ids[0].device, "rows")
+            assert torch.cuda.current_stream() == pipeline.stream_for(ids[0].device, "rows")
             admitted.append(ids)
             super().admit(request, ids)
 
@@ -412,7 +413,7 @@ def test_an_interrupt_while_the_loop_waits(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control-C in a loop whose loader does not return."""
-    monkeypatch.setattr(prefetcher_module, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(pipeline, "JOIN_SECONDS", 0.1)
     go, main = threading.Event(), threading.main_thread().ident or 0
 
     def stuck() -> Iterator[Any]:
@@ -539,7 +540,7 @@ def test_persistent_workers(emb: flatbed.Embedding) -> None:
 def test_a_new_loop_waits_for_the_loader_of_the_last_one(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetcher_module, "JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(pipeline, "JOIN_SECONDS", 0.0)
     n_inside = 0
 
     class Alone:

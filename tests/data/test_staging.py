@@ -15,9 +15,11 @@ from torch import Tensor
 from flatbed import Prefetcher
 from flatbed.data import staging
 from flatbed.data.batches import as_tensor
-from flatbed.data.prefetcher import BoundedSource, PrefetchIterator, ThreadedIteration
+from flatbed.data.pipeline import ThreadedIteration
+from flatbed.data.prefetcher import PrefetchIterator
 from flatbed.data.staging import StagingRing, pinned, ring_for, send
 from flatbed.data.transfer import BatchMover
+from flatbed.data.worker import BoundedSource
 from tests.data.fakes import CPU, LateCopies, Reached, late_copies, small_ring
 
 KINDS = {
@@ -74,40 +76,40 @@ def check(found: list[Tensor], wanted: list[Tensor]) -> None:
 def test_every_kind_arrives_bit_for_bit(kind: str) -> None:
     want = given(kind)
     with late_copies() as copies:
-        sent = send([want], small_ring(), copies)
+        sent, _ = send([want], small_ring(), copies)
         copies.hand_over()
-    check(sent.tensors, [want])
+    check(sent, [want])
     if kind in ("transposed", "channels last", "small channels last", "fortran", "permuted"):
-        assert sent.tensors[0].stride() == want.stride(), "as with Tensor.to"
+        assert sent[0].stride() == want.stride(), "as with Tensor.to"
 
 
 def test_small_tensors_share_one_copy_and_large_ones_have_several() -> None:
     small = [torch.full((n,), float(n)) for n in range(1, 8)]
     large = torch.arange(5000.0)
     with late_copies() as copies:
-        sent = send([*small, large], small_ring(), copies)
+        sent, _ = send([*small, large], small_ring(), copies)
         copies.hand_over()
         assert copies.n_copies == 1 + -(-large.nbytes // 4096)
-    check(sent.tensors, [*small, large])
-    assert len({tensor.untyped_storage().data_ptr() for tensor in sent.tensors[:7]}) == 1
-    assert all(tensor.data_ptr() % 16 == 0 for tensor in sent.tensors)
+    check(sent, [*small, large])
+    assert len({tensor.untyped_storage().data_ptr() for tensor in sent[:7]}) == 1
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in sent)
 
 
 def test_more_small_tensors_than_a_chunk_holds() -> None:
     tensors = [torch.full((i % 7 + 1, 3), i) for i in range(100)]
     with late_copies() as copies:
-        sent = send(tensors, small_ring(2, 2048), copies)
+        sent, owners = send(tensors, small_ring(2, 2048), copies)
         copies.hand_over()
-    check(sent.tensors, tensors)
-    assert max(owner.nbytes for owner in sent.owners) <= 2048
+    check(sent, tensors)
+    assert max(owner.nbytes for owner in owners) <= 2048
 
 
 def test_tensors_that_share_memory_are_not_views_of_each_other() -> None:
     """A write to one must not make autograd complain about another that was saved for backward."""
     with late_copies() as copies:
-        sent = send([torch.ones(4), torch.ones(4)], small_ring(), copies)
+        sent, _ = send([torch.ones(4), torch.ones(4)], small_ring(), copies)
         copies.hand_over()
-    a, b = sent.tensors
+    a, b = sent
     loss = (b * torch.ones(4, requires_grad=True) * b).sum()
     a.mul_(2)
     loss.backward()
@@ -118,7 +120,7 @@ def test_a_chunk_is_not_written_to_before_its_copy_is_done() -> None:
     with late_copies(most_seconds=0.002) as copies:
         ring = small_ring(2, 1024)
         wanted = [torch.full((100,), float(i)) for i in range(50)]
-        found = [send([one], ring, copies).tensors[0] for one in wanted]
+        found = [send([one], ring, copies)[0][0] for one in wanted]
         copies.hand_over()
     check(found, wanted)
 
@@ -132,7 +134,7 @@ def test_that_test_finds_events_that_are_too_early() -> None:
 
     copies = Early(most_seconds=0.005)
     ring = small_ring(2, 1024)
-    found = [send([torch.full((100,), float(i))], ring, copies).tensors[0] for i in range(50)]
+    found = [send([torch.full((100,), float(i))], ring, copies)[0][0] for i in range(50)]
     copies.todo.put(None)
     copies.thread.join(60)
     assert any(float(tensor[0]) != i for i, tensor in enumerate(found))
@@ -146,9 +148,9 @@ def test_many_threads_share_a_ring() -> None:
         def run(seed: int) -> None:
             for i in range(20):
                 want = torch.full((200,), seed * 100 + i)
-                sent = send([want], ring, copies)
+                sent, _ = send([want], ring, copies)
                 copies.hand_over()
-                if not torch.equal(sent.tensors[0], want):
+                if not torch.equal(sent[0], want):
                     failed.append(seed)
 
         users = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
@@ -166,9 +168,9 @@ def test_random_batches_through_random_rings(seed: int) -> None:
         for _ in range(10):
             tensors = [given(chance.choice([*KINDS])) for _ in range(chance.randint(0, 12))]
             ring = small_ring(chance.randint(1, 3), chance.choice([1024, 4096, 65536]))
-            sent = send(tensors, ring, copies)
+            sent, _ = send(tensors, ring, copies)
             copies.hand_over()
-            check(sent.tensors, tensors)
+            check(sent, tensors)
 
 
 @pytest.mark.parametrize("fail_at", [1, 2, 3])
@@ -179,9 +181,9 @@ def test_the_ring_is_whole_after_an_error_of_the_device(fail_at: int) -> None:
         with pytest.raises(RuntimeError, match="the device is gone"):
             send([large], ring, copies)
         for _ in range(3):
-            sent = send([large], ring, copies)
+            sent, _ = send([large], ring, copies)
         copies.hand_over()
-        check(sent.tensors, [large])
+        check(sent, [large])
 
 
 @pytest.mark.parametrize("depth", [1, 3])

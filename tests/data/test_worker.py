@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatbed.data.prefetcher import THREAD_NAME
+from flatbed.data.pipeline import THREAD_NAME
 from flatbed.data.worker import BoundedSource, EndOfStream, WorkerThread
 from tests.data.fakes import collect, wait_until
 

@@ -35,16 +35,16 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
             if id(value) not in seen:
                 seen[id(value)] = (value, function(value))  # with the leaf, so that its id stays its own
             return seen[id(value)][1]
-        if is_dataclass(value) and not isinstance(value, type):
-            given = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
-            return _rebuilt(value, given, walk(given))
+        given: Any
         if isinstance(value, Mapping):
             given = dict(value.items())
-            return _rebuilt(value, given, walk(given))
-        if isinstance(value, (list, tuple)):
-            items = [*value]
-            return _rebuilt(value, items, walk(items))
-        return value
+        elif isinstance(value, (list, tuple)):
+            given = [*value]
+        elif is_dataclass(value) and not isinstance(value, type):
+            given = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+        else:
+            return value
+        return _rebuilt(value, given, walk(given))
 
     def walk(value: Any) -> Any:
         leaves, spec = tree_flatten(value, is_leaf=moves_itself)
@@ -58,21 +58,18 @@ def _rebuilt(value: Any, given: Any, parts: Any) -> Any:
     """Build a container like `value` with other parts, unless they are the parts that it has."""
     if parts is given:
         return value
-    if is_dataclass(value):
-        made = copy.copy(value)  # not by `__init__`, which may compute
+    kind: Any = type(value)
+    if isinstance(value, tuple) or (isinstance(value, Mapping) and not isinstance(value, MutableMapping)):
+        return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
+    made: Any = copy.copy(value)  # with all attributes, and not by `__init__`, which may compute
+    if isinstance(value, list):
+        made[:] = parts
+    elif isinstance(value, MutableMapping):
+        made.update(parts)
+    else:
         for name, part in parts.items():
             object.__setattr__(made, name, part)  # the dataclass may be frozen
-        return made
-    if isinstance(value, MutableMapping):
-        made = copy.copy(value)  # with all its attributes, such as the factory of a defaultdict
-        for name, part in parts.items():
-            made[name] = part
-        return made
-    if isinstance(value, list):
-        made = copy.copy(value)
-        made[:] = parts
-        return made
-    return type(value)._make(parts) if hasattr(type(value), "_make") else type(value)(parts)
+    return made
 
 
 def as_tensor(array: Array) -> Any:

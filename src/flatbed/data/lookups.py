@@ -43,9 +43,10 @@ class Lookup:
         return [self._checked(one) for one in (found if are_several else [found])]
 
     def _at(self, key: str | int, batch: Any) -> Any:
-        has_keys = not isinstance(key, str) or isinstance(batch, Mapping) or hasattr(batch, "keys")
         try:
-            return batch[key] if has_keys else getattr(batch, key)
+            if isinstance(key, str) and not hasattr(batch, "keys"):
+                return getattr(batch, key)
+            return batch[key]
         except (KeyError, IndexError, AttributeError, TypeError) as error:
             raise type(error)(
                 f"lookups[{self.table!r}] is the key {key!r}, which was not found in a batch of type "
@@ -67,12 +68,8 @@ class Lookup:
 
 def _described(batch: Any) -> str:
     kind = type(batch).__name__
-    if isinstance(batch, (Tensor, np.ndarray)):
-        return f"{kind} of shape {tuple(batch.shape)}"
-    if isinstance(batch, Mapping):
-        keys = [repr(key) if isinstance(key, (str, int)) else type(key).__name__ for key in batch]
-        more = f" and {len(keys) - MAX_KEYS} more" if len(keys) > MAX_KEYS else ""
-        return f"{kind} with the keys {', '.join(keys[:MAX_KEYS])}{more}" if keys else f"{kind} without keys"
+    if hasattr(batch, "keys"):
+        return f"{kind} with the keys {', '.join(map(repr, list(batch.keys())[:MAX_KEYS]))}"
     return f"{kind} of length {len(batch)}" if isinstance(batch, Sequence) else kind
 
 

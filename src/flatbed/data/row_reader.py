@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from flatbed.tables.ids import as_ids, check_range, to_device
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-NPY_MAGIC = b"\x93NUMPY"
 ALIGNMENT = 16  # bytes that a kernel reads at once
 PIECE_BYTES = 2048  # of a row that a program reads at once: more would take too many registers
 COPY_BYTES = 64 << 20  # copied from the array at once
@@ -65,7 +64,7 @@ class RowReader:
         rows = _checked(_mapped(Path(array)) if isinstance(array, str | os.PathLike) else array)
         self.shape: tuple[int, ...] = rows.shape
         self.dtype = _dtype(rows)
-        self._source: RowSource | None = _source_for(rows, self.device, copy)
+        self._source: CopiedRows | GatheredRows | None = _source_for(rows, self.device, copy)
 
     @property
     def way(self) -> str:
@@ -112,45 +111,14 @@ class RowReader:
 # ---- how rows are read
 
 
-class RowSource(Protocol):
-    """Rows as bytes."""
-
-    name: str
-
-    def gather(self, ids: Tensor) -> Tensor:
-        """Return rows, given int64 ids on any device: (n,) → (n, bytes of a row), contiguous."""
-
-    def close(self) -> None:
-        """Free all memory."""
-
-
-def _source_for(array: Array, device: torch.device, copy: bool | None) -> RowSource:
+def _source_for(array: Array, device: torch.device, copy: bool | None) -> CopiedRows | GatheredRows:
     if device.type == "cpu" or not array.nbytes:
-        return HostRows(array)
+        return GatheredRows(array)
     if copy is None:
         copy = use_triton(device) and CopiedRows.nbytes_for(array) < host_memory.available_bytes() // 2
     if copy:
         return CopiedRows(array, device)
-    return StagedRows(array, ring_for(device), CopyStream(device))
-
-
-class HostRows:
-    """Rows read by torch's threads from the array itself."""
-
-    name = "cpu"
-
-    def __init__(self, array: Array) -> None:
-        self._gather: Callable[[Tensor, Tensor], Any] | None = gather_into(array)
-        self._row_bytes = array[0].nbytes if len(array) else 0
-
-    def gather(self, ids: Tensor) -> Tensor:
-        assert self._gather is not None
-        found = torch.empty((len(ids), self._row_bytes), dtype=torch.uint8)
-        self._gather(found, ids.cpu())
-        return found
-
-    def close(self) -> None:
-        self._gather = None
+    return GatheredRows(array, CopyStream(device), ring_for(device))
 
 
 class CopiedRows:
@@ -183,6 +151,7 @@ class CopiedRows:
         return len(array) * n_pieces * piece_bytes
 
     def gather(self, ids: Tensor) -> Tensor:
+        """Return rows as bytes, given int64 ids on any device: (n,) → (n, bytes of a row)."""
         keys = to_device(ids, self._device)
         if self._n_pieces > 1:
             pieces = torch.arange(self._n_pieces, device=keys.device)
@@ -192,37 +161,42 @@ class CopiedRows:
         return found[:, : self._row_bytes].contiguous()
 
     def close(self) -> None:
+        """Free the copy."""
         self._memory.close()
 
 
-class StagedRows:
-    """Rows that torch's threads gather into pinned memory, and that are copied from there."""
+class GatheredRows:
+    """Rows that torch's threads gather from the array: for a GPU into pinned memory, and from there."""
 
-    name = "staged"
-
-    def __init__(self, array: Array, ring: StagingRing, copies: CopyStream) -> None:
+    def __init__(
+        self, array: Array, copies: CopyStream | None = None, ring: StagingRing | None = None
+    ) -> None:
+        self.name = "cpu" if copies is None else "staged"
         self._gather: Callable[[Tensor, Tensor], Any] | None = gather_into(array)
-        self._row_bytes = array[0].nbytes
-        self._ring = ring
+        self._row_bytes = array[0].nbytes if len(array) else 0
         self._copies = copies
+        self._ring = ring
 
     def gather(self, ids: Tensor) -> Tensor:
+        """Return rows as bytes, given int64 ids on any device: (n,) → (n, bytes of a row)."""
         assert self._gather is not None
-        ids, gather, device = ids.cpu(), self._gather, self._copies.device
-        n = min(GATHER_BYTES, self._ring.chunk_bytes) // self._row_bytes
-        if n == 0:  # a row is larger than a part of the ring
+        ids = ids.cpu()
+        if self._copies is None or self._ring is None or self._row_bytes > self._ring.chunk_bytes:
             found = torch.empty((len(ids), self._row_bytes), dtype=torch.uint8)
-            gather(found, ids)
-            return found.to(device)
+            self._gather(found, ids)
+            return found if self._copies is None else found.to(self._copies.device)
+        n = max(1, min(GATHER_BYTES, self._ring.chunk_bytes) // self._row_bytes)
         with self._copies.context():
+            device = self._copies.device
             found = torch.empty((len(ids), self._row_bytes), dtype=torch.uint8, device=device)
-            for target, some in zip(found.split(n), ids.split(n), strict=True):
-                fill = partial(_gather_lines, gather, some)
-                self._ring.send(target.view(-1), fill, self._copies)
+            for first in range(0, len(ids), n):
+                fill = partial(_gather_lines, self._gather, ids[first : first + n])
+                self._ring.send(found[first : first + n].view(-1), fill, self._copies)
         self._copies.hand_over(found)
         return found
 
     def close(self) -> None:
+        """Drop the array."""
         self._gather = None
 
 
@@ -300,14 +274,11 @@ def _mapped(path: Path) -> Any:
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        with open(path, "rb") as file:
-            is_npy = file.read(len(NPY_MAGIC)) == NPY_MAGIC and "object" not in str(error).lower()
-        what = "a .npy file that is cut short or damaged" if is_npy else "not a .npy file of numbers"
-        raise ValueError(f"{path} is {what}: write it again with numpy.save") from error
-    if not isinstance(found, np.ndarray):
-        names = ", ".join(found.files)
-        found.close()
         raise ValueError(
-            f"{path} is an .npz archive of {names}, which cannot be mapped: save one with numpy.save"
-        )
-    return found
+            f"{path} is not a .npy file of numbers, or it is cut short ({error}): write it with numpy.save"
+        ) from error
+    if isinstance(found, np.ndarray):
+        return found
+    names = ", ".join(found.files)
+    found.close()
+    raise ValueError(f"{path} is an .npz archive of {names}, which cannot be mapped: use numpy.save for one")

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -118,40 +119,35 @@ def ring_for(device: torch.device) -> StagingRing:
 # ---- from tensors to the device
 
 
-@dataclass(slots=True)
-class Sent:
-    """Tensors on the device in the order of those that were sent, and the tensors that own their memory."""
-
-    tensors: list[Tensor]
-    owners: list[Tensor]
-
-
-def send(tensors: Sequence[Tensor], ring: StagingRing, copies: CopyStream) -> Sent:
-    """Issue the copies of host tensors to the device. Axes keep their order in memory.
+def send(
+    tensors: Sequence[Tensor], ring: StagingRing, copies: CopyStream
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Issue the copies of tensors to the device. Returns the tensors there, and those that own their memory.
 
     Small tensors share memory of a chunk at most, and one copy. Large ones go through several chunks. Pinned
     ones are copied from where they are. Others (sparse, quantized, subclasses) are moved by their own `to`.
+    Axes keep their order in memory.
     """
-    found: dict[int, Tensor] = {}
+    moved: dict[int, Tensor] = {}
     owners: list[Tensor] = []
-    packed: list[int] = []
-    sources = [_in_memory_order(tensor) if _is_plain(tensor) else tensor for tensor in tensors]
-    for i, source in enumerate(sources):
-        if not _is_plain(source) or _needs_no_staging(source):
-            found[i] = source.to(copies.device, non_blocking=True)
-            owners.append(found[i])
+    small: dict[int, Tensor] = {}
+    for i, tensor in enumerate(tensors):
+        source = _in_memory_order(tensor) if _is_plain(tensor) else tensor
+        if not _is_plain(tensor) or _needs_no_staging(source):
+            moved[i] = source.to(copies.device, non_blocking=True)
         elif source.numel() == 0:
-            found[i] = torch.empty_like(source, device=copies.device)
+            moved[i] = torch.empty_like(source, device=copies.device)
         elif source.nbytes < min(PACKED_BYTES, ring.chunk_bytes // 2):
-            packed.append(i)
+            small[i] = source
+            continue
         else:
-            found[i] = _send_alone(source, ring, copies)
-            owners.append(found[i])
-    for positions in _loads([sources[i].nbytes for i in packed], packed, ring.chunk_bytes):
-        memory, views = _send_packed([sources[i] for i in positions], ring, copies)
-        found.update(zip(positions, views, strict=True))
+            moved[i] = _send_alone(source, ring, copies)
+        owners.append(moved[i])
+    for load in _loads(small, ring.chunk_bytes):
+        memory, views = _send_packed([small[i] for i in load], ring, copies)
+        moved.update(zip(load, views, strict=True))
         owners.append(memory)
-    return Sent([_with_axes_of(tensors[i], found[i]) for i in range(len(tensors))], owners)
+    return [_with_axes_of(tensor, moved[i]) for i, tensor in enumerate(tensors)], owners
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -170,7 +166,8 @@ def _needs_no_staging(tensor: Tensor) -> bool:
 
 def _axes(tensor: Tensor) -> list[int]:
     """Return the axes from the slowest to the fastest in memory."""
-    return sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
@@ -189,29 +186,30 @@ def _send_alone(source: Tensor, ring: StagingRing, copies: CopyStream) -> Tensor
     """Send a tensor in as many pieces along its first axis as it needs chunks."""
     moved = torch.empty(source.shape, dtype=source.dtype, device=copies.device)
     if source.is_contiguous() or source[0].nbytes > ring.chunk_bytes:
-        source = source.contiguous().flatten().view(torch.uint8)
-    line_bytes = source[0].nbytes
-    n_lines = ring.chunk_bytes // line_bytes
-    targets = moved.flatten().view(torch.uint8).split(n_lines * line_bytes)
-    for target, piece in zip(targets, source.split(n_lines), strict=True):
-        ring.send(target, _copier(piece), copies)
+        source = source.contiguous().view(-1).view(torch.uint8)
+    n_lines = ring.chunk_bytes // source[0].nbytes
+    target = moved.view(-1).view(torch.uint8)
+    for first in range(0, len(source), n_lines):
+        piece = source[first : first + n_lines]
+        begin = first * source[0].nbytes
+        ring.send(target[begin : begin + piece.nbytes], partial(_fill, piece), copies)
     return moved
 
 
-def _copier(piece: Tensor) -> Callable[[Tensor], Any]:
-    return lambda memory: memory.view(piece.dtype).view(piece.shape).copy_(piece)
+def _fill(source: Tensor, memory: Tensor) -> None:
+    memory.view(source.dtype).view(source.shape).copy_(source)
 
 
-def _loads(sizes: Iterable[int], positions: Iterable[int], chunk_bytes: int) -> list[list[int]]:
-    """Divide small tensors into groups that fit into a chunk."""
+def _loads(small: Mapping[int, Tensor], chunk_bytes: int) -> list[list[int]]:
+    """Divide the keys of small tensors into groups whose tensors fit into a chunk."""
     loads: list[list[int]] = []
     free = 0
-    for nbytes, position in zip(sizes, positions, strict=True):
-        if _aligned(nbytes) > free:
+    for i, source in small.items():
+        if _aligned(source.nbytes) > free:
             loads.append([])
             free = chunk_bytes
-        loads[-1].append(position)
-        free -= _aligned(nbytes)
+        loads[-1].append(i)
+        free -= _aligned(source.nbytes)
     return loads
 
 

@@ -8,6 +8,7 @@ every tensor of the batch is recorded for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,11 +70,11 @@ class BatchMover:
         with self.copies.context():
             for event in made:
                 self.copies.stream.wait_event(event)
-            sent = send([*tensors.values()], self.ring, self.copies)
+            sent, owners = send([*tensors.values()], self.ring, self.copies)
             arrived = self.copies.record()
-        moved = dict(zip(tensors, sent.tensors, strict=True))
+        moved = dict(zip(tensors, sent, strict=True))
         batch = map_leaves(lambda leaf: moved.get(id(leaf), leaf), host)
-        return MovedBatch(batch, moved, sent.owners, arrived, has_objects)
+        return MovedBatch(batch, moved, owners, arrived, has_objects)
 
     def hand_out(self, moved: MovedBatch) -> Any:
         """Return the batch for the current stream, which waits for the copies.
@@ -87,8 +88,9 @@ class BatchMover:
     def _move_object(self, leaf: Any) -> Any:
         if not moves_itself(leaf):
             return leaf
-        if self.copies is not None and callable(getattr(leaf, "pin_memory", None)):
-            return leaf.to(self.device, non_blocking=True)
+        if self.copies is not None:
+            with suppress(TypeError):  # not all have that argument
+                return leaf.to(self.device, non_blocking=True)
         return leaf.to(self.device)
 
 

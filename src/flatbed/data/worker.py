@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -25,22 +25,6 @@ class EndOfStream:
     """The last result of a worker: there are no more items, or the worker failed."""
 
     error: BaseException | None = None
-
-
-class Source(Protocol):
-    """Items that a worker reads."""
-
-    def start(self) -> None:
-        """Begin to produce items."""
-
-    def stop(self) -> None:
-        """Make the current and all later calls of `next` end as soon as possible, and release the items."""
-
-    def join(self, seconds: float) -> None:
-        """Wait until no thread produces items any more, at most so long."""
-
-    def __next__(self) -> Any:
-        """Return the next item."""
 
 
 class OneShotItems(Iterator[Any]):
@@ -74,16 +58,10 @@ class BoundedSource:
         """Allow one more item."""
         self._permits.put(permit)
 
-    def start(self) -> None:
-        """Do nothing: items are read on demand."""
-
     def stop(self) -> None:
-        """Drop the iterator, which ends the worker processes of a DataLoader."""
+        """End all later calls of `next`. Dropping the iterator ends the processes of a DataLoader."""
         self._items = iter(())
         self._permits.put(EndOfStream())
-
-    def join(self, seconds: float) -> None:
-        """Do nothing: there is no thread."""
 
     def __next__(self) -> tuple[Any, Any]:
         permit = self._permits.get()
@@ -101,7 +79,12 @@ class WorkerThread(Generic[T]):
     """
 
     def __init__(
-        self, source: Source, prepare: Callable[[Any], T], *, discard: Callable[[T], None], name: str
+        self,
+        source: BoundedSource | WorkerThread[Any],
+        prepare: Callable[[Any], T],
+        *,
+        discard: Callable[[T], None],
+        name: str,
     ) -> None:
         self.is_stopped = False
         self._source = source
@@ -112,7 +95,8 @@ class WorkerThread(Generic[T]):
 
     def start(self) -> None:
         """Start the thread, unless it was started before."""
-        self._source.start()
+        if isinstance(self._source, WorkerThread):
+            self._source.start()
         if self._thread.ident is None and not self.is_stopped:
             self._thread.start()
 
@@ -149,7 +133,8 @@ class WorkerThread(Generic[T]):
                 break
             with suppress(RuntimeError):  # torch raises it here when a worker of a DataLoader dies
                 self._thread.join(left)
-        self._source.join(max(0.0, end - time.monotonic()))
+        if isinstance(self._source, WorkerThread):
+            self._source.join(max(0.0, end - time.monotonic()))
 
     def _run(self, apply_state: Callable[[], None]) -> None:
         end = EndOfStream()
