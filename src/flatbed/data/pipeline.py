@@ -1,8 +1,8 @@
 """One iteration of a `Prefetcher`: what the loader threads and the training thread do with each batch.
 
-Streams on a GPU: "batches" has the copies of batches, "rows" the admission of rows to caches. Both run beside
-the training stream. "rows" waits for the ids of the batch and for the steps that were issued before. The
-training stream waits for both when a batch is handed out.
+Streams on a GPU: the loader thread issues copies of batches in "batches". The training thread issues
+admissions of rows in "rows", which waits for the copies of the ids. The training stream waits for both when a
+batch is handed out. The loader thread waits for events of earlier steps before it copies more batches.
 """
 
 from __future__ import annotations
@@ -138,11 +138,10 @@ class ThreadedIteration:
             raise StopIteration
         try:
             self.worker.start()
-            used, self.in_use = self.in_use, None
-            if used is not None:
-                used.finish()
+            if self.in_use is not None:
+                self.in_use.finish()
             steps = self._record_steps()
-            self._take(steps)
+            self._take()
             if self.pending:
                 return self._hand_out(steps)
         except BaseException:
@@ -165,7 +164,7 @@ class ThreadedIteration:
         event.record(torch.cuda.current_stream(self.mover.device))
         return event
 
-    def _take(self, steps: torch.cuda.Event | None) -> None:
+    def _take(self) -> None:
         """Take and admit all batches that are ready; wait for the first one only."""
         while self.end is None:
             taken = self.worker.take(wait=not self.pending)
@@ -175,13 +174,13 @@ class ThreadedIteration:
                 self.end = taken
             else:
                 self.pending.append(taken)
-                self._admit(taken, steps)
+                self._admit(taken)
 
-    def _admit(self, pending: PendingBatch, steps: torch.cuda.Event | None) -> None:
-        assert pending.moved is not None
-        if self._rows is not None and pending.lookups:
-            assert steps is not None
-            self._rows.wait_event(steps)
+    def _admit(self, pending: PendingBatch) -> None:
+        if not pending.lookups:
+            return
+        if self._rows is not None:
+            assert pending.moved is not None
             self._rows.wait_event(pending.moved.arrived)
             for ids in (ids for each in pending.lookups for ids in each.ids):
                 record_stream(ids, self._rows)
@@ -207,9 +206,8 @@ class ThreadedIteration:
         self.is_closed = True
         self.worker.stop()
         self.end = None
-        used, self.in_use = self.in_use, None
-        if used is not None:
-            used.finish()
+        if self.in_use is not None:
+            self.in_use.finish()
         while self.pending:
             self.pending.popleft().finish()
         self.worker.join(JOIN_SECONDS)  # last, since it may be interrupted

@@ -115,8 +115,8 @@ def _source_for(array: Array, device: torch.device, copy: bool | None) -> Copied
     if device.type == "cpu" or not array.nbytes:
         return GatheredRows(array)
     if copy is None:
-        copy = use_triton(device) and CopiedRows.nbytes_for(array) < host_memory.available_bytes() // 2
-    if copy:
+        copy = CopiedRows.nbytes_for(array) < host_memory.available_bytes() // 2
+    if copy and use_triton(device):
         return CopiedRows(array, device)
     return GatheredRows(array, CopyStream(device), ring_for(device))
 

@@ -47,6 +47,7 @@ class RowPrefetch:
     def __init__(self, table: Table, depth: int = 2) -> None:
         self.table = table
         self.depth = depth
+        self._training: torch.cuda.Stream | None = None
         self._side: torch.cuda.Stream | None = None  # in which batches come early
         self._source: torch.cuda.Stream | None = None  # in which their ids come
 
@@ -130,7 +131,11 @@ class RowPrefetch:
                 return
             if self._side is None and self.device.type == "cuda":
                 self._side, self._source = current_stream(self.device), stream_for(self.device, "batches")
-            staged.tickets = [cache.come_early(one, None, self._side, ids_from=self._source) for one in ids]
+            after = None
+            if self.device.type == "cuda":
+                training = self._training or torch.cuda.default_stream(self.device)
+                after = training.record_event()
+            staged.tickets = [cache.come_early(one, after, self._side, ids_from=self._source) for one in ids]
         staged.ready = True
 
     def _keys(self, ids: Tensor) -> Tensor:
@@ -149,6 +154,8 @@ class RowPrefetch:
     def begin(self, staged: Staged) -> None:
         """The batch is about to be handed out, to the current stream."""
         staged.begun = True
+        if self.device.type == "cuda":
+            self._training = current_stream(self.device)
         for ids in staged.doubtful:
             try:
                 check_range(ids, self.table.num_embeddings)
