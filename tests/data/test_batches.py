@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from flatbed import Prefetcher
 from flatbed.data.batches import as_tensor, map_leaves
-from flatbed.data.transfer import leaves_of
 
 CPU = torch.device("cpu")
 
@@ -27,7 +26,9 @@ def on_cpu(batch: Any) -> Any:
 
 
 def tensors_of(batch: Any) -> list[list[int]]:
-    return [leaf.tolist() for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
+    found: list[list[int]] = []
+    map_leaves(lambda leaf: found.append(leaf.tolist()) if isinstance(leaf, Tensor) else None, batch)
+    return found
 
 
 class Pair(NamedTuple):

@@ -108,7 +108,7 @@ class ThreadedIteration:
         pending = PendingBatch()
         try:
             for lookup in self.lookups:
-                ids = lookup.ids(host)
+                ids = lookup.ids(host.batch)
                 request = lookup.prefetch.stage([one.cpu() for one in ids])
                 pending.lookups.append(PendingLookup(lookup.prefetch, request, ids))
             if steps is not None:

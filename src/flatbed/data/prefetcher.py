@@ -110,7 +110,7 @@ class Prefetcher:
         if self._previous is not None and self._previous.is_stopped:
             self._previous.join(PREVIOUS_SECONDS)  # persistent workers are not for two threads
         # The loader's iterator is made here and not in the thread: DataLoaders draw a seed and fork then.
-        batches = self._begin(device)
+        batches = self._begin(mover)
         if self.depth == 0:
             return PrefetchIterator(InlineIteration(batches, mover))
         lookups = [Lookup(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()]
@@ -118,11 +118,11 @@ class Prefetcher:
         self._previous = iteration.worker
         return PrefetchIterator(iteration)
 
-    def _begin(self, device: torch.device) -> Iterator[Any]:
-        if self.pin and device.type == "cuda":
+    def _begin(self, mover: BatchMover) -> Iterator[Any]:
+        if self.pin and mover.copies is not None:
             if self._pinned is None:
                 assert isinstance(self.loader, Sequence)
-                self._pinned = pinned_batches(self.loader)
+                self._pinned = pinned_batches(self.loader, mover)
             return iter(self._pinned)
         batches: Iterator[Any] = iter(self.loader)
         if batches is not self.loader:

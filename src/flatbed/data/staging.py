@@ -131,9 +131,11 @@ def send(
     moved: dict[int, Tensor] = {}
     owners: list[Tensor] = []
     small: dict[int, Tensor] = {}
+    axes: dict[int, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        source = _in_memory_order(tensor) if _is_plain(tensor) else tensor
-        if not _is_plain(tensor) or _needs_no_staging(source):
+        is_plain = _is_plain(tensor)
+        source, axes[i] = _in_memory_order(tensor) if is_plain else (tensor, [])
+        if not is_plain or _needs_no_staging(source):
             moved[i] = source.to(copies.device, non_blocking=True)
         elif source.numel() == 0:
             moved[i] = torch.empty_like(source, device=copies.device)
@@ -147,7 +149,7 @@ def send(
         memory, views = _send_packed([small[i] for i in load], ring, copies)
         moved.update(zip(load, views, strict=True))
         owners.append(memory)
-    return [_with_axes_of(tensor, moved[i]) for i, tensor in enumerate(tensors)], owners
+    return [moved[i].permute(axes[i]) if axes[i] else moved[i] for i in range(len(tensors))], owners
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -164,22 +166,13 @@ def _needs_no_staging(tensor: Tensor) -> bool:
     return tensor.nbytes >= DIRECT_BYTES and tensor.is_contiguous() and tensor.is_pinned()
 
 
-def _axes(tensor: Tensor) -> list[int]:
-    """Return the axes from the slowest to the fastest in memory."""
+def _in_memory_order(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """Permute the axes from the slowest to the fastest in memory. Returns the permutation back as well."""
+    if tensor.is_contiguous():
+        return tensor, []
     strides = tensor.stride()
-    return sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_contiguous() else tensor.permute(_axes(tensor))
-
-
-def _with_axes_of(tensor: Tensor, moved: Tensor) -> Tensor:
-    """Undo `_in_memory_order`."""
-    if not _is_plain(tensor) or tensor.is_contiguous():
-        return moved
-    axes = _axes(tensor)
-    return moved.permute([axes.index(axis) for axis in range(tensor.ndim)])
+    axes = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
+    return tensor.permute(axes), [axes.index(axis) for axis in range(tensor.ndim)]
 
 
 def _send_alone(source: Tensor, ring: StagingRing, copies: CopyStream) -> Tensor:
@@ -268,9 +261,10 @@ def pinned(tensors: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES, pin: bo
                 max(size, min(block_bytes, left)), dtype=torch.uint8, device="cpu", pin_memory=pin
             )
             begin = 0
-        source = _in_memory_order(tensor)
+        source, axes = _in_memory_order(tensor)
         target = block[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
-        copied.append(_with_axes_of(tensor, target.copy_(source)))
+        target.copy_(source)
+        copied.append(target.permute(axes) if axes else target)
         begin += size
         left -= size
     return copied

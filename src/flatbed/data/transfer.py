@@ -23,6 +23,14 @@ CPU = torch.device("cpu")
 
 
 @dataclass(slots=True, eq=False)
+class HostBatch:
+    """A batch whose arrays are tensors, and its leaves, each once."""
+
+    batch: Any
+    leaves: list[Any]
+
+
+@dataclass(slots=True, eq=False)
 class MovedBatch:
     """A batch whose copies were issued."""
 
@@ -45,26 +53,28 @@ class BatchMover:
         self.copies = copies
         self.ring = ring
 
-    def to_host(self, batch: Any) -> Any:
+    def to_host(self, batch: Any) -> HostBatch:
         """Turn the arrays of a batch into tensors, and pin objects that move themselves."""
+        leaves: list[Any] = []
 
         def convert(leaf: Any) -> Any:
             if isinstance(leaf, np.ndarray):
-                return as_tensor(leaf)
-            if isinstance(leaf, Tensor):
-                return leaf.to(CPU) if self.copies is None else leaf
-            pin = getattr(leaf, "pin_memory", None)
-            return pin() if self.copies is not None and callable(pin) else leaf
+                leaf = as_tensor(leaf)
+            elif isinstance(leaf, Tensor):
+                leaf = leaf.to(CPU) if self.copies is None else leaf
+            elif self.copies is not None and callable(getattr(leaf, "pin_memory", None)):
+                leaf = leaf.pin_memory()
+            leaves.append(leaf)
+            return leaf
 
-        return map_leaves(convert, batch)
+        return HostBatch(map_leaves(convert, batch), leaves)
 
-    def move(self, host: Any, beside: Sequence[Tensor] = ()) -> MovedBatch:
+    def move(self, host: HostBatch, beside: Sequence[Tensor] = ()) -> MovedBatch:
         """Issue the copies of a batch and of the tensors `beside` it. Does not wait for the GPU."""
-        leaves = leaves_of(host)
-        has_objects = any(map(moves_itself, leaves))
-        tensors = {id(leaf): leaf for leaf in (*leaves, *beside) if isinstance(leaf, Tensor)}
+        has_objects = any(map(moves_itself, host.leaves))
+        tensors = {id(leaf): leaf for leaf in (*host.leaves, *beside) if isinstance(leaf, Tensor)}
         if self.copies is None or self.ring is None:
-            return MovedBatch(host, tensors, has_objects=has_objects)
+            return MovedBatch(host.batch, tensors, has_objects=has_objects)
         origins = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         made = [torch.cuda.current_stream(origin).record_event() for origin in origins]
         with self.copies.context():
@@ -73,7 +83,7 @@ class BatchMover:
             sent, owners = send([*tensors.values()], self.ring, self.copies)
             arrived = self.copies.record()
         moved = dict(zip(tensors, sent, strict=True))
-        batch = map_leaves(lambda leaf: moved.get(id(leaf), leaf), host)
+        batch = map_leaves(lambda leaf: moved.get(id(leaf), leaf), host.batch)
         return MovedBatch(batch, moved, owners, arrived, has_objects)
 
     def hand_out(self, moved: MovedBatch) -> Any:
@@ -94,23 +104,9 @@ class BatchMover:
         return leaf.to(self.device)
 
 
-def leaves_of(batch: Any) -> list[Any]:
-    """Return the tensors, arrays and objects that move themselves of a batch, each once."""
-    found: list[Any] = []
-
-    def visit(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
-    map_leaves(visit, batch)
-    return found
-
-
-def pinned_batches(batches: Sequence[Any]) -> list[Any]:
+def pinned_batches(batches: Sequence[Any], mover: BatchMover) -> list[Any]:
     """Copy the arrays and tensors of all batches into pinned memory."""
-    hosts = [
-        map_leaves(lambda leaf: as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, b) for b in batches
-    ]
-    found = {id(leaf): leaf for host in hosts for leaf in leaves_of(host) if isinstance(leaf, Tensor)}
+    hosts = [mover.to_host(batch) for batch in batches]
+    found = {id(leaf): leaf for host in hosts for leaf in host.leaves if isinstance(leaf, Tensor)}
     copies = dict(zip(found, pinned([*found.values()]), strict=True))
-    return [map_leaves(lambda leaf: copies.get(id(leaf), leaf), host) for host in hosts]
+    return [map_leaves(lambda leaf: copies.get(id(leaf), leaf), host.batch) for host in hosts]
