@@ -69,10 +69,10 @@ class BatchMover:
 
         return HostBatch(map_leaves(convert, batch), leaves)
 
-    def move(self, host: HostBatch, beside: Sequence[Tensor] = ()) -> MovedBatch:
-        """Issue the copies of a batch and of the tensors `beside` it. Does not wait for the GPU."""
+    def move(self, host: HostBatch, extra: Sequence[Tensor] = ()) -> MovedBatch:
+        """Issue the copies of a batch and of the tensors `extra`. Does not wait for the GPU."""
         has_objects = any(map(moves_itself, host.leaves))
-        tensors = {id(leaf): leaf for leaf in (*host.leaves, *beside) if isinstance(leaf, Tensor)}
+        tensors = {id(leaf): leaf for leaf in (*host.leaves, *extra) if isinstance(leaf, Tensor)}
         if self.copies is None or self.ring is None:
             return MovedBatch(host.batch, tensors, has_objects=has_objects)
         origins = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
