@@ -7,7 +7,7 @@ from flatbed import optim
 from flatbed._version import __version__
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.compat.contiguous_params import ContiguousParams
-from flatbed.data import Feeder, Prefetcher, RowReader
+from flatbed.data import Prefetcher, RowReader
 from flatbed.errors import FlatbedError
 from flatbed.flat import FlatParams
 from flatbed.tables.embedding import Embedding, EmbeddingBag, tables
@@ -18,7 +18,6 @@ __all__ = [
     "ContiguousParams",
     "Embedding",
     "EmbeddingBag",
-    "Feeder",
     "FlatParams",
     "FlatbedError",
     "Prefetcher",

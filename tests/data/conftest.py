@@ -1,23 +1,26 @@
-"""No test of feeding may leave a thread or a process behind, nor hang."""
+"""Fixtures: no test of the data pipeline leaves a thread or a process behind, nor hangs."""
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Iterator
 
 import pytest
 
 import flatbed
-from flatbed.data import lookups
-from flatbed.tables.table import Table
-from tests.data.fakes import ROWS, FakeAhead, running, wait_until, watched, workers
+from flatbed.data import prefetcher
+from tests.data.fakes import ROWS, FakePrefetch, threads, wait_until, workers
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    with watched(200):
-        yield
-        assert wait_until(lambda: not running()), "a thread is left"
+    faulthandler.dump_traceback_later(300, exit=True)
+    yield
+    try:
+        assert wait_until(lambda: not threads()), "a thread is left"
         assert wait_until(lambda: not workers()), "a process is left"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture
@@ -25,14 +28,14 @@ def emb() -> flatbed.Embedding:
     return flatbed.Embedding(ROWS, 4)
 
 
-@pytest.fixture(params=[False, True], ids=["one thread", "two threads"])
-def aheads(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[FakeAhead]:
-    """Those that iterations have made, in order; as of tables in memory, and as of tables on disk."""
-    made: list[FakeAhead] = []
+@pytest.fixture(params=[False, True], ids=["memory", "disk"])
+def prefetches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[FakePrefetch]:
+    """Stand-ins for `RowPrefetch` in the order in which iterations made them: with one and two threads."""
+    made: list[FakePrefetch] = []
 
-    def make(table: Table) -> FakeAhead:
-        made.append(FakeAhead(table, brings=request.param))
+    def make(table: flatbed.Table, depth: int) -> FakePrefetch:
+        made.append(FakePrefetch(table, depth, reads_disk=request.param))
         return made[-1]
 
-    monkeypatch.setattr(lookups, "ahead_of", make)
+    monkeypatch.setattr(prefetcher, "RowPrefetch", make)
     return made

@@ -1,15 +1,16 @@
-"""A stand-in for what fetches rows, which writes down what it is asked for; loaders; and what is running."""
+"""Stand-ins for row prefetching and for a stream of copies; loaders; running threads and processes."""
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import multiprocessing
+import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -17,94 +18,148 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from flatbed.data.prefetcher import NAME, Prefetched
+from flatbed.data.pipeline import THREAD_NAME
+from flatbed.data.staging import CopyStream, StagingRing
 from flatbed.tables.table import Table
 
 ROWS = 50
+CPU = torch.device("cpu")
+
+
+# ---- rows
 
 
 @dataclass(eq=False)
-class Staged:
-    number: int
+class FakeRequest:
     ids: list[list[int]]
-    thread: str
-    brought: bool = False
-    brought_by: str = ""
-    begun: bool = False
-    finished: bool = False
-    dropped: bool = False
-
-    @property
-    def ended(self) -> bool:
-        return self.finished or self.dropped
+    state: str = "staged"
 
 
 @dataclass(eq=False)
-class FakeAhead:
-    """Checks the order of calls, each with its own thread."""
+class FakePrefetch:
+    """Checks the order of calls for each batch, and writes them down."""
 
     table: Table
-    room: Callable[[Staged, bool], bool] = lambda staged, front: True
-    staged: list[Staged] = field(default_factory=list)
-    calls: list[tuple[Any, ...]] = field(default_factory=list)
-    keep: bool = True
-    brings: bool = False
-    brought: list[Any] = field(default_factory=list)
+    depth: int
+    reads_disk: bool = False
+    requests: list[FakeRequest] = field(default_factory=list)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    threads: dict[str, set[str]] = field(default_factory=dict)
+    fail: Callable[[str, int], None] = lambda call, number: None
+    """Raises for a call and the first id of its batch."""
 
-    def waits(self, staged: Staged) -> bool:
-        return False
+    def stage(self, ids: list[Tensor]) -> FakeRequest:
+        assert all(one.device == CPU for one in ids)
+        request = FakeRequest([one.flatten().tolist() for one in ids])
+        self._note("stage", request)
+        self.requests.append(request)
+        return request
 
-    def bring(self, staged: Staged) -> None:
-        assert not staged.ended
-        assert not staged.brought
-        staged.brought = True
-        staged.brought_by = threading.current_thread().name
-        if self.keep:
-            self.brought.append(staged.ids)
+    def read(self, request: FakeRequest) -> None:
+        assert self.reads_disk
+        assert request.state == "staged"
+        request.state = "read"
+        self._note("read", request)
 
-    def stage(self, ids: list[Tensor]) -> Staged:
-        assert all(one.device.type == "cpu" for one in ids)
-        for one in ids:
-            if one.numel() and not 0 <= int(one.min()) <= int(one.max()) < self.table.num_embeddings:
-                raise IndexError(f"out of range: {int(one.max())}")
-        staged = Staged(len(self.calls), [one.tolist() for one in ids], threading.current_thread().name)
-        if self.keep:
-            self.staged.append(staged)
-        self._note("stage", staged)
-        return staged
+    def admit(self, request: FakeRequest, ids: list[Tensor]) -> None:
+        assert request.state == ("read" if self.reads_disk else "staged")
+        assert [one.flatten().tolist() for one in ids] == request.ids
+        request.state = "admitted"
+        self._note("admit", request)
 
-    def admit(self, staged: Staged, ids: list[Tensor], *, after: Any, front: bool) -> bool:
-        assert not staged.ended
-        assert staged.brought
-        assert not staged.begun
-        assert [one.tolist() for one in ids] == staged.ids
-        done = self.room(staged, front)
-        self._note("admit front" if front else "admit", staged, done)
-        return done
+    def begin(self, request: FakeRequest) -> None:
+        assert request.state == "admitted"
+        request.state = "begun"
+        self._note("begin", request)
 
-    def begin(self, staged: Staged) -> None:
-        assert not staged.begun
-        assert not staged.ended
-        staged.begun = True
-        self._note("begin", staged)
+    def finish(self, request: FakeRequest) -> None:
+        assert request.state != "finished", "the prefetcher finishes each request once"
+        request.state = "finished"
+        self._note("finish", request)
 
-    def finish(self, staged: Staged, after: Any) -> None:
-        assert staged.begun
-        assert not staged.ended
-        staged.finished = True
-        self._note("finish", staged)
+    def _note(self, call: str, request: FakeRequest) -> None:
+        number = request.ids[0][0] if request.ids and request.ids[0] else -1
+        self.threads.setdefault(call, set()).add(threading.current_thread().name)
+        self.fail(call, number)
+        self.calls.append((call, number))
 
-    def drop(self, staged: Staged) -> None:
-        assert not staged.ended
-        staged.dropped = True
-        self._note("drop", staged)
+    def numbers(self, call: str) -> list[int]:
+        return [number for name, number in self.calls if name == call]
 
-    def _note(self, what: str, staged: Staged, *more: Any) -> None:
-        if self.keep:
-            self.calls.append((what, staged.ids, *more))
+    @property
+    def n_open(self) -> int:
+        return sum(request.state != "finished" for request in self.requests)
 
-    def said(self, *what: str) -> list[Any]:
-        return [ids[0][0] for name, ids, *_ in self.calls if name in what]
+
+# ---- copies
+
+
+class Reached:
+    """An event."""
+
+    def __init__(self) -> None:
+        self.flag = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.flag.wait(60), "no copy reaches this event"
+
+
+class LateCopies(CopyStream):
+    """A stream without a GPU: a thread copies later, from what the ring has by then."""
+
+    def __init__(self, *, seed: int = 0, most_seconds: float = 0.0005) -> None:
+        self.device = CPU
+        self.chance = random.Random(seed)
+        self.most_seconds = most_seconds
+        self.todo: SimpleQueue[Any] = SimpleQueue()
+        self.n_copies = 0
+        self.fail_at: int | None = None
+        self.thread = threading.Thread(target=self._run, name="late copies", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while (one := self.todo.get()) is not None:
+            if isinstance(one, Reached):
+                one.flag.set()
+                continue
+            time.sleep(self.chance.random() * self.most_seconds)
+            target, source = one
+            target.copy_(source)
+            del one, target, source
+
+    def context(self) -> Any:
+        return nullcontext()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self.n_copies += 1
+        if self.n_copies == self.fail_at:
+            raise RuntimeError("the device is gone")
+        self.todo.put((target, source))
+
+    def record(self) -> Reached:
+        event = Reached()
+        self.todo.put(event)
+        return event
+
+    def hand_over(self, *tensors: Tensor, copied: Any = None) -> None:
+        (self.record() if copied is None else copied).synchronize()
+
+
+@contextmanager
+def late_copies(**options: Any) -> Iterator[LateCopies]:
+    made = LateCopies(**options)
+    try:
+        yield made
+    finally:
+        made.todo.put(None)
+        made.thread.join(60)
+
+
+def small_ring(n_chunks: int = 3, chunk_bytes: int = 4096) -> StagingRing:
+    return StagingRing(n_chunks, chunk_bytes, pin=False)
+
+
+# ---- loaders
 
 
 class Numbered(Dataset[dict[str, Any]]):
@@ -128,11 +183,6 @@ def loader(
     return DataLoader(Numbered(n, fail_at), batch_size=batch_size, **options)
 
 
-def as_arrays(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate without torch, whose spawned workers may abort when they are ended while they send a tensor."""
-    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
-
-
 def batches(n: int, size: int = 4) -> list[dict[str, Tensor]]:
     """Batch i has ids that are all i."""
     return [
@@ -140,40 +190,32 @@ def batches(n: int, size: int = 4) -> list[dict[str, Tensor]]:
     ]
 
 
-def items(batch: Any) -> Any:
-    return batch["items"]
+def first(batch: Any) -> int:
+    return int(batch["items"][0])
 
 
-def running() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(NAME)]
+def collect(results: Iterable[Any], seen: list[Any]) -> None:
+    """Append results to a list, which has those before an error."""
+    for result in results:
+        seen.append(first(result) if isinstance(result, dict) else result)
+
+
+# ---- what is running
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
 
 
 def workers() -> list[Any]:
     return multiprocessing.active_children()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether it became true in time."""
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Wait for a condition; False if it did not become true."""
     begin = time.monotonic()
     while not condition() and time.monotonic() < begin + seconds:
-        if time.monotonic() > begin + 1:
+        if time.monotonic() > begin + 0.5:
             gc.collect()
         time.sleep(0.002)
     return condition()
-
-
-def wait_for_next(prefetched: Prefetched) -> None:
-    """Until the loader is as far ahead as it may be: what follows is then always the same."""
-    iteration = prefetched._iteration
-    iteration.background.start()
-    assert wait_until(lambda: iteration.background._ready.qsize() == iteration.depth or not running())
-
-
-@contextmanager
-def watched(seconds: float) -> Iterator[None]:
-    """Instead of hanging, say where every thread is, and end."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()

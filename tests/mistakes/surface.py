@@ -47,7 +47,6 @@ NO_MISTAKE = {
     ),
     "takes no argument, and can be called at any time and as often as one likes": (
         "flatbed.ContiguousParams.make_params_contiguous",
-        "flatbed.Feeder.close",
         "flatbed.RowReader.close",
         "flatbed.Table.drop_state",
         "flatbed.Table.raise_bad_ids",

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flatbed.cli import app
+from tests.mistakes.data import DATA
 from tests.mistakes.embeddings import EMBEDDINGS
-from tests.mistakes.feed import FEED
 from tests.mistakes.flat import FLAT
 from tests.mistakes.mistake import Mistake
 from tests.mistakes.optim import OPTIM
@@ -22,7 +22,7 @@ from tests.mistakes.surface import NO_MISTAKE, commands, public
 from tests.mistakes.tables import TABLES
 from tests.mistakes.word2vec import WORD_VECTORS
 
-MISTAKES: list[Mistake] = [*FLAT, *SAVING, *OPTIM, *EMBEDDINGS, *TABLES, *FEED, *SPEEDTORCH, *WORD_VECTORS]
+MISTAKES: list[Mistake] = [*FLAT, *SAVING, *OPTIM, *EMBEDDINGS, *TABLES, *DATA, *SPEEDTORCH, *WORD_VECTORS]
 
 
 @pytest.mark.parametrize("one", MISTAKES, ids=str)

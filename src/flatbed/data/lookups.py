@@ -1,179 +1,117 @@
-"""Which ids of a batch each table is asked for."""
+"""The ids that each table is asked for in a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatbed.tables.config import check_device, device_of
+from flatbed.tables.config import device_of
 from flatbed.tables.embedding import TableModule
-from flatbed.tables.ids import INTEGERS, as_ids, to_device
+from flatbed.tables.ids import INTEGERS, as_ids
 from flatbed.tables.prefetch import RowPrefetch
 from flatbed.tables.table import Table
 
-IdsFunction: TypeAlias = Callable[[Any], Any]
+Selector: TypeAlias = str | int | Callable[[Any], Any]
+"""A key of the batch, or a function of it."""
 
-IDS = frozenset({*INTEGERS, torch.uint64})
-NAMED = 8  # keys of a batch that an error names
-
-
-class AheadOfTable(Protocol):
-    """Rows of one table for batches to come."""
-
-    @property
-    def brings(self) -> bool:
-        """Whether `bring` takes long enough for a thread of its own."""
-
-    def stage(self, ids: list[Tensor]) -> Any:
-        """In the background, in the order of batches: see what must be read."""
-
-    def bring(self, staged: Any) -> None:
-        """And read it; in the background, too, in the order of batches, but maybe in another thread."""
-
-    def waits(self, staged: Any) -> bool:
-        """Whether `admit` would refuse any batch but the one in front."""
-
-    def admit(self, staged: Any, ids: list[Tensor], *, after: torch.cuda.Event | None, front: bool) -> bool:
-        """Fetch the rows, on the stream that is current; False: not now."""
-
-    def begin(self, staged: Any) -> None:
-        """The batch is about to be handed out."""
-
-    def finish(self, staged: Any, after: torch.cuda.Event | None) -> None:
-        """The loop came back for the next batch."""
-
-    def drop(self, staged: Any) -> None:
-        """The batch will not be handed out, or will not be finished."""
+ID_DTYPES = frozenset({*INTEGERS, torch.uint64})
+MAX_KEYS = 8  # keys of a batch that an error names
 
 
-def ahead_of(table: Table) -> AheadOfTable:
-    """What fetches the rows of a table for one iteration."""
-    return RowPrefetch(table)
-
-
-@dataclass(slots=True)
-class Lookups:
-    """What one table is asked for in each batch."""
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The lookups of one table in each batch of one iteration."""
 
     table: Table
-    functions: list[IdsFunction]
-    ahead: AheadOfTable
+    selectors: Sequence[Selector]
+    prefetch: RowPrefetch
 
     def ids(self, batch: Any) -> list[Tensor]:
-        """Of the batch as it is, wherever it is."""
-        return [ids for function in self.functions for ids in self._ids(function, batch)]
+        """Select the ids of a batch: tensors of the batch itself where the selector returns them."""
+        return [ids for selector in self.selectors for ids in self._selected(selector, batch)]
 
-    def _ids(self, function: IdsFunction, batch: Any) -> list[Tensor]:
-        try:
-            found = function(batch)
-        except StopIteration as error:  # it would end the loop in silence
-            raise RuntimeError(f"the ids function for {self.table!r} raised StopIteration") from error
-        except Exception as error:
-            raise self._failed(error, batch) from error
-        if type(found) is Tensor and found.dtype in IDS:
-            return [found]
-        several = isinstance(found, (list, tuple)) and any(
+    def _selected(self, selector: Selector, batch: Any) -> list[Tensor]:
+        found = selector(batch) if callable(selector) else self._at(selector, batch)
+        are_several = isinstance(found, (list, tuple)) and any(
             isinstance(one, (Tensor, np.ndarray)) for one in found
         )
-        return [self._checked(one) for one in found] if several else [self._checked(found)]
+        return [self._checked(one) for one in (found if are_several else [found])]
 
-    def _failed(self, error: Exception, batch: Any) -> Exception:
-        """The same error, but with what it is about; another one if its kind cannot be made."""
-        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-        message = (
-            f"the ids function for {self.table!r} failed on a batch of type {_described(batch)} ({reason}): "
-            f"it must return the ids in such a batch that the table will be asked for"
-        )
+    def _at(self, key: str | int, batch: Any) -> Any:
         try:
-            made = type(error)(message)
-        except Exception:  # whatever else it is made of
-            return RuntimeError(message)
-        return made
+            if isinstance(key, str) and not hasattr(batch, "keys"):
+                return getattr(batch, key)
+            return batch[key]
+        except (KeyError, IndexError, AttributeError, TypeError) as error:
+            raise type(error)(
+                f"lookups[{self.table!r}] is the key {key!r}, which was not found in a batch of type "
+                f"{_described(batch)}: give a key of the batch, or a function of it"
+            ) from error
 
     def _checked(self, found: Any) -> Tensor:
-        if isinstance(found, Tensor) and found.dtype in IDS:
+        if isinstance(found, Tensor) and found.dtype in ID_DTYPES:
             return found
         try:
             return as_ids(found)
         except (TypeError, ValueError) as error:
             what = found.dtype if isinstance(found, (Tensor, np.ndarray)) else type(found).__name__
             raise TypeError(
-                f"the ids function for {self.table!r} must return integers in a tensor, a numpy array or a "
-                f"list, or a list of tensors or arrays; found {what} ({error})"
+                f"lookups[{self.table!r}] must select integers in a tensor, a numpy array or a list, or a "
+                f"list of tensors or arrays; found {what} ({error})"
             ) from error
 
 
 def _described(batch: Any) -> str:
-    """What a batch looks like from outside."""
     kind = type(batch).__name__
-    if isinstance(batch, (Tensor, np.ndarray)):
-        return f"{kind} of shape {tuple(batch.shape)}"
-    if isinstance(batch, Mapping):
-        keys = [repr(key) if isinstance(key, (str, int)) else type(key).__name__ for key in batch]
-        more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
-        return f"{kind} with the keys {', '.join(keys[:NAMED])}{more}" if keys else f"{kind} without any keys"
+    if hasattr(batch, "keys"):
+        return f"{kind} with the keys {', '.join(map(repr, list(batch.keys())[:MAX_KEYS]))}"
     return f"{kind} of length {len(batch)}" if isinstance(batch, Sequence) else kind
 
 
-def on_host(ids: Tensor) -> Tensor:
-    """Ids of a loader that makes them on a GPU: the background can wait for them."""
-    return ids if ids.device.type == "cpu" else ids.cpu()
-
-
-def to_there(ids: Tensor, device: torch.device) -> Tensor:
-    """Ids that a function left, or made, on the host."""
-    return ids if ids.device == device else to_device(ids, device)
-
-
-# ---- checked at the door
-
-
-def functions_of(ids: Any) -> dict[Table, list[IdsFunction]]:
-    """The functions by table: two modules may share one."""
-    if not isinstance(ids, Mapping):
+def selectors_by_table(lookups: Any) -> dict[Table, list[Selector]]:
+    """Check the argument `lookups` of a `Prefetcher`. Two modules may share a table."""
+    if lookups is None:
+        return {}
+    if not isinstance(lookups, Mapping):
         raise TypeError(
-            f"ids must say for each table which ids a batch has, {{emb: lambda batch: batch['items']}}, for "
-            f"example; found {type(ids).__name__}"
+            "lookups must map each module to a key of the batch or to a function of it, {emb: 'items'} for "
+            f"example; found {type(lookups).__name__}"
         )
-    functions: dict[Table, list[IdsFunction]] = {}
-    for key, function in ids.items():
-        table = key.table if isinstance(key, TableModule) else key
+    selectors: dict[Table, list[Selector]] = {}
+    for module, selector in lookups.items():
+        table = module.table if isinstance(module, TableModule) else module
         if not isinstance(table, Table):
-            inside = " (give the embeddings in it one by one)" if isinstance(key, nn.Module) else ""
+            inside = ": give each embedding in it" if isinstance(module, nn.Module) else ""
             raise TypeError(
-                f"ids must be given for a Embedding, a EmbeddingBag or a Table; found "
-                f"{type(key).__name__}{inside}"
+                "a key of lookups must be an Embedding, an EmbeddingBag or a Table; found "
+                f"{type(module).__name__}{inside}"
             )
-        if not callable(function):
+        if not callable(selector) and not isinstance(selector, (str, int)):
             raise TypeError(
-                f"the ids of {table!r} must be given as a function of the batch, lambda batch: "
-                f"batch['items'], for example; found {type(function).__name__}"
+                f"lookups[{table!r}] must be a key of the batch or a function of it; found "
+                f"{type(selector).__name__}"
             )
-        functions.setdefault(table, []).append(function)
-    return functions
+        selectors.setdefault(table, []).append(selector)
+    return selectors
 
 
-def common_device(tables: list[Table], wanted: torch.device | None) -> torch.device:
-    """Where the batches go."""
-    device = wanted
-    if device is None:
-        if not tables:
-            raise ValueError('without tables, nothing says where batches go: give device="cuda", for example')
+def common_device(tables: Sequence[Table], wanted: Any) -> torch.device:
+    """Return the device of the batches: `wanted`, that of the tables, or the current GPU if there is one."""
+    if wanted is not None:
+        device = device_of(wanted)
+    elif tables:
         device = tables[0].store.device
-    check_device(device)
-    index: int | None = device.index
-    if index is None:
-        device = device_of(device)
+    else:
+        device = device_of("cuda" if torch.cuda.is_available() else "cpu")
     for table in tables:
         if table.store.device != device:
-            other = f"{tables[0]!r}" if wanted is None else "batches are to go"
             raise ValueError(
-                f"{table!r} computes on {table.store.device}, and {other} on {device}: move the module "
-                f"with .to(), or use a prefetcher for each device"
+                f"{table!r} computes on {table.store.device}, and batches are to be moved to {device}: move "
+                "the module with .to(), or use a Prefetcher for each device"
             )
-    return device_of(device)
+    return device

@@ -1,8 +1,10 @@
-"""Rows of a large numpy array, or of a .npy file, on the device that asks for them by number."""
+"""Rows of a large numpy array, or of a .npy file, on the device."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,65 +12,64 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.data.batches import torch_dtype
-from flatbed.data.feeder import device_for
-from flatbed.data.row_sources import Way, find_way
-from flatbed.data.staging import Array
+from flatbed.cuda import host_memory
+from flatbed.data.batches import Array, torch_dtype
+from flatbed.data.lookups import common_device
+from flatbed.data.staging import CopyStream, StagingRing, ring_for
 from flatbed.errors import FlatbedError
-from flatbed.tables.ids import as_ids, check_range
+from flatbed.kernels import rows as ops
+from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.rows import RecordLocation
+from flatbed.tables.ids import as_ids, check_range, to_device
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MAGIC = b"\x93NUMPY"  # how .npy files begin
+ALIGNMENT = 16  # bytes that a kernel reads at once
+PIECE_BYTES = 2048  # of a row that a program reads at once: more would take too many registers
+COPY_BYTES = 64 << 20  # copied from the array at once
+GATHER_BYTES = 4 << 20  # gathered at once: the bus copies one part while the host gathers the next
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class RowReader:
     """Reads rows, along the first axis, of an array or of a .npy file that is mapped, not loaded.
 
     `reader[ids]`, with ids of any integer type and any shape in numpy, torch or lists, is a tensor of shape
-    (*ids.shape, *row shape) on `device`, by default the current GPU, or the CPU where there is none. An id
-    that is no row raises `IndexError`; ids that are on a GPU are looked at first, which waits for them.
+    (*ids.shape, *row shape) on `device`, by default the current GPU, or the CPU if there is none. An id out
+    of range raises `IndexError`; for ids on a GPU, that check waits for them.
 
-    On a GPU a kernel reads the rows from the host's memory, and the CPU gathers nothing. `copy` says which
-    memory, and `reader.way` what became of it:
+    On a GPU, `copy` chooses how rows are read, and `reader.way` says what was chosen:
 
-    - None: the array's own, which is pinned where it is ("in place"). If the driver refuses that, as it may
-      for files, the array is copied once, if there is room ("copied").
-    - True: always a copy, in memory that GPUs read fastest in random order.
-    - False: never a copy. Where the array cannot be pinned, threads of the host gather rows ("staged").
+    - True ("copied"): the array is copied once into host memory that kernels can address. A kernel reads the
+      rows from there, and the CPU gathers nothing. Each row takes a multiple of 16 bytes.
+    - False ("staged"): threads of the CPU gather rows from the array into pinned memory. Nothing is copied
+      ahead, so that the file may be larger than memory.
+    - None: "copied" if the copy takes less than half of the available memory, otherwise "staged".
 
-    To pin a file brings all of it into memory: one that does not fit is staged. The array must not be
-    written to while rows are read. `close()`, or the garbage collector, gives everything back; a process that
-    was forked must not use a reader for a GPU.
+    On a CPU ("cpu") rows are read from the array itself. The array must not be written to while rows are
+    read. `close()`, or the garbage collector, frees the copy.
 
     >>> import flatbed, numpy as np
-    >>> reader = flatbed.data.RowReader(np.arange(12.0).reshape(4, 3), device="cpu")
+    >>> reader = flatbed.RowReader(np.arange(12.0).reshape(4, 3), device="cpu")
     >>> reader[np.array([3, 0], np.int32)]
     tensor([[ 9., 10., 11.],
             [ 0.,  1.,  2.]], dtype=torch.float64)
     """
 
     def __init__(
-        self,
-        array: Array | str | os.PathLike[str],
-        *,
-        device: Any = None,
-        copy: bool | None = None,
+        self, array: Array | str | os.PathLike[str], *, device: Any = None, copy: bool | None = None
     ) -> None:
-        if copy is not None and not isinstance(copy, bool):
-            raise TypeError(f"copy must be True, False or None; found {copy!r}")
-        self.device = device_for(device)
-        found = opened(array)
-        self.shape: tuple[int, ...] = found.shape
-        self.dtype = _dtype(found)
-        self._process = os.getpid()
-        self._way: Way | None = find_way(found, self.device, copy=copy)
+        self.device = common_device((), device)
+        rows = _checked(_mapped(Path(array)) if isinstance(array, str | os.PathLike) else array)
+        self.shape: tuple[int, ...] = rows.shape
+        self.dtype = _dtype(rows)
+        self._source: CopiedRows | GatheredRows | None = _source_for(rows, self.device, copy)
 
     @property
     def way(self) -> str:
-        """How rows come: "cpu", "in place", "copied" or "staged"; "closed" after the end."""
-        return "closed" if self._way is None else self._way.name
+        """How rows are read: "cpu", "copied" or "staged"; "closed" after `close`."""
+        return "closed" if self._source is None else self._source.name
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -79,30 +80,21 @@ class RowReader:
         return self(ids)
 
     def __call__(self, ids: Any) -> Tensor:
-        """The rows with these numbers."""
-        way = self._usable()
+        """Return the rows with these ids."""
+        if self._source is None:
+            raise FlatbedError("this RowReader is closed: make another one to read rows")
         keys = as_ids(ids)
         check_range(keys, len(self))
         shape = (*keys.shape, *self.shape[1:])
-        if not keys.numel() or 0 in shape:
+        if 0 in shape:
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        return way.gather(keys.flatten()).view(self.dtype).view(shape)
-
-    def _usable(self) -> Way:
-        if self._way is None:
-            raise FlatbedError("this reader is closed: make it again to read rows")
-        if self.device.type != "cpu" and os.getpid() != self._process:
-            raise FlatbedError(
-                f"this reader belongs to process {self._process}, not to its forked child {os.getpid()}: "
-                "read rows in the process that made it (a DataLoader's workers should hand out ids)"
-            )
-        return self._way
+        return self._source.gather(keys.flatten()).view(self.dtype).view(shape)
 
     def close(self) -> None:
-        """Give back what was pinned or copied. The array itself stays; closing twice is allowed."""
-        way, self._way = self._way, None
-        if way is not None and (self.device.type == "cpu" or os.getpid() == self._process):
-            way.close()
+        """Free the copy of the array, if there is one. The array itself stays."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
 
     def __enter__(self) -> Self:
         return self
@@ -110,25 +102,150 @@ class RowReader:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a RowReader cannot be copied or pickled: make another one from the array or its path"
-        )
-
     def __repr__(self) -> str:
         size = " × ".join(f"{n:,}" for n in self.shape)
-        number = str(self.dtype).removeprefix("torch.")
-        how = self.way if self._way is None or self._way.memory is None else f"{self.way}, {self._way.memory}"
-        return f"RowReader({size} {number}, device={str(self.device)!r}, {how})"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"RowReader({size} {dtype}, device={str(self.device)!r}, {self.way})"
 
 
-# ---- checked at the door
+# ---- how rows are read
 
 
-def opened(array: Any) -> Array:
-    """An array of rows; a file is mapped."""
-    if isinstance(array, str | os.PathLike):
-        array = _mapped(Path(array))
+def _source_for(array: Array, device: torch.device, copy: bool | None) -> CopiedRows | GatheredRows:
+    if device.type == "cpu" or not array.nbytes:
+        return GatheredRows(array)
+    if copy is None:
+        copy = CopiedRows.nbytes_for(array) < host_memory.available_bytes() // 2
+    if copy and use_triton(device):
+        return CopiedRows(array, device)
+    return GatheredRows(array, CopyStream(device), ring_for(device))
+
+
+class CopiedRows:
+    """Rows copied to host memory that kernels can address, each in pieces of a multiple of 16 bytes."""
+
+    name = "copied"
+
+    def __init__(self, array: Array, device: torch.device) -> None:
+        self._device = device
+        self._row_bytes = array[0].nbytes
+        self._n_pieces, self._piece_bytes = self._pieces(self._row_bytes)
+        self._memory = host_memory.allocate(self.nbytes_for(array), device=device)
+        if not self._memory.addressable:
+            self._memory.close()
+            raise FlatbedError(f"kernels of {device} cannot address host memory: give copy=False")
+        rows = self._memory.tensor.view(len(array), -1)[:, : self._row_bytes].numpy()
+        n = max(1, COPY_BYTES // self._row_bytes)
+        for first in range(0, len(array), n):
+            rows[first : first + n] = as_bytes(array[first : first + n])
+
+    @staticmethod
+    def _pieces(row_bytes: int) -> tuple[int, int]:
+        n_pieces = -(-row_bytes // PIECE_BYTES)
+        return n_pieces, -(-row_bytes // (n_pieces * ALIGNMENT)) * ALIGNMENT
+
+    @classmethod
+    def nbytes_for(cls, array: Array) -> int:
+        """Return the size of a copy."""
+        n_pieces, piece_bytes = cls._pieces(array[0].nbytes)
+        return len(array) * n_pieces * piece_bytes
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """Return rows as bytes, given int64 ids on any device: (n,) → (n, bytes of a row)."""
+        keys = to_device(ids, self._device)
+        if self._n_pieces > 1:
+            pieces = torch.arange(self._n_pieces, device=keys.device)
+            keys = (keys.unsqueeze(1) * self._n_pieces + pieces).flatten()
+        location = RecordLocation(self._memory.tensor.view(-1, self._piece_bytes))
+        found = ops.gather(location, keys, self._piece_bytes).view(len(ids), -1)
+        return found[:, : self._row_bytes].contiguous()
+
+    def close(self) -> None:
+        """Free the copy."""
+        self._memory.close()
+
+
+class GatheredRows:
+    """Rows that torch's threads gather from the array: for a GPU into pinned memory, and from there."""
+
+    def __init__(
+        self, array: Array, copies: CopyStream | None = None, ring: StagingRing | None = None
+    ) -> None:
+        self.name = "cpu" if copies is None else "staged"
+        self._gather: Callable[[Tensor, Tensor], Any] | None = gather_into(array)
+        self._row_bytes = array[0].nbytes if len(array) else 0
+        self._copies = copies
+        self._ring = ring
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """Return rows as bytes, given int64 ids on any device: (n,) → (n, bytes of a row)."""
+        assert self._gather is not None
+        ids = ids.cpu()
+        if self._copies is None or self._ring is None or self._row_bytes > self._ring.chunk_bytes:
+            found = torch.empty((len(ids), self._row_bytes), dtype=torch.uint8)
+            self._gather(found, ids)
+            return found if self._copies is None else found.to(self._copies.device)
+        n = max(1, min(GATHER_BYTES, self._ring.chunk_bytes) // self._row_bytes)
+        with self._copies.context():
+            device = self._copies.device
+            found = torch.empty((len(ids), self._row_bytes), dtype=torch.uint8, device=device)
+            for first in range(0, len(ids), n):
+                fill = partial(_gather_lines, self._gather, ids[first : first + n])
+                self._ring.send(found[first : first + n].view(-1), fill, self._copies)
+        self._copies.hand_over(found)
+        return found
+
+    def close(self) -> None:
+        """Drop the array."""
+        self._gather = None
+
+
+def _gather_lines(gather: Callable[[Tensor, Tensor], Any], ids: Tensor, memory: Tensor) -> None:
+    gather(memory.view(len(ids), -1), ids)
+
+
+def gather_into(array: Array) -> Callable[[Tensor, Tensor], Any]:
+    """Return a function that writes rows of an array, as bytes, to the lines of a CPU tensor of bytes.
+
+    torch's threads gather rows that are contiguous. numpy does so for others, and in other byte orders.
+    """
+    row_bytes = array[0].nbytes if len(array) else 0
+    row = array[0] if len(array) else array
+    if not (row_bytes and array.dtype.isnative and row.flags.c_contiguous and array.strides[0] >= row_bytes):
+        return lambda target, ids: np.copyto(target.numpy(), as_bytes(array[ids.numpy()]))
+    words = _words(array, row_bytes)
+    return lambda target, ids: torch.index_select(words, 0, ids, out=target.view(words.dtype))
+
+
+def _words(array: Array, row_bytes: int) -> Tensor:
+    """Return contiguous rows as a tensor of the largest words that fit: (rows, words of a row)."""
+    interface = dict(array.__array_interface__)
+    address, stride = interface["data"][0], array.strides[0]
+    dtype = next(word for word in WORDS if not any(n % word.itemsize for n in (row_bytes, stride, address)))
+    # Marked as writable, since torch warns of read-only arrays; the tensor is only read.
+    interface.update(data=(address, False), typestr="|u1", shape=(len(array), row_bytes), strides=(stride, 1))
+    interface.pop("descr", None)
+    return torch.from_numpy(np.asarray(_Memory(interface, array))).view(dtype)
+
+
+class _Memory:
+    """Memory of an array, described for numpy."""
+
+    def __init__(self, interface: dict[str, Any], array: Array) -> None:
+        self.__array_interface__ = interface
+        self.array = array
+
+
+def as_bytes(rows: Array) -> Array:
+    """Return rows of any array as bytes, in the machine's byte order: (n, bytes of a row)."""
+    native = np.ascontiguousarray(rows, rows.dtype.newbyteorder("="))
+    return native.reshape(len(native), -1).view(np.uint8)
+
+
+# ---- checks of arguments
+
+
+def _checked(array: Any) -> Array:
     if not isinstance(array, np.ndarray):
         hint = ": give tensor.numpy()" if isinstance(array, Tensor) else ""
         raise TypeError(
@@ -136,15 +253,9 @@ def opened(array: Any) -> Array:
             f"{type(array).__name__}{hint}"
         )
     if isinstance(array, np.ma.MaskedArray):
-        raise TypeError("rows of a masked array are not read: give array.data, or array.filled()")
+        raise TypeError("found a masked array, whose mask would be lost: give array.filled()")
     if array.ndim == 0:
         raise ValueError("an array of rows has at least one dimension; found a single number")
-    if array.dtype.names is not None:
-        raise TypeError(
-            f"rows must be numbers of one kind; found a structured array with the fields "
-            f"{', '.join(array.dtype.names)}: read one of them, array[{array.dtype.names[0]!r}], or "
-            "array.view(numpy.uint8) for all bytes"
-        )
     return np.asarray(array)
 
 
@@ -153,30 +264,21 @@ def _dtype(array: Array) -> torch.dtype:
     if dtype is None:
         raise TypeError(
             f"rows must be numbers that torch knows; found an array of {array.dtype}: convert it with "
-            ".astype() first"
+            ".astype(), or give one field of a structured array"
         )
     return dtype
 
 
 def _mapped(path: Path) -> Any:
-    if not path.exists():
-        raise FileNotFoundError(f"there is no file at {path}: check the path")
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: give the path of a .npy file in it")
+    """Map a .npy file."""
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:  # numpy's own advice is to trust the file
-        with open(path, "rb") as file:
-            if file.read(len(MAGIC)) == MAGIC and "object" not in str(error).lower():
-                raise ValueError(
-                    f"{path} is a .npy file, but cut short or damaged: write it again"
-                ) from error
-        raise ValueError(f"{path} is not a .npy file of numbers: write one with numpy.save") from error
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{path} is not a .npy file of numbers, or it is cut short ({error}): write it with numpy.save"
+        ) from error
     if isinstance(found, np.ndarray):
         return found
     names = ", ".join(found.files)
     found.close()
-    raise ValueError(
-        f"{path} is an .npz archive (of {names}), which cannot be mapped: save one array with numpy.save, or "
-        f"give numpy.load(path)[name]"
-    )
+    raise ValueError(f"{path} is an .npz archive of {names}, which cannot be mapped: use numpy.save for one")

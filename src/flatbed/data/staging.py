@@ -1,204 +1,270 @@
-"""Pinned memory that bytes pass through on their way to a GPU.
+"""Copies of host tensors to a GPU through a ring of pinned memory.
 
-It is a ring of chunks. Whoever has bytes takes a free one, fills it, issues its copy to the GPU and gives it
-back with an event: whoever takes it next waits until the copy is done. No thread ever holds two.
+A thread takes a free chunk of the ring, fills it, issues its copy to the GPU, and gives the chunk back with
+an event. The thread that takes the chunk next waits for that event before it writes. A thread holds one chunk
+at a time.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.cuda import host_memory as memory
-from flatbed.cuda.driver import DriverError
-from flatbed.cuda.streams import Within
-from flatbed.errors import FlatbedError
+from flatbed.cuda.streams import stream_for
+from flatbed.data.batches import record_stream
 
-Array = np.ndarray[Any, Any]
-
-CHUNK_BYTES = 32 << 20  # torch's threads fill one together, and to wake them takes a while
-RING_BYTES = 96 << 20  # more would not stay in the processor's caches
-VIEWS = 64  # that a chunk remembers: batches look alike, mostly
-SPARED = 1  # of torch's threads, for the loop: a copy is as late as the one that shares a core with it
+CHUNK_BYTES = 32 << 20  # torch's threads fill a chunk together, and starting them takes a while
+N_CHUNKS = 3  # more would not stay in the processor's caches
+PACKED_BYTES = 1 << 20  # smaller tensors share memory, and a copy, with others
+DIRECT_BYTES = 1 << 16  # pinned tensors of this size or more need no staging
+ALIGNMENT = 256  # of tensors that share memory on the device
+BLOCK_BYTES = 1 << 30  # torch rounds pinned memory up to powers of two: `pinned` fills blocks of this size
 
 
-# ---- where bytes go
+class CopyStream:
+    """Copies to one GPU, in the stream "batches" or in the stream that is current."""
 
-
-class Event(Protocol):
-    """Something on the device that will have been reached."""
-
-    def synchronize(self) -> None:
-        """Wait for it."""
-
-    def query(self) -> bool:
-        """Whether it was reached."""
-
-
-class Lane(Protocol):
-    """A stream of copies to a device."""
-
-    device: torch.device
-
-    def within(self) -> AbstractContextManager[Any]:
-        """What is allocated and issued inside belongs to the lane."""
-
-    def send(self, target: Tensor, source: Tensor) -> None:
-        """Issue a copy of pinned bytes; it may be carried out later."""
-
-    def mark(self, event: Any = None) -> Any:
-        """An event behind all that was issued; the same one again, if given."""
-
-    def settle(self) -> None:
-        """Wait for all that was issued."""
-
-
-class CudaLane:
-    """A stream of a GPU."""
-
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+    def __init__(self, device: torch.device, *, current: bool = False) -> None:
         self.device = device
-        self.stream = stream
+        self._stream = None if current else stream_for(device, "batches")
 
-    def within(self) -> AbstractContextManager[Any]:
-        return Within(self.stream)
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream of the copies."""
+        return torch.cuda.current_stream(self.device) if self._stream is None else self._stream
 
-    def send(self, target: Tensor, source: Tensor) -> None:
+    def context(self) -> AbstractContextManager[Any]:
+        """Make the stream current: memory that is allocated inside belongs to it."""
+        return torch.cuda.stream(self.stream)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Issue a copy from pinned memory to the device."""
         target.copy_(source, non_blocking=True)
 
-    def mark(self, event: Any = None) -> Any:
-        event = torch.cuda.Event(blocking=True) if event is None else event  # type: ignore[no-untyped-call,unused-ignore]
+    def record(self) -> Any:
+        """Return an event after all copies that were issued."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
         event.record(self.stream)
         return event
 
-    def settle(self) -> None:
-        self.stream.synchronize()
+    def hand_over(self, *tensors: Tensor, copied: Any = None) -> None:
+        """Make the current stream wait for the event `copied` and use the tensors.
 
-
-def spare_the_loop() -> None:
-    """Let this thread copy with fewer threads than torch has, and all others have as many as ever."""
-    n_threads = torch.get_num_threads()
-    if SPARED and n_threads > SPARED:
-        torch.set_num_threads(n_threads - SPARED)  # of this thread, and of all that begin later
-        restore = threading.Thread(target=torch.set_num_threads, args=(n_threads,))
-        restore.start()
-        restore.join()
-
-
-# ---- pinned memory
+        Without an event, it waits for all copies.
+        """
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(self.record() if copied is None else copied)
+        for tensor in tensors:
+            record_stream(tensor, current)
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A part of the ring."""
+    """A part of the ring, and the event after the last copy from it."""
 
     memory: Tensor
-    array: Array
-    gone: Any = None
-    """The event behind the copy of what was in it last."""
-    views: dict[Any, Any] = field(default_factory=dict)
-    """Its first bytes as what they have been."""
-
-    def view(self, key: Any, make: Callable[[Chunk, Any], Any]) -> Any:
-        """What `make` makes of it and `key`, or made earlier."""
-        found = self.views.get(key)
-        if found is None:
-            if len(self.views) >= VIEWS:
-                self.views.clear()
-            with torch.inference_mode(False):  # or it could be written to in no other mode
-                found = self.views[key] = make(self, key)
-        return found
+    copied: Any = None
 
 
-class Ring:
-    """Chunks of pinned memory that are used again and again, by any number of threads."""
+class StagingRing:
+    """Chunks of pinned memory that any number of threads use in turn."""
 
-    def __init__(self, pinned: Tensor, chunk_bytes: int) -> None:
+    def __init__(self, n_chunks: int = N_CHUNKS, chunk_bytes: int = CHUNK_BYTES, *, pin: bool = True) -> None:
         self.chunk_bytes = chunk_bytes
-        self.n_chunks = pinned.numel() // chunk_bytes
         self._free: SimpleQueue[Chunk] = SimpleQueue()
-        for i in range(self.n_chunks):
-            part = pinned[i * chunk_bytes : (i + 1) * chunk_bytes]
-            self._free.put(Chunk(part, part.numpy()))
+        for _ in range(n_chunks):
+            self._free.put(Chunk(torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)))
 
-    def take(self) -> Chunk:
-        """A chunk that may be written to. Waits for the one whose copy was issued first."""
+    def send(self, target: Tensor, fill: Callable[[Tensor], Any], copies: CopyStream) -> None:
+        """Let `fill` write the bytes of `target` to a chunk, and issue the copy of them.
+
+        `target` has contiguous bytes on the device, a chunk at most. The memory that `fill` reads may change
+        after this returns.
+        """
         chunk = self._free.get()
         try:
-            if chunk.gone is not None and not chunk.gone.query():
-                chunk.gone.synchronize()
-        except BaseException:
+            if chunk.copied is not None:
+                chunk.copied.synchronize()
+            memory = chunk.memory[: target.numel()]
+            fill(memory)
+            copies.copy(target, memory)
+            chunk.copied = copies.record()
+        finally:
             self._free.put(chunk)
-            raise
-        return chunk
-
-    def give(self, chunk: Chunk) -> None:
-        """Back, whether or not its copy is done."""
-        self._free.put(chunk)
 
 
-_rings: weakref.WeakValueDictionary[torch.device, Ring] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_rings: weakref.WeakValueDictionary[torch.device, StagingRing] = weakref.WeakValueDictionary()
+_rings_lock = threading.Lock()
 
 
-def ring_for(device: torch.device) -> Ring:
-    """The ring of a GPU, made if nobody has it; it goes when nobody has it any more."""
-    with _lock:
+def ring_for(device: torch.device) -> StagingRing:
+    """Return the ring of a GPU, which lives as long as one of its users does."""
+    with _rings_lock:
         ring = _rings.get(device)
         if ring is None:
-            ring = _rings[device] = Ring(_pinned(RING_BYTES, device), CHUNK_BYTES)
+            with torch.inference_mode(False):  # or it could be written to in no other mode
+                ring = _rings[device] = StagingRing()
         return ring
 
 
-def _pinned(nbytes: int, device: torch.device) -> Tensor:
-    """Exactly so much, given back to the system at its end, where that can be had."""
-    with suppress(FlatbedError, DriverError):
-        return memory.allocate(nbytes, device=device, kind="registered").tensor
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+# ---- from tensors to the device
 
 
-# ---- the way through
+def send(
+    tensors: Sequence[Tensor], ring: StagingRing, copies: CopyStream
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Issue the copies of tensors to the device. Returns the tensors there, and those that own their memory.
+
+    Small tensors share memory of a chunk at most, and one copy. Large ones go through several chunks. Pinned
+    ones are copied from where they are. Others (sparse, quantized, subclasses) are moved by their own `to`.
+    Axes keep their order in memory.
+    """
+    moved: dict[int, Tensor] = {}
+    owners: list[Tensor] = []
+    small: dict[int, Tensor] = {}
+    axes: dict[int, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        is_plain = _is_plain(tensor)
+        source, axes[i] = _in_memory_order(tensor) if is_plain else (tensor, [])
+        if not is_plain or _needs_no_staging(source):
+            moved[i] = source.to(copies.device, non_blocking=True)
+        elif source.numel() == 0:
+            moved[i] = torch.empty_like(source, device=copies.device)
+        elif source.nbytes < min(PACKED_BYTES, ring.chunk_bytes // 2):
+            small[i] = source
+            continue
+        else:
+            moved[i] = _send_alone(source, ring, copies)
+        owners.append(moved[i])
+    for load in _loads(small, ring.chunk_bytes):
+        memory, views = _send_packed([small[i] for i in load], ring, copies)
+        moved.update(zip(load, views, strict=True))
+        owners.append(memory)
+    return [moved[i].permute(axes[i]) if axes[i] else moved[i] for i in range(len(tensors))], owners
 
 
-class Carrier:
-    """Takes bytes through a ring, in whichever thread brings them."""
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and not tensor.requires_grad
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
 
-    def __init__(self, ring: Ring, lane: Lane) -> None:
-        self.ring = ring
-        self.lane = lane
 
-    def carry(self, target: Tensor, fill: Callable[[Array], None]) -> None:
-        """Have a chunk filled, and issue the copy of its first bytes to `target`, bytes on the device.
+def _needs_no_staging(tensor: Tensor) -> bool:
+    return tensor.nbytes >= DIRECT_BYTES and tensor.is_contiguous() and tensor.is_pinned()
 
-        What it was filled from may change once this returns; the copy may go on.
-        """
 
-        def filled(chunk: Chunk) -> Tensor:
-            fill(chunk.array)
-            return chunk.memory[: target.numel()]
+def _in_memory_order(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """Permute the axes from the slowest to the fastest in memory. Returns the permutation back as well."""
+    if tensor.is_contiguous():
+        return tensor, []
+    strides = tensor.stride()
+    axes = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
+    return tensor.permute(axes), [axes.index(axis) for axis in range(tensor.ndim)]
 
-        self.carry_as(target, filled)
 
-    def carry_as(self, target: Tensor, fill: Callable[[Chunk], Tensor]) -> None:
-        """The same, where `fill` returns the tensor of the chunk that is to be copied."""
-        chunk = self.ring.take()
-        try:
-            filled = fill(chunk)
-            try:
-                self.lane.send(target, filled)
-                chunk.gone = self.lane.mark(chunk.gone)
-            except BaseException:  # whatever became of the copy
-                with suppress(Exception):
-                    self.lane.settle()
-                raise
-        finally:
-            self.ring.give(chunk)
+def _send_alone(source: Tensor, ring: StagingRing, copies: CopyStream) -> Tensor:
+    """Send a tensor in as many pieces along its first axis as it needs chunks."""
+    moved = torch.empty(source.shape, dtype=source.dtype, device=copies.device)
+    if source.is_contiguous() or source[0].nbytes > ring.chunk_bytes:
+        source = source.contiguous().view(-1).view(torch.uint8)
+    n_lines = ring.chunk_bytes // source[0].nbytes
+    target = moved.view(-1).view(torch.uint8)
+    for first in range(0, len(source), n_lines):
+        piece = source[first : first + n_lines]
+        begin = first * source[0].nbytes
+        ring.send(target[begin : begin + piece.nbytes], partial(_fill, piece), copies)
+    return moved
+
+
+def _fill(source: Tensor, memory: Tensor) -> None:
+    memory.view(source.dtype).view(source.shape).copy_(source)
+
+
+def _loads(small: Mapping[int, Tensor], chunk_bytes: int) -> list[list[int]]:
+    """Divide the keys of small tensors into groups whose tensors fit into a chunk."""
+    loads: list[list[int]] = []
+    free = 0
+    for i, source in small.items():
+        if _aligned(source.nbytes) > free:
+            loads.append([])
+            free = chunk_bytes
+        loads[-1].append(i)
+        free -= _aligned(source.nbytes)
+    return loads
+
+
+def _send_packed(sources: list[Tensor], ring: StagingRing, copies: CopyStream) -> tuple[Tensor, list[Tensor]]:
+    """Send tensors in one copy. Returns their memory on the device and a tensor there for each."""
+    groups: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+    for i, source in enumerate(sources):
+        groups.setdefault((source.dtype, source.shape), []).append(i)
+    nbytes = sum(_aligned(source.nbytes) for source in sources)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=copies.device)
+    order = [i for positions in groups.values() for i in positions]
+
+    def fill(chunk: Tensor) -> None:
+        torch._foreach_copy_(_views(chunk, groups), [sources[i] for i in order])
+
+    ring.send(memory, fill, copies)
+    # `.data`, since a write to one tensor must not count as a change of the others to autograd.
+    views = {i: view.data for i, view in zip(order, _views(memory, groups), strict=True)}
+    return memory, [views[i] for i in range(len(sources))]
+
+
+def _views(memory: Tensor, groups: dict[tuple[torch.dtype, torch.Size], list[int]]) -> list[Tensor]:
+    """Return tensors in memory, one after the other; those of one group are made in one go."""
+    views: list[Tensor] = []
+    begin = 0
+    for (dtype, shape), positions in groups.items():
+        n, nbytes = len(positions), shape.numel() * dtype.itemsize
+        end = begin + n * _aligned(nbytes)
+        lines = memory[begin:end].view(n, -1)[:, :nbytes].view(dtype)
+        views += lines.view(n, *shape).unbind()
+        begin = end
+    return views
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+# ---- pinned copies that stay
+
+
+def pinned(tensors: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES, pin: bool = True) -> list[Tensor]:
+    """Copy host tensors into pinned memory; those that are not plain, and pinned ones, stay as they are."""
+    sizes = [
+        _aligned(tensor.nbytes) if _is_plain(tensor) and not tensor.is_pinned() else 0 for tensor in tensors
+    ]
+    left = sum(sizes)
+    block, begin = torch.empty(0, dtype=torch.uint8), 0
+    copied: list[Tensor] = []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if not size:
+            copied.append(tensor)
+            continue
+        if begin + size > block.numel():
+            block = torch.empty(
+                max(size, min(block_bytes, left)), dtype=torch.uint8, device="cpu", pin_memory=pin
+            )
+            begin = 0
+        source, axes = _in_memory_order(tensor)
+        target = block[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
+        target.copy_(source)
+        copied.append(target.permute(axes) if axes else target)
+        begin += size
+        left -= size
+    return copied

@@ -33,6 +33,7 @@ class Staged:
     tickets: list[Reservation] = field(default_factory=list)
     ready: bool = False
     """Whether lookups can make use of the tickets."""
+    begun: bool = False
     doubtful: Sequence[Tensor] = ()
     """Ids for which the table has no rows yet."""
 
@@ -43,8 +44,10 @@ class RowPrefetch:
     Nothing here changes what a lookup gives: it is faster when the rows have come before it.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, depth: int = 2) -> None:
         self.table = table
+        self.depth = depth
+        self._training: torch.cuda.Stream | None = None
         self._side: torch.cuda.Stream | None = None  # in which batches come early
         self._source: torch.cuda.Stream | None = None  # in which their ids come
 
@@ -54,7 +57,7 @@ class RowPrefetch:
         return self.table.store.device
 
     @property
-    def brings(self) -> bool:
+    def reads_disk(self) -> bool:
         """Whether rows are read from disk, which takes a while."""
         config = self.table.store.config
         return config.storage == "disk" and (self._only_reads or config.cache_rows != 0)
@@ -73,7 +76,7 @@ class RowPrefetch:
         except IndexError:
             return Staged(0, doubtful=wanted)  # the table may have grown by then
         staged = Staged(sum(one.numel() for one in wanted))
-        if staged.n_ids and self.brings:
+        if staged.n_ids and self.reads_disk:
             n_rows = self.table.num_embeddings
             if self._only_reads:
                 staged.to_read = _distinct(torch.cat(wanted), n_rows)
@@ -81,7 +84,7 @@ class RowPrefetch:
                 staged.to_bring = [_distinct(one, n_rows) for one in wanted]
         return staged
 
-    def bring(self, staged: Staged) -> None:
+    def read(self, staged: Staged) -> None:
         """Read from disk what must be. For one thread, batch after batch."""
         to_read, staged.to_read = staged.to_read, None
         to_bring, staged.to_bring = staged.to_bring, ()
@@ -115,39 +118,25 @@ class RowPrefetch:
             if not cache.retired:  # else the file was replaced
                 raise
 
-    def waits(self, staged: Staged) -> bool:
-        """Whether there is no use in `admit` before the batch is in front: graphs come through the cache, and
-        do not say when they run. It is after the one launched last.
-        """
-        cache = self.table.store.cache
-        return isinstance(cache, DeviceCache) and bool(cache.graphs) and not staged.ready
-
-    def admit(
-        self, staged: Staged, ids: list[Tensor], *, after: torch.cuda.Event | None, front: bool
-    ) -> bool:
-        """Bring the rows of ids on the computing device into its cache, in the current stream. They were
-        made in the stream for batches, which that has waited for.
-
-        False if that is not possible now. `after`: all that was issued for batches before.
-        """
-        if staged.ready:
-            return True
+    def admit(self, staged: Staged, ids: list[Tensor]) -> None:
+        """Bring the rows of ids on the computing device into its cache, in the current stream."""
         store = self.table.store
-        if self.device.type == "cpu" or staged.n_ids == 0:
-            return True
-        if not torch.is_grad_enabled():
-            return True  # evaluation leaves the cache as it is
+        if staged.ready or self.device.type == "cpu" or staged.n_ids == 0 or not torch.is_grad_enabled():
+            return
         cache = store.cache_for(staged.n_ids)
         if isinstance(cache, HostCache):
             self._complete(cache, staged, ids)
         elif isinstance(cache, DeviceCache):
-            if (cache.graphs and not front) or not cache.has_room(staged.n_ids):
-                return False
+            if cache.graphs or not cache.has_room(staged.n_ids):
+                return
             if self._side is None and self.device.type == "cuda":
                 self._side, self._source = current_stream(self.device), stream_for(self.device, "batches")
+            after = None
+            if self.device.type == "cuda":
+                training = self._training or torch.cuda.default_stream(self.device)
+                after = training.record_event()
             staged.tickets = [cache.come_early(one, after, self._side, ids_from=self._source) for one in ids]
         staged.ready = True
-        return True
 
     def _keys(self, ids: Tensor) -> Tensor:
         return narrow(as_ids(ids).reshape(-1), self.table.num_embeddings)
@@ -164,6 +153,9 @@ class RowPrefetch:
 
     def begin(self, staged: Staged) -> None:
         """The batch is about to be handed out, to the current stream."""
+        staged.begun = True
+        if self.device.type == "cuda":
+            self._training = current_stream(self.device)
         for ids in staged.doubtful:
             try:
                 check_range(ids, self.table.num_embeddings)
@@ -179,11 +171,13 @@ class RowPrefetch:
                     ticket.record_stream(stream)
             self.table.tickets.extend(staged.tickets)
 
-    def finish(self, staged: Staged, after: torch.cuda.Event | None) -> None:
-        """The batch is done with: `after` this event, its rows may go."""
-        for ticket in staged.tickets:
-            if isinstance(ticket.cache, HostCache) and after is not None:
-                ticket.cache.done_with(after)
+    def finish(self, staged: Staged) -> None:
+        """The batch is done with, or will not be handed out."""
+        if staged.begun and self.device.type == "cuda":
+            after = current_stream(self.device).record_event()
+            for ticket in staged.tickets:
+                if isinstance(ticket.cache, HostCache):
+                    ticket.cache.done_with(after)
         self.drop(staged)
 
     def drop(self, staged: Staged) -> None:
