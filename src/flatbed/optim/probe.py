@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -308,10 +308,13 @@ def twin(
     kind = type(optimizer)
     group = {k: v for k, v in _cloned(options).items() if k not in ("params", "param_names")}
     accepted = inspect.signature(kind.__init__).parameters
-    any_name = any(a.kind is a.VAR_KEYWORD for a in accepted.values())
-    arguments = {k: v for k, v in _cloned(optimizer.defaults).items() if any_name or k in accepted}
+    arguments = _cloned(optimizer.defaults)
+    named = {k: v for k, v in arguments.items() if k in accepted}
+    if any(a.kind is a.VAR_KEYWORD for a in accepted.values()):
+        with suppress(TypeError):  # `defaults` may hold what the constructor sets by itself
+            return kind([{**group, "params": params}], **arguments)
     try:
-        return kind([{**group, "params": params}], **arguments)
+        return kind([{**group, "params": params}], **named)
     except TypeError:  # its constructor takes more than `defaults` tells
         public = {k: v for k, v in vars(optimizer).items() if not k.startswith("_")}
         more = [v for k, v in public.items() if k not in ("defaults", "state", "param_groups")]
