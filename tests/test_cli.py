@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from flatbed import __version__
 from flatbed.bench import floor, plot, ways
 from flatbed.bench.floor import FloorRow
 from flatbed.bench.models import CASES
 from flatbed.bench.options import ModelName, OptimizerName, PrecisionName
 from flatbed.bench.rows import read_rows, write_rows
+from typer.testing import CliRunner
+
+from flatbed import __version__
 from flatbed.cli import app
 from tests.bench.samples import FLOOR_ROW, TINY, four_rows
 

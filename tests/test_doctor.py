@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from flatbed.bench.copies import Speed
+from flatbed.bench.disk_reads import Reads
 from typer.testing import CliRunner
 
 from flatbed import doctor
-from flatbed.bench.copies import Speed
-from flatbed.bench.disk_reads import Reads
 from flatbed.cli import app
 from flatbed.doctor import Answer, Finding, examine, probe
 

@@ -12,7 +12,7 @@ import flatbed
 SOURCE = Path(flatbed.__file__).parent
 ORDER = [
     *("_version", "errors", "layout", "rule", "progress", "cuda", "kernels", "distributed", "tables", "data"),
-    *("optim", "flat", "checkpoint", "compat", "word2vec", "bench", "doctor", "cli", "__main__"),
+    *("optim", "flat", "checkpoint", "compat", "word2vec", "doctor", "cli", "__main__"),
 ]
 RANK = {name: rank for rank, name in enumerate(ORDER)}
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from flatbed.bench.rows import this_machine, write_rows
 
 ROOT = Path(__file__).parents[1]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import flatbed
+from benchmarks.models import MODELS
 from flatbed import FlatParams
-from flatbed.bench.models import CASES
 from tests.cases import OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +77,7 @@ def test_rnn_and_flatten_parameters(grads: str) -> None:
 def test_channels_last_resnet_with_autocast_and_grad_scaler(grads: str) -> None:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        start = CASES["resnet-like"]("cuda").build().to(memory_format=torch.channels_last)
+        start = MODELS["resnet-like"]("cuda").build().to(memory_format=torch.channels_last)
 
     def run(model: nn.Module, flat_grads: str | None) -> list[float]:
         flat = None if flat_grads is None else FlatParams(model, grads=flat_grads)  # type: ignore[arg-type]
