@@ -266,7 +266,7 @@ def unique_ids(n_rows: int, n_ids: int, generator: torch.Generator) -> Tensor:
     if n_rows < 16 * n_ids:
         return torch.randperm(n_rows, generator=generator, device=generator.device)[:n_ids]
     drawn = torch.randint(n_rows, (2 * n_ids,), generator=generator, device=generator.device)
-    unique = torch.unique(drawn)
+    unique: Tensor = torch.unique(drawn)
     order = torch.randperm(len(unique), generator=generator, device=generator.device)
     return unique[order[:n_ids]]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from statistics import fmean, stdev, variance
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,9 +176,8 @@ class Judge:
         for name, pairs in self.pairs.items():
             words, contexts = map(torch.from_numpy, pairs)
             total = self.negatives * float(negative[words].double().sum())
-            for word, context in zip(
-                torch.split(words, 100_000), torch.split(contexts, 100_000), strict=True
-            ):
+            parts = (torch.split(words, 100_000), torch.split(contexts, 100_000))
+            for word, context in zip(*parts, strict=True):
                 score = (trained.inputs[word] * trained.outputs[context]).sum(1)
                 total += float(F.softplus(-score).double().sum())
             found[name] = total / max(len(words), 1)
@@ -373,9 +372,9 @@ class Comparison:
                 mean, low, high = welch(mine, gensims, higher_is_better=higher_is_better)
                 metrics = {
                     "gensim_mean": fmean(gensims),
-                    "gensim_stderr": stdev(gensims) / len(gensims) ** 0.5,
+                    "gensim_stderr": variance_of_mean(gensims) ** 0.5,
                     "mean": fmean(mine),
-                    "stderr": stdev(mine) / len(mine) ** 0.5,
+                    "stderr": variance_of_mean(mine) ** 0.5,
                     "better_by": mean,
                     "low": low,
                     "high": high,
@@ -403,6 +402,11 @@ def verdict(low: float, high: float, margin: float) -> str:
     return "not worse" if low > -margin else "worse" if high < -margin else "undecided"
 
 
+def variance_of_mean(values: Sequence[float]) -> float:
+    """Estimate the variance of a mean; nan where a value is."""
+    return float(np.var(values, ddof=1)) / len(values)
+
+
 def welch(
     ours: Sequence[float], theirs: Sequence[float], *, higher_is_better: bool
 ) -> tuple[float, float, float]:
@@ -411,7 +415,7 @@ def welch(
 
     sign = 1.0 if higher_is_better else -1.0
     mean = sign * (fmean(ours) - fmean(theirs))
-    parts = [(variance(values) / len(values), len(values) - 1) for values in (ours, theirs)]
+    parts = [(variance_of_mean(values), len(values) - 1) for values in (ours, theirs)]
     error = sum(part for part, _ in parts) ** 0.5
     if not error > 0:  # no spread, or nan
         return mean, mean, mean

@@ -53,7 +53,7 @@ def feeds(batches: list[Batch], options: Options) -> dict[str, Feed]:
         for batch in loader:
             yield [tensor.to(device, non_blocking=True) for tensor in batch]
 
-    prefetch = partial(flatbed.Prefetcher, lookups={}, device=device)
+    prefetch = partial(flatbed.Prefetcher, device=device)
     from_list, from_pinned = prefetch(batches), prefetch(batches, pin=True)
     return {
         TO: plain,
