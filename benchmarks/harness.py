@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from benchmarks.rows import OURS
+from benchmarks.rows import OURS, Row, make_row
 
 SEED = 20
 SLEEP_CYCLES_PER_MS = 2_000_000
@@ -59,6 +59,10 @@ class Options:
             asked = ", ".join(self.variants)
             self.report(f"no variant named {asked} here; there are: {', '.join(variants)}")
         return chosen
+
+    def row(self, benchmark: str, case: str, variant: str, **measured: Any) -> Row:
+        """Build a row of this device."""
+        return make_row(benchmark, case, variant, device=self.device, **measured)
 
     def skip(self, variant: str, error: Exception) -> None:
         """Report a variant of others that does not run here; an error of flatbed is raised."""
@@ -114,6 +118,61 @@ def bus_gb_per_s(device: torch.device) -> tuple[float, float]:
     host = torch.ones((256 if on_gpu else 16) << 20, dtype=torch.uint8, pin_memory=on_gpu)
     there = torch.ones_like(host, device=device)
     return copy_gb_per_s(there, host), copy_gb_per_s(host, there)
+
+
+def host_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Measure time until a call returns, which on a GPU is before its kernels are done."""
+    synchronize(device)
+    begin = time.perf_counter()
+    call()
+    took = 1e3 * (time.perf_counter() - begin)
+    synchronize(device)
+    return took
+
+
+# ---- calls in turns
+
+
+@dataclass(slots=True)
+class Calls:
+    """Times of one variant in ms, and whether all its checks passed."""
+
+    times: list[float] = field(default_factory=list)
+    ok: bool = True
+
+
+def call_in_turns(
+    calls: Mapping[str, Callable[[Any], Any]],
+    draw: Callable[[], Any],
+    options: Options,
+    *,
+    turns: int,
+    per_turn: int = 1,
+    warm_up: int = 1,
+    clock: Callable[[Callable[[], object], torch.device], float] = wall_ms,
+    before: Callable[[str, Any], object] = lambda name, value: None,
+    check: Callable[[Any, Any], bool] = lambda result, value: True,
+) -> dict[str, Calls]:
+    """Time calls of all variants in turns, each on a fresh input.
+
+    - `before`: prepares a variant for an input, untimed.
+    - `check`: judges the result of a call on an input; it sees every call.
+    - `warm_up`: turns that are not counted.
+    """
+    found = {name: Calls() for name in calls}
+    for turn in range(warm_up + turns):
+        for name in [*found]:
+            try:
+                for _ in range(per_turn):
+                    value, results = draw(), []
+                    before(name, value)
+                    took = clock(lambda: results.append(calls[name](value)), options.device)  # noqa: B023
+                    found[name].ok &= check(results[0], value)
+                    found[name].times += [took] if turn >= warm_up else []
+            except Exception as error:
+                options.skip(name, error)
+                del found[name]
+    return found
 
 
 # ---- steps in turns

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import Options
-from benchmarks.rows import Row, make_row
+from benchmarks.rows import Row
 from flatbed.word2vec import Corpus, Settings, Trainer
 
 GENSIM = "gensim"
@@ -355,8 +355,7 @@ class Comparison:
     def _row(self, case: str, name: str, more: dict[str, Any], metrics: dict[str, Any], **other: Any) -> Row:
         known = {"n_samples": 1, "ok": True, **other}
         setting = {**self.setting, **more}
-        device = self.options.device
-        return make_row("word2vec", case, name, setting=setting, metrics=metrics, device=device, **known)
+        return self.options.row("word2vec", case, name, setting=setting, metrics=metrics, **known)
 
     def rows(self) -> list[Row]:
         """Compare each trainer with gensim in each measure."""

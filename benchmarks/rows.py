@@ -140,9 +140,10 @@ def _cpu_name() -> str:
 
 
 def write_rows(rows: Iterable[Row], path: Path) -> None:
-    """Write rows as a JSON list, replacing the file in one step."""
+    """Write rows as a JSON list, one row per line, replacing the file in one step."""
     new = path.with_name(f".{path.name}.new")
-    new.write_text(json.dumps(list(rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    new.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     new.replace(path)
 
 

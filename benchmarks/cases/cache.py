@@ -32,7 +32,7 @@ from benchmarks.harness import (
     wall_ms,
 )
 from benchmarks.id_sources import DISTRIBUTIONS, Ids, IdSource
-from benchmarks.rows import Row, make_row, percentiles
+from benchmarks.rows import Row, percentiles
 from benchmarks.trained_tables import SPARSE, Checker, FlatbedTable, Result, SparseTable, TableSpec, scaled
 
 CASES = ("step", "sizes", "model", "disk")
@@ -200,7 +200,7 @@ class Bench:
                 memory, extra = held, own
             metrics = self._metrics(readings, counters[name], memory)
             metrics["max_abs_error"] = result.max_abs_error
-            yield make_row(
+            yield self.options.row(
                 "cache",
                 case,
                 name,
@@ -208,7 +208,6 @@ class Bench:
                 metrics=metrics,
                 n_samples=len(readings.back_to_back),
                 ok=result.ok and (flushed or name == SPARSE),
-                device=self.device,
             )
 
     def _metrics(self, readings: Readings, counter: Any, held: int) -> dict[str, Any]:

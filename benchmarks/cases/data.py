@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import flatbed
-from benchmarks.harness import SEED, Options, Products, bus_gb_per_s, free_memory, pinned, wall_ms
-from benchmarks.rows import Row, make_row, percentiles
+from benchmarks.harness import SEED, Options, Products, bus_gb_per_s, call_in_turns, free_memory, pinned
+from benchmarks.rows import Row, percentiles
 
 CASES = ("batches", "epoch", "rows")
 MIB = 1 << 20
@@ -29,6 +29,7 @@ SMALL_SHAPES = ((1, 1 << 16, 8), (50, 1 << 10, 4))
 FACTORS = (0.5, 1.0, 2.0)
 SOURCE_BYTES = 512 * MIB  # more than caches hold
 TO, LOADER = "torch.from_numpy().to()", "DataLoader(pin_memory=True), .to(non_blocking=True)"
+ALONE = "the computation alone"
 STAGED = "numpy.take into pinned memory, .to(non_blocking=True)"
 
 Batch = list[np.ndarray[Any, Any]]
@@ -106,43 +107,34 @@ def run_feeds(
     nbytes = sum(array.nbytes for array in batches[0])
     variants = options.choose(feeds(batches, options))
     ok = {name: all_arrive(feed(), batches, device) for name, feed in variants.items()}
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    alone = []
-    for turn in range(samples + 1):
-        if compute is not None:
-            alone.append(wall_ms(lambda: [compute() for _ in range(n)], device) / n)
-        for name, feed in variants.items():
-            time = wall_ms(partial(_drain, feed, compute), device) / n
-            if turn:  # the first turn warms up
-                times[name].append(time)
-    for name, found in times.items():
-        middle = percentiles(found)
+    passes: dict[str, Callable[[Any], object]] = {
+        name: partial(_drain, feed, compute) for name, feed in variants.items()
+    }
+    if compute is not None:
+        passes[ALONE] = lambda _: [compute() for _ in range(n)]
+    found = call_in_turns(passes, lambda: None, options, turns=samples)
+    alone = found.pop(ALONE).times if compute is not None else []
+    for name, calls in found.items():
+        middle = percentiles([time / n for time in calls.times])
         metrics: dict[str, Any] = {"batch_ms": middle, "copy_gb_per_s": bus, "batches": n}
         if compute is None:
             speed = nbytes / (1e6 * middle["p50"])
             metrics |= {"speed_gb_per_s": speed, "copy_share": speed / bus}
         else:
-            compute_ms, transfer_ms = percentiles(alone)["p50"], nbytes / (1e6 * bus)
+            compute_ms, transfer_ms = percentiles(alone)["p50"] / n, nbytes / (1e6 * bus)
             bound = max(compute_ms, transfer_ms)
             metrics |= {
                 "compute_ms": compute_ms,
                 "transfer_ms": transfer_ms,
                 "bound_ratio": middle["p50"] / bound,
             }
-        yield make_row(
-            "data",
-            case,
-            name,
-            setting=setting,
-            metrics=metrics,
-            n_samples=samples,
-            ok=ok[name],
-            device=device,
+        yield options.row(
+            "data", case, name, setting=setting, metrics=metrics, n_samples=samples, ok=ok[name]
         )
     free_memory(device)
 
 
-def _drain(feed: Feed, compute: Products | None) -> None:
+def _drain(feed: Feed, compute: Products | None, _: object) -> None:
     for batch in feed():
         if compute is not None:
             compute()
@@ -171,20 +163,18 @@ def run_rows(bus: float, options: Options) -> Iterator[Row]:
         array = flat.reshape(-1, row_bytes // 4)
         reader = flatbed.RowReader(array, device=device)
         variants = options.choose(readers(array, n_ids, reader, options))
-        times: dict[str, list[float]] = {name: [] for name in variants}
-        ok = dict.fromkeys(variants, True)
-        for turn in range(samples + 2):
-            for name, read in variants.items():
-                ids = generator.integers(0, len(array), n_ids)
-                got: list[Tensor] = []
-                time = wall_ms(lambda: got.append(read(ids)), device)  # noqa: B023
-                ok[name] &= np.array_equal(got[0].cpu().numpy(), array[ids])
-                if turn >= 2:
-                    times[name].append(time)
+        found = call_in_turns(
+            variants,
+            lambda: generator.integers(0, len(array), n_ids),  # noqa: B023
+            options,
+            turns=samples,
+            warm_up=2,
+            check=lambda got, ids: np.array_equal(got.cpu().numpy(), array[ids]),  # noqa: B023
+        )
         reader.close()
         setting = {"array_bytes": array_bytes, "row_bytes": row_bytes, "ids": n_ids}
-        for name, found in times.items():
-            middle = percentiles(found)
+        for name, calls in found.items():
+            middle = percentiles(calls.times)
             speed = n_ids * row_bytes / (1e6 * middle["p50"])
             metrics = {
                 "read_ms": middle,
@@ -192,15 +182,8 @@ def run_rows(bus: float, options: Options) -> Iterator[Row]:
                 "copy_gb_per_s": bus,
                 "copy_share": speed / bus,
             }
-            yield make_row(
-                "data",
-                "rows",
-                name,
-                setting=setting,
-                metrics=metrics,
-                n_samples=samples,
-                ok=ok[name],
-                device=device,
+            yield options.row(
+                "data", "rows", name, setting=setting, metrics=metrics, n_samples=samples, ok=calls.ok
             )
         free_memory(device)
 

@@ -8,7 +8,6 @@ timed steps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,13 +22,15 @@ from benchmarks.harness import (
     Options,
     TorchGraph,
     allocated_bytes,
+    call_in_turns,
     copy_gb_per_s,
     free_memory,
     gpu_ms,
+    host_ms,
     synchronize,
 )
 from benchmarks.models import MODELS, Model
-from benchmarks.rows import Row, make_row, percentiles, value_of
+from benchmarks.rows import Row, percentiles, value_of
 
 TURNS = 5
 WARM_UP = 5
@@ -140,11 +141,7 @@ def run_model(model: Model, precision: str, speed: float, options: Options) -> I
     for group in groups:
         free_memory(options.device)
         probes = {name: Probe(make, chosen, shapes, options.device) for name, make in group.items()}
-        for _ in range(TURNS):
-            for probe in probes.values():
-                probe.read(max(1, steps // TURNS))
-        for name, probe in probes.items():
-            metrics = probe.metrics()
+        for name, metrics in read(probes, steps, options).items():
             best = value_of(metrics["gpu_ms"] or metrics["wall_ms"])
             metrics |= {
                 "roofline_ms": roofline_ms,
@@ -153,19 +150,39 @@ def run_model(model: Model, precision: str, speed: float, options: Options) -> I
                 "bytes_per_element": chosen.bytes_per_element,
             }
             ok = metrics["max_rel_error"] <= TOLERANCE
-            n = len(probe.wall)
-            yield make_row(
-                "roofline",
-                "step",
-                name,
-                setting=setting,
-                metrics=metrics,
-                n_samples=n,
-                ok=ok,
-                device=options.device,
+            yield options.row(
+                "roofline", "step", name, setting=setting, metrics=metrics, n_samples=steps, ok=ok
             )
-        del probes, probe
+        del probes
     free_memory(options.device)
+
+
+def read(probes: dict[str, Probe], steps: int, options: Options) -> dict[str, dict[str, Any]]:
+    """Read all clocks of all variants in turns."""
+    common: dict[str, Any] = {
+        "turns": min(TURNS, steps),
+        "per_turn": -(-steps // TURNS),
+        "warm_up": 0,
+        "before": lambda name, _: probes[name].prepare(),
+    }
+    steppers = {name: probe.step for name, probe in probes.items()}
+    whole = {name: probe.step_and_zero for name, probe in probes.items()}
+    wall = call_in_turns(whole, lambda: None, options, **common)
+    host = call_in_turns(steppers, lambda: None, options, clock=host_ms, **common)
+    slowest = max(time for calls in host.values() for time in calls.times)
+    clock = partial(gpu_ms, host_ms=3 * slowest)
+    gpu = call_in_turns(steppers, lambda: None, options, clock=clock, **common) if options.on_gpu else {}
+    return {
+        name: {
+            "gpu_ms": percentiles(gpu[name].times) if gpu else None,
+            "wall_ms": percentiles(wall[name].times),
+            "host_ms": percentiles(host[name].times) if gpu else None,
+            "step_memory_bytes": probe.step_bytes if gpu else None,
+            "kept_memory_bytes": probe.kept_bytes if gpu else None,
+            "max_rel_error": probe.error(),
+        }
+        for name, probe in probes.items()
+    }
 
 
 class Probe:
@@ -180,71 +197,51 @@ class Probe:
         self.reference = Fp64Reference(self.params, max_norm)
         fill_gradients(self.params, scale=SCALES[0], seed=SEED)
         self.reference.see_gradients()
+        self.grads = [param.grad for param in self.params]
         before = allocated_bytes(device)
-        self.optimizer, self.step, self.zero_grad, self.n_before = make(self.params, precision, max_norm)
+        self.made = make(self.params, precision, max_norm)
+        self.n_steps = self.made.n_steps
         for _ in range(WARM_UP):
             self.step()
         synchronize(device)
-        self.kept_bytes = allocated_bytes(device) - before - _state_bytes(self.optimizer)
+        self.kept_bytes = allocated_bytes(device) - before - _state_bytes(self.made.optimizer)
         self.step_bytes = self._measure_step_memory()
         self.flush = torch.zeros(FLUSH_BYTES // 4, device=device) if device.type == "cuda" else None
-        self.gpu: list[float] = []
-        self.wall: list[float] = []
-        self.host: list[float] = []
 
-    def _measure_step_memory(self) -> int:
-        if self.device.type != "cuda":
-            self.step()
-            return 0
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
+    def step(self, _: object = None) -> None:
+        self.made.step()
+        self.n_steps += 1
+
+    def step_and_zero(self, _: object) -> None:
         self.step()
-        synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
+        self.made.zero_grad()
 
-    def read(self, n: int) -> None:
-        """Take `n` readings with each clock."""
-        grads = [param.grad for param in self.params]
-        for _ in range(n):
-            self._flush()
-            synchronize(self.device)
-            begin = time.perf_counter()
-            self.step()
-            issued = time.perf_counter()
-            self.zero_grad()
-            synchronize(self.device)
-            self.wall.append(1e3 * (time.perf_counter() - begin))
-            self.host.append(1e3 * (issued - begin))
-            for param, grad in zip(self.params, grads, strict=True):
-                param.grad = grad
-        if self.device.type == "cuda":
-            for _ in range(n):
-                self._flush()
-                self.gpu.append(gpu_ms(self.step, self.device, host_ms=3 * max(self.host)))
-
-    def _flush(self) -> None:
+    def prepare(self) -> None:
+        """Restore the gradients, and flush the GPU's cache, as forward and backward would."""
+        for param, grad in zip(self.params, self.grads, strict=True):
+            param.grad = grad
         if self.flush is not None:
             self.flush.sum()  # reads, so that nothing is left to be written back during the step
 
-    def metrics(self) -> dict[str, Any]:
-        """Summarize the readings, after comparing all steps and three more with fp64."""
-        n_steps = self.n_before + WARM_UP + 1 + len(self.wall) + len(self.gpu)
-        self.reference.step(n_steps)
-        error = self.reference.error(self.optimizer)
+    def _measure_step_memory(self) -> int:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        before = allocated_bytes(self.device)
+        self.step()
+        synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before if before else 0
+
+    def error(self) -> float:
+        """Compare all steps so far, and three more with gradients of changing size, with fp64."""
+        self.prepare()
+        self.reference.step(self.n_steps)
+        error = self.reference.error(self.made.optimizer)
         for number, scale in enumerate(SCALES, 1):
             fill_gradients(self.params, scale=scale, seed=SEED + number)
             self.reference.see_gradients()
             self.step()
             self.reference.step()
-        on_gpu = self.device.type == "cuda"
-        return {
-            "gpu_ms": percentiles(self.gpu) if on_gpu else None,
-            "wall_ms": percentiles(self.wall),
-            "host_ms": percentiles(self.host) if on_gpu else None,
-            "step_memory_bytes": self.step_bytes if on_gpu else None,
-            "kept_memory_bytes": self.kept_bytes if on_gpu else None,
-            "max_rel_error": max(error, self.reference.error(self.optimizer)),
-        }
+        return max(error, self.reference.error(self.made.optimizer))
 
 
 class Fp64Reference:

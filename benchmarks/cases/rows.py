@@ -6,9 +6,10 @@ pinned memory, for tables on the host and on disk, and on the device for tables 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,13 +23,14 @@ from benchmarks.harness import (
     SEED,
     Options,
     bus_gb_per_s,
+    call_in_turns,
     free_memory,
     gpu_ms,
     same_bits,
     unique_ids,
     wall_ms,
 )
-from benchmarks.rows import Row, gb_per_s, make_row
+from benchmarks.rows import Row, gb_per_s
 
 CASES = ("device", "host", "disk")
 OURS = "flatbed read_rows, write_rows"
@@ -91,9 +93,28 @@ def run_shape(
     device, samples = options.device, options.steps or 7
     by_gpu = storage == "device" and options.on_gpu
     clock = gpu_ms if by_gpu else wall_ms
+    generator = torch.Generator().manual_seed(SEED)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        ids = unique_ids(shape.n_rows, shape.n_ids, generator)
+        ids = ids.to(device) if storage == "device" else ids.pin_memory() if options.on_gpu else ids
+        return ids, torch.randn((shape.n_ids, shape.dim), generator=generator).to(device)
+
     with STORAGES[storage](shape, options) as variants:
-        chosen = options.choose(variants)
-        found = read_in_turns(chosen, shape, options, storage=storage, clock=clock, samples=samples)
+        chosen: dict[str, Variant] = options.choose(variants)
+        common: dict[str, Any] = {"turns": samples, "warm_up": WARM_UP, "clock": clock}
+        writes = {name: partial(_write, variant) for name, variant in chosen.items()}
+        written = call_in_turns(writes, draw, options, **common)
+        # Rows are written before they are read, so that every byte is known.
+        reads = {name: partial(_read, chosen[name]) for name in written}
+        read = call_in_turns(
+            reads,
+            draw,
+            options,
+            before=lambda name, value: chosen[name].write(*value),
+            check=lambda found, value: same_bits(found, value[1]),
+            **common,
+        )
     nbytes = shape.n_ids * shape.row_bytes
     setting = {
         "storage": storage,
@@ -102,67 +123,25 @@ def run_shape(
         "row_bytes": shape.row_bytes,
         "ids": shape.n_ids,
     }
-    for name, readings in found.items():
+    for name in read:
         metrics = {
-            "read_gb_per_s": gb_per_s(nbytes, readings.read_ms),
-            "write_gb_per_s": gb_per_s(nbytes, readings.write_ms),
+            "read_gb_per_s": gb_per_s(nbytes, read[name].times),
+            "write_gb_per_s": gb_per_s(nbytes, written[name].times),
             "copy_to_gb_per_s": bus[0],
             "copy_back_gb_per_s": bus[1],
             "memory": chosen[name].memory or None,
         }
-        yield make_row(
-            benchmark,
-            case,
-            name,
-            setting=setting,
-            metrics=metrics,
-            n_samples=samples,
-            ok=readings.ok,
-            device=device,
+        yield options.row(
+            benchmark, case, name, setting=setting, metrics=metrics, n_samples=samples, ok=read[name].ok
         )
 
 
-@dataclass(slots=True)
-class Times:
-    """Times of one variant, and the result of its checks."""
-
-    read_ms: list[float]
-    write_ms: list[float]
-    ok: bool = True
+def _write(variant: Variant, value: tuple[Tensor, Tensor]) -> None:
+    variant.write(*value)
 
 
-def read_in_turns(
-    variants: Mapping[str, Variant],
-    shape: Shape,
-    options: Options,
-    *,
-    storage: str,
-    clock: Callable[[Callable[[], object], torch.device], float],
-    samples: int,
-) -> dict[str, Times]:
-    """Let variants write and read in turns. A variant must read back the bits that it wrote."""
-    device = options.device
-    generator = torch.Generator().manual_seed(SEED)
-    found = {name: Times([], []) for name in variants}
-    for turn in range(WARM_UP + samples):
-        for name in [*found]:
-            ids = unique_ids(shape.n_rows, shape.n_ids, generator)
-            ids = ids.to(device) if storage == "device" else ids.pin_memory() if options.on_gpu else ids
-            rows = torch.randn((shape.n_ids, shape.dim), generator=generator).to(device)
-            got: list[Tensor] = []
-            try:
-                variant = variants[name]
-                write_ms = clock(lambda: variant.write(ids, rows), device)  # noqa: B023
-                read_ms = clock(lambda: got.append(variant.read(ids)), device)  # noqa: B023
-            except Exception as error:
-                options.skip(name, error)
-                del found[name]
-                continue
-            found[name].ok &= same_bits(got[0], rows)
-            if turn >= WARM_UP:
-                found[name].write_ms.append(write_ms)
-                found[name].read_ms.append(read_ms)
-    return found
+def _read(variant: Variant, value: tuple[Tensor, Tensor]) -> Tensor:
+    return variant.read(value[0])
 
 
 # ---- storages

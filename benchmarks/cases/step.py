@@ -17,9 +17,17 @@ from torch import Tensor, nn
 
 import flatbed
 import flatbed.optim
-from benchmarks.harness import SEED, Options, TorchGraph, allocated_bytes, free_memory, synchronize, wall_ms
+from benchmarks.harness import (
+    SEED,
+    Options,
+    TorchGraph,
+    allocated_bytes,
+    call_in_turns,
+    free_memory,
+    synchronize,
+)
 from benchmarks.models import MODELS, Batch, Model, count_parameters
-from benchmarks.rows import Row, make_row, percentiles
+from benchmarks.rows import Row, percentiles
 
 CASES = tuple(MODELS)
 MAX_NORM = 1.0
@@ -54,12 +62,19 @@ class Trainer:
     def backward(self, batch: Batch) -> None:
         self.loss(self.model, batch).backward()  # type: ignore[no-untyped-call]
 
+    def clip_and_step(self, _: Batch) -> None:
+        self.update(MAX_NORM)
+
     def step(self, batch: Batch) -> None:
         if self.train_step is not None:
             self.train_step(batch)
             return
         self.backward(batch)
         self.update(MAX_NORM)
+
+    def steps(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            self.step(batch)
 
 
 Setup = Callable[[nn.Module, Model, str], Trainer]
@@ -249,41 +264,47 @@ def _run_group(
         built.load_state_dict(reference.state)
         trainers[name] = setup(built, model, optimizer)
         errors[name] = reference.error(trainers[name])
-        memory[name] = _warm_up(trainers[name], draw_batches(model, device, SEED, WARM_UP), device) - before
-    parts: dict[str, list[float]] = {name: [] for name in trainers}
-    whole: dict[str, list[float]] = {name: [] for name in trainers}
-    per_turn = max(1, -(-steps // TURNS))
-    for turn in range(min(TURNS, steps)):
-        for name, trainer in trainers.items():
-            # One batch more than is timed: the first step finds other variants' data in the caches.
-            first, *batches = draw_batches(model, device, SEED + 1 + turn, per_turn + 1)
-            trainer.step(first)
-            if trainer.train_step is None:
-                parts[name] += [_time_update(trainer, batch, device) for batch in batches]
-            whole[name] += _time_steps(trainer, batches, device)
+        memory[name] = _warm_up(trainers[name], draw_batches(model, device, WARM_UP), device) - before
+    generator = torch.Generator(device).manual_seed(SEED + 1)
+    block = BLOCK_STEPS if options.on_gpu else 1
+    shape: dict[str, Any] = {"turns": min(TURNS, steps), "warm_up": 0}
+    parts = call_in_turns(
+        {name: trainer.clip_and_step for name, trainer in trainers.items() if trainer.train_step is None},
+        lambda: model.make_batch(generator),
+        options,
+        per_turn=-(-steps // TURNS),
+        before=lambda name, batch: trainers[name].backward(batch),
+        **shape,
+    )
+    whole = call_in_turns(
+        {name: trainer.steps for name, trainer in trainers.items()},
+        lambda: [model.make_batch(generator) for _ in range(block)],
+        options,
+        per_turn=-(-steps // (TURNS * block)),
+        **shape,
+    )
     setting = {
         "model": model.name,
         "optimizer": optimizer,
         "parameters": reference.n_params,
         "elements": reference.n_elements,
     }
-    for name in trainers:
+    for name in whole:
+        times = [time / block for time in whole[name].times]
         metrics = {
-            "optimizer_ms": percentiles(parts[name]) if parts[name] else None,
-            "step_ms": percentiles(whole[name]),
+            "optimizer_ms": percentiles(parts[name].times) if name in parts else None,
+            "step_ms": percentiles(times),
             "peak_memory_bytes": memory[name] if options.on_gpu else None,
             "max_rel_error": errors[name],
         }
         ok = errors[name] <= TOLERANCE
-        n = len(parts[name]) or len(whole[name])
-        yield make_row(
-            "step", "train", name, setting=setting, metrics=metrics, n_samples=n, ok=ok, device=device
-        )
+        n = len(times)
+        yield options.row("step", "train", name, setting=setting, metrics=metrics, n_samples=n, ok=ok)
 
 
-def draw_batches(model: Model, device: torch.device, seed: int, count: int) -> list[Batch]:
-    """Draw fresh batches, the same for every variant."""
-    generator = torch.Generator(device).manual_seed(seed)
+def draw_batches(model: Model, device: torch.device, count: int) -> list[Batch]:
+    """Draw batches, the same for every variant."""
+    generator = torch.Generator(device).manual_seed(SEED)
     return [model.make_batch(generator) for _ in range(count)]
 
 
@@ -295,22 +316,3 @@ def _warm_up(trainer: Trainer, batches: Sequence[Batch], device: torch.device) -
         trainer.step(batch)
     synchronize(device)
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _time_update(trainer: Trainer, batch: Batch, device: torch.device) -> float:
-    trainer.backward(batch)
-    return wall_ms(lambda: trainer.update(MAX_NORM), device)
-
-
-def _time_steps(trainer: Trainer, batches: Sequence[Batch], device: torch.device) -> list[float]:
-    """Time whole steps; on a GPU several in a row per reading, so that steps may overlap."""
-    n = min(BLOCK_STEPS, len(batches)) if device.type == "cuda" else 1
-    times = []
-    for start in range(0, len(batches) - n + 1, n):
-
-        def block(some: Sequence[Batch] = batches[start : start + n]) -> None:
-            for batch in some:
-                trainer.step(batch)
-
-        times.append(wall_ms(block, device) / n)
-    return times

@@ -21,7 +21,7 @@ from benchmarks.harness import (
     time_in_turns,
 )
 from benchmarks.id_sources import IdSource
-from benchmarks.rows import Row, make_row, percentiles
+from benchmarks.rows import Row, percentiles
 from benchmarks.trained_tables import (
     SPARSE,
     SPEEDTORCH,
@@ -107,7 +107,7 @@ def run_steps(
             "max_abs_error": result.max_abs_error,
             **more,
         }
-        yield make_row(
+        yield options.row(
             "tables",
             case,
             name,
@@ -115,7 +115,6 @@ def run_steps(
             metrics=metrics,
             n_samples=len(readings.back_to_back),
             ok=None if name == SPEEDTORCH else result.ok,
-            device=device,
         )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import flatbed
 from benchmarks import quality
 from benchmarks.harness import Options, free_memory, synchronize
-from benchmarks.rows import Row, make_row, percentiles
+from benchmarks.rows import Row, percentiles
 from flatbed.word2vec import Corpus, Settings, Trainer
 
 CASES = ("words", "n-grams", "quality")
@@ -78,15 +78,8 @@ def run_text(case: str, text: Text, options: Options) -> Iterator[Row]:
             "dim": 128,
             "batch_words": text.batch_words,
         }
-        yield make_row(
-            "word2vec",
-            "speed",
-            name,
-            setting=setting,
-            metrics=metrics,
-            n_samples=n_samples,
-            ok=ok,
-            device=options.device,
+        yield options.row(
+            "word2vec", "speed", name, setting=setting, metrics=metrics, n_samples=n_samples, ok=ok
         )
         free_memory(options.device)
 
