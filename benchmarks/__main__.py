@@ -61,11 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for page in stale:
             print(f"{page}: {'out of date' if asked.check else 'filled'}")
         return int(asked.check and bool(stale))
-    rows = (
-        [row for file in asked.files for row in read_rows(file)]
-        if asked.command == "show"
-        else measure(asked)
-    )
+    if asked.command == "show":
+        rows = [row for file in asked.files for row in read_rows(file)]
+    else:
+        rows = measure(asked)
     print(report.to_markdown(rows))
     if asked.png:
         plot.write_plot(rows, asked.png)
@@ -77,16 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(asked: argparse.Namespace) -> list[Row]:
     """Run one benchmark, and store its rows as they are found."""
-    device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = asked.device == "cuda" or (asked.device is None and torch.cuda.is_available())
+    device = torch.device("cuda:0" if on_gpu else "cpu")
     options = Options(
         device, asked.quick, tuple(asked.cases), tuple(asked.variant), asked.steps, asked.folder
     )
     module = import_module(f"benchmarks.cases.{asked.command}")
-    unknown = [
-        case
-        for case in options.cases
-        if case.partition(":")[0] not in {c.partition(":")[0] for c in module.CASES}
-    ]
+    known = {case.partition(":")[0] for case in module.CASES}
+    unknown = [case for case in options.cases if case.partition(":")[0] not in known]
     if unknown:
         raise SystemExit(f"unknown cases {', '.join(unknown)}; there are {', '.join(module.CASES)}")
     rows: list[Row] = []

@@ -31,7 +31,7 @@ from benchmarks.harness import (
     time_in_turns,
     wall_ms,
 )
-from benchmarks.id_sources import DISTRIBUTIONS, Ids, IdSource
+from benchmarks.id_sources import DISTRIBUTIONS, IdSource
 from benchmarks.rows import Row, percentiles
 from benchmarks.trained_tables import SPARSE, Checker, FlatbedTable, Result, SparseTable, TableSpec, scaled
 
@@ -104,6 +104,23 @@ class OpenTable:
     before: int
 
 
+class HitCounter:
+    """Counts hits and misses of a table's cache during the turns of each variant."""
+
+    def __init__(self, table: FlatbedTable | None) -> None:
+        self._table = table
+        self.counts: dict[str, Any] = {}
+
+    def around(self, name: str, turn: Callable[[], None]) -> None:
+        """Run a turn, and add its counts; a table without a cache has none."""
+        if self._table is None or name == SPARSE:
+            turn()
+            return
+        before = np.array(self._table.counts())
+        turn()
+        self.counts[name] = self.counts.get(name, 0) + np.array(self._table.counts()) - before
+
+
 class Bench:
     """Measures variants over one table at a time, with the model beside them if there is one."""
 
@@ -149,69 +166,45 @@ class Bench:
         longer: bool = False,
     ) -> Iterator[Row]:
         """Fill a cache and time all variants in turns, `torch sparse` among them if asked for."""
-        source = IdSource(distribution, table.spec.n_rows, table.spec.n_ids, device=self.device)
-        known = {**variants, SPARSE: None} if sparse else variants
-        chosen = self.options.choose(known)
-        if not chosen:
-            return
-        table.trained.use_cache(cache_rows)
-        fill = 16 * cache_rows // table.spec.n_ids if longer else 0
-        for ids in source.draw(fill):
-            table.trained.step(ids)
-        steps = {name: make(table.trained) for name, make in chosen.items() if make is not None}
-        peer = SparseTable(table.spec, self.device, model=self.model) if SPARSE in chosen else None
-        if peer is not None:
+        spec, trained = table.spec, table.trained
+        source = IdSource(distribution, spec.n_rows, spec.n_ids, device=self.device)
+        chosen = self.options.choose({**variants, **({SPARSE: None} if sparse else {})})
+        trained.use_cache(cache_rows)
+        for ids in source.draw(16 * cache_rows // spec.n_ids if longer else 0):
+            trained.step(ids)
+        steps = {name: make(trained) for name, make in chosen.items() if make is not None}
+        held = 0
+        if SPARSE in chosen:
+            held = spec.nbytes
+            peer = SparseTable(spec, self.device, model=self.model)
             steps[SPARSE] = each(peer.step)
-        counters = {name: np.zeros(2) for name in steps}
-        last: list[Ids] = []
-
-        def draw(n: int) -> list[Ids]:
-            last[:] = source.draw(n)
-            return last
-
-        def around(name: str, turn: Callable[[], None]) -> None:
-            if name == SPARSE or not cache_rows:
-                turn()
-                return
-            before = np.array(table.trained.counts())
-            turn()
-            counters[name] += np.array(table.trained.counts()) - before
-
-        found = time_in_turns(steps, draw, self.plan, self.options, around=around)
-        held = allocated_bytes(self.device) - table.before
-        sparse_bytes = 3 * 4 * table.spec.n_rows * table.spec.dim
-        if peer is not None:
+        counter = HitCounter(trained if cache_rows else None)
+        found = time_in_turns(steps, source.draw, self.plan, self.options, around=counter.around)
+        memory = dict.fromkeys(found, allocated_bytes(self.device) - table.before - source.nbytes - held)
+        if SPARSE in chosen:
+            memory[SPARSE] = held
             peer.close()
-            del peer
-            held -= sparse_bytes
-            free_memory(self.device)
-        for ids in (fresh := source.draw(1)):
-            table.trained.step(ids)
-        flushed = table.trained.survives_flush(np.unique(fresh[0])[:1024])
-        setting = {"distribution": distribution, **table.spec.setting}
-        if self.model_ms is not None:
-            setting["model_ms"] = self.model_ms
-        own = {"storage": table.storage, "cache_rows": cache_rows}
+        setting = {"distribution": distribution, **spec.setting}
+        setting |= {} if self.model_ms is None else {"model_ms": self.model_ms}
+        fresh = source.draw(1)[0]
+        trained.step(fresh)
+        is_flushed = trained.survives_flush(np.unique(fresh)[:1024])
         for name, readings in found.items():
-            if name == SPARSE:
-                result, memory, extra = self._check(name, None, table.storage, False), sparse_bytes, {}
-            else:
-                result = self._check(name, chosen[name], table.storage, cache_rows > 0)
-                memory, extra = held, own
-            metrics = self._metrics(readings, counters[name], memory)
-            metrics["max_abs_error"] = result.max_abs_error
+            own = {} if name == SPARSE else {"storage": table.storage, "cache_rows": cache_rows}
+            result = self._check(name, chosen[name], table.storage, cache_rows > 0)
+            metrics = self._metrics(readings, counter.counts.get(name), memory[name])
             yield self.options.row(
                 "cache",
                 case,
                 name,
-                setting={**setting, **extra},
-                metrics=metrics,
+                setting={**setting, **own},
+                metrics={**metrics, "max_abs_error": result.max_abs_error},
                 n_samples=len(readings.back_to_back),
-                ok=result.ok and (flushed or name == SPARSE),
+                ok=result.ok and (is_flushed or name == SPARSE),
             )
 
-    def _metrics(self, readings: Readings, counter: Any, held: int) -> dict[str, Any]:
-        hits, misses = counter
+    def _metrics(self, readings: Readings, counts: Any, memory: int) -> dict[str, Any]:
+        hits, misses = (0, 0) if counts is None else counts
         times = percentiles(readings.back_to_back)
         return {
             "back_to_back_ms": times,
@@ -219,7 +212,7 @@ class Bench:
             "hit_rate": hits / (hits + misses) if hits + misses else None,
             "misses_per_step": misses / readings.n_steps if hits + misses else None,
             "model_ratio": times["p50"] / self.model_ms if self.model_ms is not None else None,
-            "peak_memory_bytes": held + (readings.step_bytes or 0) if self.options.on_gpu else None,
+            "peak_memory_bytes": memory + (readings.step_bytes or 0) if self.options.on_gpu else None,
         }
 
     def _check(self, name: str, variant: Variant | None, storage: str, is_cached: bool) -> Result:

@@ -93,12 +93,12 @@ def run_shape(
     device, samples = options.device, options.steps or 7
     by_gpu = storage == "device" and options.on_gpu
     clock = gpu_ms if by_gpu else wall_ms
-    generator = torch.Generator().manual_seed(SEED)
+    generator, filler = torch.Generator().manual_seed(SEED), torch.Generator(device).manual_seed(SEED)
 
     def draw() -> tuple[Tensor, Tensor]:
         ids = unique_ids(shape.n_rows, shape.n_ids, generator)
         ids = ids.to(device) if storage == "device" else ids.pin_memory() if options.on_gpu else ids
-        return ids, torch.randn((shape.n_ids, shape.dim), generator=generator).to(device)
+        return ids, torch.randn((shape.n_ids, shape.dim), generator=filler, device=device)
 
     with STORAGES[storage](shape, options) as variants:
         chosen: dict[str, Variant] = options.choose(variants)
@@ -166,26 +166,25 @@ def on_device(shape: Shape, options: Options) -> Variants:
 
 @contextmanager
 def on_host(shape: Shape, options: Options) -> Variants:
-    """Make a flatbed table and a tensor in host memory, and with CuPy a pinned array."""
+    """Make a flatbed table in host memory, and another one that torch and CuPy share."""
     device = options.device
     with embedding(shape, options, storage="host", cache_rows=0) as emb, ExitStack() as stack:
-        table = torch.zeros((shape.n_rows, shape.dim))
-        variants = {
-            OURS: Variant(emb.read_rows, emb.write_rows),
-            "torch index, .to()": by_torch(table, device),
-        }
-        if options.on_gpu:
-            variants["torch, pinned staging"] = by_staged_torch(table, shape, device)
-        if options.on_gpu and not cupy_tables.have_cupy():
-            options.report("skipped CuPy: it is not installed")
-        elif options.on_gpu:
+        variants = {OURS: Variant(emb.read_rows, emb.write_rows)}
+        if options.on_gpu and cupy_tables.have_cupy():
             pinned = cupy_tables.PinnedTable(shape.n_rows, shape.dim)
             stack.callback(cupy_tables.free_pool)
+            table = pinned.memory
             variants["CuPy"] = Variant(
                 lambda ids: pinned.read(ids.numpy()),
                 lambda ids, rows: pinned.write(ids.numpy(), rows),
                 "pinned",
             )
+        else:
+            table = torch.zeros((shape.n_rows, shape.dim))
+            options.report("skipped CuPy: it is not installed, or there is no GPU")
+        variants["torch index, .to()"] = by_torch(table, device)
+        if options.on_gpu:
+            variants["torch, pinned staging"] = by_staged_torch(table, shape, device)
         yield variants
 
 
