@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import COMPARED, SPLIT, describe_machine, format_value, label, merge_seeds, newest
+from benchmarks.report import COMPARED, SPLIT, describe_machine, format_value, merge_seeds, newest
 from benchmarks.rows import OURS, Row, value_of
 
 COLORS = {"ours": "#e4572e", "others": "#b8bec9"}
@@ -65,12 +65,16 @@ def draw_bars(axis: Any, rows: Sequence[Row], metric: str) -> None:
     longest = min(max(values), 3 * sorted(values)[len(values) // 2])
     names = distinguishing_names(rows)
     for i, (row, value) in enumerate(zip(rows, values, strict=True)):
-        axis.barh(i, min(value, longest), height=0.68, color=color_of(row))
         spread = row["metrics"][metric]
-        if isinstance(spread, dict) and spread["p80"] <= longest:
-            axis.plot([spread["p20"], spread["p80"]], [i, i], color="#444444", linewidth=1.2)
-        text = format_value(metric, value) + (" FAILED" if row["ok"] is False else "")
-        axis.text(min(value, longest) + 0.02 * longest, i, text, va="center", fontsize=9)
+        end = spread["p80"] if isinstance(spread, dict) else value
+        axis.barh(i, min(value, longest), height=0.68, color=color_of(row))
+        if end > longest:
+            end = min(value, longest)
+        elif isinstance(spread, dict):
+            axis.plot([spread["p20"], end], [i, i], color="#444444", linewidth=1.2)
+        text = f"{'… ' if value > longest else ''}{format_value(metric, value)}"
+        text += " FAILED" if row["ok"] is False else ""
+        axis.text(end + 0.02 * longest, i, text, va="center", fontsize=9)
     if all("roofline_ms" in row["metrics"] for row in rows) and metric == "gpu_ms":
         axis.axvline(rows[0]["metrics"]["roofline_ms"], color="#444444", linestyle="--", linewidth=1)
     axis.set_yticks(range(len(rows)), names, fontsize=8)
@@ -91,7 +95,7 @@ def draw_lines(axis: Any, rows: Sequence[Row], metric: str, swept: str) -> None:
             points.sort()
             axis.plot(*zip(*points, strict=True), "o-" if name.startswith(OURS) else "s--", label=name)
     axis.set_xscale("log", base=2)
-    axis.set_xlabel(label(swept), fontsize=8, color="#888888")
+    axis.set_xlabel(swept.replace("_", " "), fontsize=8, color="#888888")
     axis.set_ylim(bottom=0)
     axis.legend(fontsize=7, frameon=False)
     _finish(axis, metric)

@@ -241,7 +241,8 @@ class Probe:
             self.reference.see_gradients()
             self.step()
             self.reference.step()
-        return max(error, self.reference.error(self.made.optimizer))
+        errors = torch.tensor([error, self.reference.error(self.made.optimizer)])
+        return float(errors.max())  # nan, if there is one
 
 
 class Fp64Reference:
