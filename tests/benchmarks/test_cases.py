@@ -216,6 +216,19 @@ def test_rows_are_printed_stored_and_drawn(tmp_path: Path, capsys: pytest.Captur
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_variant_passes_its_check_on_a_gpu(name: str, tmp_path: Path) -> None:
+    """With captured variants, on tiny sizes."""
+    path = tmp_path / "rows.json"
+    cases = ["linear100"] if name in ("step", "roofline") else []
+    words = [name, *cases, "--quick", "--device", "cuda", "--steps", "4", "--folder", str(tmp_path)]
+    assert main([*words, "--json", str(path)]) == 0
+    variants = {row["variant"] for row in rows.read_rows(path)}
+    assert name not in ("step", "roofline", "cache") or any("captured" in variant for variant in variants)
+
+
 def test_unknown_cases_are_refused() -> None:
     with pytest.raises(SystemExit, match="unknown cases stepp; there are step, sizes"):
         main(["cache", "stepp", "--device", "cpu"])
