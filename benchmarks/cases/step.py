@@ -207,7 +207,6 @@ class Reference:
     def __init__(self, model: Model, optimizer: str, device: torch.device) -> None:
         self.device = device
         built = self.build(model)
-        self.state = {name: value.to("cpu", copy=True) for name, value in built.state_dict().items()}
         self.n_params, self.n_elements = count_parameters(built)
         self.first = weights_of(built)
         self.last = take_given_steps(VARIANTS[LOOP](built, model, optimizer))
@@ -257,14 +256,17 @@ def _run_group(
     variants: dict[str, Setup], model: Model, optimizer: str, reference: Reference, options: Options
 ) -> Iterator[Row]:
     device, steps = options.device, options.steps or model.steps
-    trainers, errors, memory = {}, {}, {}
+    trainers: dict[str, Trainer] = {}
+    errors, memory = {}, {}
     for name, setup in variants.items():
-        before = allocated_bytes(device)
-        built = reference.build(model)
-        built.load_state_dict(reference.state)
-        trainers[name] = setup(built, model, optimizer)
-        errors[name] = reference.error(trainers[name])
-        memory[name] = _warm_up(trainers[name], draw_batches(model, device, WARM_UP), device) - before
+        try:
+            before = allocated_bytes(device)
+            trainer = setup(reference.build(model), model, optimizer)
+            errors[name] = reference.error(trainer)
+            memory[name] = _warm_up(trainer, draw_batches(model, device, WARM_UP), device) - before
+            trainers[name] = trainer
+        except Exception as error:
+            options.skip(name, error)
     generator = torch.Generator(device).manual_seed(SEED + 1)
     block = BLOCK_STEPS if options.on_gpu else 1
     shape: dict[str, Any] = {"turns": min(TURNS, steps), "warm_up": 0}
