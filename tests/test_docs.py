@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import flatbed
+from benchmarks import report
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MODULES = [
-    m.name
-    for m in pkgutil.walk_packages(flatbed.__path__, "flatbed.")
-    if "cli" not in m.name and "bench" not in m.name
-]
+MODULES = [m.name for m in pkgutil.walk_packages(flatbed.__path__, "flatbed.") if "cli" not in m.name]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -46,11 +40,5 @@ def test_examples_have_docstrings() -> None:
 
 
 def test_tables_are_those_of_the_stored_rows() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "fill_tables.py"), "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    stale = report.fill(PAGES, check=True)
+    assert not stale, "run: python -m benchmarks fill"

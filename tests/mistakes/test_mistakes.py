@@ -76,31 +76,6 @@ TYPED = {
         ("{folder}/notes.txt append", r"notes.txt does not begin with a line of two numbers, words and dim"),
     ],
     "doctor": [("cuda", r"unexpected extra argument(\(s\))? \(cuda\)"), ("--jsn", r"No such option: --jsn")],
-    "bench step": [
-        ("--model resnet", r"--model.*'resnet' is not one of 'linear100', 'resnet-like'"),
-        ("--device gpu", r"--device.*'gpu' is not one of 'cpu', 'cuda'"),
-        ("--way magic --device cpu", r"--way: no way named 'magic' on cpu; there are 'torch loop'"),
-        ("--json {folder}/missing/x.json", r"--json.*the folder .*missing does not exist"),
-    ],
-    "bench floor": [("--precision fp16", r"--precision.*'fp16' is not one of 'fp32', 'bf16-master'")],
-    "bench tables": [
-        ("--case moev", r"--case.*'moev' is not one of 'move', 'speedtorch', 'step', 'fit'"),
-        ("--ids 1", r"--ids.*2"),
-    ],
-    "bench cache": [
-        ("stepp", r"CASES.*'stepp' is not one of 'step', 'sizes', 'rows', 'swap', 'disk'"),
-        ("--out {folder}/missing", r"--out.*missing.*does not exist"),
-    ],
-    "bench rows": [
-        ("hots", r"TIERS.*'hots' is not one of 'device'"),
-        ("--folder {folder}/missing", r"--folder.*missing.*does not exist"),
-    ],
-    "bench feed": [("epohc", r"CASES.*'epohc' is not one of 'bandwidth', 'epoch', 'rows'")],
-    "bench train": [("wrods", r"there is no case 'wrods'; known are words, n-grams")],
-    "bench show": [
-        ("{folder}/missing.json", r"ROWS.*missing.json.*does not exist"),
-        ("{folder}/notes.txt", r"ROWS: .*notes.txt is not JSON"),
-    ],
 }
 """What is typed after a command, and what is said of it."""
 

@@ -1,0 +1,1 @@
+"""Benchmarks of flatbed: `python -m benchmarks --help`. Not part of the package."""

@@ -1,0 +1,125 @@
+"""Charts of stored rows: lines where a setting is swept, bars otherwise. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import COMPARED, SPLIT, describe_machine, format_value, merge_seeds, newest
+from benchmarks.rows import OURS, Row, value_of
+
+COLORS = {"ours": "#e4572e", "others": "#b8bec9"}
+N_SWEPT = 3
+"""Different numbers of a setting that make it a sweep."""
+
+
+def write_plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw a line of panels per benchmark, case and split setting: one panel per compared metric."""
+    from matplotlib.figure import Figure
+
+    groups: dict[Any, list[Row]] = {}
+    for row in merge_seeds(newest(rows)):
+        split = tuple(str(row["setting"].get(name)) for name in SPLIT.get(row["benchmark"], ()))
+        groups.setdefault((row["benchmark"], row["case"], *split), []).append(row)
+    panels = {key: metrics for key, group in groups.items() if (metrics := metrics_of(group))}
+    if not panels:
+        raise ValueError("no row has a metric that can be drawn")
+    figure = Figure(figsize=(11, 0.4 + 3.2 * len(panels)))
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
+    subfigures = figure.subfigures(len(panels), 1, squeeze=False)
+    for (subfigure,), (key, metrics) in zip(subfigures, panels.items(), strict=True):
+        group = groups[key]
+        subfigure.suptitle(" ".join(key), x=0.01, ha="left", fontsize=13, weight="bold")
+        subfigure.supxlabel(describe_machine(group[0]), x=0.99, ha="right", fontsize=8, color="#888888")
+        axes = subfigure.subplots(1, len(metrics), squeeze=False)[0]
+        for axis, metric in zip(axes, metrics, strict=True):
+            shown = [row for row in group if metric in row["metrics"]]
+            swept = swept_setting(shown)
+            if swept is None:
+                draw_bars(axis, shown, metric)
+            else:
+                draw_lines(axis, shown, metric, swept)
+    figure.savefig(str(path), dpi=160, facecolor="white")
+
+
+def metrics_of(rows: Sequence[Row]) -> list[str]:
+    """List the metrics worth a panel: at most two."""
+    return [name for name in dict.fromkeys(m for row in rows for m in row["metrics"]) if name in COMPARED][:2]
+
+
+def swept_setting(rows: Sequence[Row]) -> str | None:
+    """Return the number that takes the most different values, if it takes several."""
+    values: dict[str, set[float]] = {}
+    for row in rows:
+        for name, value in row["setting"].items():
+            if isinstance(value, int | float) and value:
+                values.setdefault(name, set()).add(value)
+    swept = max(values, key=lambda name: len(values[name]), default=None)
+    return swept if swept is not None and len(values[swept]) >= N_SWEPT else None
+
+
+def draw_bars(axis: Any, rows: Sequence[Row], metric: str) -> None:
+    """Draw a bar per row, with its median and p20 to p80. A bar far longer than others is cut."""
+    values = [value_of(row["metrics"][metric]) for row in rows]
+    longest = min(max(values), 3 * sorted(values)[len(values) // 2])
+    names = distinguishing_names(rows)
+    for i, (row, value) in enumerate(zip(rows, values, strict=True)):
+        spread = row["metrics"][metric]
+        end = spread["p80"] if isinstance(spread, dict) else value
+        axis.barh(i, min(value, longest), height=0.68, color=color_of(row))
+        if end > longest:
+            end = min(value, longest)
+        elif isinstance(spread, dict):
+            axis.plot([spread["p20"], end], [i, i], color="#444444", linewidth=1.2)
+        text = f"{'… ' if value > longest else ''}{format_value(metric, value)}"
+        text += " FAILED" if row["ok"] is False else ""
+        axis.text(end + 0.02 * longest, i, text, va="center", fontsize=9)
+    if all("roofline_ms" in row["metrics"] for row in rows) and metric == "gpu_ms":
+        axis.axvline(rows[0]["metrics"]["roofline_ms"], color="#444444", linestyle="--", linewidth=1)
+    axis.set_yticks(range(len(rows)), names, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.35 * longest)
+    _finish(axis, metric)
+
+
+def draw_lines(axis: Any, rows: Sequence[Row], metric: str, swept: str) -> None:
+    """Draw a line per variant and remaining setting, against the swept setting."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    others = [{**row, "setting": {k: v for k, v in row["setting"].items() if k != swept}} for row in rows]
+    for row, name in zip(rows, distinguishing_names(others), strict=True):
+        if swept in row["setting"]:
+            lines.setdefault(name, []).append((row["setting"][swept], value_of(row["metrics"][metric])))
+    for name, points in lines.items():
+        if len(points) > 1:
+            points.sort()
+            axis.plot(*zip(*points, strict=True), "o-" if name.startswith(OURS) else "s--", label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel(swept.replace("_", " "), fontsize=8, color="#888888")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=7, frameon=False)
+    _finish(axis, metric)
+
+
+def distinguishing_names(rows: Sequence[Row]) -> list[str]:
+    """Name rows by variant and by settings that differ between them."""
+    names = list(dict.fromkeys(name for row in rows for name in row["setting"]))
+    varying = [name for name in names if len({str(row["setting"].get(name)) for row in rows}) > 1]
+    return [
+        ", ".join(
+            [row["variant"], *(format_value(n, row["setting"][n]) for n in varying if row["setting"].get(n))]
+        )
+        for row in rows
+    ]
+
+
+def color_of(row: Row) -> str:
+    """Return the color of flatbed's variants or of others."""
+    return COLORS["ours" if row["variant"].startswith(OURS) else "others"]
+
+
+def _finish(axis: Any, metric: str) -> None:
+    axis.set_title(metric.replace("_", " "), loc="left", fontsize=10, color="#555555")
+    axis.tick_params(axis="both", labelsize=8)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

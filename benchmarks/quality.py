@@ -1,0 +1,440 @@
+"""Quality of flatbed's word vectors beside gensim's: same text, same settings, several seeds, one judge.
+
+Every trainer is compared with gensim in five measures. The 95% interval of the difference of means must stay
+above −margin, and the margins were fixed before the first comparison. Two trainers that are broken on purpose
+run along: the comparison must find them worse. Text and word pairs come with gensim; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import bz2
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.harness import Options
+from benchmarks.rows import Row
+from flatbed.word2vec import Corpus, Settings, Trainer
+
+GENSIM = "gensim"
+WIKIPEDIA = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
+PLAIN = ("lee_background.cor", "lee.cor", "pang_lee_polarity.cor")
+JUDGED = {"WordSim-353": "wordsim353.tsv", "SimLex-999": "simlex999.txt"}
+WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
+HELD_OUT = 20  # one sentence of so many is kept from the trainers
+N_ASKED, N_NEIGHBORS = 1000, 10
+MARGIN = 0.02
+OVERLAP = "overlap@10"
+MEASURES = {"loss": False, "held-out loss": False, OVERLAP: True, **dict.fromkeys(JUDGED, True)}
+"""Names, and whether higher is better."""
+FIRST_SEED, FIRST_REFERENCE = 100, 1000
+"""Nothing was tuned with these seeds."""
+
+Ids = npt.NDArray[np.int64]
+
+
+# ---- text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Text:
+    """Sentences to train on, sentences for the judge, and the frequent words, most frequent first."""
+
+    training: list[list[str]]
+    held_out: list[list[str]]
+    words: list[str]
+    counts: Ids
+
+    @property
+    def n_words(self) -> int:
+        """Words of training text, including rare ones."""
+        return sum(map(len, self.training))
+
+
+def data_folder() -> Path:
+    """Return where gensim keeps its test data."""
+    import gensim
+
+    folder = Path(gensim.__file__).parent / "test" / "test_data"
+    if not (folder / WIKIPEDIA).exists():
+        raise FileNotFoundError(f"{folder} has no {WIKIPEDIA}: install gensim from its wheel")
+    return folder
+
+
+@lru_cache(maxsize=1)
+def sentences() -> list[list[str]]:
+    """Read the whole text, shuffled once: gensim's result depends on the order of a text."""
+    from gensim.corpora.wikicorpus import extract_pages, filter_wiki
+
+    folder, lines = data_folder(), []
+    with bz2.open(folder / WIKIPEDIA) as file:
+        for _, article, _ in extract_pages(file, ("0",)):
+            if not article.lstrip().upper().startswith("#REDIRECT"):
+                lines += filter_wiki(article).splitlines()
+    for name in PLAIN:
+        lines += (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
+    split = (WORD.findall(line.lower().removeprefix("__label__")) for line in lines)
+    found = [words for words in split if len(words) >= 5]  # shorter lines are headings
+    return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
+
+
+def divide(lines: Sequence[list[str]], *, min_count: int) -> Text:
+    """Hold out every twentieth sentence, and count the words of the others."""
+    training = [words for i, words in enumerate(lines) if i % HELD_OUT]
+    counted = Counter(word for words in training for word in words)
+    kept = [(word, count) for word, count in counted.most_common() if count >= min_count]
+    counts = np.array([count for _, count in kept], dtype=np.int64)
+    return Text(training, list(lines[::HELD_OUT]), [word for word, _ in kept], counts)
+
+
+def judged_pairs(name: str, words: Sequence[str]) -> list[tuple[str, str, float]]:
+    """Read pairs of different known words, with the similarity that people gave them."""
+    known, pairs = set(words), []
+    for line in (data_folder() / JUDGED[name]).read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            first, second, similarity = line.lower().split("\t")[:3]
+            if first != second and {first, second} <= known:
+                pairs.append((first, second, float(similarity)))
+    return pairs
+
+
+# ---- judge
+
+
+class Trained(NamedTuple):
+    """A row per word of `Text.words` in both tables, and the time of training."""
+
+    inputs: Tensor
+    outputs: Tensor
+    seconds: float = 1.0
+    cpu_seconds: float = 1.0
+
+
+def pairs_of(text: Text, parts: Sequence[list[str]], *, window: int, subsample: float) -> tuple[Ids, Ids]:
+    """Draw (word, context) pairs as skip-gram sees them; the same pairs for every training."""
+    random = np.random.default_rng(0)
+    number = {word: i for i, word in enumerate(text.words)}
+    known = [[number[word] for word in words if word in number] for words in parts]
+    ids = np.fromiter((i for words in known for i in words), dtype=np.int64)
+    sentence = np.repeat(np.arange(len(known)), [len(words) for words in known])
+    if subsample:
+        threshold = subsample * text.counts.sum()
+        kept = (np.sqrt(text.counts / threshold) + 1) * threshold / text.counts
+        chosen = random.random(len(ids)) < kept[ids]
+        ids, sentence = ids[chosen], sentence[chosen]
+    reach = random.integers(1, window + 1, len(ids))
+    words, contexts = [], []
+    for distance in range(1, min(window, len(ids) - 1) + 1):
+        left, right = np.arange(len(ids) - distance), np.arange(distance, len(ids))
+        together = sentence[left] == sentence[right]
+        for word, context in ((left, right), (right, left)):
+            seen = together & (reach[word] >= distance)
+            words.append(ids[word[seen]])
+            contexts.append(ids[context[seen]])
+    return np.concatenate(words), np.concatenate(contexts)
+
+
+class Judge:
+    """Measures vectors, whatever trained them."""
+
+    def __init__(self, text: Text, *, window: int, subsample: float, negatives: int) -> None:
+        self.text, self.negatives = text, negatives
+        self.number = {word: i for i, word in enumerate(text.words)}
+        parts = {"loss": text.training, "held-out loss": text.held_out}
+        self.pairs = {
+            name: pairs_of(text, part, window=window, subsample=subsample) for name, part in parts.items()
+        }
+        noise = torch.from_numpy(text.counts).double() ** 0.75
+        self.noise = (noise / noise.sum()).float()
+        self.judged = {name: judged_pairs(name, text.words) for name in JUDGED}
+        self.references: list[Tensor] = []
+
+    def judge(self, trained: Trained) -> dict[str, float]:
+        """Compute all measures; nan where too few word pairs are known."""
+        own = neighbors(trained.inputs)
+        shared = [overlap(own, other) for other in self.references]
+        similar = {name: self.similarity(trained, name) for name in self.judged}
+        return {**self.losses(trained), OVERLAP: fmean(shared) if shared else float("nan"), **similar}
+
+    def losses(self, trained: Trained) -> dict[str, float]:
+        """Compute the loss of negative sampling, with the expected value over negatives."""
+        products = (part @ trained.outputs.T for part in torch.split(trained.inputs, 512))
+        negative = torch.cat([F.softplus(part) @ self.noise for part in products])
+        found = {}
+        for name, pairs in self.pairs.items():
+            words, contexts = map(torch.from_numpy, pairs)
+            total = self.negatives * float(negative[words].double().sum())
+            parts = (torch.split(words, 100_000), torch.split(contexts, 100_000))
+            for word, context in zip(*parts, strict=True):
+                score = (trained.inputs[word] * trained.outputs[context]).sum(1)
+                total += float(F.softplus(-score).double().sum())
+            found[name] = total / max(len(words), 1)
+        return found
+
+    def similarity(self, trained: Trained, name: str) -> float:
+        """Compute Spearman's correlation of cosines with people's judgements."""
+        from scipy.stats import spearmanr
+
+        pairs = self.judged[name]
+        if len(pairs) < 10:
+            return float("nan")
+        vectors = F.normalize(trained.inputs, dim=1)
+        first = vectors[[self.number[pair[0]] for pair in pairs]]
+        second = vectors[[self.number[pair[1]] for pair in pairs]]
+        cosines = (first * second).sum(1).numpy()
+        return float(spearmanr(cosines, [pair[2] for pair in pairs]).statistic)
+
+
+def neighbors(inputs: Tensor) -> Tensor:
+    """Return the words with the greatest cosine to each of the most frequent ones."""
+    vectors = F.normalize(inputs, dim=1)
+    n_asked = min(N_ASKED, len(vectors))
+    cosines = vectors[:n_asked] @ vectors.T
+    cosines[:, :n_asked].fill_diagonal_(-2.0)
+    return cosines.topk(min(N_NEIGHBORS, len(vectors) - 1), dim=1).indices
+
+
+def overlap(one: Tensor, other: Tensor) -> float:
+    """Return the share of equal neighbors."""
+    return float((one[:, :, None] == other[:, None, :]).any(2).float().mean())
+
+
+# ---- trainers
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Settings that all trainers share."""
+
+    dim: int = 64
+    window: int = 5
+    negatives: int = 5
+    epochs: int = 10
+    subsample: float = 1e-3
+    min_count: int = 5
+    lr: float = 0.025
+    threads: int = 1
+
+
+Sentences = list[list[str]]
+
+
+def train_gensim(text: Text, task: Task, seed: int, lines: Sentences) -> Trained:
+    """Train with gensim's compiled loop."""
+    from gensim.models import Word2Vec
+
+    model = Word2Vec(
+        sg=1,
+        vector_size=task.dim,
+        window=task.window,
+        negative=task.negatives,
+        sample=task.subsample,
+        min_count=task.min_count,
+        alpha=task.lr,
+        min_alpha=0.0001,
+        workers=task.threads,
+        seed=seed,
+    )
+    model.build_vocab(lines)
+    took = _timed(lambda: model.train(lines, total_examples=model.corpus_count, epochs=task.epochs))
+    rows = [model.wv.key_to_index[word] for word in text.words]
+    return Trained(torch.from_numpy(model.wv.vectors[rows]), torch.from_numpy(model.syn1neg[rows]), *took)
+
+
+def train_flatbed(text: Text, task: Task, seed: int, lines: Sentences, **settings: Any) -> Trained:
+    """Train with flatbed on the CPU; `settings` override those of the task."""
+    shared: dict[str, Any] = {
+        name: getattr(task, name)
+        for name in ("dim", "window", "negatives", "epochs", "subsample", "min_count", "lr")
+    }
+    trainer = Trainer(
+        Corpus.from_sentences(lines), Settings(device="cpu", seed=seed, **{**shared, **settings})
+    )
+    took = _timed(trainer.run)
+    vectors = trainer.vectors()
+    number = {word: i for i, word in enumerate(vectors.words)}
+    rows = [number[word] for word in text.words]
+    outputs: Any = trainer.model["outputs"]
+    return Trained(torch.from_numpy(vectors.matrix[rows]), outputs.read_rows(rows), *took)
+
+
+def train_too_slowly(text: Text, task: Task, seed: int, lines: Sentences) -> Trained:
+    """Train with a mistake: a quarter of the learning rate."""
+    return train_flatbed(text, task, seed, lines, optimizer="sgd", lr=task.lr / 4)
+
+
+def train_on_noise(text: Text, task: Task, seed: int, lines: Sentences) -> Trained:
+    """Train with a mistake: every fifth word is replaced by one from elsewhere in the text."""
+    random = np.random.default_rng(seed)
+    words = np.array([word for line in lines for word in line])
+    replaced = np.flatnonzero(random.random(len(words)) < 0.2)
+    words[replaced] = words[random.permutation(replaced)]
+    ends = np.cumsum([len(line) for line in lines])
+    noisy = [part.tolist() for part in np.split(words, ends[:-1])]
+    return train_flatbed(text, task, seed, noisy, optimizer="sgd")
+
+
+def _timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Return wall time, and processor time of all threads."""
+    wall, processor = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+class Contender(NamedTuple):
+    """A trainer, and what is asked of it.
+
+    - "compared": as good as gensim in every measure.
+    - "default": in all but the overlap, since another optimizer finds other neighbors.
+    - "broken": to be found worse.
+    - "reference": its neighbors are what others are compared with.
+    """
+
+    name: str
+    role: str
+    train: Callable[[Text, Task, int, Sentences], Trained]
+
+
+REFERENCE = Contender(GENSIM, "reference", train_gensim)
+COMPARED = (
+    Contender(GENSIM, "compared", train_gensim),
+    Contender("flatbed sgd", "compared", lambda *task: train_flatbed(*task, optimizer="sgd")),
+    Contender("flatbed default", "default", lambda *task: train_flatbed(*task, lr=None)),
+)
+BROKEN = (
+    Contender("broken: quarter of the learning rate", "broken", train_too_slowly),
+    Contender("broken: every fifth word replaced", "broken", train_on_noise),
+)
+
+
+# ---- runs
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Runs of all trainers, and the comparison with gensim."""
+
+    text: Text
+    task: Task
+    options: Options
+    runs: list[Row] = field(default_factory=list)
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        task = self.task
+        shared = {name: getattr(task, name) for name in ("dim", "window", "negatives", "epochs")}
+        return {**shared, "vocabulary": len(self.text.words), "text_words": self.text.n_words}
+
+    def run(self, contender: Contender, seed: int, judge: Judge) -> Row:
+        """Train and judge once. The order of sentences differs between seeds."""
+        order = np.random.default_rng(seed).permutation(len(self.text.training))
+        lines = [self.text.training[i] for i in order]
+        trained = contender.train(self.text, self.task, seed, lines)
+        is_reference = contender.role == "reference"
+        if is_reference:
+            judge.references.append(neighbors(trained.inputs))
+        metrics = {} if is_reference else judge.judge(trained)
+        speed = self.text.n_words * self.task.epochs / trained.seconds
+        more = {"words_per_s": speed, "cpu_seconds": trained.cpu_seconds, "role": contender.role}
+        case = "reference" if is_reference else "quality-runs"
+        self.runs.append(self._row(case, contender.name, {"seed": seed}, {**metrics, **more}))
+        return self.runs[-1]
+
+    def _row(self, case: str, name: str, more: dict[str, Any], metrics: dict[str, Any], **other: Any) -> Row:
+        known = {"n_samples": 1, "ok": True, **other}
+        setting = {**self.setting, **more}
+        return self.options.row("word2vec", case, name, setting=setting, metrics=metrics, **known)
+
+    def rows(self) -> list[Row]:
+        """Compare each trainer with gensim in each measure."""
+        runs = [run for run in self.runs if run["case"] == "quality-runs"]
+        found = []
+        for name in dict.fromkeys(run["variant"] for run in runs if run["variant"] != GENSIM):
+            for measure, higher_is_better in MEASURES.items():
+                mine, gensims = (
+                    [run["metrics"][measure] for run in runs if run["variant"] == who]
+                    for who in (name, GENSIM)
+                )
+                role = next(run["metrics"]["role"] for run in runs if run["variant"] == name)
+                mean, low, high = welch(mine, gensims, higher_is_better=higher_is_better)
+                metrics = {
+                    "gensim_mean": fmean(gensims),
+                    "gensim_stderr": variance_of_mean(gensims) ** 0.5,
+                    "mean": fmean(mine),
+                    "stderr": variance_of_mean(mine) ** 0.5,
+                    "better_by": mean,
+                    "low": low,
+                    "high": high,
+                    "margin": MARGIN,
+                    "verdict": verdict(low, high, MARGIN),
+                }
+                more = {"role": role, "measure": measure}
+                found.append(self._row("quality", name, more, metrics, n_samples=len(mine)))
+        for row in found:
+            row["ok"] = is_as_expected(row, found)
+        return found
+
+
+def is_as_expected(row: Row, rows: Sequence[Row]) -> bool:
+    """Tell whether a trainer is as good as it must be, and a broken one worse in some measure."""
+    role, measure = row["setting"]["role"], row["setting"]["measure"]
+    if role == "broken":
+        own = [other for other in rows if other["variant"] == row["variant"]]
+        return any(other["metrics"]["verdict"] == "worse" for other in own)
+    return bool(row["metrics"]["verdict"] == "not worse") or (role == "default" and measure == OVERLAP)
+
+
+def verdict(low: float, high: float, margin: float) -> str:
+    """Judge an interval of differences; more is better."""
+    return "not worse" if low > -margin else "worse" if high < -margin else "undecided"
+
+
+def variance_of_mean(values: Sequence[float]) -> float:
+    """Estimate the variance of a mean; nan where a value is."""
+    return float(np.var(values, ddof=1)) / len(values)
+
+
+def welch(
+    ours: Sequence[float], theirs: Sequence[float], *, higher_is_better: bool
+) -> tuple[float, float, float]:
+    """Return the difference of means and its 95% interval (Welch's t), turned so that more is better."""
+    from scipy.stats import t
+
+    sign = 1.0 if higher_is_better else -1.0
+    mean = sign * (fmean(ours) - fmean(theirs))
+    parts = [(variance_of_mean(values), len(values) - 1) for values in (ours, theirs)]
+    error = sum(part for part, _ in parts) ** 0.5
+    if not error > 0:  # no spread, or nan
+        return mean, mean, mean
+    freedom = error**4 / sum(part**2 / n for part, n in parts)
+    reach = float(t.ppf(0.975, freedom)) * error
+    return mean, mean - reach, mean + reach
+
+
+def run(options: Options) -> Iterator[Row]:
+    """Train all contenders in turns: `--steps` seeds each, by default 10; half as many of broken ones."""
+    seeds = options.steps or 10
+    task = Task(epochs=3 if options.quick else 10)
+    torch.set_num_threads(task.threads)
+    text = divide(sentences()[: 2000 if options.quick else None], min_count=task.min_count)
+    judge = Judge(text, window=task.window, subsample=task.subsample, negatives=task.negatives)
+    comparison = Comparison(text, task, options)
+    for number in range(max(2, seeds // 2)):
+        yield comparison.run(REFERENCE, FIRST_REFERENCE + number, judge)
+    for number in range(seeds):
+        for contender in (*COMPARED, *(BROKEN if number < max(2, seeds // 2) else ())):
+            options.report(f"{contender.name}, seed {FIRST_SEED + number}")
+            yield comparison.run(contender, FIRST_SEED + number, judge)
+    yield from comparison.rows()

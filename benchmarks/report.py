@@ -1,0 +1,323 @@
+"""Markdown tables of stored rows, and the pages that show them.
+
+A table has one line per variant and setting. Settings that all its rows share are its title, and those that
+differ are columns. × is the speed against the fastest correct variant without flatbed in the same setting.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from benchmarks.rows import RESULTS, ROOT, Row, percentiles, read_rows, speedup, value_of
+
+SPLIT = {
+    "step": ("model", "optimizer"),
+    "roofline": ("model", "precision"),
+    "cache": ("distribution",),
+    "rows": ("storage",),
+    "word2vec": ("text",),
+}
+"""Settings by which rows of a benchmark are split into tables."""
+COMPARED = {
+    *("optimizer_ms", "step_ms", "gpu_ms", "wall_ms", "back_to_back_ms", "batch_ms", "read_ms"),
+    *("read_gb_per_s", "write_gb_per_s", "words_per_s"),
+}
+"""Metrics whose speed is compared with variants without flatbed."""
+HIDDEN = {
+    *("copy_gb_per_s", "bytes_per_element", "written_per_step", "warm_up_steps", "memory_growth_bytes"),
+    *("batches", "max_abs_error", "table_bytes", "seconds", "lr", "margin", "host_slowdown", "memory"),
+}
+"""Metrics that tables leave out."""
+SHARED = ("copy_to_gb_per_s", "copy_back_gb_per_s", "roofline_ms")
+"""Metrics that all variants share; they are part of the title."""
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TABLE = re.compile(r"(<!-- rows (?P<file>\S+) -->\n).*?(<!-- end rows -->)", re.S)
+SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end summary -->)", re.S)
+
+
+# ---- cells
+
+
+def size(nbytes: float) -> str:
+    """Format a number of bytes."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes:,.0f} B"
+
+
+def number(value: float) -> str:
+    """Format a number with three digits, without exponents."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+FORMATS: list[tuple[str, Callable[[float], str]]] = [
+    ("_ms", lambda value: f"{number(value)} ms"),
+    ("_gb_per_s", lambda value: f"{number(value)} GB/s"),
+    ("_per_s", lambda value: f"{value:,.0f}"),
+    ("_per_step", lambda value: f"{value:,.0f}"),
+    ("_bytes", size),
+    ("_rate", lambda value: f"{value:.1%}"),
+    ("_share", lambda value: f"{value:.0%}"),
+    ("_ratio", lambda value: f"{value:.2f}×"),
+    ("_error", lambda value: f"{value:.0e}" if value else "0"),
+]
+
+
+def format_value(name: str, value: Any) -> str:
+    """Format a setting or a metric by the unit in its name."""
+    if isinstance(value, str):
+        return value
+    for suffix, show in FORMATS:
+        if name.endswith(suffix):
+            return show(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def format_metric(name: str, metric: Any) -> str:
+    """Format a metric; percentiles as p50 with p20 and p80 behind it."""
+    text = format_value(name, value_of(metric))
+    if not isinstance(metric, dict):
+        return text
+    low, high = (format_value(name, metric[p]).split(" ")[0] for p in ("p20", "p80"))
+    return f"{text} ({low}–{high})"
+
+
+def label(name: str) -> str:
+    """Return a name without its unit."""
+    for suffix in ("_gb_per_s", "_bytes", "_ms"):
+        name = name.removesuffix(suffix)
+    return name.replace("_per_", "/").replace("_", " ")
+
+
+# ---- tables
+
+
+class Table(NamedTuple):
+    """A table as text; the first `n_names` columns say what a line is about."""
+
+    title: str
+    footer: str
+    columns: list[str]
+    lines: list[list[str]]
+    n_names: int
+
+    def markdown(self) -> str:
+        rule = "---|" * self.n_names + "---:|" * (len(self.columns) - self.n_names)
+        lines = [f"| {' | '.join(line)} |" for line in (self.columns, *self.lines)]
+        return "\n".join(
+            [f"**{self.title}**", "", lines[0], f"|{rule}", *lines[1:], "", f"<sub>{self.footer}</sub>"]
+        )
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """Keep the last row of each variant and setting."""
+    found: dict[Any, Row] = {}
+    for row in rows:
+        setting = tuple(row["setting"].items())
+        found[row["benchmark"], row["case"], row["variant"], setting, row["machine"]["device"]] = row
+    return list(found.values())
+
+
+def merge_seeds(rows: Iterable[Row]) -> list[Row]:
+    """Merge rows that differ only in their seed: numbers become percentiles."""
+    groups: dict[Any, list[Row]] = {}
+    for number, row in enumerate(rows):
+        setting = dict(row["setting"])
+        if setting.pop("seed", None) is None:
+            groups[number] = [row]
+            continue
+        key = (row["benchmark"], row["case"], row["variant"], *setting.items())
+        groups.setdefault(key, []).append({**row, "setting": setting})
+    return [_merged(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _merged(group: Sequence[Row]) -> Row:
+    metrics = {
+        name: value if isinstance(value, str) else percentiles([row["metrics"][name] for row in group])
+        for name, value in group[0]["metrics"].items()
+    }
+    return {**group[0], "metrics": metrics, "ok": all(row["ok"] for row in group)}
+
+
+def tables(rows: Iterable[Row]) -> list[Table]:
+    """Make a table per benchmark, case and split setting."""
+    groups: dict[Any, list[Row]] = {}
+    for row in merge_seeds(newest(rows)):
+        split = tuple(row["setting"].get(name) for name in SPLIT.get(row["benchmark"], ()))
+        key = (row["benchmark"], row["case"], row["machine"]["device"], split)
+        groups.setdefault(key, []).append(row)
+    return [make_table(group) for (_, case, *_), group in groups.items() if case != "reference"]
+
+
+def make_table(rows: Sequence[Row]) -> Table:
+    """Make one table."""
+    first = rows[0]
+    settings = list(dict.fromkeys(name for row in rows for name in row["setting"]))
+    shared = [name for name in settings if len({str(row["setting"].get(name)) for row in rows}) == 1]
+    varying = [name for name in settings if name not in shared]
+    named = dict.fromkeys(name for row in rows for name in row["metrics"])
+    metrics = [name for name in named if name not in HIDDEN and name not in SHARED]
+    compared = {m for m in metrics if m in COMPARED and any(speedup(row, rows, m) for row in rows)}
+    columns = ["variant", *(label(name.replace("_bytes", "_size")) for name in varying)]
+    for name in metrics:
+        columns += [label(name), "×"] if name in compared else [label(name)]
+    lines = [_line(row, rows, varying, metrics, compared) for row in rows]
+    parts = [describe(name, first["setting"][name]) for name in shared]
+    parts += [describe(name, first["metrics"][name]) for name in SHARED if name in first["metrics"]]
+    title = f"{first['benchmark']} {first['case']}" + (f": {', '.join(parts)}" if parts else "")
+    return Table(title, describe_machine(first), columns, lines, 1 + len(varying))
+
+
+def _line(
+    row: Row, rows: Sequence[Row], varying: Sequence[str], metrics: Sequence[str], compared: set[str]
+) -> list[str]:
+    setting, found = row["setting"], row["metrics"]
+    cells = [row["variant"] + (" FAILED" if row["ok"] is False else "")]
+    cells += [format_value(name, setting[name]) if name in setting else "" for name in varying]
+    for name in metrics:
+        cells.append(format_metric(name, found[name]) if name in found else "")
+        if name in compared:
+            ratio = speedup(row, rows, name)
+            cells.append("" if ratio is None else f"{ratio:.2f}×")
+    return cells
+
+
+def describe(name: str, value: Any) -> str:
+    """Describe a setting: `20,000,000 rows`, `adam`, `512 B row`."""
+    text = format_value(name, value)
+    return text if isinstance(value, str) else f"{text} {label(name)}"
+
+
+def describe_machine(row: Row) -> str:
+    """Describe machine, versions and commit in one line."""
+    machine, versions = row["machine"], row["versions"]
+    where = f"{machine['cpu']}, {machine['threads']} threads"
+    if machine["device"] != "cpu":
+        where = f"{machine['device']}, {where}"
+    known = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "python")
+    commit = row["commit"] or "unknown"
+    dirty = "-dirty" if commit.endswith("-dirty") and len(commit) > 10 else ""
+    return f"{where}; {known}, commit {commit[:10]}{dirty}; {row['timestamp'][:10]}"
+
+
+def to_markdown(rows: Iterable[Row]) -> str:
+    """Render all tables of some rows."""
+    return "\n\n".join(table.markdown() for table in tables(rows)) + "\n"
+
+
+def one_line(row: Row) -> str:
+    """Describe a row while a benchmark runs."""
+    setting = ", ".join(describe(name, value) for name, value in row["setting"].items())
+    metrics = ", ".join(f"{label(name)} {format_metric(name, m)}" for name, m in row["metrics"].items())
+    mark = "  FAILED its check" if row["ok"] is False else ""
+    return f"{row['benchmark']} {row['case']} [{setting}] {row['variant']}: {metrics}{mark}"
+
+
+# ---- chosen numbers
+
+
+class Line(NamedTuple):
+    """A job, and the two variants that are compared, each with the settings that select its row."""
+
+    job: str
+    file: str
+    metric: str
+    ours: str
+    peer: str
+    setting: Mapping[str, Any] = MappingProxyType({})
+    ours_only: Mapping[str, Any] = MappingProxyType({})
+
+    def markdown(self) -> str:
+        rows = read_rows(RESULTS / self.file)
+        ours = _only(rows, self.ours, {**self.setting, **self.ours_only}, self.file)["metrics"][self.metric]
+        peer = _only(rows, self.peer, self.setting, self.file)["metrics"][self.metric]
+        ratio = value_of(peer) / value_of(ours)
+        ratio = ratio if self.metric.endswith("_ms") else 1 / ratio
+        cells = [
+            f"{name}: {format_value(self.metric, value_of(m))}"
+            for name, m in ((self.ours, ours), (self.peer, peer))
+        ]
+        return f"| {self.job} | {cells[0]} | {cells[1]} | {ratio:.2f}× |"
+
+
+def _only(rows: Sequence[Row], variant: str, setting: Mapping[str, Any], file: str) -> Row:
+    found = [
+        row
+        for row in rows
+        if row["variant"] == variant and all(row["setting"].get(k) == v for k, v in setting.items())
+    ]
+    if len(found) != 1:
+        raise ValueError(f"{file} has {len(found)} rows of {variant!r} with {setting}, expected one")
+    return found[0]
+
+
+OPTIM, FUSED, SPARSE = "flatbed.optim", "torch fused", "torch sparse"
+CACHE = {"cache_rows": 2_000_000, "policy": "lfu"}
+LINES = [
+    Line("clip + Adam, 1.56 B parameters", "h200-roofline-gpt-like.json", "wall_ms", OPTIM, FUSED),
+    Line("clip + Adam, ResNet-50", "h200-roofline-resnet-like.json", "wall_ms", OPTIM, FUSED),
+    Line("whole training step, ResNet-50", "h200-resnet-like.json", "step_ms", OPTIM, FUSED),
+    Line(
+        "step of a 31 GB table on the host, uniform ids, no cache",
+        "h200-tables-step.json",
+        "back_to_back_ms",
+        "flatbed host",
+        "SpeedTorch",
+    ),
+    Line(
+        "the same against a table that is all on the GPU",
+        "h200-tables-step.json",
+        "back_to_back_ms",
+        "flatbed host",
+        SPARSE,
+    ),
+    Line(
+        "the same with Zipf 1.05 ids, cache of 10 %, CUDA graph",
+        "h200-cache-step.json",
+        "back_to_back_ms",
+        "flatbed, captured",
+        SPARSE,
+        {"distribution": "zipf 1.05"},
+        CACHE,
+    ),
+    Line(
+        "word2vec with 10 M hashed n-grams (16 GB), words/s",
+        "h200-word2vec-n-grams.json",
+        "words_per_s",
+        "flatbed host, prefetched",
+        SPARSE,
+    ),
+]
+
+
+def summary() -> str:
+    """Render the chosen numbers as one table."""
+    head = "| job | flatbed | without flatbed | speed |\n|---|---|---|---:|"
+    return "\n".join([head, *(line.markdown() for line in LINES)])
+
+
+# ---- pages
+
+
+def filled(text: str) -> str:
+    """Render the tables between `<!-- rows FILE -->` and `<!-- end rows -->`, and the summary."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match[1]}{to_markdown(read_rows(RESULTS / match['file'])).strip()}\n{match[3]}"
+
+    text = TABLE.sub(table, text)
+    return SUMMARY.sub(lambda match: f"{match[1]}{summary()}\n{match[2]}", text)
+
+
+def fill(pages: Sequence[Path] = PAGES, *, check: bool = False) -> list[Path]:
+    """Rewrite tables that are out of date; returns their pages. `check` only looks."""
+    stale = [page for page in pages if filled(page.read_text()) != page.read_text()]
+    if not check:
+        for page in stale:
+            page.write_text(filled(page.read_text()))
+    return stale

@@ -1,0 +1,189 @@
+"""The row schema: one dict per variant and setting, with machine, versions and commit.
+
+    {"benchmark": "cache", "case": "step",             what was measured
+     "setting": {"ids": "zipf 1.05", "rows": 20000000}, equal for all variants that are compared
+     "variant": "flatbed, captured",
+     "metrics": {"back_to_back_ms": {"p20": ..., "p50": ..., "p80": ...}, "hit_rate": 0.74},
+     "n_samples": 10,
+     "ok": true,                                        result of its check; null: known to be wrong
+     "machine": {...}, "versions": {...}, "commit": "...", "timestamp": "..."}
+
+A metric is a number, a text, or three percentiles. Its suffix is its unit: `_ms`, `_gb_per_s`, `_bytes`, ...
+A variant that lacks a key of `setting` does not depend on it: `torch sparse` has no `cache_rows`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flatbed
+
+Row = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+OURS = ("flat", "broken")
+"""Beginnings of names of variants that use flatbed; trainers that are broken on purpose do, too."""
+FIELDS = {
+    "benchmark": str,
+    "case": str,
+    "setting": dict,
+    "variant": str,
+    "metrics": dict,
+    "n_samples": int,
+    "ok": (bool, type(None)),
+    "machine": dict,
+    "versions": dict,
+    "commit": (str, type(None)),
+    "timestamp": str,
+}
+
+
+def percentiles(readings: Sequence[float]) -> dict[str, float]:
+    """Compute p20, p50 and p80 of some readings."""
+    if len(readings) == 1:
+        return dict.fromkeys(("p20", "p50", "p80"), readings[0])
+    p20, _, _, p80 = statistics.quantiles(readings, n=5, method="inclusive")
+    return {"p20": p20, "p50": statistics.median(readings), "p80": p80}
+
+
+def gb_per_s(nbytes: int, times_ms: Sequence[float]) -> dict[str, float]:
+    """Convert times of moving `nbytes` to percentiles of 10⁹ bytes per second."""
+    return percentiles([nbytes / (1e6 * time) for time in times_ms])
+
+
+def value_of(metric: Any) -> Any:
+    """Return the median of percentiles, and any other metric unchanged."""
+    return metric["p50"] if isinstance(metric, dict) else metric
+
+
+def make_row(
+    benchmark: str,
+    case: str,
+    variant: str,
+    *,
+    setting: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    n_samples: int,
+    ok: bool | None,
+    device: torch.device,
+) -> Row:
+    """Build a row. Metrics that are None are left out."""
+    return {
+        "benchmark": benchmark,
+        "case": case,
+        "setting": dict(setting),
+        "variant": variant,
+        "metrics": {name: value for name, value in metrics.items() if value is not None},
+        "n_samples": n_samples,
+        "ok": ok,
+        **environment(device.type),
+        "timestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+@cache
+def environment(device_type: str) -> dict[str, Any]:
+    """Describe machine, versions and commit of this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "machine": {
+            "device": torch.cuda.get_device_name() if device_type == "cuda" else "cpu",
+            "cpu": _cpu_name(),
+            "cores": cores,
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "flatbed": flatbed.__version__,
+        },
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Return the checkout's commit; `FLATBED_COMMIT` names it where a copy has no history."""
+    if told := os.environ.get("FLATBED_COMMIT"):
+        return told
+    git = ["git", "-C", str(ROOT)]
+    try:
+        described = subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def write_rows(rows: Iterable[Row], path: Path) -> None:
+    """Write rows as a JSON list, one row per line, replacing the file in one step."""
+    new = path.with_name(f".{path.name}.new")
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    new.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    new.replace(path)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read rows; ValueError for a file that does not follow the schema."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} is not a list of rows")
+    for row in rows:
+        if wrong := sorted(set(row) ^ set(FIELDS)):
+            raise ValueError(f"{path}: a row has missing or unknown fields {wrong}")
+        for name, kind in FIELDS.items():
+            if not isinstance(row[name], kind):  # type: ignore[arg-type]
+                raise ValueError(f"{path}: {name} is {row[name]!r}, expected {kind}")
+    return rows
+
+
+def is_ours(row: Row) -> bool:
+    """Tell whether a variant uses flatbed."""
+    return bool(row["variant"].startswith(OURS))
+
+
+def is_comparable(other: Row, row: Row) -> bool:
+    """Tell whether `other` was measured in the setting of `row`, on the same device."""
+    same = all(row[name] == other[name] for name in ("benchmark", "case"))
+    setting = all(row["setting"].get(name) == value for name, value in other["setting"].items())
+    return same and setting and row["machine"]["device"] == other["machine"]["device"]
+
+
+def speedup(row: Row, rows: Iterable[Row], metric: str) -> float | None:
+    """Return how many times as fast a row is as the fastest correct variant without flatbed."""
+    others: list[float] = [
+        value_of(other["metrics"][metric])
+        for other in rows
+        if not is_ours(other) and other["ok"] and metric in other["metrics"] and is_comparable(other, row)
+    ]
+    if not others or metric not in row["metrics"]:
+        return None
+    value: float = value_of(row["metrics"][metric])
+    return min(others) / value if metric.endswith("_ms") else value / max(others)

@@ -1,0 +1,270 @@
+"""Embedding tables under Adam, each trained by one variant: flatbed, torch's sparse gradients, SpeedTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import flatbed
+import flatbed.optim
+from benchmarks import cupy_tables
+from benchmarks.harness import SEED, Steps, each, pinned, same_bits
+from benchmarks.id_sources import Ids, IdSource
+
+LR = 1e-3
+TOLERANCE = 1e-5  # steps have the size of the learning rate
+SPARSE, SPEEDTORCH = "torch sparse", "SpeedTorch"
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """Size of a table and of its batches."""
+
+    n_rows: int
+    dim: int
+    n_ids: int
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """The part of a row's setting that describes the table."""
+        return {"optimizer": "adam", "rows": self.n_rows, "dim": self.dim, "ids": self.n_ids}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weight and Adam's state."""
+        return 3 * 4 * self.n_rows * self.dim
+
+
+def make_target(spec: TableSpec, device: torch.device) -> Tensor:
+    """Draw gradients that are small integers: their sums are exact in any order."""
+    generator = torch.Generator().manual_seed(SEED)
+    sizes = torch.randint(1, 4, (spec.n_ids, spec.dim), generator=generator)
+    signs = torch.randint(2, (spec.n_ids, spec.dim), generator=generator) * 2 - 1
+    return (sizes * signs).float().to(device)
+
+
+def loss_of(rows: Tensor, target: Tensor) -> Tensor:
+    """Compute a loss whose gradient is the target."""
+    return torch.dot(rows.view(-1), target.view(-1))
+
+
+class TrainedTable(Protocol):
+    """A table with an optimizer; rows start as zeros."""
+
+    def step(self, ids: Any) -> object:
+        """Look rows up, and run backward and update."""
+
+    def read(self, rows: Ids) -> Tensor:
+        """Read weights."""
+
+    def close(self) -> None:
+        """Release memory."""
+
+
+class FlatbedTable:
+    """`flatbed.Embedding`, with a model computed beside it in every step if there is one."""
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        device: torch.device,
+        *,
+        storage: str = "host",
+        model: Callable[[], object] | None = None,
+        **arguments: Any,
+    ) -> None:
+        self.emb = flatbed.Embedding(
+            spec.n_rows, spec.dim, storage=storage, device=device, init="zeros", **arguments
+        )
+        self._optimizer = flatbed.optim.Adam(self.emb, lr=LR)
+        self._target = make_target(spec, device)
+        self._device, self._model = device, model
+        self._graph: Callable[[Tensor], object] | None = None
+
+    def step(self, ids: Any) -> Tensor:
+        rows = self.emb(ids)
+        if self._model is not None:
+            self._model()
+        loss = loss_of(rows, self._target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+    def captured_step(self, ids: Any) -> object:
+        """Replay the step as a CUDA graph, which the first call captures."""
+        there = (ids if isinstance(ids, Tensor) else pinned(ids)).to(self._device, non_blocking=True)
+        if self._graph is None:
+            self._graph = flatbed.capture(self.step, there)
+        return self._graph(there)
+
+    def prefetched(self, step: Callable[[Any], object], depth: int) -> Steps:
+        """Take steps whose rows a Prefetcher loads ahead of time."""
+
+        def steps(batches: Sequence[Ids]) -> Iterator[object]:
+            for ids in flatbed.Prefetcher(batches, {self.emb: lambda batch: batch}, depth=depth):
+                yield step(ids)
+
+        return steps
+
+    def use_cache(self, cache_rows: int) -> None:
+        """Start again with an empty cache of another size."""
+        self._graph = None
+        self.emb.table.set_cache(cache_rows=cache_rows)
+
+    def counts(self) -> tuple[int, int]:
+        """Return hits and misses of the cache so far."""
+        stats = self.emb.table.cache_stats()
+        return stats.hits, stats.misses
+
+    def survives_flush(self, rows: Ids) -> bool:
+        """Tell whether trained rows are the same once the cache has written them back."""
+        before = self.emb.read_rows(rows)
+        self.use_cache(0)
+        return bool(before.any(1).all()) and same_bits(self.emb.read_rows(rows), before)
+
+    def read(self, rows: Ids) -> Tensor:
+        return self.emb.read_rows(rows)
+
+    def close(self) -> None:
+        self._graph = None
+        self.emb.table.close(discard=True)
+
+
+class SparseTable:
+    """`nn.Embedding(sparse=True)` under SparseAdam, all of it on the device."""
+
+    def __init__(
+        self, spec: TableSpec, device: torch.device, *, model: Callable[[], object] | None = None
+    ) -> None:
+        torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
+        weight = torch.zeros((spec.n_rows, spec.dim), device=device)
+        self._emb = nn.Embedding(spec.n_rows, spec.dim, sparse=True, _weight=weight)
+        self._optimizer = torch.optim.SparseAdam(list(self._emb.parameters()), lr=LR)
+        self._target = make_target(spec, device)
+        self._device, self._model = device, model
+
+    def step(self, ids: Ids) -> None:
+        host = pinned(ids) if self._device.type == "cuda" else torch.from_numpy(ids)
+        rows = self._emb(host.to(self._device, non_blocking=True))
+        if self._model is not None:
+            self._model()
+        loss_of(rows, self._target).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()  # type: ignore[no-untyped-call]
+        self._optimizer.zero_grad()
+
+    def read(self, rows: Ids) -> Tensor:
+        return self._emb.weight.detach()[torch.from_numpy(rows).to(self._device)]
+
+    def close(self) -> None:
+        self._optimizer.state.clear()
+        del self._emb
+
+
+class SpeedTorchTable:
+    """Pinned CuPy arrays for weight and state; rows of a batch are switched into a small nn.Embedding.
+
+    SpeedTorch loses updates of ids that a batch repeats.
+    """
+
+    def __init__(self, spec: TableSpec, device: torch.device) -> None:
+        self._weight = cupy_tables.PinnedTable(spec.n_rows, spec.dim)
+        names = ("exp_avg", "exp_avg_sq")
+        self._state = {name: cupy_tables.PinnedTable(spec.n_rows, spec.dim) for name in names}
+        self._emb = nn.Embedding(spec.n_ids, spec.dim, device=device)
+        self._positions = torch.arange(spec.n_ids, device=device)
+        self._target = make_target(spec, device)
+        self._optimizer = torch.optim.Adam(self._emb.parameters(), lr=LR)
+        self._switched = self._optimizer.state[self._emb.weight]
+        self._switched["step"] = torch.tensor(0.0)
+
+    def step(self, ids: Ids) -> None:
+        narrow = ids.astype(np.int32)  # as SpeedTorch recommends
+        self._emb.weight.data = self._weight.read(narrow)
+        for name, table in self._state.items():
+            self._switched[name] = table.read(narrow)
+        loss_of(self._emb(self._positions), self._target).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._weight.write(narrow, self._emb.weight.data)
+        for name, table in self._state.items():
+            table.write(narrow, self._switched[name])
+
+    def read(self, rows: Ids) -> Tensor:
+        return self._weight.read(rows.astype(np.int32))
+
+    def close(self) -> None:
+        self._optimizer.state.clear()
+        self._state.clear()
+        del self._weight, self._switched
+        cupy_tables.free_pool()
+
+
+# ---- checks
+
+
+class Result(NamedTuple):
+    """Difference to torch's SparseAdam, and whether it is within the tolerance."""
+
+    ok: bool
+    max_abs_error: float
+    wrong_rows: int
+    checked_rows: int
+
+
+class Checker:
+    """Trains small tables of the same dim on the same skewed ids by every variant.
+
+    Weights must be those of SparseAdam within rounding. All variants of flatbed must agree bitwise.
+    """
+
+    N_STEPS = 8
+
+    def __init__(self, dim: int, device: torch.device, *, n_rows: int = 20_000, n_ids: int = 2048) -> None:
+        self.spec = TableSpec(n_rows, dim, n_ids)
+        self.device = device
+        self.batches = IdSource("zipf 1.05", n_rows, n_ids, device=device).draw(self.N_STEPS)
+        self.rows = np.unique(np.concatenate(self.batches))
+        sparse = SparseTable(self.spec, device)
+        self.expected = self._train(sparse, each(sparse.step))
+        self.bits: Tensor | None = None
+
+    def check(
+        self, make: Callable[..., Any], steps: Callable[[Any], Steps] | None = None, **arguments: Any
+    ) -> Result:
+        """Train a table that `make` makes; `steps` chooses how, by default one eager step after another."""
+        with TemporaryDirectory() as folder:
+            if arguments.get("storage") == "disk":
+                arguments["path"] = Path(folder) / "checked.bed"
+            table = make(self.spec, self.device, **arguments)
+            found = self._train(table, each(table.step) if steps is None else steps(table))
+        errors = (found - self.expected).abs().amax(1)
+        wrong = len(errors) - int((errors <= TOLERANCE).sum())  # nan is wrong
+        ok = wrong == 0
+        if isinstance(table, FlatbedTable):
+            self.bits = found if self.bits is None else self.bits
+            ok = ok and same_bits(found, self.bits)
+        return Result(ok, float(errors.max()), wrong, len(errors))
+
+    def _train(self, table: TrainedTable, steps: Steps) -> Tensor:
+        for _ in steps(self.batches):
+            pass
+        found = table.read(self.rows).cpu()
+        table.close()
+        return found
+
+    def small(self) -> int:
+        """Return a cache size with room for what a prefetcher has in flight, but not for all rows."""
+        return 4 * self.spec.n_ids
+
+
+def scaled(spec: TableSpec, *, small: bool) -> TableSpec:
+    """Return a table of tiny size, if asked for."""
+    return replace(spec, n_rows=2000, dim=8, n_ids=64) if small else spec

@@ -1,0 +1,253 @@
+"""A tiny run of every benchmark on the CPU: rows are complete, and all checks pass. Broken variants fail."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import models, rows
+from benchmarks.__main__ import BENCHMARKS, main, parse
+from benchmarks.cases import cache, data, roofline, step, tables, word2vec
+from benchmarks.cases import rows as random_rows
+from benchmarks.harness import Options, each
+from benchmarks.models import Model
+from benchmarks.rows import Row
+from benchmarks.trained_tables import Checker, FlatbedTable, SparseTable
+
+CPU = torch.device("cpu")
+FEW = Options(CPU, quick=True, steps=2, report=lambda line: None)
+TINY = Model(
+    "tiny",
+    partial(models.linear100, layers=3, width=8),
+    partial(models._linear_batch, size=4, width=8),
+    models._squared_error,
+    steps=2,
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.MODELS, "linear100", lambda device: TINY)
+
+
+def check(found: Iterator[Row], benchmark: str, *metrics: str) -> list[Row]:
+    """All rows passed their checks, and have these metrics with sensible percentiles."""
+    listed = list(found)
+    assert listed
+    for row in listed:
+        assert row["benchmark"] == benchmark
+        assert row["ok"], row
+        for name in metrics:
+            spread = row["metrics"][name]
+            assert 0 < spread["p20"] <= spread["p50"] <= spread["p80"], row
+    return listed
+
+
+# ---- dense steps
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("optimizer", step.OPTIMIZERS)
+def test_step(optimizer: str) -> None:
+    options = replace(FEW, cases=(f"linear100:{optimizer}",))
+    listed = check(step.run(options), "step", "optimizer_ms", "step_ms")
+    assert [row["variant"] for row in listed] == list(step.VARIANTS)
+    assert all(rows.speedup(row, listed, "step_ms") for row in listed)
+
+
+def test_step_finds_a_variant_that_does_not_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_clipping(model: nn.Module, case: Model, optimizer: str) -> step.Trainer:
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+        def update(max_norm: float) -> None:
+            sgd.step()
+            sgd.zero_grad()
+
+        return step.Trainer(model, case.loss, update)
+
+    monkeypatch.setitem(step.VARIANTS, "flat broken", without_clipping)
+    (row,) = step.run_model(TINY, "sgd", replace(FEW, variants=("flat broken",)))
+    assert row["ok"] is False
+    assert row["metrics"]["max_rel_error"] > step.TOLERANCE
+
+
+@pytest.mark.parametrize("variant", step.CAPTURED)
+def test_captured_steps_are_steps(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where a capture calls the function."""
+    monkeypatch.setattr(step, "TorchGraph", lambda train_step, example: train_step)
+    model = TINY.build()
+    setup: Any = step.CAPTURED[variant]
+    if variant.startswith("torch"):
+        setup = partial(step.with_torch, foreach=True)  # the fused one is capturable on GPUs only
+    trainer = setup(model, TINY, "adam")
+    before = [param.detach().clone() for param in model.parameters()]
+    for batch in step.draw_batches(TINY, CPU, 2):
+        trainer.step(batch)
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_roofline() -> None:
+    options = replace(FEW, cases=("linear100", "linear100:bf16-master"), steps=5)
+    listed = check(roofline.run(options), "roofline", "wall_ms")
+    assert {row["setting"]["precision"] for row in listed} == {"fp32", "bf16-master"}
+    for row in listed:
+        assert row["metrics"]["roofline_ratio"] > 0
+    assert [p.bytes_per_element for p in roofline.PRECISIONS.values()] == [32, 30]
+
+
+def test_roofline_finds_a_step_that_does_nothing() -> None:
+    def idle(params: Any, precision: Any, max_norm: float) -> roofline.Made:
+        optimizer = torch.optim.Adam(params)
+        return roofline.Made(optimizer, lambda: None, optimizer.zero_grad)
+
+    shapes = [torch.Size((4, 4)), torch.Size((3,))]
+    probe = roofline.Probe(idle, roofline.PRECISIONS["fp32"], shapes, CPU)
+    assert probe.error() > step.TOLERANCE
+
+
+# ---- tables
+
+
+def test_tables() -> None:
+    listed = check(tables.run(FEW), "tables")
+    steps = [row["variant"] for row in listed if row["case"] == "step"]
+    assert steps == [tables.HOST, tables.DEVICE, tables.SPARSE]
+    assert {row["case"] for row in listed} == {"step", "move"}
+
+
+@pytest.mark.parametrize("storage", random_rows.CASES)
+def test_rows(storage: str, tmp_path: Path) -> None:
+    options = replace(FEW, cases=(storage,), folder=tmp_path)
+    listed = check(random_rows.run(options), "rows", "read_gb_per_s", "write_gb_per_s")
+    assert {row["setting"]["storage"] for row in listed} == {storage}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("case", cache.CASES)
+def test_cache(case: str, tmp_path: Path) -> None:
+    options = replace(FEW, cases=(case,), folder=tmp_path)
+    listed = check(cache.run(options), "cache", "back_to_back_ms", "synchronized_ms")
+    cached = [row for row in listed if row["setting"].get("cache_rows")]
+    assert cached
+    assert all(0 < row["metrics"]["hit_rate"] < 1 for row in cached)
+    assert case == "sizes" or all(rows.speedup(row, listed, "back_to_back_ms") for row in listed)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cached_and_captured_steps_agree_bitwise() -> None:
+    checker = Checker(8, CPU, n_rows=300, n_ids=32)
+    assert checker.check(FlatbedTable, cache_rows=0).ok
+    captured = checker.check(
+        FlatbedTable,
+        lambda table: each(lambda ids: table.captured_step(torch.from_numpy(ids))),
+        cache_rows=checker.small(),
+    )
+    assert captured.ok
+
+
+def test_a_table_that_loses_repeated_updates_is_found() -> None:
+    class Lossy(SparseTable):
+        """Updates each row once per batch, as SpeedTorch does."""
+
+        def step(self, ids: Any) -> None:
+            positions = {row: i for i, row in enumerate(ids.tolist())}  # the last of equal ids wins
+            kept = torch.zeros(len(ids), 1)
+            kept[list(positions.values())] = 1
+            target, self._target = self._target, self._target * kept
+            super().step(ids)
+            self._target = target
+
+    checker = Checker(8, CPU, n_rows=300, n_ids=32)
+    result = checker.check(Lossy)
+    assert not result.ok
+    assert 0 < result.wrong_rows <= result.checked_rows == len(checker.rows)
+    assert len(np.unique(np.concatenate(checker.batches))) == result.checked_rows
+
+
+# ---- data and word vectors
+
+
+@pytest.mark.parametrize("case", data.CASES)
+def test_data(case: str) -> None:
+    metric = "read_ms" if case == "rows" else "batch_ms"
+    listed = check(data.run(replace(FEW, cases=(case,))), "data", metric)
+    assert all(rows.speedup(row, listed, metric) for row in listed if rows.is_ours(row))
+
+
+def test_bytes_that_do_not_arrive_are_found() -> None:
+    batches = data.make_batches(2, 64, 3)
+    right = [[torch.from_numpy(array) for array in batch] for batch in batches]
+    assert data.all_arrive(right, batches, CPU)
+    right[1][0] = right[1][0].clone()
+    right[1][0][-1] += 1
+    assert not data.all_arrive(right, batches, CPU)
+
+
+@pytest.mark.parametrize("case", ["words", "n-grams"])
+def test_word2vec(case: str) -> None:
+    listed = check(word2vec.run(replace(FEW, cases=(case,))), "word2vec", "words_per_s")
+    losses = [row["metrics"]["final_loss"] for row in listed]
+    assert len(losses) == 4
+    assert max(losses) / min(losses) < 1 + word2vec.TOLERANCE
+
+
+# ---- command line
+
+
+@pytest.mark.usefixtures("tiny")
+def test_rows_are_printed_stored_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    files = {name: tmp_path / f"rows.{name}" for name in ("json", "png")}
+    words = ["step", "linear100:adam", "--device", "cpu", "--steps", "2", "--variant", "torch fused"]
+    words += ["--variant", "flatbed.optim", "--json", str(files["json"]), "--png", str(files["png"])]
+    assert main(words) == 0
+    assert "**step train: tiny, adam" in capsys.readouterr().out
+    assert [row["variant"] for row in rows.read_rows(files["json"])] == ["torch fused", "flatbed.optim"]
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_variant_passes_its_check_on_a_gpu(name: str, tmp_path: Path) -> None:
+    """With captured variants, on tiny sizes."""
+    path = tmp_path / "rows.json"
+    cases = ["linear100"] if name in ("step", "roofline") else []
+    words = [name, *cases, "--quick", "--device", "cuda", "--steps", "4", "--folder", str(tmp_path)]
+    assert main([*words, "--json", str(path)]) == 0
+    variants = {row["variant"] for row in rows.read_rows(path)}
+    assert name not in ("step", "roofline", "cache") or any("captured" in variant for variant in variants)
+
+
+def test_unknown_cases_are_refused() -> None:
+    with pytest.raises(SystemExit, match="unknown cases stepp; there are step, sizes"):
+        main(["cache", "stepp", "--device", "cpu"])
+    with pytest.raises(ValueError, match="unknown case 'linear100:lion'"):
+        main(["step", "linear100:lion", "--device", "cpu"])
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([name, "--help"])
+    assert "--variant" in capsys.readouterr().out
+
+
+def test_benchmarks_import_public_names_only() -> None:
+    allowed = {"flatbed", "flatbed.optim", "flatbed.word2vec", "flatbed.compat.speedtorch"}
+    for path in (rows.ROOT / "benchmarks").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            private = {name for name in names if name.split(".")[0] == "flatbed"} - allowed
+            assert not private, f"{path.name} imports {private}"

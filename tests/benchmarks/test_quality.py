@@ -1,0 +1,164 @@
+"""The comparison with gensim: its measures are right, and it finds a broken trainer."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import quality
+from benchmarks.harness import Options
+from benchmarks.quality import Comparison, Contender, Judge, Text, Trained, divide, welch
+
+pytest.importorskip("gensim")
+OPTIONS = Options(torch.device("cpu"), quick=True, report=lambda line: None)
+TASK = quality.Task(dim=16, epochs=4)
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    """A language that is learnt in a moment: steps along a ring of words, with frequent words in between."""
+    random = np.random.default_rng(0)
+    lines = []
+    for _ in range(600):
+        ring = (random.integers(100) + np.cumsum(random.integers(1, 3, 40))) % 100
+        frequent, between = random.zipf(1.5, 40) % 50, random.random(40) < 0.4
+        lines.append([f"f{f}" if b else f"w{w}" for b, f, w in zip(between, frequent, ring, strict=True)])
+    return divide(lines, min_count=TASK.min_count)
+
+
+@pytest.fixture(scope="module")
+def judge(text: Text) -> Judge:
+    return Judge(text, window=TASK.window, subsample=TASK.subsample, negatives=TASK.negatives)
+
+
+def random_vectors(text: Text, dim: int = 8) -> Trained:
+    generator = torch.Generator().manual_seed(0)
+    return Trained(*torch.randn((2, len(text.words), dim), generator=generator))
+
+
+# ---- measures
+
+
+def test_the_text_covers_the_judged_pairs() -> None:
+    whole = divide(quality.sentences(), min_count=5)
+    assert whole.n_words > 450_000
+    assert len(quality.judged_pairs("WordSim-353", whole.words)) > 230
+    assert len(quality.judged_pairs("SimLex-999", whole.words)) > 500
+    assert len(whole.held_out) / len(whole.training) == pytest.approx(1 / 19, rel=0.01)
+
+
+def test_windows_have_random_size_and_end_with_the_sentence() -> None:
+    text = divide([["x"]] + [list("abcdefghij")] * 400, min_count=1)
+    words, contexts = quality.pairs_of(text, text.training, window=4, subsample=0)
+    position = np.array(["abcdefghij".index(word) for word in text.words])
+    seen = np.bincount(np.abs(position[words] - position[contexts]), minlength=5) / 400
+    # A word sees one at distance d with probability (4 - d + 1) / 4, and there are 2 (10 - d) such pairs.
+    expected = [0, *(2 * (10 - d) * (4 - d + 1) / 4 for d in range(1, 5))]
+    np.testing.assert_allclose(seen, expected, rtol=0.05)
+
+
+def test_loss_is_that_of_a_plain_loop(text: Text, judge: Judge) -> None:
+    trained = random_vectors(text)
+    noise = text.counts**0.75 / (text.counts**0.75).sum()
+    pairs = list(zip(*judge.pairs["held-out loss"], strict=True))
+    total = 0.0
+    for word, context in pairs:
+        score = float(trained.inputs[word] @ trained.outputs[context])
+        negatives = (trained.outputs @ trained.inputs[word]).double().numpy()
+        total += math.log1p(math.exp(-score)) + TASK.negatives * float(noise @ np.logaddexp(0, negatives))
+    assert judge.losses(trained)["held-out loss"] == pytest.approx(total / len(pairs), rel=1e-4)
+    zeros = Trained(*torch.zeros(2, len(text.words), 8))
+    assert judge.losses(zeros)["loss"] == pytest.approx((1 + TASK.negatives) * math.log(2), rel=1e-5)
+
+
+def test_overlap_counts_shared_neighbors() -> None:
+    one = torch.tensor([[1, 2], [3, 4]])
+    assert quality.overlap(one, one.flip(1)) == 1.0
+    assert quality.overlap(one, torch.tensor([[2, 9], [7, 8]])) == 0.25
+    angles = torch.tensor([0.0, 0.1, 0.3, 3.0])
+    near = quality.neighbors(torch.stack((angles.cos(), angles.sin()), 1))
+    assert near[:, 0].tolist() == [1, 0, 1, 2]
+
+
+def test_similarity_is_perfect_where_cosines_follow_the_judgements(text: Text) -> None:
+    judge = Judge(text, window=2, subsample=0, negatives=1)
+    judge.judged["SimLex-999"] = [(text.words[2 * i], text.words[2 * i + 1], float(i)) for i in range(20)]
+    vectors = torch.zeros(len(text.words), 2)
+    for i in range(20):
+        angle = math.pi * (1 - i / 20)
+        vectors[2 * i] = torch.tensor([1.0, 0.0])
+        vectors[2 * i + 1] = torch.tensor([math.cos(angle), math.sin(angle)]) * (1 + i)
+    assert judge.similarity(Trained(vectors, vectors), "SimLex-999") == pytest.approx(1.0)
+    del judge.judged["SimLex-999"][5:]
+    assert math.isnan(judge.similarity(Trained(vectors, vectors), "SimLex-999"))
+
+
+# ---- verdicts
+
+
+def test_the_interval_is_welchs() -> None:
+    from scipy.stats import ttest_ind
+
+    ours, theirs = [1.0, 1.2, 1.1, 1.4], [0.9, 1.0, 1.3, 0.7, 0.8]
+    expected = ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
+    assert welch(ours, theirs, higher_is_better=True)[1:] == pytest.approx((expected.low, expected.high))
+    assert welch(ours, theirs, higher_is_better=False)[1:] == pytest.approx((-expected.high, -expected.low))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (-0.01, 0.01, "not worse"),
+        (-0.13, -0.07, "worse"),
+        (-0.03, 0.01, "undecided"),
+        (float("nan"), float("nan"), "undecided"),
+    ],
+)
+def test_verdicts(low: float, high: float, expected: str) -> None:
+    assert quality.verdict(low, high, 0.02) == expected
+
+
+def test_bad_vectors_and_mistakes_that_stay_hidden_are_failures(text: Text) -> None:
+    comparison = Comparison(text, TASK, OPTIONS)
+    cases = {
+        "gensim": ("compared", 0.0),
+        "as good": ("compared", 0.001),
+        "bad": ("compared", -0.1),
+        "bad default": ("default", -0.1),
+        "broken, not found": ("broken", 0.0),
+        "broken, found": ("broken", -0.1),
+    }
+    for name, (role, better_by) in cases.items():
+        for seed in range(4):
+            metrics = {
+                measure: 0.5 + (1 if higher else -1) * better_by + 0.001 * seed
+                for measure, higher in quality.MEASURES.items()
+            }
+            comparison.runs.append(
+                comparison._row("quality-runs", name, {"seed": seed}, {**metrics, "role": role})
+            )
+    failed = {(row["variant"], row["setting"]["measure"]) for row in comparison.rows() if not row["ok"]}
+    measures = set(quality.MEASURES)
+    assert failed == {
+        *(("bad", measure) for measure in measures),
+        *(("bad default", measure) for measure in measures - {quality.OVERLAP}),
+        *(("broken, not found", measure) for measure in measures),
+    }
+
+
+# ---- trainers
+
+
+def test_broken_trainers_are_found(text: Text, judge: Judge) -> None:
+    comparison = Comparison(text, TASK, OPTIONS)
+    contenders: list[Contender] = [*quality.COMPARED[:2], *quality.BROKEN]
+    for seed in range(3):
+        for contender in contenders:
+            comparison.run(contender, seed, judge)
+    rows = {row["variant"]: row for row in comparison.rows() if row["setting"]["measure"] == "loss"}
+    assert rows["flatbed sgd"]["metrics"]["verdict"] == "not worse", rows["flatbed sgd"]
+    for contender in quality.BROKEN:
+        assert rows[contender.name]["metrics"]["verdict"] == "worse", rows[contender.name]

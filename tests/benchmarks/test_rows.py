@@ -1,0 +1,99 @@
+"""The row schema: what a row holds, how it is stored, and what rows are compared with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import rows
+from benchmarks.rows import Row, make_row, percentiles, read_rows, speedup, write_rows
+
+CPU = torch.device("cpu")
+
+
+def row(variant: str, metrics: dict[str, Any], *, ok: bool | None = True, **setting: Any) -> Row:
+    return make_row(
+        "cache", "step", variant, setting=setting, metrics=metrics, n_samples=3, ok=ok, device=CPU
+    )
+
+
+def test_percentiles_of_few_and_of_many_readings() -> None:
+    assert percentiles([7.0]) == {"p20": 7.0, "p50": 7.0, "p80": 7.0}
+    assert percentiles([float(i) for i in range(11)]) == {"p20": 2.0, "p50": 5.0, "p80": 8.0}
+
+
+def test_speed_of_readings() -> None:
+    assert rows.gb_per_s(10**9, [1000.0, 500.0, 2000.0])["p50"] == 1.0
+
+
+def test_a_row_says_where_it_was_measured() -> None:
+    made = row("flatbed", {"step_ms": 1.0, "hit_rate": None}, rows=10)
+    assert set(made) == set(rows.FIELDS)
+    assert made["metrics"] == {"step_ms": 1.0}
+    assert made["machine"]["device"] == "cpu"
+    assert made["versions"]["torch"] == torch.__version__
+
+
+def test_the_commit_of_a_copy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATBED_COMMIT", "abc")
+    rows.environment.cache_clear()
+    assert row("flatbed", {})["commit"] == "abc"
+    rows.environment.cache_clear()
+
+
+def test_rows_are_stored_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    made = [row("flatbed", {"step_ms": percentiles([1.0, 2.0])}, rows=10), row("torch sparse", {})]
+    write_rows(made, path)
+    assert read_rows(path) == made
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rows", "not JSON"),
+        ("{}", "not a list"),
+        ('[{"benchmark": "step"}]', "missing or unknown fields"),
+    ],
+)
+def test_a_file_without_rows_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_rows(path)
+
+
+def test_a_field_of_another_type_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{**row("flatbed", {}), "n_samples": "three"}]))
+    with pytest.raises(ValueError, match="n_samples is 'three'"):
+        read_rows(path)
+
+
+def test_stored_results_follow_the_schema() -> None:
+    files = sorted(rows.RESULTS.glob("*.json"))
+    assert len(files) > 20
+    for file in files:
+        assert read_rows(file)
+
+
+def test_speed_is_relative_to_the_fastest_correct_variant_without_flatbed() -> None:
+    ours = row("flatbed, captured", {"step_ms": 2.0, "words_per_s": 30.0}, rows=10, cache_rows=5)
+    beside = [
+        ours,
+        row("torch sparse", {"step_ms": 3.0, "words_per_s": 10.0}, rows=10),
+        row("torch loop", {"step_ms": 9.0, "words_per_s": 15.0}, rows=10),
+        row("SpeedTorch", {"step_ms": 1.0}, rows=10, ok=None),  # known to be wrong
+        row("torch broken", {"step_ms": 1.0}, rows=10, ok=False),
+        row("torch sparse", {"step_ms": 1.0}, rows=20),  # of another table
+        row("flatbed", {"step_ms": 1.0}, rows=10),
+    ]
+    assert speedup(ours, beside, "step_ms") == 1.5
+    assert speedup(ours, beside, "words_per_s") == 2.0
+    assert speedup(ours, beside, "read_ms") is None
+    assert speedup(ours, [ours], "step_ms") is None
