@@ -16,7 +16,7 @@ from flatbed.flat.params import FlatParams, Snapshot
 from flatbed.flat.repair import Problem
 from flatbed.layout import Segment
 from flatbed.tables.embedding import Embedding, EmbeddingBag, tables
-from flatbed.tables.saving import load_table, open_table
+from flatbed.tables.saving import load_table
 from flatbed.tables.table import Table
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "__version__",
     "load_checkpoint",
     "load_table",
-    "open_table",
     "optim",
     "save_checkpoint",
     "state_dict",

@@ -301,11 +301,11 @@ def test_lost_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: tables_ways.FlatbedTable, ids: Tensor, target: Tensor) -> None:
         step(self, ids, target)
         store = self._emb.table.store
-        store.settle(changing=True)
-        assert isinstance(store.tier, MemoryStorage)
-        assert store.tier.memory is not None
+        store.flush(drop=True)
+        assert isinstance(store.ensure_layout(), MemoryStorage)
+        assert store.ensure_layout().memory is not None
         for name in self._emb.table.state_names:
-            store.record.view(store.tier.memory, name).zero_()
+            store.record.view(store.ensure_layout().memory, name).zero_()
 
     monkeypatch.setattr(tables_ways.FlatbedTable, "step", forgetful)
     assert [row.ok for row in run("step")] == [False, True, False]

@@ -272,7 +272,7 @@ class Trials:
         """As users do who know what the table is like, and as those who do not."""
         if kill % 2:
             return embedding(path, self.cache_rows)
-        found = flatbed.Embedding.from_table(flatbed.open_table(path))
+        found = flatbed.Embedding.from_table(flatbed.load_table(path))
         found.table.set_cache(self.cache_rows)
         return found
 

@@ -388,7 +388,7 @@ def check_room(emb: Any) -> None:
     """Every changed row has a place in the file of changes, or room for one."""
     store = emb.table.store
     cache, tier = store.cache, store.disk
-    n_unsaved = store.n_unsaved
+    n_unsaved = store.unsaved_rows
     cache.arrive()  # what was sent home
     waiting = cache.tags.row_of_slot[cache.tags.dirty != 0]
     owed = waiting[tier.unchanged(waiting)]
@@ -396,7 +396,7 @@ def check_room(emb: Any) -> None:
     assert cache.n_owed == len(owed)
     journal = tier._held.journal
     assert journal._capacity >= journal.n_slots + cache.n_owed
-    assert store.n_unsaved == n_unsaved == journal.n_slots + len(owed)
+    assert store.unsaved_rows == n_unsaved == journal.n_slots + len(owed)
 
 
 @pytest.mark.parametrize("n_slots", [3, 8, ROWS])
@@ -434,9 +434,9 @@ def test_room_is_kept_for_changed_rows(n_slots: int, tmp_path: Path, monkeypatch
         if number % 17 == 16:
             emb.table.checkpoint()
             check_room(emb)
-            assert emb.table.store.n_unsaved == 0
+            assert emb.table.store.unsaved_rows == 0
         elif number % 23 == 22:
-            emb.table.store.settle(changing=number % 2 == 0)
+            emb.table.store.flush(drop=number % 2 == 0)
             check_room(emb)
     emb.table.close(discard=True)
 

@@ -167,7 +167,7 @@ def test_checkpoint_of_a_table_on_disk(tmp_path: Path) -> None:
     assert twins.cached.table.cache_stats().hits == hits + 3
     twins.cached.table.checkpoint()
     twins.cached.table.close()
-    twins.cached = flatbed.Embedding.from_table(flatbed.open_table(path))
+    twins.cached = flatbed.Embedding.from_table(flatbed.load_table(path))
     twins.check()
 
 
@@ -185,7 +185,7 @@ def test_closing_without_a_checkpoint(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         twins.cached.table.close()
-    again = flatbed.Embedding.from_table(flatbed.open_table(path))
+    again = flatbed.Embedding.from_table(flatbed.load_table(path))
     assert torch.equal(everything(again)[0], before)
     again.table.close()
 

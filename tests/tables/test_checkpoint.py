@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import flatbed
+from flatbed.checkpoint import codec as portable
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.errors import FlatbedError
-from flatbed.optim import json_codec as portable
 from flatbed.tables.embedding import Embedding, tables
 from flatbed.tables.saving import load_table
 from tests.tables.training import Expected, Model, Operations, build, close, difference, snapshot, step
@@ -565,7 +565,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_ranks_with_tables_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatbed import checkpoint
+    from flatbed.checkpoint import save as checkpoint
 
     class Two(checkpoint.Ranks):
         def __init__(self) -> None:

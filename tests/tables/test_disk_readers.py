@@ -14,7 +14,6 @@ import torch
 
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk import storage as tier
-from flatbed.tables.storage.disk.copy_pool import FEW, THREADS, CopyPool
 from tests.tables.crash_model import NBYTES, everything, fill, filled, made, random_records
 
 SOON = 0.2

@@ -20,11 +20,11 @@ from torch import nn
 
 import flatbed
 from flatbed.errors import FlatbedError
-from flatbed.tables import saving, tensor_file
+from flatbed.tables import tensor_file
 from flatbed.tables.embedding import Embedding
-from flatbed.tables.record import Field
-from flatbed.tables.saving import load_table, open_table
-from flatbed.tables.storage import table_storage as store
+from flatbed.tables.record import Field, Record
+from flatbed.tables.saving import load_table
+from flatbed.tables.storage import base
 from flatbed.tables.table import Table
 
 STORAGES = ("host", "device", "disk")
@@ -35,7 +35,7 @@ ROWS, DIM = 50, 5
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks even for small tables."""
-    monkeypatch.setattr(store, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(base, "CHUNK_BYTES", 1000)
 
 
 def embedding(storage: str, folder: Path, *, name: str = "t.bed", **options: Any) -> Embedding:
@@ -61,7 +61,7 @@ def trained(storage: str, folder: Path, **options: Any) -> tuple[Embedding, torc
 
 def everything(table: Table) -> dict[str, torch.Tensor]:
     """All fields, as bytes so that equal means bitwise."""
-    _ = table.store.tier
+    _ = table.store.ensure_layout()
     fields = {
         field.name: table.store.read_field(field.name, 0, table.num_embeddings)
         for field in table.store.record.fields
@@ -97,9 +97,9 @@ def test_round_trip(storage: str, to: str, dtype: torch.dtype, tmp_path: Path) -
     )
     assert same(everything(new), everything(emb.table))
     assert new.scalars() == emb.table.scalars() == {"step": 3.0}
-    assert new.storage_kind == to
+    assert new.storage == to
     assert new.store.config.describe() == emb.table.store.config.describe()
-    assert not new.store.claimed
+    assert not new.store.state_owned
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -142,7 +142,7 @@ def test_loading_a_disk_table_is_durable_and_keeps_it_open(tmp_path: Path) -> No
     other = embedding("disk", tmp_path)
     other.table.load(tmp_path / "t.safetensors")
     other.table.close()
-    assert same(everything(open_table(tmp_path / "t.bed")), everything(emb.table))
+    assert same(everything(load_table(tmp_path / "t.bed")), everything(emb.table))
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -160,7 +160,7 @@ def test_a_table_that_was_never_used(tmp_path: Path) -> None:
     Embedding(ROWS, DIM, seed=3).table.save(tmp_path / "t.safetensors")
     found = safetensors.torch.load_file(tmp_path / "t.safetensors")
     assert torch.equal(found["weight"], Embedding(ROWS, DIM, seed=3).weight)
-    assert load_table(tmp_path / "t.safetensors").store.claimed
+    assert load_table(tmp_path / "t.safetensors").store.state_owned
 
 
 def test_scalars_are_kept_exactly_and_do_not_clash(tmp_path: Path) -> None:
@@ -344,8 +344,6 @@ def test_no_file(tmp_path: Path) -> None:
         load_table(tmp_path / "nothing")
     with pytest.raises(FlatbedError, match="there is no"):
         load_table(tmp_path)
-    with pytest.raises(FlatbedError, match="no table at"):
-        open_table(tmp_path / "nothing")
     with pytest.raises(FlatbedError, match="no folder"):
         embedding("host", tmp_path).table.save(tmp_path / "nowhere" / "t.safetensors")
 
@@ -384,12 +382,12 @@ def test_a_disk_file_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "x.bed").read_bytes() == b"precious"
 
 
-def test_open_table_finds_everything_in_the_file(tmp_path: Path) -> None:
+def test_load_table_opens_a_disk_table_in_place(tmp_path: Path) -> None:
     emb, optimizer = trained("disk", tmp_path, dtype=torch.bfloat16, padding_idx=2, seed=4)
     emb.table.checkpoint()
     expected, config = everything(emb.table), emb.table.store.config
     emb.table.close()
-    found = open_table(tmp_path / "t.bed")
+    found = load_table(tmp_path / "t.bed")
     assert same(everything(found), expected)
     assert found.store.config == config
     assert found.scalars() == {"step": 3.0}
@@ -480,7 +478,7 @@ def test_a_failing_load_table_leaves_no_file(tmp_path: Path, monkeypatch: pytest
     def failing(*_: Any) -> Any:
         raise OSError(errno.EIO, "input/output error")
 
-    monkeypatch.setattr(saving, "_filler", lambda *_: failing)
+    monkeypatch.setattr(Record, "view", failing)
     with pytest.raises(OSError, match="input/output"):
         load_table(tmp_path / "t.safetensors", storage="disk", to=tmp_path / "x.bed")
     assert sorted(files(tmp_path)) == ["t.safetensors"]
@@ -489,11 +487,11 @@ def test_a_failing_load_table_leaves_no_file(tmp_path: Path, monkeypatch: pytest
 MEMORY = """
 import sys, torch
 from pathlib import Path
-from flatbed.tables.storage import table_storage as store
+from flatbed.tables.storage import base
 from flatbed.tables.embedding import Embedding
-from flatbed.tables.saving import load_table, open_table
+from flatbed.tables.saving import load_table
 
-store.CHUNK_BYTES = 4 << 20
+base.CHUNK_BYTES = 4 << 20
 folder, doing = Path(sys.argv[1]), sys.argv[2]
 
 def anonymous():
@@ -511,7 +509,7 @@ if doing == "make":
     emb = Embedding(600_000, 128, storage="disk", path=folder / "t.bed", init=1.5)  # 307 MB
     emb(torch.tensor([0]))
 elif doing == "save":
-    table = open_table(folder / "t.bed")
+    table = load_table(folder / "t.bed")
     before = anonymous()
     table.save(folder / "t.safetensors")
     print(peak[0] - before)

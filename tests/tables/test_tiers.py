@@ -14,7 +14,7 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.memory import device_tier, host_tier
+from flatbed.tables.storage.memory import device_storage, host_storage
 
 N_ROWS = 37
 RECORDS = {
@@ -37,13 +37,13 @@ def first_records(record: Record, n_rows: int = N_ROWS) -> Tensor:
 
 
 def device(record: Record, folder: Path, on: str = "cpu") -> Storage:
-    tier = device_tier(record, N_ROWS, torch.device(on))
+    tier = device_storage(record, N_ROWS, torch.device(on))
     tier.write_(0, first_records(record))
     return tier
 
 
 def host(record: Record, folder: Path, on: str = "cpu") -> Storage:
-    tier = host_tier(record, N_ROWS, torch.device(on))
+    tier = host_storage(record, N_ROWS, torch.device(on))
     tier.write_(0, first_records(record))
     return tier
 
@@ -161,12 +161,6 @@ def test_fields(tier: Storage, record: Record) -> None:
         assert found.dtype == field.dtype
         assert found.shape == (2, field.count)
         assert (found == 1.5).all()
-
-
-def test_flush(tier: Storage, record: Record) -> None:
-    tier.write_(0, torch.zeros((1, record.nbytes), dtype=torch.uint8))
-    tier.flush()
-    assert not tier.read(0, 1).any()
 
 
 def test_after_close(make: Make, record: Record, tmp_path: Path) -> None:

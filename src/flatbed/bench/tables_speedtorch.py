@@ -81,13 +81,13 @@ def _measured(setting: MoveSetting, shape: Shape, make: Any) -> Iterator[MoveRow
 @contextmanager
 def _flatbed(n_rows: int, device: torch.device) -> Iterator[Peer]:
     emb = flatbed.Embedding(n_rows, DIM, storage="host", device=device, init="zeros")
-    tier = emb.table.store.tier
+    tier = emb.table.store.ensure_layout()
     try:
         assert isinstance(tier, MemoryStorage)
         assert tier.memory is not None
         memory = tier.memory
         number_(memory.view(-1))
-        kind = getattr(getattr(tier, "_held", None), "kind", "unknown")
+        kind = getattr(getattr(tier, "_allocation", None), "kind", "unknown")
         movers = [Mover(ROWS, kind, _as_is, emb.read_rows, emb.write_rows)]
         if emb.table.access.place is not None:
             kernel = Mover(

@@ -99,7 +99,7 @@ class FlatbedTable(_Torchs):
         self.way = {"host": HOST, "device": DEVICE}[storage]
         self._emb = flatbed.Embedding(n_rows, dim, storage=storage, device=device, init="zeros", cache_rows=0)
         self._optimizer = recipe.flatbed_class(self._emb, **recipe.options)
-        self.table_bytes = self._emb.table.nbytes_stored
+        self.table_bytes = self._emb.table.nbytes
 
     def step(self, ids: Tensor, target: Tensor) -> None:
         torch.autograd.backward(loss_of(self._emb(ids), target))

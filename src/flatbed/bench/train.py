@@ -186,7 +186,7 @@ def torch_tables(settings: Settings, n_words: int) -> Tables:
 def _table_bytes(trainer: Trainer) -> int:
     ours = flatbed.tables(trainer.tables.model)
     if ours:
-        return sum(table.nbytes_stored for table in ours)
+        return sum(table.nbytes for table in ours)
     return sum(3 * p.numel() * p.element_size() for p in trainer.tables.model.parameters())
 
 

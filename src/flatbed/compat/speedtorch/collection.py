@@ -18,7 +18,7 @@ from flatbed.kernels.dispatch import use_triton
 from flatbed.kernels.rows import RecordLocation
 from flatbed.tables.record import NAMES, WEIGHT, Field, Record
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.memory import CPU, MemoryStorage, device_tier, host_tier
+from flatbed.tables.storage.memory import CPU, MemoryStorage, device_storage, host_storage
 
 BLOCK_BYTES = 1 << 26  # of rows that are handled at once, beside the collection
 STAND_IN = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
@@ -101,7 +101,9 @@ class Collection:
             if any(field.dtype not in NAMES for field in self.record.fields):
                 raise TypeError("files hold numbers of 2, 4 or 8 bytes: use a wider datatype")
             return DiskStorage.create(self.path, self.record, self.n_rows, fill=records_)
-        tier = (host_tier if self.home.kind == "host" else device_tier)(self.record, self.n_rows, self.device)
+        tier = (host_storage if self.home.kind == "host" else device_storage)(
+            self.record, self.n_rows, self.device
+        )
         if fill is not None:
             assert tier.memory is not None
             for start, stop in self.blocks():
@@ -218,7 +220,7 @@ class Collection:
         for start, stop in self.blocks():
             new.write_(start, old.read(start, stop))
         self.tier = new
-        old.release()
+        old.close()
 
     def checkpoint(self) -> None:
         """Let the file hold all rows as they are now, all or nothing."""
@@ -229,10 +231,7 @@ class Collection:
     def close(self) -> None:
         """Give memory or the file back; rows of a file that changed since its last checkpoint are lost."""
         self.settle()
-        if isinstance(self.tier, DiskStorage):
-            self.tier.close()
-        else:
-            self.tier.release()
+        self.tier.close()
 
     def discard(self) -> None:
         """Give it back with its file."""

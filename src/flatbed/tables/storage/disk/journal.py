@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatbed.errors import FlatbedError
-from flatbed.tables.storage.disk.copy_pool import CopyPool, put, take
+from flatbed.tables.storage.disk.copy_pool import copy_threads, put, take
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace, Records, anonymous
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
@@ -121,7 +121,7 @@ class Journal:
         """Whether so many rows can come, whichever they are. No lock is needed; False may be too careful."""
         return self.n_slots + n_others <= self._capacity or n_rows + self._n_lost <= self._capacity
 
-    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, hands: CopyPool) -> None:
+    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, pool: ThreadPoolExecutor) -> None:
         """Replace the records of distinct rows; nothing has changed when there is no room."""
         if self._slot_of_row is None:
             self._slot_of_row = anonymous(n_rows)
@@ -135,7 +135,7 @@ class Journal:
         self._row_of_slot[self.n_slots : after] = ids[fresh]
         self.n_slots = after
         if self._file is not None:
-            put(self._file, slots, records=records, hands=hands)
+            put(self._file, slots, records=records, pool=pool)
         self._slot_of_row[ids[fresh]] = slots[fresh] + 1
         self._n_lost -= len(fresh)
 
@@ -145,10 +145,10 @@ class Journal:
         *,
         into: Records,
         where: NDArray[np.int64] | None = None,
-        hands: CopyPool,
+        pool: ThreadPoolExecutor,
     ) -> None:
         """Copies of the records of some slots."""
-        take(self.records, slots, into=into, where=where, hands=hands)
+        take(self.records, slots, into=into, where=where, pool=pool)
 
     def make_room(self, ids: NDArray[np.int64], *, also: int, n_rows: int) -> None:
         """Have room for the records of these rows, and of so many others that have no slot either."""
@@ -306,9 +306,9 @@ def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state
     order = np.argsort(rows, kind="stable")
     order = order[np.searchsorted(rows, 0, sorter=order) :]
     step = max(1, CHUNK // records.dtype.itemsize)
-    with closing(CopyPool()) as hands:
+    with copy_threads() as pool:
         for start in range(0, len(order), step):
             some = order[start : start + step]
-            put(table, rows[some], records=records[some], hands=hands)
+            put(table, rows[some], records=records[some], pool=pool)
     table.write(STATE_AT, encode_state(state))
     table.sync()
