@@ -31,7 +31,7 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     copy_disk_tables: bool = False,
 ) -> None:
-    """Save model, optimizers and tables as one unit. After a crash, the folder holds this checkpoint or the last.
+    """Save model, optimizers and tables as one unit: a crash leaves this checkpoint or the last one.
 
     `extra` is anything JSON can hold (the epoch, say). A table on disk keeps its rows in its own file, which
     then holds the checkpoint of this folder and no older one; ``copy_disk_tables=True`` writes them to the

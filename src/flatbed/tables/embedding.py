@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class DenseStateDict(OrderedDict[str, Any]):
-    """Destination for `Module.state_dict` that leaves out the rows of tables, which might not fit in memory."""
+    """Destination for `Module.state_dict` that leaves out tables, which might not fit in memory."""
 
 
 class TableModule(nn.Module):

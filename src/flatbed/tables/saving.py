@@ -247,7 +247,7 @@ def load_table(
         if storage not in (None, "disk") or target is not None:
             raise ValueError(
                 f'{path} is the file of a table with storage="disk" and opens in place; found '
-                f"storage={storage!r}, to={to}: leave both out, or save that table (table.save) and load the copy"
+                f"storage={storage!r}, to={to}: leave both out, or load a copy made by table.save"
             )
         return make(_config_of_disk_table(path), device, replicate=replicate)
     storage = storage or "host"

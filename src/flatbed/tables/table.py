@@ -397,9 +397,9 @@ class Table(nn.Parameter):
         """
         if kind is not None and self.store.unsaved_rows:
             warnings.warn(
-                f"{self.store.unsaved_rows} rows of {self.store.config.path} changed since its last checkpoint "
-                f"and are dropped, since the `with` block ended by {kind.__name__}: call table.checkpoint() "
-                f"within the block where rows are complete",
+                f"{self.store.unsaved_rows} rows of {self.store.config.path} changed since its last "
+                f"checkpoint and are dropped, since the `with` block ended by {kind.__name__}: call "
+                f"table.checkpoint() within the block where rows are complete",
                 stacklevel=2,
             )
         self.close(discard=kind is not None)

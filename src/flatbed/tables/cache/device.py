@@ -17,7 +17,7 @@ from flatbed.tables.cache.in_flight import InFlight
 from flatbed.tables.cache.reservation import Reservation, version_of
 from flatbed.tables.cache.stats import CacheStats
 from flatbed.tables.ids import as_ids, check_range
-from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.memory import MemoryStorage
 
 
 class DeviceCache:
@@ -30,7 +30,7 @@ class DeviceCache:
     leaves alone the rows of batches with a live ticket, and everybody else waits for it.
     """
 
-    def __init__(self, home: Storage, n_slots: int, *, policy: str, device: torch.device) -> None:
+    def __init__(self, home: MemoryStorage, n_slots: int, *, policy: str, device: torch.device) -> None:
         assert home.memory is not None
         self.home = home
         self.record, self.n_rows, self.device = home.record, home.n_rows, device
@@ -276,10 +276,10 @@ class DeviceCache:
         self.section += 1
         self.tags.forget()
 
-    unsaved_rows = 0
+    n_unsaved = 0
 
     @property
-    def is_captured(self) -> bool:
+    def in_graphs(self) -> bool:
         """Whether CUDA graphs use this cache."""
         return bool(self.graphs)
 

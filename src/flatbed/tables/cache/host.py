@@ -32,6 +32,7 @@ from flatbed.tables.cache.in_flight import InFlight
 from flatbed.tables.cache.reservation import Reservation
 from flatbed.tables.cache.stats import CacheStats
 from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.disk import DiskStorage
 
 CPU = torch.device("cpu")
 MANY = 1 << 12  # rows for which it pays to ask another thread
@@ -93,7 +94,8 @@ class HostCache:
         """Whether the table has another cache by now."""
         self.under_way = InFlight()
         self.place = self._place() if device.type == "cuda" else None
-        home.count_also(_waiting(weakref.ref(self)))
+        if isinstance(home, DiskStorage):
+            home.count_also(_waiting(weakref.ref(self)))
 
     def _place(self) -> RecordLocation:
         """For kernels, which are asked for rows that are here, and for no others."""
@@ -179,6 +181,9 @@ class HostCache:
         threads of the disk's, which have time to spare.
         """
         rows, home = torch.from_numpy(missing), self.home
+        if not isinstance(home, DiskStorage):
+            yield lambda: (home.gather(rows), np.arange(len(rows)))
+            return
         shape, pin = (len(rows), self.record.nbytes), self.computes_on.type == "cuda"
         memory = torch.empty(shape, dtype=torch.uint8, device=CPU, pin_memory=pin)
         if len(rows) < MANY:
@@ -193,7 +198,7 @@ class HostCache:
     @contextmanager
     def _counting(self, sought: ProbeResult) -> Iterator[None]:
         """Count uses by the time this ends: many by a thread of the disk's, too."""
-        if len(sought.hits) < MANY:
+        if not isinstance(self.home, DiskStorage) or len(sought.hits) < MANY:
             count_uses(self.tags, sought)
             yield
             return
@@ -238,6 +243,10 @@ class HostCache:
 
     def _send_home(self, slots: Tensor, rows: Tensor, copies: Copies) -> None:
         """Write copies home, for a file beside what comes next."""
+        if not isinstance(self.home, DiskStorage):
+            copies.wait()
+            self.home.scatter_(rows, copies.records)
+            return
         self.arrive()
         owed, at = self.owed.numpy(), slots.numpy()
         with self._owing:
@@ -261,10 +270,10 @@ class HostCache:
                 self._leaving = None
                 self.n_owed -= leaving.n_owed
 
-    is_captured = False
+    in_graphs = False
 
     @property
-    def unsaved_rows(self) -> int:
+    def n_unsaved(self) -> int:
         """How many rows have changed and have no place in the file of changes."""
         leaving = self._leaving
         if os.getpid() != self._process:
@@ -315,6 +324,8 @@ class HostCache:
     def make_room(self, rows: Tensor) -> None:
         """Raise now if a full disk has no room for changes of these rows beside those that wait here."""
         # In this order: what is on its way home is counted there before it is not counted here any more.
+        if not isinstance(self.home, DiskStorage):
+            return
         if self.home.has_room(self.n_owed + len(rows)) and not self._failed():
             return
         with self.lock:
@@ -339,10 +350,11 @@ class HostCache:
         dirty = self.tags.dirty.numpy()
         clean = np.flatnonzero(dirty[at] == 0)
         at = at[clean]
-        owed = at[self.home.unchanged(torch.from_numpy(rows.numpy()[clean])).numpy()]
-        with self._owing:
-            self.n_owed += len(owed)
-            self.owed.numpy()[owed] = True
+        if isinstance(self.home, DiskStorage):
+            owed = at[self.home.unchanged(torch.from_numpy(rows.numpy()[clean])).numpy()]
+            with self._owing:
+                self.n_owed += len(owed)
+                self.owed.numpy()[owed] = True
         dirty[at] = 1
 
     def look(self, keys: Tensor, ticket: Reservation | None, dtype: torch.dtype, dim: int) -> Tensor | None:
@@ -453,6 +465,11 @@ class HostCache:
         if leaving is not None and os.getpid() == self._process:
             wait([leaving.there])
 
+    def close(self) -> None:
+        """Give the memory back, and the home's."""
+        self._let_leave()
+        self.home.close()
+
     # ---- what it has done, what it shall begin with
 
     def stats(self) -> CacheStats:
@@ -475,7 +492,7 @@ def _waiting(cache: weakref.ref[HostCache]) -> Callable[[], int]:
 
     def count() -> int:
         found = cache()
-        return 0 if found is None else found.unsaved_rows
+        return 0 if found is None else found.n_unsaved
 
     return count
 

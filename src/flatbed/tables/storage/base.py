@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.tables.record import Record
 
-T = TypeVar("T")
 CPU = torch.device("cpu")
 CHUNK_BYTES = 1 << 26  # of rows copied at a time, in memory besides the table
 
 Fill = Callable[[int, int, Tensor], None]
-"""fill(start, stop, records) writes rows start to stop into zeroed memory, (stop - start, nbytes) of uint8."""
+"""fill(start, stop, records) writes rows into zeroed memory, (stop - start, nbytes) of uint8."""
 
 
 class Storage(Protocol):
@@ -57,27 +53,6 @@ class Storage(Protocol):
 
     def write_(self, start: int, records: Tensor) -> None:
         """Replace consecutive records."""
-
-    def collect(self, ids: Tensor, into: Tensor) -> NDArray[np.int64]:
-        """Copy whole records in the fastest order, and return it as positions in `ids`."""
-
-    def send(self, ids: Tensor, records: Tensor, *, after: Callable[[], None]) -> Future[None]:
-        """Call `after`, then `scatter_`, in the writer thread if there is one."""
-
-    def aside(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Run a function in a thread of the storage, if it has threads."""
-
-    def has_room(self, n_rows: int) -> bool:
-        """Whether any `n_rows` rows can certainly change, without taking a lock; see `make_room`."""
-
-    def make_room(self, ids: Tensor, *, also: int = 0) -> None:
-        """Reserve space for changes of these rows and of `also` others, or raise."""
-
-    def unchanged(self, ids: Tensor) -> Tensor:
-        """Which rows need space before they change: (n,) of bool."""
-
-    def count_also(self, count_cached: Callable[[], int]) -> None:
-        """Include changed rows of a cache in the warning at exit."""
 
     def rebuilt(
         self, record: Record, *, fill: Fill, device: torch.device = CPU, meta: Mapping[str, Any] | None = None

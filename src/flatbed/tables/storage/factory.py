@@ -36,7 +36,7 @@ def create_storage(
 
 
 def open_storage(config: Config) -> tuple[DiskStorage, Config]:
-    """Open the file of a disk table. New rows are to begin like the file's, so its config is returned, too."""
+    """Open the file of a disk table. Returns a config with the file's initializer, too."""
     assert config.path is not None
     storage = DiskStorage.open(config.path)
     weight, found = config.weight, storage.record.weight

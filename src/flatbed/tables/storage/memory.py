@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.cuda.host_memory import HostMemory, allocate
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
-from flatbed.tables.storage.base import CPU, Fill, T, row_blocks
+from flatbed.tables.storage.base import CPU, Fill, row_blocks
 
 
 class MemoryStorage:
@@ -60,33 +57,6 @@ class MemoryStorage:
 
     def write_(self, start: int, records: Tensor) -> None:
         self._records()[start : start + len(records)] = records.to(self.device)
-
-    # Memory needs no threads and no space for changes.
-
-    def collect(self, ids: Tensor, into: Tensor) -> NDArray[np.int64]:
-        into.copy_(self.gather(ids))
-        return np.arange(len(ids))
-
-    def send(self, ids: Tensor, records: Tensor, *, after: Callable[[], None]) -> Future[None]:
-        after()
-        return self.aside(self.scatter_, ids, records)
-
-    def aside(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        done: Future[T] = Future()
-        done.set_result(function(*args))
-        return done
-
-    def has_room(self, n_rows: int) -> bool:
-        return True
-
-    def make_room(self, ids: Tensor, *, also: int = 0) -> None:
-        """Do nothing."""
-
-    def unchanged(self, ids: Tensor) -> Tensor:
-        return torch.zeros(len(ids), dtype=torch.bool, device=CPU)
-
-    def count_also(self, count_cached: Callable[[], int]) -> None:
-        """Do nothing."""
 
     def fill_(self, start: int, stop: int, fill: Fill) -> None:
         """Write the first values of new rows, which are zero, block by block."""

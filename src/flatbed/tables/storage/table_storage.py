@@ -276,7 +276,7 @@ class TableStorage:
         """Rows of a file that changed since its last checkpoint."""
         if self._storage is None or self.in_memory or os.getpid() != self._process:
             return 0
-        return self._storage.unsaved_rows + (0 if self.cache is None else self.cache.unsaved_rows)
+        return self._storage.unsaved_rows + (0 if self.cache is None else self.cache.n_unsaved)
 
     @property
     def has_unsaved_changes(self) -> bool:
@@ -296,7 +296,7 @@ class TableStorage:
         self._disk().make_room(rows)
 
     def prepare_checkpoint(self, scalars: Mapping[str, float], *, decision: Path, token: str) -> DiskStorage:
-        """Prepare a checkpoint that holds once the file `decision` has the token; see `DiskStorage.prepare`."""
+        """Prepare a checkpoint that holds once the file `decision` has the token."""
         storage = self._disk()
         self.flush()
         storage.prepare(self._meta(scalars, token=token), decision=decision, token=token)
@@ -352,7 +352,7 @@ class TableStorage:
     def _fit_cache(self, n_ids: int) -> Cache | None:
         with self._lock:
             storage, cache = self.ensure_layout(), self.cache
-            if _is_capturing(self.device) or (cache is not None and cache.is_captured):
+            if _is_capturing(self.device) or (cache is not None and cache.in_graphs):
                 return cache  # nothing can be allocated now, or CUDA graphs use this one
             n_slots = slots_for(self.config, storage.record, self.device, n_ids)
             n_now = 0 if cache is None else cache.n_slots
@@ -371,7 +371,7 @@ class TableStorage:
             return
         cache.retire()
         self.cache = None
-        if cache.is_captured:
+        if cache.in_graphs:
             self._captured += [cache, self._storage]
             warnings.warn(
                 "a table that CUDA graphs were captured with has other memory or another cache now: capture "

@@ -9,7 +9,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +19,12 @@ import torch
 
 import flatbed
 from flatbed.errors import FlatbedError
-from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import RECORDS_AT
-from tests.tables.crash_model import (
+from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,
-    WIDER,
     everything,
     files,
     fill,
@@ -36,7 +33,7 @@ from tests.tables.crash_model import (
     random_records,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 # ---- files that are there already, and files that are not
@@ -186,23 +183,6 @@ def test_one_user_at_a_time(tmp_path: Path) -> None:
     DiskStorage.open(tmp_path / "table").close()
 
 
-def test_close_twice_and_use_after(tmp_path: Path) -> None:
-    tier = made(tmp_path)
-    tier.scatter_(torch.arange(3), random_records(3))
-    tier.close()
-    tier.close()
-    for use in (
-        lambda: tier.gather(torch.arange(3)),
-        lambda: tier.scatter_(torch.arange(3), random_records(3)),
-        lambda: tier.read(0, 3),
-        lambda: tier.checkpoint(),
-        lambda: tier.commit(),
-        lambda: tier.resize(200, fill=fill),
-    ):
-        with pytest.raises(FlatbedError, match="is closed; open it again"):
-            use()
-
-
 def test_a_forgotten_tier_gives_everything_back(tmp_path: Path) -> None:
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -218,22 +198,9 @@ def test_a_forgotten_tier_gives_everything_back(tmp_path: Path) -> None:
     DiskStorage.open(tmp_path / "table").close()
 
 
-def test_the_end_of_the_process_is_silent(tmp_path: Path) -> None:
-    code = (
-        "import torch; from tests.tables.test_disk_files import *\n"
-        f"tier = made(Path({str(tmp_path)!r}))\n"
-        "tier.scatter_(torch.arange(3), random_records(3)); tier.checkpoint()\n"
-        "tier.scatter_(torch.arange(3), random_records(3))"
-    )
-    command = [sys.executable, "-W", "error", "-X", "dev", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert list(files(tmp_path)) == ["table"]
-
-
 FORKED = """
 import os, sys, time
-from tests.tables.test_disk_files import *
+from tests.tables.storage.disk.test_files import *
 folder = Path(sys.argv[1])
 tier = made(folder)
 tier.scatter_(torch.arange(5), random_records(5))
@@ -280,32 +247,6 @@ def test_forked_processes_let_go(tmp_path: Path) -> None:
         [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
-
-
-def test_threads_may_share_a_tier(tmp_path: Path) -> None:
-    """One reads while another writes, grows and checkpoints: rows are old or new, never between."""
-    record = Record((Field("weight", torch.float32, 64),))
-    tier = DiskStorage.create(tmp_path / "table", record, 5000, fill=lambda *_: None)
-    failures: list[str] = []
-    ended = threading.Event()
-
-    def read() -> None:
-        while not ended.is_set():
-            found = tier.gather(torch.randint(0, 5000, (500,)))
-            if not (found == found[:, :1]).all():
-                failures.append("a row was torn")
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for step in range(30):
-        ids = torch.randperm(5000)[: 100 * step]
-        tier.scatter_(ids, torch.full((len(ids), 1), step, dtype=torch.uint8).expand(-1, record.nbytes))
-        if step % 10 == 0:
-            tier.checkpoint()
-    ended.set()
-    reader.join()
-    assert not failures
-    tier.close()
 
 
 # ---- no room
@@ -381,39 +322,6 @@ def test_no_room_for_more_rows(tmp_path: Path) -> None:
     assert (tier.n_rows, tier.unsaved_rows, (tmp_path / "table").stat().st_size) == (1000, 10, size)
     assert np.array_equal(everything(tier), now)
     tier.checkpoint()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a small disk")
-    yield folder
-    gc.collect()
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_small_disk(small_disk: Path) -> None:
-    """The same on a disk that is really full."""
-    with pytest.raises(FlatbedError, match=r"its disk has \d+ bytes free \(No space left on device\)"):
-        made(small_disk, 100_000)
-    assert files(small_disk) == {}
-    with DiskStorageContext(made(small_disk, 15_000)) as tier:
-        tier.scatter_(torch.arange(5_000), random_records(5_000))
-        now = everything(tier)
-        with pytest.raises(FlatbedError, match="free some space"):
-            tier.scatter_(torch.arange(15_000), random_records(15_000))
-        with pytest.raises(FlatbedError, match="free some space"):
-            tier.resize(100_000, fill=fill)
-        with contextlib.suppress(OSError):
-            (small_disk / "ballast").write_bytes(bytes(4 << 20))
-        tier.checkpoint({"step": 1})
-        with pytest.raises(FlatbedError, match="No space left"):
-            tier.rebuilt(WIDER, fill=fill)
-    with DiskStorageContext(DiskStorage.open(small_disk / "table")) as tier:
-        assert np.array_equal(everything(tier), now)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,15 @@ from flatbed.tables.storage.disk.format import (
     encode_identity,
     state_payload,
 )
-from tests.tables.crash_model import NBYTES, RECORD, Dense, everything, files, made, random_records
+from tests.tables.storage.disk.crash_model import (
+    NBYTES,
+    RECORD,
+    Dense,
+    everything,
+    files,
+    made,
+    random_records,
+)
 
 N_ROWS = 30
 EITHER = {0, 1}

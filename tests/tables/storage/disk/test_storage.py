@@ -23,7 +23,7 @@ from flatbed.tables.storage.disk import DiskStorage, journal
 from flatbed.tables.storage.disk import copy_pool as disk_rows
 from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import RECORDS_AT
-from tests.tables.crash_model import (
+from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,
     WIDER,
@@ -86,27 +86,6 @@ def test_large_gathers_are_shared_among_threads(tmp_path: Path) -> None:
     model[ids[:500].numpy()] = tier.gather(ids[:500]).numpy()
     assert np.array_equal(tier.gather(ids).numpy(), model[ids.numpy()])
     assert np.array_equal(tier.gather(ids, 2048).numpy(), model[ids.numpy(), :2048])
-    tier.close()
-
-
-def test_results_are_copies(tmp_path: Path) -> None:
-    tier = made(tmp_path)
-    tier.gather(torch.arange(3)).zero_()
-    tier.read(0, 3).zero_()
-    assert np.array_equal(everything(tier), filled(0, 100, NBYTES))
-    records = random_records(3)
-    tier.scatter_(torch.arange(3), records)
-    before = records.clone()
-    records.zero_()
-    assert torch.equal(tier.read(0, 3), before)
-    tier.close()
-
-
-def test_scatter_takes_any_memory(tmp_path: Path) -> None:
-    tier = made(tmp_path)
-    wide = random_records(10, 2 * NBYTES + 1)
-    tier.scatter_(torch.arange(20)[::2], wide[:, 1 : NBYTES + 1])
-    assert torch.equal(tier.gather(torch.arange(20)[::2]), wide[:, 1 : NBYTES + 1])
     tier.close()
 
 

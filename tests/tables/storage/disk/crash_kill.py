@@ -1,7 +1,7 @@
 """Train a disk table in child processes, kill each at some moment, look at what is left.
 
-Run as `python -m tests.tables.crash_kill FOLDER N_KILLS SEED`; prints what was seen as JSON. One process
-imports torch once and forks all others, which makes a kill cheap.
+Run as `python -m tests.tables.storage.disk.crash_kill FOLDER N_KILLS SEED`; prints what was seen as JSON.
+One process imports torch once and forks all others, which makes a kill cheap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ import torch
 
 from flatbed.tables.storage.disk import DiskStorage, journal
 from flatbed.tables.storage.disk.file import MappedFile
-from tests.tables.crash_model import NBYTES, RECORD, Dense, batch, everything, fill, filled, train
+from tests.tables.storage.disk.crash_model import (
+    NBYTES,
+    RECORD,
+    Dense,
+    batch,
+    everything,
+    fill,
+    filled,
+    train,
+)
 
 N_ROWS = 2000
 LIFE = 6  # checkpoints that the oldest children see

@@ -19,15 +19,24 @@ from numpy.random import Generator, default_rng
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
-from tests.tables.crash_model import NBYTES, RECORD, WIDER, Dense, batch, everything, fill, filled
-from tests.tables.crash_replay import Choice, Disk, Event, Log, recorded
+from tests.tables.storage.disk.crash_model import (
+    NBYTES,
+    RECORD,
+    WIDER,
+    Dense,
+    batch,
+    everything,
+    fill,
+    filled,
+)
+from tests.tables.storage.disk.crash_replay import Choice, Disk, Event, Log, recorded
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 def test_two_hundred_kills(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.tables.crash_kill", str(tmp_path), "200", "0"],
+        [sys.executable, "-m", "tests.tables.storage.disk.crash_kill", str(tmp_path), "200", "0"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
