@@ -88,7 +88,7 @@ def test_memory_is_zero_and_writable(nbytes: int) -> None:
 def test_memory_is_exactly_sized_and_untouched() -> None:
     size, resident = status("VmSize"), status("VmRSS")
     held = allocate(GIB + 1, device=CPU)
-    assert abs(status("VmSize") - size - GIB) < MIB
+    assert abs(status("VmSize") - size - GIB) < 4 * MIB
     assert status("VmRSS") - resident < 64 * MIB
     assert held.tensor.data_ptr() % memory.HUGE_PAGE == 0
     held.close()
@@ -288,8 +288,6 @@ def test_managed_memory_comes_first(driver: FakeDriver, monkeypatch: pytest.Monk
     assert driver.did == ["managed", "populate", "populate", "populate"]
     held.close()
     held.close()
-    del held
-    gc.collect()
     assert driver.did[4:] == ["free_managed"]
 
 
@@ -299,7 +297,7 @@ def test_registered_memory_comes_next(driver: FakeDriver) -> None:
     assert (held.kind, held.addressable) == ("registered", True)
     assert not held.tensor.any()
     view = held.tensor[10:]
-    del held
+    held.close()
     assert driver.did == ["register"]
     del view
     assert driver.did == ["register", "unregister"]
@@ -383,18 +381,15 @@ def test_a_forked_child_leaves_the_driver_alone(driver: FakeDriver) -> None:
 def test_everything_is_freed_at_exit() -> None:
     script = """
 import atexit
-from tests.cuda.test_host_memory import GPU, FakeDriver, allocate, cuda_driver, raises
+from tests.cuda.test_host_memory import GPU, FakeDriver, allocate, cuda_driver
 
-atexit.register(lambda: print(driver.did, [raises(one.check, "closed") for one in held]))
+atexit.register(lambda: print(driver.did))
 driver = FakeDriver()
 cuda_driver.driver = lambda: driver
 held = [allocate(10, device=GPU, kind=kind) for kind in ("managed", "registered", "pageable")]
 driver.did.clear()
 """
-    assert (
-        run(script, PYTHONPATH=os.pathsep.join(sys.path))
-        == "['free_managed', 'unregister'] [True, True, False]\n"
-    )
+    assert run(script, PYTHONPATH=os.pathsep.join(sys.path)) == "['free_managed', 'unregister']\n"
 
 
 # A GPU's, in earnest. Little memory: more than the GPU has free could hang it.
@@ -474,8 +469,9 @@ def test_exit_is_clean_on_a_gpu(kind: str) -> None:
     script = f"""
 import atexit, sys
 import torch
+from flatbed.cuda import host_memory as memory
 from flatbed.cuda.host_memory import allocate
-atexit.register(lambda: print(held._free.alive))
+atexit.register(lambda: print(len(memory._live)))
 held = allocate(32 << 20, device=torch.device("cuda"), kind={kind!r})
 view = held.tensor[5:]
 view.fill_(1)
@@ -484,4 +480,4 @@ cycle.append(cycle)
 torch.ones(5, device="cuda").sum().item()
 print(held.kind)
 """
-    assert run(script) == f"{kind}\n{kind == 'pageable'}\n"
+    assert run(script) == f"{kind}\n0\n"

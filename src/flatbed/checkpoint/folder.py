@@ -93,7 +93,7 @@ def read_current(folder: Path) -> Current:
 
 
 def has_token(folder: Path, token: str) -> bool:
-    """Whether the folder's valid version was written with this token."""
+    """True if the folder's valid version was written with this token."""
     return (folder / CURRENT).exists() and read_current(folder).token == token
 
 

@@ -42,7 +42,7 @@ def load_checkpoint(
     folder, training = as_folder(folder), Training.of(model, optimizer)
     current = read_current(folder)
     path = folder / current.version
-    manifest = _manifest(path, current)
+    manifest = read_manifest(path, current)
     values = _model_values(path, manifest, training.model)
     states = _optimizer_states(path, manifest, training.optimizers)
     readers = [
@@ -56,7 +56,8 @@ def load_checkpoint(
     return dict(manifest["extra"])
 
 
-def _manifest(path: Path, current: Current) -> dict[str, Any]:
+def read_manifest(path: Path, current: Current) -> dict[str, Any]:
+    """Read and check the list of contents of a version."""
     found = read_json(path / MANIFEST)
     try:
         if found["format"] != FORMAT or found["token"] != current.token:

@@ -59,11 +59,11 @@ class Driver:
         self.contexts: dict[int, c_void_p] = {}
 
     def can_manage(self, gpu: int) -> bool:
-        """Whether CPU and GPU can use managed memory at the same time."""
+        """True if CPU and GPU can use managed memory at the same time."""
         return self._attribute(gpu, CONCURRENT_MANAGED_ACCESS) == 1
 
     def can_register(self, gpu: int) -> bool:
-        """Whether registered memory has the same address on the GPU."""
+        """True if registered memory has the same address on the GPU."""
         return self._attribute(gpu, HOST_POINTER_FOR_REGISTERED) == 1
 
     def free_bytes(self, gpu: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,25 +33,24 @@ class HostMemory:
     """Bytes of host memory for one computing device, made by `allocate`.
 
     `kind` is "plain" for the CPU. For a GPU it is "managed" or "registered", which kernels address, or
-    "pageable", which they do not.
+    "pageable", which they do not. The memory is freed with its last view.
     """
 
-    def __init__(self, kind: str, nbytes: int, *, device: torch.device, block: _Block) -> None:
+    def __init__(self, kind: str, nbytes: int, *, device: torch.device, memory: Tensor) -> None:
         self.kind = kind
         self.nbytes = nbytes
         self.device = device
         self._process = os.getpid()
-        self._free = block.free
-        self._tensor: Tensor | None = block.tensor[:nbytes]
+        self._tensor: Tensor | None = memory[:nbytes]
 
     @property
     def addressable(self) -> bool:
-        """Whether kernels of `device` can read and write it."""
+        """True if kernels of `device` can read and write it."""
         return self.kind != "pageable"
 
     @property
     def tensor(self) -> Tensor:
-        """All bytes as a CPU tensor of uint8. Views keep the memory until `close`."""
+        """All bytes as a CPU tensor of uint8."""
         self.check()
         assert self._tensor is not None
         return self._tensor
@@ -63,12 +63,11 @@ class HostMemory:
                 f"{os.getpid()}: look rows up in the process that made the table (a DataLoader's workers "
                 "should hand out ids)"
             )
-        if not self._free.alive:
+        if self._tensor is None:
             raise FlatbedError("this table's memory is closed: make the table again to use it")
 
     def close(self) -> None:
-        """Free the memory now. Views of it must not be used any more; a second call does nothing."""
-        self._free()
+        """Drop the memory; a second call does nothing."""
         self._tensor = None
 
 
@@ -83,19 +82,19 @@ def allocate(nbytes: int, *, device: torch.device, kind: str | None = None) -> H
     if nbytes > available_bytes():  # the system would grant the memory, and kill the process for using it
         raise FlatbedError(_too_much(nbytes))
     if device.type == "cpu":
-        return HostMemory("plain", nbytes, device=device, block=_mapped(nbytes))
+        return HostMemory("plain", nbytes, device=device, memory=_zeros(nbytes))
     gpu = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", gpu)
     reasons: list[str] = []
     for attempt in KINDS if kind is None else (kind,):
         try:
-            block = _block(attempt, nbytes, gpu, limit)
+            memory = _addressable(attempt, nbytes, gpu, limit) if attempt != "pageable" else _zeros(nbytes)
         except DriverError as error:
             reasons.append(f"{attempt}: {error}")
             continue
         if attempt == "pageable" and kind is None:
             _warn_once("; ".join(reasons))
-        return HostMemory(attempt, nbytes, device=device, block=block)
+        return HostMemory(attempt, nbytes, device=device, memory=memory)
     raise FlatbedError(
         f"no {kind} memory of {nbytes:,} bytes for {device} ({reasons[0]}): ask for another kind, or unset "
         f"{KIND_VARIABLE} and pass none to let flatbed choose"
@@ -107,15 +106,14 @@ def available_bytes() -> int:
     return max(0, min([_machine_bytes(), *_cgroup_bytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
 
 
-class _Block:
-    """A tensor over memory, and the call that frees it: at most once, and never in a forked child."""
-
-    def __init__(self, address: int, nbytes: int, release: Callable[[], object]) -> None:
-        # torch holds the buffer as long as any view lives. The memory is freed with the buffer.
-        buffer = (ctypes.c_uint8 * nbytes).from_address(address)
-        self.free = weakref.finalize(buffer, _unless_forked, os.getpid(), release)
-        self.free.atexit = False
-        self.tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+def _own(
+    address: int, nbytes: int, release: Callable[[], object]
+) -> tuple[Tensor, weakref.finalize[..., Any]]:
+    """Make a tensor over memory that is released with its last view, at most once, never in a forked child."""
+    buffer = (ctypes.c_uint8 * nbytes).from_address(address)  # torch holds it as long as any view lives
+    released = weakref.finalize(buffer, _unless_forked, os.getpid(), release)
+    released.atexit = False
+    return torch.frombuffer(buffer, dtype=torch.uint8), released
 
 
 def _unless_forked(process: int, release: Callable[[], object]) -> None:
@@ -123,32 +121,29 @@ def _unless_forked(process: int, release: Callable[[], object]) -> None:
         release()
 
 
-# ---- mappings
+def _zeros(nbytes: int) -> Tensor:
+    """Allocate untouched zeros."""
+    address, size, unmap = _map(nbytes)
+    return _own(address, size, unmap)[0]
 
 
-def _mapped(nbytes: int) -> _Block:
-    """Map untouched zeros."""
-    address, size = _map(nbytes)
-    return _Block(address, size, partial(_libc().munmap, address, size))
+def _map(nbytes: int) -> tuple[int, int, Callable[[], object]]:
+    """Map untouched zeros, aligned to huge pages, that forked children do not get.
 
-
-def _map(nbytes: int) -> tuple[int, int]:
-    """Make an anonymous private mapping, aligned to huge pages if it has any. Returns address and size."""
+    Returns address, size and the call that unmaps. Python's mmap objects would unmap in children, too.
+    """
+    libc = _libc()
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     spare = HUGE_PAGE if size >= HUGE_PAGE else 0
     access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    start = _libc().mmap(None, size + spare, access, flags, -1, 0)
+    start = libc.mmap(None, size + spare, access, flags, -1, 0)
     if start is None or start == ctypes.c_void_p(-1).value:
         reason = os.strerror(ctypes.get_errno())
         raise FlatbedError(f"the system gave no memory ({reason}): {_too_much(nbytes)}")
     address: int = start + (-start % HUGE_PAGE if spare else 0)
-    if address > start:
-        _libc().munmap(start, address - start)
-    if address + size < start + size + spare:
-        _libc().munmap(address + size, start + spare - address)
     _advise(address, size, "MADV_HUGEPAGE")
-    _advise(address, size, "MADV_DONTFORK")
-    return address, size
+    _advise(start, size + spare, "MADV_DONTFORK")
+    return address, size, partial(libc.munmap, start, size + spare)
 
 
 def _advise(address: int, nbytes: int, advice: str) -> None:
@@ -159,9 +154,6 @@ def _advise(address: int, nbytes: int, advice: str) -> None:
 
 @lru_cache(maxsize=1)
 def _libc() -> ctypes.CDLL:
-    """Load libc: Python's mmap objects would unmap in forked children, too."""
-    if os.name != "posix":
-        raise FlatbedError('tables in host memory need Linux or macOS here: use storage="device"')
     libc = ctypes.CDLL(None, use_errno=True)
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = (pointer, size, number, number, number, ctypes.c_long), pointer
@@ -175,11 +167,11 @@ def _libc() -> ctypes.CDLL:
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """A block that kernels may address."""
+    """Memory that kernels may address."""
 
     gpu: int
     managed_bytes: int
-    free: weakref.finalize[..., ctypes.Array[ctypes.c_uint8]]
+    release: weakref.finalize[..., Any]
 
 
 _live: dict[int, _Live] = {}  # by address; finalizers change it, and a dict needs no lock for that
@@ -187,9 +179,7 @@ _postponed: list[Callable[[], object]] = []  # calls that free memory, for when 
 _has_warned = False
 
 
-def _block(kind: str, nbytes: int, gpu: int, limit: str | None) -> _Block:
-    if kind == "pageable":
-        return _mapped(nbytes)
+def _addressable(kind: str, nbytes: int, gpu: int, limit: str | None) -> Tensor:
     driver = cuda_driver.driver()
     if driver is None:
         raise DriverError("NVIDIA's libcuda.so.1 was not found")
@@ -198,7 +188,7 @@ def _block(kind: str, nbytes: int, gpu: int, limit: str | None) -> _Block:
     return _registered(nbytes, gpu, driver=driver)
 
 
-def _managed(nbytes: int, gpu: int, *, driver: Driver, limit: str | None) -> _Block:
+def _managed(nbytes: int, gpu: int, *, driver: Driver, limit: str | None) -> Tensor:
     """Allocate pages on the host that the GPU maps: the fastest for random rows."""
     if not driver.can_manage(gpu):
         raise DriverError("this GPU and the CPU cannot use managed memory at the same time")
@@ -211,54 +201,54 @@ def _managed(nbytes: int, gpu: int, *, driver: Driver, limit: str | None) -> _Bl
                 f"{LIMIT_VARIABLE}={limit} allows {most:,} bytes, {taken:,} are taken, {size:,} more needed"
             )
     address = driver.managed(gpu, size)
-    block = _gpu_block(address, size, gpu, partial(driver.free_managed, gpu, address), managed_bytes=size)
+    memory = _own_on_gpu(address, size, gpu, partial(driver.free_managed, gpu, address), managed_bytes=size)
     try:
         _advise(address, size, "MADV_DONTFORK")
         with progress("allocating host memory", size, "bytes") as advance:
             for start in range(0, size, POPULATE):
                 part = min(POPULATE, size - start)
                 driver.populate(gpu, address + start, part)
-                block.tensor[start : start + part].zero_()  # the driver does not promise zeros
+                memory[start : start + part].zero_()  # the driver does not promise zeros
                 advance(part)
     except BaseException:
-        block.free()
+        _live[address].release()
         raise
-    return block
+    return memory
 
 
-def _registered(nbytes: int, gpu: int, *, driver: Driver) -> _Block:
-    """Map memory and pin it."""
+def _registered(nbytes: int, gpu: int, *, driver: Driver) -> Tensor:
+    """Allocate memory and pin it."""
     if not driver.can_register(gpu):
         raise DriverError("this GPU sees registered memory under other addresses")
-    address, size = _map(nbytes)
+    address, size, unmap = _map(nbytes)
     try:
         driver.register(gpu, address, size)
     except BaseException:
-        _libc().munmap(address, size)
+        unmap()
         raise
 
     def release() -> None:
         driver.unregister(gpu, address)
-        _libc().munmap(address, size)
+        unmap()
 
-    return _gpu_block(address, size, gpu, release)
+    return _own_on_gpu(address, size, gpu, release)
 
 
-def _gpu_block(
+def _own_on_gpu(
     address: int, size: int, gpu: int, release: Callable[[], object], *, managed_bytes: int = 0
-) -> _Block:
+) -> Tensor:
     """Own memory that must be freed before CUDA ends, and not while a CUDA graph is captured."""
 
-    def free() -> None:
+    def postpone() -> None:
         _live.pop(address, None)
         _postponed.append(release)
         _free_postponed()
 
     _free_postponed()
-    block = _Block(address, size, free)
-    _live[address] = _Live(gpu, managed_bytes, block.free)
     _free_at_exit()
-    return block
+    memory, released = _own(address, size, postpone)
+    _live[address] = _Live(gpu, managed_bytes, released)
+    return memory
 
 
 def _free_postponed() -> None:
@@ -278,7 +268,7 @@ def _free_at_exit() -> None:
 
 def _free_all() -> None:
     for live in list(_live.values()):
-        live.free()
+        live.release()
 
 
 def _warn_once(reason: str) -> None:

@@ -47,7 +47,7 @@ def copy(table: Table) -> Table:
 
 
 def parts(table: Table) -> tuple[Any, ...]:
-    """What a pickle has of a table: the arguments of `rebuild`."""
+    """Return the content of a pickled table: the arguments of `rebuild`."""
     store = table.store
     config = store.config
     if config.path is not None:

@@ -118,7 +118,7 @@ def load(table: Table, path: Path) -> None:
 
 
 def is_disk_table(path: Path) -> bool:
-    """Whether a file is that of a table with storage="disk"."""
+    """True if a file is that of a table with storage="disk"."""
     try:
         with path.open("rb") as file:
             return file.read(len(TABLE)) == TABLE

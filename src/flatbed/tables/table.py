@@ -109,7 +109,7 @@ class Table(nn.Parameter):
         return self.store.config.storage
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override,unused-ignore]
         """Size of all records in bytes, padding included."""
         return self.num_embeddings * self.store.record.nbytes
 

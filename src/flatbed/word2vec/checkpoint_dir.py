@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatbed.checkpoint import CURRENT, MARK, NAME, OLD, _current, _manifest
+from flatbed.checkpoint.folder import CURRENT, MARK, NAME, OLD, read_current
+from flatbed.checkpoint.load import read_manifest
 from flatbed.errors import FlatbedError
 
 SHOWN = ("dim", "window", "epochs", "min_count", "optimizer", "storage", "seed")
@@ -48,8 +49,8 @@ def find(folder: str | Path) -> Saved | None:
     folder = Path(folder)
     if not (folder / CURRENT).exists():
         return None
-    current = _current(folder)
-    found = _manifest(folder / current.version, current)["extra"]
+    current = read_current(folder)
+    found = read_manifest(folder / current.version, current)["extra"]
     if not {"settings", "text", "step", "steps"} <= found.keys():
         raise FlatbedError(f"{folder} holds a checkpoint of something else: give another --checkpoint")
     return Saved(found["settings"], found["text"], found["step"], found["steps"], found.get("threads"))

@@ -17,8 +17,9 @@ from flatbed.kernels import rows as ops
 from flatbed.kernels.dispatch import use_triton
 from flatbed.kernels.rows import RecordLocation
 from flatbed.tables.record import NAMES, WEIGHT, Field, Record
+from flatbed.tables.storage.base import CPU
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.memory import CPU, MemoryStorage, device_storage, host_storage
+from flatbed.tables.storage.memory import MemoryStorage, device_storage, host_storage
 
 BLOCK_BYTES = 1 << 26  # of rows that are handled at once, beside the collection
 STAND_IN = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}

@@ -37,7 +37,7 @@ class Storage(Protocol):
         """Rows changed since the last checkpoint; 0 where there are no checkpoints."""
 
     def serves(self, device: torch.device) -> bool:
-        """Whether `device` can compute with these records where they are."""
+        """True if `device` can compute with these records where they are."""
 
     def check(self) -> None:
         """Raise if the storage is closed, or if this process was forked from the one that made it."""

@@ -43,7 +43,7 @@ class TableStorage:
         self.scalars: dict[str, float] = {}
         """Optimizer state that is one number per table, as it was saved."""
         self.state_owned = True
-        """Whether the state belongs to an optimizer of this process. State that was loaded or copied does
+        """True if the state belongs to an optimizer of this process. State that was loaded or copied does
         not: the first optimizer with the same fields continues with it."""
         self.version = 0
         """Number of layouts so far: views of an earlier one are stale."""
@@ -66,17 +66,17 @@ class TableStorage:
 
     @property
     def is_allocated(self) -> bool:
-        """Whether rows are in memory or in a file."""
+        """True if rows are in memory or in a file."""
         return self._storage is not None
 
     @property
     def in_memory(self) -> bool:
-        """Whether rows are in memory, once they are allocated."""
+        """True if rows are in memory, once they are allocated."""
         return self.config.storage != "disk"
 
     @property
     def relayout_pending(self) -> bool:
-        """Whether allocated rows lack fields of `record`, or have others: `ensure_layout` moves them."""
+        """True if allocated rows lack fields of `record`, or have others: `ensure_layout` moves them."""
         held = None if self._storage is None else self._storage.record
         return held is not self.record and held != self.record
 
@@ -280,7 +280,7 @@ class TableStorage:
 
     @property
     def has_unsaved_changes(self) -> bool:
-        """Whether rows of a file changed since its last checkpoint, or lost their state."""
+        """True if rows of a file changed since its last checkpoint, or lost their state."""
         if self._storage is None or self.in_memory or os.getpid() != self._process:
             return False
         return self.unsaved_rows > 0 or (self.relayout_pending and bool(self._storage.record.state))
@@ -303,7 +303,7 @@ class TableStorage:
         return storage
 
     def has_token(self, token: str) -> bool:
-        """Whether the file's checkpoint, or one that is prepared, was made with this token."""
+        """True if the file's checkpoint, or one that is prepared, was made with this token."""
         if self._storage is None or self.in_memory:
             return False
         storage = cast(DiskStorage, self._storage)
@@ -342,7 +342,7 @@ class TableStorage:
         return self._fit_cache(n_ids)
 
     def has_cache_for(self, n_ids: int) -> bool:
-        """Whether a cache on the GPU exists that is large enough for so many ids."""
+        """True if a cache on the GPU exists that is large enough for so many ids."""
         is_ready = isinstance(self.cache, DeviceCache) and self._is_large_enough(n_ids)
         return is_ready and not self.relayout_pending
 

@@ -33,7 +33,7 @@ class OpenFiles:
         _ALL.add(self)
 
     def is_own_process(self) -> bool:
-        """Whether this is the process that opened the table."""
+        """True if this is the process that opened the table."""
         return self._process == os.getpid()
 
     def check(self) -> None:

@@ -246,7 +246,7 @@ class DiskStorage:
         self._files.count_cached = count_cached
 
     def has_room(self, n_rows: int) -> bool:
-        """Whether any `n_rows` rows can certainly change, without taking the lock; see `make_room`."""
+        """True if any `n_rows` rows can certainly change, without taking the lock; see `make_room`."""
         self._files.check()
         is_usable = self._broken is None and self._sealed is None
         return is_usable and self._files.journal.has_room(n_rows, n_rows=self.n_rows)
