@@ -23,9 +23,9 @@ from flatbed.tables.grads import RowGrads
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace
 from flatbed.tables.storage.disk.journal import Journal
+from tests.tables.storage.disk.test_files import largest_file
 from tests.tables.tables import everything
 from tests.tables.test_cache_tables import DIM, ROWS, Twins, embedding, step
-from tests.tables.test_disk_files import largest_file
 
 # ---- what can fail
 
@@ -387,14 +387,14 @@ def test_a_full_disk_does_not_stop_the_next_checkpoint(how: str, tmp_path: Path)
 def check_room(emb: Any) -> None:
     """Every changed row has a place in the file of changes, or room for one."""
     store = emb.table.store
-    cache, tier = store.cache, store.disk
+    cache, tier = store.cache, store.ensure_layout()
     n_unsaved = store.unsaved_rows
     cache.arrive()  # what was sent home
     waiting = cache.tags.row_of_slot[cache.tags.dirty != 0]
     owed = waiting[tier.unchanged(waiting)]
     assert sorted(cache.tags.row_of_slot[cache.owed].tolist()) == sorted(owed.tolist())
     assert cache.n_owed == len(owed)
-    journal = tier._held.journal
+    journal = tier._files.journal
     assert journal._capacity >= journal.n_slots + cache.n_owed
     assert store.unsaved_rows == n_unsaved == journal.n_slots + len(owed)
 

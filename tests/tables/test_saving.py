@@ -394,6 +394,78 @@ def test_load_table_opens_a_disk_table_in_place(tmp_path: Path) -> None:
     del optimizer
 
 
+# ---- closing a disk table
+
+
+def changed_table(folder: Path) -> Table:
+    table = embedding("disk", folder).table
+    table.write_rows([3], torch.full((1, DIM), 2.0))
+    return table
+
+
+def saved_row(folder: Path) -> torch.Tensor:
+    with load_table(folder / "t.bed") as table:
+        return table.read_rows([3])
+
+
+def test_close_checkpoints_unless_told_to_discard(tmp_path: Path) -> None:
+    changed_table(tmp_path).close()
+    assert (saved_row(tmp_path) == 2).all()
+    table = load_table(tmp_path / "t.bed")
+    table.write_rows([3], torch.zeros(1, DIM))
+    table.close(discard=True)
+    assert (saved_row(tmp_path) == 2).all()
+    with pytest.raises(FlatbedError, match="closed"):
+        table.read_rows([3])
+    table.close()
+
+
+def test_leaving_a_with_block_checkpoints(tmp_path: Path) -> None:
+    with changed_table(tmp_path):
+        pass
+    assert (saved_row(tmp_path) == 2).all()
+
+
+def test_an_exception_drops_changes_with_a_warning(tmp_path: Path) -> None:
+    """They may be half a step."""
+    table = changed_table(tmp_path)
+    with pytest.warns(UserWarning, match=r"1 rows .*KeyError.*checkpoint"), pytest.raises(KeyError), table:
+        raise KeyError
+    assert not (saved_row(tmp_path) == 2).any()
+
+
+def test_close_keeps_state_and_dropped_state(tmp_path: Path) -> None:
+    emb, _ = trained("disk", tmp_path)
+    emb.table.close()
+    with load_table(tmp_path / "t.bed") as table:
+        assert (table.scalars(), table.state_names) == ({"step": 3.0}, ("exp_avg", "exp_avg_sq"))
+        table.drop_state()
+    with load_table(tmp_path / "t.bed") as table:
+        assert (table.scalars(), table.state_names) == ({}, ())
+
+
+def test_close_does_not_change_a_saved_folder_or_an_unchanged_file(tmp_path: Path) -> None:
+    emb, optimizer = trained("disk", tmp_path)
+    flatbed.save_checkpoint(tmp_path / "run", emb, optimizer)
+    emb.table.close()
+    before = (tmp_path / "t.bed").read_bytes()
+    again = embedding("disk", tmp_path)
+    its = flatbed.optim.Adam(again, lr=0.1)
+    flatbed.load_checkpoint(tmp_path / "run", again, its)
+    again(torch.tensor([1]))
+    again.table.close()
+    assert (tmp_path / "t.bed").read_bytes() == before
+
+
+@pytest.mark.parametrize("storage", ["host", "device"])
+def test_tables_in_memory_close(storage: str, tmp_path: Path) -> None:
+    emb, _ = trained(storage, tmp_path)
+    with emb.table:
+        pass
+    with pytest.raises(FlatbedError, match="closed"):
+        emb(torch.tensor([1]))
+
+
 # ---- what goes wrong while writing
 
 

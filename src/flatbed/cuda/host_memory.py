@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from flatbed.progress import progress
 KINDS = ("managed", "registered", "pageable")
 KIND_VARIABLE, LIMIT_VARIABLE = "FLATBED_HOST_MEMORY", "FLATBED_MANAGED_LIMIT"
 HUGE_PAGE = 2 << 20
+Finalizer: TypeAlias = "weakref.finalize[..., Any]"
 POPULATE = 1 << 30  # bytes of managed memory populated between two updates of the progress bar
 
 
@@ -106,10 +107,8 @@ def available_bytes() -> int:
     return max(0, min([_machine_bytes(), *_cgroup_bytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
 
 
-def _own(
-    address: int, nbytes: int, release: Callable[[], object]
-) -> tuple[Tensor, weakref.finalize[..., Any]]:
-    """Make a tensor over memory that is released with its last view, at most once, never in a forked child."""
+def _own(address: int, nbytes: int, release: Callable[[], object]) -> tuple[Tensor, Finalizer]:
+    """Make a tensor over memory that is released with its last view: once, and not in a forked child."""
     buffer = (ctypes.c_uint8 * nbytes).from_address(address)  # torch holds it as long as any view lives
     released = weakref.finalize(buffer, _unless_forked, os.getpid(), release)
     released.atexit = False
@@ -171,7 +170,7 @@ class _Live:
 
     gpu: int
     managed_bytes: int
-    release: weakref.finalize[..., Any]
+    release: Finalizer
 
 
 _live: dict[int, _Live] = {}  # by address; finalizers change it, and a dict needs no lock for that
