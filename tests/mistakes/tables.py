@@ -112,7 +112,7 @@ TABLES: list[Mistake] = [
         "after its end",
         closed(lambda table: table.read_rows([1])),
         FlatbedError,
-        r"items.bed is closed; open it again",
+        r"items.bed is closed.*load its file",
     ),
     mistake(
         "Table.read_state",
@@ -210,7 +210,7 @@ TABLES: list[Mistake] = [
         "after its end",
         closed(lambda table: table.checkpoint()),
         FlatbedError,
-        r"items.bed is closed; open it again",
+        r"items.bed is closed.*load its file",
     ),
     mistake(
         "Table.save",

@@ -363,16 +363,6 @@ def test_state_of_another_optimizer(storage: str, tmp_path: Path) -> None:
         flatbed.optim.SGD([load_table(tmp_path / "t.safetensors")], lr=0.1, momentum=0.9)
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
-    embedding("host", tmp_path).table.save(tmp_path / "t.safetensors")
-    with pytest.raises(ValueError, match="to"):
-        load_table(tmp_path / "t.safetensors", storage="disk")
-    with pytest.raises(ValueError, match="to"):
-        load_table(tmp_path / "t.safetensors", to=tmp_path / "x")
-    with pytest.raises(ValueError, match="storage"):
-        load_table(tmp_path / "t.safetensors", storage="tape")
-
-
 def test_a_disk_file_is_not_overwritten(tmp_path: Path) -> None:
     emb = embedding("host", tmp_path)
     emb.table.save(tmp_path / "t.safetensors")
@@ -511,25 +501,6 @@ def test_space_is_looked_for_before_anything_is_written(
     with pytest.raises(FlatbedError, match=r"needs \d,\d+ bytes, and its disk has 1,000 bytes free"):
         emb.table.save(tmp_path / "t.safetensors")
     assert not list(tmp_path.glob("*t.safetensors*"))
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    """A real limit: files of at most 20 kB."""
-    program = f"""
-import resource, signal
-from flatbed.tables.embedding import Embedding
-from flatbed.errors import FlatbedError
-emb = Embedding(10000, 4)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-try:
-    emb.table.save({str(tmp_path / "t.safetensors")!r})
-except FlatbedError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "needs 160," in done.stdout, done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_drafts_of_killed_processes_are_removed_and_others_are_not(tmp_path: Path) -> None:

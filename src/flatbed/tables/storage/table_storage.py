@@ -104,13 +104,14 @@ class TableStorage:
 
     def _allocate_or_move(self) -> Storage:
         if self._is_closed:
-            raise FlatbedError("this table is closed: make it again, or load its file, to use it")
+            name = self.config.path or "this table"
+            raise FlatbedError(f"{name} is closed: make the table again, or load its file, to use it")
         if self._storage is None:
             n_rows, first = self.config.n_rows, self._initial_rows(self.record)
             with reported("initialising the table", n_rows, first) as fill:
                 self._allocate(self.record, fill, zero=self._begins_at_zero())
         elif self.relayout_pending or not self._storage.serves(self.device):
-            self._move_rows(self.record)
+            self.relayout(self.record)
         assert self._storage is not None
         return self._storage
 
@@ -132,7 +133,7 @@ class TableStorage:
 
         return fill
 
-    def _move_rows(self, record: Record) -> None:
+    def relayout(self, record: Record) -> None:
         """Move all rows into records with these fields, on memory that the device can use."""
         self.forget_cache()
         self.flush()
@@ -185,7 +186,7 @@ class TableStorage:
     ) -> None:
         """Replace all rows. `fill` writes `fields`; rows keep what they have of others.
 
-        A disk table's rows are durable when this returns. After an error, they are as they were.
+        Rows of a disk table are durable when this returns, and unchanged after an error.
         """
         is_complete = {field.name for field in record.fields} <= set(fields)
         with self._lock:
@@ -202,7 +203,7 @@ class TableStorage:
                 self.version += 1
                 return
             if record != self.record:
-                self._move_rows(record)
+                self.relayout(record)
             self._overwrite(fill)
 
     def _overwrite(self, fill: Fill) -> None:
@@ -276,7 +277,10 @@ class TableStorage:
         """Rows of a file that changed since its last checkpoint."""
         if self._storage is None or self.in_memory or os.getpid() != self._process:
             return 0
-        return self._storage.unsaved_rows + (0 if self.cache is None else self.cache.n_unsaved)
+        n_cached = (
+            0 if self.cache is None else self.cache.n_unsaved
+        )  # first: this waits for the writer thread
+        return n_cached + self._storage.unsaved_rows
 
     @property
     def has_unsaved_changes(self) -> bool:

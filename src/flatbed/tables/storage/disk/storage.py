@@ -223,6 +223,10 @@ class DiskStorage:
         """Replace the records of rows; they reach the file with the next checkpoint."""
         with self._use(change=True):
             rows = self._rows(ids)
+            if records.dtype != torch.uint8 or records.shape != (len(rows), self.record.nbytes):
+                raise ValueError(
+                    f"expected {len(rows)} records of {self.record.nbytes} bytes, found {records}"
+                )
             if len(rows):
                 given = as_records(records.detach().cpu().contiguous().numpy())
                 self._files.journal.put(rows, given, n_rows=self.n_rows, pool=self._files.pool)
