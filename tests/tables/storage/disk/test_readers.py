@@ -165,7 +165,7 @@ def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
 def test_every_row_is_copied_once(n_rows: int) -> None:
     given: list[int] = []
     with copy_pool.copy_threads() as pool:
-        copy_pool.split(pool, lambda rows: given.extend(range(n_rows)[rows]), n_rows, nbytes=1000)
+        copy_pool.split(pool, lambda rows: given.extend(range(n_rows)[rows]), n_rows, n_parts=n_rows)
     assert sorted(given) == list(range(n_rows))
 
 

@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 CHUNK = 32 << 20
 THREADS = 16  # more than cores: threads wait for the disk, which serves many requests at a time
-PART = 1 << 20  # bytes; below that, starting a thread costs more than it saves
+READ_PART = 1 << 20  # bytes for a thread that may wait for the disk
+WRITE_PART = 8 << 20  # bytes for a thread that writes to the page cache, which few threads saturate
 
 
 def as_records(rows: NDArray[np.uint8]) -> Records:
@@ -63,9 +64,9 @@ def submit(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> 
     return done
 
 
-def split(pool: ThreadPoolExecutor, copy: Callable[[slice], None], n_rows: int, *, nbytes: int) -> None:
-    """Call `copy` with slices that cover all rows, in several threads, this one included."""
-    n_parts = max(1, min(THREADS, n_rows * nbytes // PART))
+def split(pool: ThreadPoolExecutor, copy: Callable[[slice], None], n_rows: int, *, n_parts: int) -> None:
+    """Call `copy` with slices that cover all rows, in at most `n_parts` threads, this one included."""
+    n_parts = max(1, min(THREADS, n_parts))
     step = max(1, -(-n_rows // n_parts))
     others = [submit(pool, copy, slice(start, start + step)) for start in range(step, n_rows, step)]
     try:
@@ -100,7 +101,7 @@ def take(
         else:
             into[some] = source[at[some]]  # np.take would first copy the whole table
 
-    split(pool, copy, len(at), nbytes=into.dtype.itemsize)
+    split(pool, copy, len(at), n_parts=into.dtype.itemsize * len(at) // READ_PART)
 
 
 def put(table: MappedFile, at: NDArray[np.int64], *, records: Records, pool: ThreadPoolExecutor) -> None:
@@ -109,7 +110,7 @@ def put(table: MappedFile, at: NDArray[np.int64], *, records: Records, pool: Thr
     def copy(some: slice) -> None:
         table.scatter(at[some], records[some])
 
-    split(pool, copy, len(at), nbytes=records.dtype.itemsize)
+    split(pool, copy, len(at), n_parts=records.nbytes // WRITE_PART)
 
 
 def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) -> None:

@@ -225,7 +225,8 @@ class DiskStorage:
             rows = self._rows(ids)
             if records.dtype != torch.uint8 or records.shape != (len(rows), self.record.nbytes):
                 raise ValueError(
-                    f"expected {len(rows)} records of {self.record.nbytes} bytes, found {records}"
+                    f"expected {len(rows)} records of {self.record.nbytes} bytes, found {tuple(records.shape)} "
+                    f"of {records.dtype}"
                 )
             if len(rows):
                 given = as_records(records.detach().cpu().contiguous().numpy())
