@@ -13,6 +13,7 @@ import torch
 
 from flatbed.tables.storage.disk import DiskStorage, copy_pool
 from flatbed.tables.storage.disk import storage as tier
+from flatbed.tables.storage.disk.readers import Readers
 from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
 
 SOON = 0.2
@@ -189,7 +190,7 @@ def test_a_call_runs_once_if_no_thread_can_be_started() -> None:
 
 def test_a_reader_that_was_interrupted_on_its_way_out() -> None:
     """Control-C in the line before it is gone: its own thread does not wait for it."""
-    readers = tier.Readers()
+    readers = Readers()
     readers.__enter__()
     readers.wait()
     waited = threading.Thread(target=readers.wait, daemon=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,49 +21,14 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
 from flatbed.tables.storage.disk.copy_pool import as_records, submit, take, write_rows
-from flatbed.tables.storage.disk.file import MappedFile, NotSynced, Records, lock
-from flatbed.tables.storage.disk.format import (
-    RECORDS_AT,
-    STATE_AT,
-    Identity,
-    State,
-    encode_identity,
-    encode_state,
-    normal,
-)
-from flatbed.tables.storage.disk.journal import Decision, Journal, apply, read_sealed
+from flatbed.tables.storage.disk.create import create_files, open_files
+from flatbed.tables.storage.disk.file import NotSynced, Records
+from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
+from flatbed.tables.storage.disk.journal import Decision, apply
 from flatbed.tables.storage.disk.open_files import OpenFiles, warn_at_exit
-from flatbed.tables.storage.disk.recovery import journal_of, recover
+from flatbed.tables.storage.disk.readers import Readers
 
 T = TypeVar("T")
-
-
-class Readers:
-    """Threads that read a table's file without the storage's lock.
-
-    A reader enters while it holds the lock. The thread that holds the lock and is about to change or close
-    the file waits for all others to leave. Readers are counted by thread, so that a thread which was
-    interrupted while leaving does not wait for itself.
-    """
-
-    def __init__(self) -> None:
-        self._threads: set[int] = set()
-        self._changed = threading.Condition()
-
-    def __enter__(self) -> None:
-        with self._changed:
-            self._threads.add(threading.get_ident())
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._threads.discard(threading.get_ident())
-            self._changed.notify_all()
-
-    def wait(self) -> None:
-        """Wait until no other thread reads."""
-        me = {threading.get_ident()}
-        with self._changed:
-            self._changed.wait_for(lambda: self._threads <= me)
 
 
 class DiskStorage:
@@ -117,31 +81,13 @@ class DiskStorage:
         meta: Mapping[str, Any] | None = None,
     ) -> DiskStorage:
         """Make a table's file. Its name appears when it is complete."""
-        path = Path(os.path.realpath(path))
-        if path.exists():
-            raise _exists(path)
-        identity = Identity(secrets.token_hex(16), record, _predecessor(path))
-        state = State(n_rows, 0, normal(meta))
-        files = _build(path, identity, state, fill=fill, replace=False)
-        with suppress(FlatbedError):  # the predecessor's journal, ignored if it stays
-            MappedFile.remove(files.journal.path)
-        return cls(files, identity, state)
+        path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta))
+        return cls(*create_files(path, record, state, fill=fill))
 
     @classmethod
     def open(cls, path: str | Path) -> DiskStorage:
         """Open a table's file as its last completed checkpoint left it."""
-        path = Path(os.path.realpath(path))
-        if not path.exists():
-            raise FlatbedError(f"there is no table at {path}; check the path, or create one")
-        with ExitStack() as undo:
-            descriptor = lock(path)
-            undo.callback(os.close, descriptor)
-            table = MappedFile(path)
-            undo.callback(table.close)
-            identity, state = recover(table)
-            journal = Journal(journal_of(path), identity.table, nbytes=identity.record.nbytes)
-            undo.pop_all()
-        return cls(OpenFiles(descriptor, table, journal), identity, state)
+        return cls(*open_files(Path(os.path.realpath(path))))
 
     def close(self) -> None:
         """Close the file. Rows changed since the last checkpoint are lost; a second call does nothing."""
@@ -225,8 +171,8 @@ class DiskStorage:
             rows = self._rows(ids)
             if records.dtype != torch.uint8 or records.shape != (len(rows), self.record.nbytes):
                 raise ValueError(
-                    f"expected {len(rows)} records of {self.record.nbytes} bytes, found {tuple(records.shape)} "
-                    f"of {records.dtype}"
+                    f"expected {len(rows)} records of {self.record.nbytes} bytes, found "
+                    f"{tuple(records.shape)} of {records.dtype}"
                 )
             if len(rows):
                 given = as_records(records.detach().cpu().contiguous().numpy())
@@ -364,12 +310,11 @@ class DiskStorage:
         `fill` may read from this storage. After an error, this storage and its file are as they were.
         """
         with self._use(change=True):
-            identity = Identity(secrets.token_hex(16), record, replaces=self._files.journal.table)
             state = self._next(meta)
-            files = _build(self.path, identity, state, fill=fill, replace=True)
+            made = create_files(self.path, record, state, fill=fill, replaces=self._files.journal.table)
             self._readers.wait()
             self._files.close()
-        return DiskStorage(files, identity, state)
+        return DiskStorage(*made)
 
     def _next(self, meta: Mapping[str, Any] | None) -> State:
         meta = self._state.meta if meta is None else normal(meta)
@@ -428,47 +373,3 @@ class DiskStorage:
                     f"a checkpoint of {self.path} is half made; call commit() or abort() first"
                 )
             yield
-
-
-def _exists(path: Path) -> FlatbedError:
-    return FlatbedError(f"{path} exists already: open it, choose another path, or delete it first")
-
-
-def _predecessor(path: Path) -> str | None:
-    """Name of the table that was at this path and has left a sealed journal."""
-    journal = journal_of(path)
-    if not journal.exists():
-        return None
-    with closing(MappedFile(journal)) as file:
-        sealed = read_sealed(file)
-    return None if sealed is None else sealed.table
-
-
-def _build(path: Path, identity: Identity, state: State, *, fill: Fill, replace: bool) -> OpenFiles:
-    """Write a whole table under a temporary name, then rename it."""
-    first, second = encode_identity(identity), encode_state(state)
-    draft = path.with_name(path.name + ".new")
-    nbytes = identity.record.nbytes
-    with ExitStack() as undo:
-        descriptor = lock(draft, create=True)
-        undo.callback(os.close, descriptor)
-        undo.callback(MappedFile.remove, draft)
-        table = MappedFile(draft)
-        undo.callback(table.close)
-        table.truncate(0)  # a killed process may have left a draft
-        table.reserve(RECORDS_AT + state.n_rows * nbytes)
-        table.write(0, first)
-        table.write(STATE_AT, second)
-        write_rows(table, identity.record, range(state.n_rows), fill=fill)
-        table.sync()
-        table.map(RECORDS_AT, nbytes, count=state.n_rows, random=True)
-        if path.exists() and not replace:
-            raise _exists(path)
-        MappedFile.rename(draft, path)
-        undo.pop_all()
-        undo.callback(table.close)
-        undo.callback(os.close, descriptor)
-        table.path = path
-        MappedFile.sync_folder(path.parent)
-        undo.pop_all()
-    return OpenFiles(descriptor, table, Journal(journal_of(path), identity.table, nbytes=nbytes))
