@@ -65,22 +65,22 @@ def decides(step: int) -> bool:
 
 def live(folder: Path, report: int) -> None:
     """Open the table and train until killed."""
-    tier = DiskStorage.open(folder / "table")
-    step = tier.meta["step"]
+    storage = DiskStorage.open(folder / "table")
+    step = storage.meta["step"]
     while True:
         step += 1
-        tier.scatter_(*map(torch.from_numpy, batch(step, tier.n_rows, NBYTES)))
+        storage.scatter_(*map(torch.from_numpy, batch(step, storage.n_rows, NBYTES)))
         if not checkpoints(step):
             continue
         if grows(step):
-            tier.resize(tier.n_rows + 3, fill=fill, meta={"step": step})
+            storage.resize(storage.n_rows + 3, fill=fill, meta={"step": step})
         elif decides(step):
-            tier.prepare({"step": step}, decision=folder / "decision", token=f"token {step}")
+            storage.prepare({"step": step}, decision=folder / "decision", token=f"token {step}")
             (folder / "decision.new").write_text(json.dumps({"token": f"token {step}"}))
             os.replace(folder / "decision.new", folder / "decision")
-            tier.commit()
+            storage.commit()
         else:
-            tier.checkpoint({"step": step})
+            storage.checkpoint({"step": step})
         os.write(report, struct.pack("<q", step))
 
 
@@ -136,14 +136,14 @@ def main(folder: Path, n_kills: int, seed: int) -> None:
             time.sleep(generator.uniform(0, longest[synced]))
             last = max(last, killed(child, reading))
         left = {path.name for path in folder.iterdir()}
-        tier = DiskStorage.open(folder / "table")
-        step = tier.meta["step"]
-        if step not in (last, last + 3) or tier.generation != step // 3:
-            raise SystemExit(f"kill {kill}: completed {last}, found {step} at generation {tier.generation}")
+        storage = DiskStorage.open(folder / "table")
+        step = storage.meta["step"]
+        if step not in (last, last + 3) or storage.generation != step // 3:
+            raise SystemExit(f"kill {kill}: completed {last}, found {step} ({storage.generation})")
         expected = model.at(step)
-        if tier.n_rows != len(expected) or not np.array_equal(everything(tier), expected):
+        if storage.n_rows != len(expected) or not np.array_equal(everything(storage), expected):
             raise SystemExit(f"kill {kill}: the rows of step {step} are wrong")
-        tier.close()
+        storage.close()
         seen["kills"] += 1
         seen["with a journal"] += "table.journal" in left
         seen["completed by recovery"] += step > last

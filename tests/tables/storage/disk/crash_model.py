@@ -50,8 +50,8 @@ def made(folder: Path, n_rows: int = 100, record: Record = RECORD) -> DiskStorag
     return DiskStorage.create(folder / "table", record, n_rows, fill=fill, meta={"step": 0})
 
 
-def everything(tier: DiskStorage) -> Dense:
-    return tier.read(0, tier.n_rows).numpy()
+def everything(storage: DiskStorage) -> Dense:
+    return storage.read(0, storage.n_rows).numpy()
 
 
 def random_records(n: int, nbytes: int = NBYTES) -> torch.Tensor:

@@ -49,10 +49,10 @@ def test_existing_files_are_kept(tmp_path: Path) -> None:
 
 def test_a_journal_of_a_replaced_table_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the process ends between the new table's name and the old journal's end."""
-    tier = made(tmp_path)
-    tier.scatter_(torch.arange(50), random_records(50))
-    tier.prepare(decision=tmp_path / "decision", token="a")
-    tier.close()
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(50), random_records(50))
+    storage.prepare(decision=tmp_path / "decision", token="a")
+    storage.close()
     sealed = (tmp_path / "table.journal").read_bytes()
     (tmp_path / "decision").write_text('{"token": "a"}')
     (tmp_path / "table").unlink()
@@ -69,12 +69,12 @@ def test_a_journal_of_a_replaced_table_is_dropped(tmp_path: Path, monkeypatch: p
 
 
 def test_copies_of_different_times_are_refused(tmp_path: Path) -> None:
-    tier = made(tmp_path)
+    storage = made(tmp_path)
     first = (tmp_path / "table").read_bytes()
-    tier.checkpoint()
-    tier.scatter_(torch.arange(50), random_records(50))
-    tier.prepare(decision=tmp_path / "decision", token="a")
-    tier.close()
+    storage.checkpoint()
+    storage.scatter_(torch.arange(50), random_records(50))
+    storage.prepare(decision=tmp_path / "decision", token="a")
+    storage.close()
     (tmp_path / "decision").write_text('{"token": "a"}')
     (tmp_path / "table").write_bytes(first)
     with pytest.raises(FlatbedError, match=r"checkpoint 0, but .* checkpoint 2"):
@@ -82,8 +82,8 @@ def test_copies_of_different_times_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_table_without_its_journal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = made(tmp_path)
-    tier.scatter_(torch.arange(50), random_records(50))
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(50), random_records(50))
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -91,8 +91,8 @@ def test_a_table_without_its_journal_is_refused(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(MappedFile, "scatter", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            tier.checkpoint({"step": 1})
-    tier.close()
+            storage.checkpoint({"step": 1})
+    storage.close()
     shutil.move(tmp_path / "table.journal", tmp_path / "elsewhere")
     before = files(tmp_path)
     with pytest.raises(FlatbedError, match=r"journal .*table.journal is missing or damaged"):
@@ -122,13 +122,13 @@ def test_a_draft_left_behind_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_two_names_of_one_file(tmp_path: Path) -> None:
-    tier = made(tmp_path)
+    storage = made(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "table")
     with pytest.raises(FlatbedError, match="is open already"):
         DiskStorage.open(tmp_path / "link")
-    tier.close()
-    with DiskStorageContext(DiskStorage.open(tmp_path / "link")) as tier:
-        assert tier.path == tmp_path / "table"
+    storage.close()
+    with DiskStorageContext(DiskStorage.open(tmp_path / "link")) as storage:
+        assert storage.path == tmp_path / "table"
 
 
 def test_holes_of_a_copy_are_filled(tmp_path: Path) -> None:
@@ -145,11 +145,11 @@ def test_holes_of_a_copy_are_filled(tmp_path: Path) -> None:
 
 
 def test_a_file_cut_short_while_open(tmp_path: Path) -> None:
-    tier = made(tmp_path)
+    storage = made(tmp_path)
     os.truncate(tmp_path / "table", RECORDS_AT + 50 * NBYTES)
     with pytest.raises(FlatbedError, match="was cut short while it was open"):
-        tier.read(0, 100)
-    tier.close()
+        storage.read(0, 100)
+    storage.close()
 
 
 def test_room_of_a_growth_that_was_not_completed_is_given_back(tmp_path: Path) -> None:
@@ -164,11 +164,11 @@ def test_room_of_a_growth_that_was_not_completed_is_given_back(tmp_path: Path) -
 
 
 class DiskStorageContext(contextlib.closing[DiskStorage]):
-    """Closes a tier."""
+    """Closes a storage."""
 
 
 def test_one_user_at_a_time(tmp_path: Path) -> None:
-    tier = made(tmp_path)
+    storage = made(tmp_path)
     with pytest.raises(FlatbedError, match=r"table is open already.* close it there first"):
         DiskStorage.open(tmp_path / "table")
     code = (
@@ -178,19 +178,19 @@ def test_one_user_at_a_time(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert "is open already" in other.stderr
-    assert np.array_equal(everything(tier), filled(0, 100, NBYTES))
-    tier.close()
+    assert np.array_equal(everything(storage), filled(0, 100, NBYTES))
+    storage.close()
     DiskStorage.open(tmp_path / "table").close()
 
 
-def test_a_forgotten_tier_gives_everything_back(tmp_path: Path) -> None:
+def test_a_forgotten_storage_gives_everything_back(tmp_path: Path) -> None:
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
-    tier = made(tmp_path)
-    tier.scatter_(torch.arange(3), random_records(3))
-    tier.checkpoint()
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(3), random_records(3))
+    storage.checkpoint()
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
-    del tier
+    del storage
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
@@ -202,22 +202,22 @@ FORKED = """
 import os, sys, time
 from tests.tables.storage.disk.test_files import *
 folder = Path(sys.argv[1])
-tier = made(folder)
-tier.scatter_(torch.arange(5), random_records(5))
+storage = made(folder)
+storage.scatter_(torch.arange(5), random_records(5))
 inside, outside = os.pipe()
 child = os.fork()
 if not child:
-    for use in (lambda: tier.gather(torch.arange(3)), lambda: tier.read(0, 3),
-                lambda: tier.scatter_(torch.arange(3), random_records(3)),
-                lambda: tier.checkpoint(), lambda: tier.commit()):
+    for use in (lambda: storage.gather(torch.arange(3)), lambda: storage.read(0, 3),
+                lambda: storage.scatter_(torch.arange(3), random_records(3)),
+                lambda: storage.checkpoint(), lambda: storage.commit()):
         try:
             use()
         except FlatbedError as error:
             assert "a forked process must not use it" in str(error), error
         else:
             os._exit(1)
-    tier.close()
-    del tier
+    storage.close()
+    del storage
     gc.collect()
     assert "table" not in Path("/proc/self/maps").read_text()
     other = made(folder / "child")  # a table of its own is no problem
@@ -226,9 +226,9 @@ if not child:
     os.read(inside, 1)  # lives until the parent has closed its own end
     sys.exit(0)
 time.sleep(0.2)
-tier.checkpoint({"step": 1})
-expected = everything(tier)
-tier.close()
+storage.checkpoint({"step": 1})
+expected = everything(storage)
+storage.close()
 again = DiskStorage.open(folder / "table")  # although the child still lives
 assert np.array_equal(everything(again), expected)
 os.close(outside)
@@ -279,49 +279,49 @@ def test_no_room_for_a_table(tmp_path: Path) -> None:
 
 def test_no_room_for_changes(tmp_path: Path) -> None:
     """A full disk stops changes, and neither reading nor the next checkpoint."""
-    tier = made(tmp_path, 50_000)
-    tier.scatter_(torch.arange(10_000), random_records(10_000))
-    now = everything(tier)
+    storage = made(tmp_path, 50_000)
+    storage.scatter_(torch.arange(10_000), random_records(10_000))
+    now = everything(storage)
     size = (tmp_path / "table.journal").stat().st_size
     with largest_file(size + 200_000):
         with pytest.raises(FlatbedError, match="free some space"):
-            tier.scatter_(torch.arange(5_000, 50_000), random_records(45_000))
-        assert np.array_equal(everything(tier), now)
-        assert tier.unsaved_rows == 10_000
+            storage.scatter_(torch.arange(5_000, 50_000), random_records(45_000))
+        assert np.array_equal(everything(storage), now)
+        assert storage.unsaved_rows == 10_000
         assert (tmp_path / "table.journal").stat().st_size == size
         exactly = torch.arange(5_000, 11_000)  # twice as many would not fit, but these do
-        tier.scatter_(exactly, random_records(6_000))
-        now = everything(tier)
-        tier.checkpoint({"step": 1})
-    tier.close()
-    tier = DiskStorage.open(tmp_path / "table")
-    assert np.array_equal(everything(tier), now)
-    assert tier.meta == {"step": 1}
+        storage.scatter_(exactly, random_records(6_000))
+        now = everything(storage)
+        storage.checkpoint({"step": 1})
+    storage.close()
+    storage = DiskStorage.open(tmp_path / "table")
+    assert np.array_equal(everything(storage), now)
+    assert storage.meta == {"step": 1}
 
 
 def test_no_room_for_a_journal(tmp_path: Path) -> None:
-    tier = made(tmp_path, 100)
+    storage = made(tmp_path, 100)
     with largest_file(100_000):
         for _ in range(2):
             with pytest.raises(FlatbedError, match="free some space"):
-                tier.scatter_(torch.arange(10), random_records(10))
+                storage.scatter_(torch.arange(10), random_records(10))
             with pytest.raises(FlatbedError, match="free some space"):
-                tier.checkpoint()
-        assert np.array_equal(everything(tier), filled(0, 100, NBYTES))
-    tier.scatter_(torch.arange(10), random_records(10))
-    tier.checkpoint({"step": 1})
-    assert tier.generation == 1
+                storage.checkpoint()
+        assert np.array_equal(everything(storage), filled(0, 100, NBYTES))
+    storage.scatter_(torch.arange(10), random_records(10))
+    storage.checkpoint({"step": 1})
+    assert storage.generation == 1
 
 
 def test_no_room_for_more_rows(tmp_path: Path) -> None:
-    tier = made(tmp_path, 1000)
-    tier.scatter_(torch.arange(10), random_records(10))
-    now, size = everything(tier), (tmp_path / "table").stat().st_size
+    storage = made(tmp_path, 1000)
+    storage.scatter_(torch.arange(10), random_records(10))
+    now, size = everything(storage), (tmp_path / "table").stat().st_size
     with largest_file(300_000), pytest.raises(FlatbedError, match="free some space"):
-        tier.resize(100_000, fill=fill)
-    assert (tier.n_rows, tier.unsaved_rows, (tmp_path / "table").stat().st_size) == (1000, 10, size)
-    assert np.array_equal(everything(tier), now)
-    tier.checkpoint()
+        storage.resize(100_000, fill=fill)
+    assert (storage.n_rows, storage.unsaved_rows, (tmp_path / "table").stat().st_size) == (1000, 10, size)
+    assert np.array_equal(everything(storage), now)
+    storage.checkpoint()
 
 
 @pytest.mark.parametrize(

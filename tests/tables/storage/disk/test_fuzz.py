@@ -67,18 +67,18 @@ def left(how: str) -> Found:
         raise KeyboardInterrupt
 
     folder = Path(tempfile.mkdtemp())
-    tier = made(folder, N_ROWS)
-    before = everything(tier)
+    storage = made(folder, N_ROWS)
+    before = everything(storage)
     torch.manual_seed(0)
-    tier.scatter_(torch.arange(5, 25), random_records(20))
-    after = everything(tier)
+    storage.scatter_(torch.arange(5, 25), random_records(20))
+    after = everything(storage)
     if how == "closed":
-        tier.checkpoint({"step": 1})
+        storage.checkpoint({"step": 1})
     else:
         where: Any = (disk, "apply") if how == "sealed" else (MappedFile, "scatter")
         with mock.patch.object(*where, ended), pytest.raises(KeyboardInterrupt):
-            tier.checkpoint({"step": 1})
-    tier.close()
+            storage.checkpoint({"step": 1})
+    storage.close()
     found = files(folder)
     shutil.rmtree(folder)
     return Found(found, (before, after), {"closed": {1}, "sealed": EITHER, "half copied": {1}}[how])
@@ -94,16 +94,16 @@ def opened(found: dict[str, bytes], base: Found, allowed: set[int]) -> str:
         for file, data in found.items():
             (folder / file).write_bytes(data)
         try:
-            tier = DiskStorage.open(folder / "table")
+            storage = DiskStorage.open(folder / "table")
         except FlatbedError as error:
             assert files(folder) == found
             message = str(error)
             assert f"{folder}/table" in message
             return message
-        assert tier.generation in allowed
-        assert tier.meta == {"step": tier.generation}
-        assert np.array_equal(everything(tier), base.rows[tier.generation])
-        tier.close()
+        assert storage.generation in allowed
+        assert storage.meta == {"step": storage.generation}
+        assert np.array_equal(everything(storage), base.rows[storage.generation])
+        storage.close()
         return ""
 
 
@@ -197,12 +197,12 @@ def test_wrong_values_under_a_right_checksum(data: st.DataObject, magic: bytes) 
         for other, content in {**base.files, name: changed}.items():
             (Path(folder) / other).write_bytes(content)
         try:
-            tier = DiskStorage.open(Path(folder) / "table")
+            storage = DiskStorage.open(Path(folder) / "table")
         except FlatbedError:
             assert files(Path(folder)) == {**base.files, name: changed}
         else:
-            assert tier.record.nbytes * tier.n_rows <= len(base.files["table"])
-            tier.close()
+            assert storage.record.nbytes * storage.n_rows <= len(base.files["table"])
+            storage.close()
 
 
 def _version(magic: bytes) -> bytes:

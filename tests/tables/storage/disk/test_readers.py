@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flatbed.tables.storage.disk import DiskStorage, copy_pool
-from flatbed.tables.storage.disk import storage as tier
+from flatbed.tables.storage.disk import storage as disk_storage
 from flatbed.tables.storage.disk.readers import Readers
 from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
 
@@ -26,7 +26,7 @@ class SlowDisk:
     def __init__(self) -> None:
         self.slow = False
         self.began, self.goes_on = threading.Event(), threading.Event()
-        self._take = tier.take
+        self._take = disk_storage.take
 
     def take(self, *given: Any, **options: Any) -> None:
         if self.slow:
@@ -39,7 +39,7 @@ class SlowDisk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     slow = SlowDisk()
-    monkeypatch.setattr(tier, "take", slow.take)
+    monkeypatch.setattr(disk_storage, "take", slow.take)
     yield slow
     slow.goes_on.set()
 
@@ -125,7 +125,7 @@ def test_a_reader_that_fails_keeps_nobody_waiting(tmp_path: Path, monkeypatch: p
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(tier, "take", fail)
+        patch.setattr(disk_storage, "take", fail)
         with pytest.raises(MemoryError):
             table.gather(torch.arange(10))
     Doing(table.checkpoint).done()
