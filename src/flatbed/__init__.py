@@ -16,7 +16,7 @@ from flatbed.flat.params import FlatParams, Snapshot
 from flatbed.flat.repair import Problem
 from flatbed.layout import Segment
 from flatbed.tables.embedding import Embedding, EmbeddingBag, tables
-from flatbed.tables.saving import load_table
+from flatbed.tables.loading import load_table
 from flatbed.tables.table import Table
 
 __all__ = [

@@ -21,7 +21,7 @@ import flatbed
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.errors import FlatbedError
 from flatbed.tables.embedding import Embedding, tables
-from flatbed.tables.saving import load_table
+from flatbed.tables.loading import load_table
 from tests.tables.training import Expected, Model, Operations, build, close, difference, snapshot, step
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import flatbed
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.errors import FlatbedError
-from flatbed.tables.saving import load_table
+from flatbed.tables.loading import load_table
 from tests.tables.tables import everything
 from tests.tables.test_cache import come, counts, held
 

@@ -135,7 +135,7 @@ def test_too_large_to_pickle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     emb = Embedding(ROWS, DIM, storage="device")
     about, *rest = copying.parts(emb.table)
-    made = copying.rebuild({**about, "device": f"cuda:{torch.cuda.device_count()}"}, *rest)
+    made = copying.rebuild(flatbed.Table, {**about, "device": f"cuda:{torch.cuda.device_count()}"}, *rest)
     assert made.store.device == torch.device("cpu")
 
 

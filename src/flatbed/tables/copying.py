@@ -25,15 +25,13 @@ def copy(table: Table) -> Table:
 
     No optimizer has the copy. Gradients that no step has used yet are not copied.
     """
-    from flatbed.tables.table import make
-
     store = table.store
     if store.config.path is not None:
         raise FlatbedError(
             f"a table on disk ({store.config.path}) is not copied along: save it (table.save(path)) and make "
             "the copy from that (flatbed.load_table), in host memory or in a file of its own"
         )
-    made = make(store.config, store.device, replicate=table.replicate)
+    made = type(table)(store.config, device=store.device, replicate=table.replicate)
     if store.is_allocated:
         source = store.ensure_layout()
         store.flush()
@@ -47,7 +45,7 @@ def copy(table: Table) -> Table:
 
 
 def parts(table: Table) -> tuple[Any, ...]:
-    """Return the content of a pickled table: the arguments of `rebuild`."""
+    """Return the content of a pickled table: the arguments of `rebuild` after `kind`."""
     store = table.store
     config = store.config
     if config.path is not None:
@@ -79,14 +77,13 @@ def parts(table: Table) -> tuple[Any, ...]:
 
 
 def rebuild(
+    kind: type[Table],
     about: dict[str, Any],
     fields: list[dict[str, Any]],
     values: dict[str, Tensor],
     scalars: dict[str, float],
 ) -> Table:
     """Make a table from `parts`; on the CPU, if the device that computed is missing."""
-    from flatbed.tables.table import make
-
     config = Config(
         n_rows=about["num_embeddings"],
         dim=about["embedding_dim"],
@@ -98,7 +95,8 @@ def rebuild(
         padding_idx=about["padding_idx"],
         **{name: about[name] for name in CACHE if name in about},  # pickles from before caches have none
     )
-    made = make(config, _present(torch.device(about["device"])), replicate=about["replicate"])
+    device = _present(torch.device(about["device"]))
+    made = kind(config, device=device, replicate=about["replicate"])
     if fields:
         record = Record.described(fields)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
+from flatbed.tables import copying, saving
 from flatbed.tables import replicas as exchange
 from flatbed.tables.cache import CacheStats, Reservation
 from flatbed.tables.cache.reservation import version_of
@@ -365,15 +366,11 @@ class Table(nn.Parameter):
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, bit by bit."""
-        from flatbed.tables import saving
-
         self.deferred_checks.check_graphs()
         saving.save(self, as_path(path))
 
     def load(self, path: str | Path) -> None:
         """Read what `save` has written, from a table of any storage; nothing changes if it does not fit."""
-        from flatbed.tables import saving
-
         saving.load(self, as_path(path))
 
     def close(self, *, discard: bool = False) -> None:
@@ -407,21 +404,21 @@ class Table(nn.Parameter):
     # ---- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
-        from flatbed.tables import copying
-
         if id(self) not in memo:
             memo[id(self)] = copying.copy(self)
         return cast(Table, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from flatbed.tables import copying
-
         if multiprocessing.context.get_spawning_popen() is not None:
             raise FlatbedError(
                 "a table cannot be sent to another process (a spawned DataLoader worker, for example): look "
                 "rows up in the training process, and let workers hand out ids"
             )
-        return copying.rebuild, copying.parts(self)
+        return type(self)._rebuild, copying.parts(self)
+
+    @classmethod
+    def _rebuild(cls, *parts: Any) -> Table:
+        return copying.rebuild(cls, *parts)
 
 
 _ALLOWED = {
