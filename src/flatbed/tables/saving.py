@@ -21,7 +21,7 @@ from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import TABLE
 from flatbed.tables.storage.table_storage import reported
-from flatbed.tables.tensor_file import Entry, entries_of, opened, writing
+from flatbed.tables.tensor_file import TensorEntry, entries_of, opened, writing
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
@@ -66,8 +66,8 @@ def save(table: Table, path: Path) -> None:
     storage, record, config = store.ensure_layout(), store.record, store.config
     scalars = {name: scalar_tensor(value) for name, value in table.scalars().items()}
     keys = {name: name if name not in record else f"scalar.{name}" for name in scalars}
-    entries = [Entry(field.name, field.dtype, (config.n_rows, field.count)) for field in record.fields]
-    entries += [Entry(keys[name], value.dtype, ()) for name, value in scalars.items()]
+    entries = [TensorEntry(field.name, field.dtype, (config.n_rows, field.count)) for field in record.fields]
+    entries += [TensorEntry(keys[name], value.dtype, ()) for name, value in scalars.items()]
     about = {
         **config.describe(),
         "num_embeddings": config.n_rows,
@@ -146,7 +146,7 @@ def inspect(path: Path) -> TableFile:
             about = dict(json.loads(metadata["table"]))
             n_rows = int(about["num_embeddings"])
             for field in record.fields:
-                expected = Entry(field.name, field.dtype, (n_rows, field.count))
+                expected = TensorEntry(field.name, field.dtype, (n_rows, field.count))
                 if found[field.name] != expected:
                     raise ValueError(f"{found[field.name]} instead of {expected}")
             keys = dict(json.loads(metadata["scalars"]))
@@ -160,7 +160,7 @@ def inspect(path: Path) -> TableFile:
     return contents
 
 
-def _weights_of_torch(path: Path, found: Mapping[str, Entry], n_tensors: int) -> TableFile:
+def _weights_of_torch(path: Path, found: Mapping[str, TensorEntry], n_tensors: int) -> TableFile:
     """A safetensors file with the weights of an nn.Embedding, and nothing else."""
     weight = found.get(WEIGHT)
     if weight is None or n_tensors != 1 or len(weight.shape) != 2 or weight.dtype not in NAMES:

@@ -51,7 +51,7 @@ DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file."""
 
     name: str
@@ -80,7 +80,7 @@ class Writer:
 
 
 @contextmanager
-def writing(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> Iterator[Writer]:
+def writing(path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> Iterator[Writer]:
     """Write a safetensors file. Its name appears when it is complete and durable."""
     if sys.byteorder != "little":
         raise FlatbedError("safetensors files are little-endian, and this machine is not: save elsewhere")
@@ -110,7 +110,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write a safetensors file of tensors on any device."""
     for name, tensor in tensors.items():
         check_plain(tensor, name)
-    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     total = sum(entry.nbytes for entry in entries)
     with (
         writing(path, entries, metadata) as writer,
@@ -165,13 +165,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
 
 
-def entries_of(reader: Any) -> dict[str, Entry]:
+def entries_of(reader: Any) -> dict[str, TensorEntry]:
     """List the tensors of an open file, without those of dtypes that torch does not have."""
     found = {}
     for name in reader.keys():  # noqa: SIM118
         part = reader.get_slice(name)
         if part.get_dtype() in DTYPES:
-            found[name] = Entry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+            found[name] = TensorEntry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
     return found
 
 
