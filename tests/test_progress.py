@@ -64,7 +64,7 @@ def test_stops_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not thread.is_alive()
 
 
-def test_imports_nothing_where_nobody_looks() -> None:
+def test_imports_nothing_without_a_terminal() -> None:
     script = """
 import sys
 from flatbed import progress

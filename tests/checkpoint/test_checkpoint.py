@@ -204,7 +204,7 @@ def test_old_versions_go_and_other_files_stay(tmp_path: Path) -> None:
     (folder / ".old-v0000007").mkdir()  # left by an interrupted removal
     (folder / ".old-v0000007" / "x").touch()
     (folder / ".new").touch()
-    (folder / "v0000005").mkdir()  # somebody's own
+    (folder / "v0000005").mkdir()  # the user's
     (folder / "v0000005" / "precious").touch()
     for _ in range(3):
         save_checkpoint(folder, model)

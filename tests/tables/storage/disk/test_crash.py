@@ -129,7 +129,7 @@ class Scenario:
         self.done()
 
     def reopen(self, storage: DiskStorage) -> DiskStorage:
-        """One prepared and left, and dropped by whoever opens the table without a decision."""
+        """One prepared and left, and dropped by recovery without a decision."""
         self.train(storage)
         self.log.mark("prepare")
         storage.prepare({}, decision=self.folder / "decision", token="third")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import tempfile
@@ -220,30 +219,15 @@ def _with(name: str, at: int, block: bytes) -> Callable[[dict[str, bytes]], dict
 
 DEEP = b"[" * 3000
 CASES: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = {
-    "empty": (
-        lambda f: {"table": b""},
-        "no table of flatbed, or its header is damaged: it ends after 0 bytes",
-    ),
-    "text": (lambda f: {"table": b"PK\3\4" * 9999}, "begins with b'PK.*' instead of b'flatbed-table"),
-    "newer": (_with("table", 0, _version(TABLE)), r"version 2 of the format.*open it with the flatbed that"),
-    "cut in the header": (
-        lambda f: {"table": f["table"][: PAGE + 20]},
-        "header of .* is damaged: it ends after",
-    ),
-    "cut by a byte": (
-        lambda f: {"table": f["table"][:-1]},
-        r"30 rows of 64 bytes need 67456: it was cut short",
-    ),
-    "state": (_with("table", STATE_AT + 60, b"?"), "header of .* is damaged: its checksum is wrong; restore"),
-    "other machine": (lambda f: {"table": _big_endian() + f["table"][PAGE:]}, "big-endian machine"),
-    "newer journal": (
-        lambda f: {**f, "table.journal": _version(JOURNAL) + bytes(PAGE)},
-        "version 2 of the format.*open the table with that flatbed once",
-    ),
-    "foreign journal": (
-        lambda f: {**f, "table.journal": b"dear diary" * 99},
-        "no journal of a table.*move it away",
-    ),
+    "empty": (lambda f: {"table": b""}, "no table of flatbed"),
+    "text": (lambda f: {"table": b"PK\3\4" * 9999}, "b'PK"),
+    "newer": (_with("table", 0, _version(TABLE)), "version 2"),
+    "cut in the header": (lambda f: {"table": f["table"][: PAGE + 20]}, "damaged"),
+    "cut by a byte": (lambda f: {"table": f["table"][:-1]}, "30 rows of 64 bytes need 67456"),
+    "state": (_with("table", STATE_AT + 60, b"?"), "checksum"),
+    "other machine": (lambda f: {"table": _big_endian() + f["table"][PAGE:]}, "big-endian"),
+    "newer journal": (lambda f: {**f, "table.journal": _version(JOURNAL) + bytes(PAGE)}, "version 2"),
+    "foreign journal": (lambda f: {**f, "table.journal": b"dear diary" * 99}, "no journal"),
 }
 
 
@@ -252,7 +236,7 @@ def test_messages(case: str) -> None:
     change, message = CASES[case]
     base = FOUND["closed"]
     found = opened(change(base.files), base, set())
-    assert re.search(message, found), found
+    assert message in found
 
 
 def test_endless_json() -> None:

@@ -118,7 +118,7 @@ def test_the_file_stays_as_it_is_while_it_is_read(what: str, tmp_path: Path, dis
     table.close()
 
 
-def test_a_reader_that_fails_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_fails_delays_no_other_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = made(tmp_path)
 
     def fail(*_: Any, **__: Any) -> None:

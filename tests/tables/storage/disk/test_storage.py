@@ -29,6 +29,7 @@ from tests.tables.storage.disk.crash_model import (
     WIDER,
     batch,
     everything,
+    failing,
     files,
     fill,
     filled,
@@ -320,18 +321,13 @@ def test_a_file_decides(
         (tmp_path / "decision").unlink(missing_ok=True)
 
 
-def test_an_interrupted_commit_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_commit_can_be_repeated(tmp_path: Path) -> None:
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
     now = everything(storage)
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MappedFile, "scatter", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            storage.checkpoint({"step": 1})
+    with failing(MappedFile, "scatter", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        storage.checkpoint({"step": 1})
     with pytest.raises(FlatbedError, match="half copied"):
         storage.abort()
     with pytest.raises(FlatbedError, match="half made"):
@@ -343,17 +339,12 @@ def test_an_interrupted_commit_can_be_repeated(tmp_path: Path, monkeypatch: pyte
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
-def test_an_interrupted_seal_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_seal_is_taken_back(tmp_path: Path) -> None:
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
 
-    def interrupted(*_: object) -> str:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(journal, "digest", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            storage.checkpoint({"step": 1})
+    with failing(journal, "digest", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        storage.checkpoint({"step": 1})
     storage.scatter_(torch.arange(40, 60), random_records(20))
     now = everything(storage)
     storage.checkpoint({"step": 1})
@@ -361,18 +352,13 @@ def test_an_interrupted_seal_is_taken_back(tmp_path: Path, monkeypatch: pytest.M
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
-def test_an_interrupted_scatter_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_scatter_changes_nothing(tmp_path: Path) -> None:
     storage = made(tmp_path)
     storage.scatter_(torch.arange(20), random_records(20))
     now = everything(storage)
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MappedFile, "scatter", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            storage.scatter_(torch.arange(10, 40), random_records(30))
+    with failing(MappedFile, "scatter", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        storage.scatter_(torch.arange(10, 40), random_records(30))
     assert np.array_equal(everything(storage), now)
     storage.scatter_(torch.arange(30, 50), random_records(20))
     now = everything(storage)
@@ -383,23 +369,17 @@ def test_an_interrupted_scatter_changes_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
-def test_failed_syncs_are_errors(tmp_path: Path, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_syncs_are_errors(tmp_path: Path, which: int) -> None:
     """A failed sync of the seal ends all changes; later ones can be tried again."""
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
-    now, count, real = everything(storage), 0, os.fsync
-
-    def failing(descriptor: int) -> None:
-        nonlocal count
-        count += 1
-        if count == which + 1:
-            raise OSError(errno.EIO, "Input/output error")
-        real(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing)
-        with pytest.raises(FlatbedError, match=r"syncing .* failed: Input/output error"):
-            storage.checkpoint({"step": 1})
+    now = everything(storage)
+    broken = OSError(errno.EIO, "Input/output error")
+    with (
+        failing(os, "fsync", broken, at=which + 1),
+        pytest.raises(FlatbedError, match=r"syncing .* failed: Input/output error"),
+    ):
+        storage.checkpoint({"step": 1})
     assert np.array_equal(everything(storage), now)
     if which < 2:  # of the folder, and of the seal
         for change in (
@@ -418,22 +398,12 @@ def test_failed_syncs_are_errors(tmp_path: Path, which: int, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("which", range(5))
-def test_failed_syncs_of_a_growth(tmp_path: Path, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_syncs_of_a_growth(tmp_path: Path, which: int) -> None:
     """The file has the rows before or the rows after, and can be opened: even if its seal got through."""
     storage = made(tmp_path)
-    count, real = 0, os.fsync
-
-    def failing(descriptor: int) -> None:
-        nonlocal count
-        count += 1
-        if count == which + 1:
-            raise OSError(errno.EIO, "Input/output error")
-        real(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing)
-        with pytest.raises(FlatbedError, match="Input/output error"):
-            storage.resize(200, fill=fill)
+    broken = OSError(errno.EIO, "Input/output error")
+    with failing(os, "fsync", broken, at=which + 1), pytest.raises(FlatbedError, match="Input/output error"):
+        storage.resize(200, fill=fill)
     storage.close()
     n_rows = 100 if which < 2 else 200
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), filled(0, n_rows, NBYTES))
