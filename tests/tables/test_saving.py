@@ -410,6 +410,19 @@ def test_close_checkpoints_unless_told_to_discard(tmp_path: Path) -> None:
     table.close()
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_rows_are_allocated_at_the_first_use(storage: str, tmp_path: Path) -> None:
+    emb = embedding(storage, tmp_path)
+    flatbed.optim.Adam(emb)
+    _ = emb.table.storage, emb.table.nbytes, emb.table.state_names, repr(emb)
+    assert emb.table.store.phase == "unallocated"
+    assert not list(tmp_path.iterdir())
+    emb(torch.tensor([1]))
+    assert emb.table.store.phase == "allocated"
+    emb.table.close()
+    assert emb.table.store.phase == "closed"
+
+
 def test_leaving_a_with_block_checkpoints(tmp_path: Path) -> None:
     with changed_table(tmp_path):
         pass

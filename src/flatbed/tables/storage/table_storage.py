@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -65,6 +65,13 @@ class TableStorage:
     # ---- states
 
     @property
+    def phase(self) -> Literal["unallocated", "allocated", "closed"]:
+        """The state that this table's storage is in."""
+        if self._is_closed:
+            return "closed"
+        return "unallocated" if self._storage is None else "allocated"
+
+    @property
     def is_allocated(self) -> bool:
         """True if rows are in memory or in a file."""
         return self._storage is not None
@@ -103,7 +110,7 @@ class TableStorage:
         return storage
 
     def _allocate_or_move(self) -> Storage:
-        if self._is_closed:
+        if self.phase == "closed":
             name = self.config.path or "this table"
             raise FlatbedError(f"{name} is closed: make the table again, or load its file, to use it")
         if self._storage is None:
@@ -190,7 +197,7 @@ class TableStorage:
         """
         is_complete = {field.name for field in record.fields} <= set(fields)
         with self._lock:
-            if self._storage is None and not self._is_closed:
+            if self.phase == "unallocated":
                 first = [] if is_complete else [self._initial_rows(record)]
                 self._allocate(record, _in_turn(*first, fill), scalars)
                 return
@@ -283,9 +290,10 @@ class TableStorage:
     @property
     def has_unsaved_changes(self) -> bool:
         """True if rows of a file changed since its last checkpoint, or lost their state."""
-        if self._storage is None or self.in_memory or os.getpid() != self._process:
+        storage = self._storage
+        if storage is None or self.in_memory or os.getpid() != self._process:
             return False
-        return self.unsaved_rows > 0 or (self.relayout_pending and bool(self._storage.record.state))
+        return self.unsaved_rows > 0 or (self.relayout_pending and bool(storage.record.state))
 
     def checkpoint(self, scalars: Mapping[str, float]) -> None:
         """Make rows and state of a disk table durable, all or nothing."""
