@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from flatbed.checkpoint.codec import Packer
 from flatbed.errors import FlatbedError
+from flatbed.optim.optimizer import Optimizer as FlatbedOptimizer
 from flatbed.tables.embedding import DenseStateDict
 
 
@@ -28,8 +29,9 @@ def optimizer_parts(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Ten
 
 def plain_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state dict of any optimizer, without its tables."""
-    without_tables = getattr(optimizer, "state_dict_without_tables", optimizer.state_dict)
-    return dict(without_tables())
+    if isinstance(optimizer, FlatbedOptimizer):
+        return dict(optimizer.state_dict_without_tables())
+    return dict(optimizer.state_dict())
 
 
 def shapes_of(optimizer: Optimizer) -> list[list[list[int]]]:
@@ -77,4 +79,7 @@ def load_all(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a state of `plain_state`; tables stay as they are."""
-    getattr(optimizer, "load_state_dict_without_tables", optimizer.load_state_dict)(state)
+    if isinstance(optimizer, FlatbedOptimizer):
+        optimizer.load_state_dict_without_tables(state)
+    else:
+        optimizer.load_state_dict(state)

@@ -146,9 +146,7 @@ class TableStorage:
         self.flush()
         assert self._storage is not None
         with reported("moving the table", self.config.n_rows, self._kept_rows(record)) as fill:
-            self._storage = self._storage.rebuilt(
-                record, fill=fill, device=self.device, meta=self._meta(self.scalars)
-            )
+            self._storage = self._storage.rebuilt(record, fill=fill, device=self.device, meta=self._meta())
         self.record = record
         self.version += 1
 
@@ -236,7 +234,7 @@ class TableStorage:
                 if storage is not None:
                     self.forget_cache()
                     self.flush()
-                    fill, meta = self._initial_rows(storage.record), self._meta(self.scalars)
+                    fill, meta = self._initial_rows(storage.record), self._meta()
                     self._storage = storage.resize(n_rows, fill=fill, meta=meta)
             except BaseException:
                 self.config = before
@@ -269,8 +267,10 @@ class TableStorage:
 
     # ---- checkpoints of a disk table
 
-    def _meta(self, scalars: Mapping[str, float], **others: Any) -> dict[str, Any]:
-        return {"table": self.config.describe(), "scalars": dict(scalars), **others}
+    def _meta(self, scalars: Mapping[str, float] | None = None, **others: Any) -> dict[str, Any]:
+        held = self.scalars if scalars is None else scalars
+        numbers = {name: float(value) for name, value in held.items()}
+        return {"table": self.config.describe(), "scalars": numbers, **others}
 
     def _disk(self) -> DiskStorage:
         if self.in_memory:
@@ -295,7 +295,7 @@ class TableStorage:
             return False
         return self.unsaved_rows > 0 or (self.relayout_pending and bool(storage.record.state))
 
-    def checkpoint(self, scalars: Mapping[str, float]) -> None:
+    def checkpoint(self, scalars: Mapping[str, float] | None = None) -> None:
         """Make rows and state of a disk table durable, all or nothing."""
         storage = self._disk()
         self.flush()
