@@ -11,7 +11,7 @@ from flatbed.data import Prefetcher, RowReader
 from flatbed.errors import FlatbedError
 from flatbed.flat import FlatParams
 from flatbed.tables.embedding import Embedding, EmbeddingBag, tables
-from flatbed.tables.saving import load_table, open_table
+from flatbed.tables.loading import load_table
 from flatbed.tables.table import Table
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "__version__",
     "load_checkpoint",
     "load_table",
-    "open_table",
     "optim",
     "save_checkpoint",
     "tables",

@@ -1,86 +1,56 @@
-"""A progress bar for what may take long: seen only if it does, and only on a terminal."""
+"""A progress bar for long operations: shown after two seconds, and only on a terminal."""
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn, TaskID
+    from rich.progress import Progress
 
 PATIENCE = 2.0  # seconds before a bar appears
 
 
 @contextmanager
 def progress(description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Yields `advance(n)`, to be called from any thread with what was done since the last call.
-
-    `unit` names what is counted, e.g. "rows"; "bytes" are shown in MB and GB.
-    """
+    """Yield `advance(n)`, which counts `unit`s, for example "rows"; "bytes" are shown as MB and GB."""
     if not sys.stderr.isatty():
-        yield _nothing
+        yield lambda n: None
         return
-    bar = _Bar(description, total, unit)
+    begin, done = time.monotonic(), 0
+    bars: list[Progress] = []
+
+    def advance(n: int) -> None:
+        nonlocal done
+        done += n
+        if not bars and done < total and time.monotonic() - begin >= PATIENCE:
+            bars.append(_bar(unit))
+            bars[0].add_task(description, total=total)
+            bars[0].start()
+        for bar in bars:
+            bar.update(bar.task_ids[0], completed=done)
+
     try:
-        yield bar.advance
+        yield advance
     finally:
-        bar.stop()
+        for bar in bars:
+            bar.stop()
 
 
-def _nothing(n: int) -> None:
-    """Nobody looks."""
+def _bar(unit: str) -> Progress:
+    from rich import progress as rich
+    from rich.console import Console
 
-
-class _Bar:
-    def __init__(self, description: str, total: int, unit: str) -> None:
-        self.description, self.total, self.unit = description, total, unit
-        self.done = 0
-        self.shown: tuple[Progress, TaskID] | None = None
-        self.due = time.monotonic() + PATIENCE
-        self.lock = threading.Lock()
-
-    def advance(self, n: int) -> None:
-        with self.lock:
-            self.done += n
-            if self.shown is None and self.done < self.total and time.monotonic() >= self.due:
-                self.shown = self._show()
-            if self.shown is not None:
-                bar, task = self.shown
-                bar.update(task, completed=self.done)
-
-    def stop(self) -> None:
-        with self.lock:
-            if self.shown is not None:
-                self.shown[0].stop()
-            self.shown, self.due = None, float("inf")
-
-    def _show(self) -> tuple[Progress, TaskID]:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        amount: ProgressColumn = TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}")
-        if self.unit == "bytes":
-            amount = DownloadColumn()
-        bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            amount,
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        task = bar.add_task(self.description, total=self.total, completed=self.done, unit=self.unit)
-        bar.start()
-        return bar, task
+    count = rich.TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}")
+    return rich.Progress(
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        rich.TaskProgressColumn(),
+        rich.DownloadColumn() if unit == "bytes" else count,
+        rich.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,10 @@ def load_another_size(folder: Path) -> None:
     kept(lambda table: table.load(smaller_file(folder)))(folder)
 
 
-def unsaved(folder: Path) -> None:
-    table = on_disk(folder).table
-    table.write_rows([1], torch.ones(1, 4))
-    try:
-        table.close()
-    finally:
-        table.close(discard=True)
+def failed_inside_with(folder: Path) -> None:
+    with suppress(KeyError), on_disk(folder).table as table:
+        table.write_rows([1], torch.ones(1, 4))
+        raise KeyError
 
 
 TABLES: list[Mistake] = [
@@ -114,7 +112,7 @@ TABLES: list[Mistake] = [
         "after its end",
         closed(lambda table: table.read_rows([1])),
         FlatbedError,
-        r"items.bed is closed; open it again",
+        r"items.bed is closed.*load its file",
     ),
     mistake(
         "Table.read_state",
@@ -212,7 +210,7 @@ TABLES: list[Mistake] = [
         "after its end",
         closed(lambda table: table.checkpoint()),
         FlatbedError,
-        r"items.bed is closed; open it again",
+        r"items.bed is closed.*load its file",
     ),
     mistake(
         "Table.save",
@@ -244,38 +242,31 @@ TABLES: list[Mistake] = [
     ),
     mistake(
         "Table.close",
-        "without a checkpoint",
-        unsaved,
+        "after an exception",
+        failed_inside_with,
         UserWarning,
-        r"1 rows of .*items.bed changed.*call table.checkpoint\(\) first, or table.close\(discard=True\)",
-    ),
-    mistake(
-        "open_table",
-        "a file that does not exist",
-        lambda folder: flatbed.open_table(folder / "missing.bed"),
-        FlatbedError,
-        r"there is no table at .*missing.bed; check the path, or create one",
-    ),
-    mistake(
-        "open_table",
-        "a file of save",
-        lambda folder: flatbed.open_table(smaller_file(folder)),
-        FlatbedError,
-        r"five.safetensors is a safetensors file.*use flatbed.load_table",
-    ),
-    mistake(
-        "open_table",
-        "a wrong device",
-        lambda folder: flatbed.open_table(disk_file(folder), device="gpu"),
-        FlatbedError,
-        r"device must be \"cpu\", \"cuda\".*found 'gpu'",
+        r"1 rows of .*items.bed.*ended by KeyError: call table.checkpoint\(\)",
     ),
     mistake(
         "load_table",
-        "a file of a table on disk",
-        lambda folder: flatbed.load_table(disk_file(folder)),
+        "a file that does not exist",
+        lambda folder: flatbed.load_table(folder / "missing.bed"),
         FlatbedError,
-        r"items.bed is the file of a table with storage=\"disk\": use flatbed.open_table",
+        r"missing.bed: check the path",
+    ),
+    mistake(
+        "load_table",
+        "a wrong device",
+        lambda folder: flatbed.load_table(disk_file(folder), device="gpu"),
+        FlatbedError,
+        r"\"cpu\", \"cuda\".*found 'gpu'",
+    ),
+    mistake(
+        "load_table",
+        "a file of a table on disk into memory",
+        lambda folder: flatbed.load_table(disk_file(folder), storage="host"),
+        ValueError,
+        r"items.bed is the file of a table with storage=\"disk\".*found storage='host'.*table.save",
     ),
     mistake(
         "load_table",

@@ -35,7 +35,7 @@ from flatbed.tables.storage.disk.file import MappedFile
 N_ROWS, DIM = 2000, 16
 EVERY = 3  # steps from one checkpoint to the next
 LIFE = 5  # checkpoints that the oldest children see
-ANEW = 25  # kills that a table lives through
+NEW_TABLE = 25  # kills that a table lives through
 MESSAGE = struct.Struct("<cq")
 OPENED, STEPPED, BEGUN, COMPLETED = b"o", b"s", b"b", b"c"
 
@@ -226,14 +226,14 @@ class Trials:
         rows = self.cache_rows
         longest = [duration(self.folder, synced=synced, cache_rows=rows) for synced in (False, True)]
         for kill in range(n_kills):
-            anew, early, synced = kill % ANEW == 0, kill % 5 == 4, kill % 2 == 0
-            if anew:
+            is_new, early, synced = kill % NEW_TABLE == 0, kill % 5 == 4, kill % 2 == 0
+            if is_new:
                 shutil.rmtree(self.place, ignore_errors=True)
                 self.place.mkdir()
                 self.step = 0
             child = Child.born(self.place / "table", synced=synced, cache_rows=rows)
             # Anew: while the file is made. Early: while what the child before has left is recovered.
-            child.listen(anew or (0 if early else int(self.generator.integers(0, LIFE * (EVERY + 2)))))
+            child.listen(is_new or (0 if early else int(self.generator.integers(0, LIFE * (EVERY + 2)))))
             time.sleep(self.generator.uniform(0, longest[synced] / (4 if early else 1)))
             child.kill()
             try:
@@ -272,7 +272,7 @@ class Trials:
         """As users do who know what the table is like, and as those who do not."""
         if kill % 2:
             return embedding(path, self.cache_rows)
-        found = flatbed.Embedding.from_table(flatbed.open_table(path))
+        found = flatbed.Embedding.from_table(flatbed.load_table(path))
         found.table.set_cache(self.cache_rows)
         return found
 

@@ -27,7 +27,7 @@ from flatbed.tables.cache import DeviceCache, HostCache, Reservation, build
 from flatbed.tables.cache.admission_graph import Lease
 from flatbed.tables.cache.in_flight import InFlight
 from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.memory import host_tier
+from flatbed.tables.storage.memory import host_storage
 
 RECORD = Record((Field("weight", torch.float32, 3), Field("sum", torch.float32, 1)))
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def cache_of(
     where: str, n_rows: int, n_slots: int, policy: str = "lru", kind: Any = None
 ) -> DeviceCache | HostCache:
     device = torch.device("cuda", 0) if where == "cuda" else CPU
-    home = host_tier(RECORD, n_rows, device)
+    home = host_storage(RECORD, n_rows, device)
     assert home.memory is not None
     home.memory.copy_(torch.arange(n_rows)[:, None].expand(-1, RECORD.nbytes))  # modulo 256
     if kind is HostCache:
@@ -62,7 +62,7 @@ def come(cache: DeviceCache | HostCache, rows: Any, window: int | None = None) -
 
 def test_ids_of_the_host_are_checked_before_they_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """By then they were copied; but nothing has been launched, and whoever comes next has the same way."""
-    cache = DeviceCache(host_tier(RECORD, 20, CPU), 10, policy="lru", device=CPU)
+    cache = DeviceCache(host_storage(RECORD, 20, CPU), 10, policy="lru", device=CPU)
     taken: list[Any] = []
     weights, home = torch.ones(4, 3), []
     staged = SimpleNamespace(take=lambda ids: taken.append(ids.tolist()))

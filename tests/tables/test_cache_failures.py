@@ -23,9 +23,9 @@ from flatbed.tables.grads import RowGrads
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace
 from flatbed.tables.storage.disk.journal import Journal
+from tests.tables.storage.disk.test_files import largest_file
 from tests.tables.tables import everything
 from tests.tables.test_cache_tables import DIM, ROWS, Twins, embedding, step
-from tests.tables.test_disk_files import largest_file
 
 # ---- what can fail
 
@@ -46,7 +46,7 @@ def test_changed_rows_outlast_a_failure_to_bring_them_home(
     twins = Twins("disk", tmp_path).train()
     expected = everything(twins.cached)[0]
 
-    def fail(self: DiskStorage, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
+    def fail(self: DiskStorage, ids: Tensor, records: Tensor) -> None:
         raise FlatbedError("no space left")
 
     with monkeypatch.context() as patch:
@@ -68,7 +68,7 @@ def test_rows_that_could_not_be_written_are_tried_again(
     cache = emb.table.store.cache
     n_failed = 0
 
-    def fail(self: DiskStorage, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
+    def fail(self: DiskStorage, ids: Tensor, records: Tensor) -> None:
         nonlocal n_failed
         n_failed += 1
         raise FlatbedError("the disk is gone")
@@ -198,7 +198,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(tmp_path: Path) -> N
     cache = emb.table.store.cache
     cache._leaving = Leaving(torch.empty(0), Copies(torch.empty(0)), 3, Future())  # that nobody will complete
     cache._process -= 1
-    assert cache.n_waiting == 0
+    assert cache.n_unsaved == 0
     cache._let_leave()
     assert cache._leaving is None
     emb.table.close(discard=True)
@@ -214,7 +214,7 @@ def test_a_failed_write_is_heard_of_before_the_step(tmp_path: Path) -> None:
     failed.set_exception(OSError("the disk is gone"))
     wrong = torch.zeros(1, 3, dtype=torch.uint8)  # what cannot be written now, either
     cache._leaving = Leaving(torch.tensor([1]), Copies(wrong), 0, failed)
-    with pytest.raises(ValueError, match="expected uint8 records"):
+    with pytest.raises(ValueError, match="expected 1 records"):
         cache.make_room(torch.arange(4))
     cache._leaving = None
     emb.table.close(discard=True)
@@ -290,22 +290,15 @@ def test_training_waits_for_nobody_who_moves_other_rows(tmp_path: Path) -> None:
     emb.table.close(discard=True)
 
 
-@pytest.mark.parametrize("discard", [False, True])
-def test_dropping_changes_needs_no_room(
-    discard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropping_changes_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table on a full disk can be closed; its cached rows are dropped with the others."""
     twins = Twins("disk", tmp_path).train()
 
-    def fail(self: DiskStorage, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
+    def fail(self: DiskStorage, ids: Tensor, records: Tensor) -> None:
         raise FlatbedError("no space left")
 
     monkeypatch.setattr(DiskStorage, "scatter_", fail)
-    if discard:
-        twins.cached.table.close(discard=True)
-    else:
-        with pytest.warns(UserWarning, match=r"^7 rows of .* changed since its last checkpoint"):
-            twins.cached.table.close()
+    twins.cached.table.close(discard=True)
 
 
 # ---- full disks
@@ -387,16 +380,16 @@ def test_a_full_disk_does_not_stop_the_next_checkpoint(how: str, tmp_path: Path)
 def check_room(emb: Any) -> None:
     """Every changed row has a place in the file of changes, or room for one."""
     store = emb.table.store
-    cache, tier = store.cache, store.disk
-    n_unsaved = store.n_unsaved
+    cache, tier = store.cache, store.ensure_layout()
+    n_unsaved = store.unsaved_rows
     cache.arrive()  # what was sent home
     waiting = cache.tags.row_of_slot[cache.tags.dirty != 0]
     owed = waiting[tier.unchanged(waiting)]
     assert sorted(cache.tags.row_of_slot[cache.owed].tolist()) == sorted(owed.tolist())
     assert cache.n_owed == len(owed)
-    journal = tier._held.journal
+    journal = tier._files.journal
     assert journal._capacity >= journal.n_slots + cache.n_owed
-    assert store.n_unsaved == n_unsaved == journal.n_slots + len(owed)
+    assert store.unsaved_rows == n_unsaved == journal.n_slots + len(owed)
 
 
 @pytest.mark.parametrize("n_slots", [3, 8, ROWS])
@@ -434,9 +427,9 @@ def test_room_is_kept_for_changed_rows(n_slots: int, tmp_path: Path, monkeypatch
         if number % 17 == 16:
             emb.table.checkpoint()
             check_room(emb)
-            assert emb.table.store.n_unsaved == 0
+            assert emb.table.store.unsaved_rows == 0
         elif number % 23 == 22:
-            emb.table.store.settle(changing=number % 2 == 0)
+            emb.table.store.flush(drop=number % 2 == 0)
             check_room(emb)
     emb.table.close(discard=True)
 

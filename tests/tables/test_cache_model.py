@@ -54,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.table = emb.table
         self.store = self.table.store
-        self.nbytes = self.store.tier.record.nbytes
+        self.nbytes = self.store.ensure_layout().record.nbytes
         self.expected = {row: torch.zeros(self.nbytes, dtype=torch.uint8) for row in range(n_rows)}
 
     def teardown(self) -> None:
@@ -196,19 +196,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.store.settle()
+        self.store.flush()
         assert not any(self.here().values())
         self.all_at_home()
 
     @rule()
     def drop(self) -> None:
-        self.store.settle(changing=True)
+        self.store.flush(drop=True)
         assert not self.here()
         self.all_at_home()
 
     def all_at_home(self) -> None:
         every = torch.arange(self.n_rows)
-        assert torch.equal(self.store.tier.gather(every), self.wanted(every))
+        assert torch.equal(self.store.ensure_layout().gather(every), self.wanted(every))
 
     @rule(n_slots=st.integers(0, 24), policy=st.sampled_from(["lru", "lfu", None]))
     def another_cache(self, n_slots: int, policy: str | None) -> None:
@@ -269,7 +269,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         if isinstance(self.cache, HostCache):
             self.cache.arrive()
-        home = self.store.tier.gather(torch.arange(self.n_rows))
+        home = self.store.ensure_layout().gather(torch.arange(self.n_rows))
         for row, expected in self.expected.items():
             slot = -1 if self.cache is None else int(self.cache.tags.slot_of_row[row])
             record = home[row] if slot < 0 else self.cache.records[slot]
@@ -298,7 +298,7 @@ class OnDisk(CacheMachine):
     @rule()
     def checkpoint(self) -> None:
         self.table.checkpoint()
-        assert self.store.n_unsaved == 0
+        assert self.store.unsaved_rows == 0
         assert not any(self.here().values())
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import flatbed
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.errors import FlatbedError
-from flatbed.tables.saving import load_table
+from flatbed.tables.loading import load_table
 from tests.tables.tables import everything
 from tests.tables.test_cache import come, counts, held
 
@@ -167,12 +167,12 @@ def test_checkpoint_of_a_table_on_disk(tmp_path: Path) -> None:
     assert twins.cached.table.cache_stats().hits == hits + 3
     twins.cached.table.checkpoint()
     twins.cached.table.close()
-    twins.cached = flatbed.Embedding.from_table(flatbed.open_table(path))
+    twins.cached = flatbed.Embedding.from_table(flatbed.load_table(path))
     twins.check()
 
 
 def test_closing_without_a_checkpoint(tmp_path: Path) -> None:
-    """It says how many rows are lost, those in the cache among them."""
+    """Rows in the cache count as unsaved, and are dropped with the others."""
     twins = Twins("disk", tmp_path, 3).train()
     path = twins.cached.table.store.config.path
     twins.cached.table.checkpoint()
@@ -180,12 +180,9 @@ def test_closing_without_a_checkpoint(tmp_path: Path) -> None:
     twins.step([10, 11, 12])
     twins.step([12, 13])
     assert twins.changed() > 0
-    with pytest.warns(UserWarning, match=r"^4 rows of .* changed since its last checkpoint and are dropped"):
-        twins.cached.table.close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        twins.cached.table.close()
-    again = flatbed.Embedding.from_table(flatbed.open_table(path))
+    assert twins.cached.table.store.unsaved_rows == 4
+    twins.cached.table.close(discard=True)
+    again = flatbed.Embedding.from_table(flatbed.load_table(path))
     assert torch.equal(everything(again)[0], before)
     again.table.close()
 

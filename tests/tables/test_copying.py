@@ -18,7 +18,7 @@ import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.tables import copying
 from flatbed.tables.embedding import Embedding
-from flatbed.tables.storage import table_storage as store
+from flatbed.tables.storage import base
 from tests.tables.test_saving import DTYPES, everything, same, train, trained
 
 ROWS, DIM = 50, 5
@@ -26,7 +26,7 @@ ROWS, DIM = 50, 5
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(base, "CHUNK_BYTES", 1000)
 
 
 def through_torch(value: Any) -> Any:
@@ -56,7 +56,7 @@ def test_a_copy_is_equal_and_apart(storage: str, dtype: torch.dtype, way: Any, t
     assert made.table.scalars() == {"step": 3.0}
     assert made.table.store.config == emb.table.store.config
     assert made.table.owner is None
-    assert not made.table.store.claimed
+    assert not made.table.store.state_owned
     train(emb, optimizer)
     assert same(everything(made.table), before)
 
@@ -79,8 +79,8 @@ def test_a_table_that_was_never_used(storage: str, way: Any) -> None:
     emb = Embedding(ROWS, DIM, storage=storage, seed=8, replicate=False)
     flatbed.optim.Adam(emb)
     made = way(emb)
-    assert not made.table.store.laid_out
-    assert made.table.store.claimed
+    assert not made.table.store.is_allocated
+    assert made.table.store.state_owned
     assert not made.table.replicate
     assert torch.equal(made.weight, Embedding(ROWS, DIM, seed=8).weight)
 
@@ -135,7 +135,7 @@ def test_too_large_to_pickle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     emb = Embedding(ROWS, DIM, storage="device")
     about, *rest = copying.parts(emb.table)
-    made = copying.rebuild({**about, "device": f"cuda:{torch.cuda.device_count()}"}, *rest)
+    made = copying.rebuild(flatbed.Table, {**about, "device": f"cuda:{torch.cuda.device_count()}"}, *rest)
     assert made.store.device == torch.device("cpu")
 
 

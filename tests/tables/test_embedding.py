@@ -72,8 +72,8 @@ def test_attributes_are_torchs() -> None:
         assert getattr(ours, name) == getattr(theirs, name)
     assert ours.weight.shape == theirs.weight.shape
     assert (ours.table.num_embeddings, ours.table.embedding_dim) == (ROWS, DIM)
-    assert ours.table.storage_kind == "host"
-    assert ours.table.nbytes_stored == ROWS * 32
+    assert ours.table.storage == "host"
+    assert ours.table.nbytes == ROWS * 32
     assert ours.table.state_names == ()
 
 
@@ -400,7 +400,7 @@ def test_a_table_first_used_in_inference_mode_can_be_trained(
     emb.write_rows([2], torch.zeros(1, DIM))
     if storage != "disk":
         emb.weight.fill_(1.0)
-        assert not emb.table.store.tier.memory.is_inference()  # type: ignore[union-attr]
+        assert not emb.table.store.ensure_layout().memory.is_inference()  # type: ignore[union-attr]
 
 
 def test_nothing_is_recorded_without_gradients() -> None:

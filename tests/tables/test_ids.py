@@ -53,7 +53,7 @@ def test_nothing_is_made_for_wrong_ids(storage: str, cache_rows: int | None, tmp
     emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=cache_rows)
     with pytest.raises(IndexError, match="id 50 at position 2 is out of range for a table of 50 rows"):
         emb([0, 1, ROWS])
-    assert not emb.table.store.laid_out
+    assert not emb.table.store.is_allocated
     assert not list(tmp_path.iterdir())
     larger = flatbed.Embedding(ROWS + 1, DIM, storage=storage, path=path, cache_rows=cache_rows)
     assert larger([0, 1, ROWS]).shape == (3, DIM)

@@ -245,7 +245,7 @@ def test_a_failed_optimizer_changes_nothing(groups: int, wrong: str, tmp_path: P
     if wrong == "option":
         last["lr"] = -1.0
     elif wrong == "state":  # as if it had come from a file
-        second.table.store.claimed = False
+        second.table.store.state_owned = False
     else:
         options["master_weights"] = True
     together = [{**last, "params": [first.table, second.table]}]
@@ -277,7 +277,7 @@ def test_state_of_its_own_needs_an_optimizer_of_its_kind() -> None:
     optimizer = flatbed.optim.Adam(emb)
     backward(emb)
     optimizer.step()
-    emb.table.store.claimed = False  # as if it had come from a file
+    emb.table.store.state_owned = False  # as if it had come from a file
     with pytest.raises(flatbed.FlatbedError, match=r"exp_avg, exp_avg_sq.*SGD keeps other.*drop_state\(\)"):
         flatbed.optim.SGD(emb, momentum=0.9)
     emb.table.drop_state()

@@ -19,7 +19,7 @@ import flatbed
 from flatbed import Embedding, optim
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.table_storage import TableStorage
+from flatbed.tables.storage.memory import MemoryStorage
 
 
 def trained(**options: Any) -> tuple[Embedding, Any]:
@@ -57,7 +57,7 @@ def test_a_new_layout_keeps_state(first_use: str) -> None:
         emb, optimizer = other, loading
     before = emb.table.read_state("exp_avg", range(10)).clone()
     assert bool(before.any())
-    emb.table.store.lay_out(emb.table.store.record)
+    emb.table.store.relayout(emb.table.store.record)
     assert torch.equal(emb.table.read_state("exp_avg", range(10)), before)
 
 
@@ -70,7 +70,7 @@ def test_a_layout_that_was_never_made_takes_no_state_along() -> None:
     optimizer.step()
     before = emb.table.read_state("exp_avg", range(10)).clone()
     assert bool(before.any())
-    emb.table.store.lay_out(emb.table.store.record)
+    emb.table.store.relayout(emb.table.store.record)
     assert torch.equal(emb.table.read_state("exp_avg", range(10)), before)
 
 
@@ -90,15 +90,15 @@ def test_trained_tables_move_to_a_gpu_and_back(storage: str) -> None:
 
 def test_an_interrupted_initialisation_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
     emb = Embedding(1000, 4)
-    fill, calls = TableStorage._fill, []
+    fill, calls = MemoryStorage.fill_, []
 
-    def interrupted(self: TableStorage, *args: Any) -> None:
+    def interrupted(self: MemoryStorage, *args: Any) -> None:
         calls.append(args)
         if len(calls) == 1:
             raise KeyboardInterrupt
         fill(self, *args)
 
-    monkeypatch.setattr(TableStorage, "_fill", interrupted)
+    monkeypatch.setattr(MemoryStorage, "fill_", interrupted)
     with pytest.raises(KeyboardInterrupt):
         emb.read_rows([0])
     assert torch.equal(emb.weight, Embedding(1000, 4).weight)
@@ -298,17 +298,6 @@ def test_groups_edited_by_hand_are_followed() -> None:
     layer(emb(torch.arange(3))).sum().backward()
     optimizer.step()
     assert torch.equal(emb.weight, before)
-
-
-def test_dropped_changes_are_worth_a_warning(tmp_path: Path) -> None:
-    emb, _ = trained(storage="disk", path=tmp_path / "t.bed")
-    with pytest.warns(UserWarning, match="5 rows of .* changed since its last checkpoint"):
-        emb.table.close()
-    emb, _ = trained(storage="disk", path=tmp_path / "t.bed")
-    emb.table.checkpoint()
-    emb.table.close()
-    emb, _ = trained(storage="disk", path=tmp_path / "t.bed")
-    emb.table.close(discard=True)
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from torch import nn
 
 import flatbed
 from flatbed.errors import FlatbedError
-from flatbed.tables import saving, tensor_file
+from flatbed.tables import tensor_file
 from flatbed.tables.embedding import Embedding
-from flatbed.tables.record import Field
-from flatbed.tables.saving import load_table, open_table
-from flatbed.tables.storage import table_storage as store
+from flatbed.tables.loading import load_table
+from flatbed.tables.record import Field, Record
+from flatbed.tables.storage import base
 from flatbed.tables.table import Table
 
 STORAGES = ("host", "device", "disk")
@@ -35,7 +35,7 @@ ROWS, DIM = 50, 5
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks even for small tables."""
-    monkeypatch.setattr(store, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(base, "CHUNK_BYTES", 1000)
 
 
 def embedding(storage: str, folder: Path, *, name: str = "t.bed", **options: Any) -> Embedding:
@@ -61,7 +61,7 @@ def trained(storage: str, folder: Path, **options: Any) -> tuple[Embedding, torc
 
 def everything(table: Table) -> dict[str, torch.Tensor]:
     """All fields, as bytes so that equal means bitwise."""
-    _ = table.store.tier
+    _ = table.store.ensure_layout()
     fields = {
         field.name: table.store.read_field(field.name, 0, table.num_embeddings)
         for field in table.store.record.fields
@@ -97,9 +97,9 @@ def test_round_trip(storage: str, to: str, dtype: torch.dtype, tmp_path: Path) -
     )
     assert same(everything(new), everything(emb.table))
     assert new.scalars() == emb.table.scalars() == {"step": 3.0}
-    assert new.storage_kind == to
+    assert new.storage == to
     assert new.store.config.describe() == emb.table.store.config.describe()
-    assert not new.store.claimed
+    assert not new.store.state_owned
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -142,7 +142,7 @@ def test_loading_a_disk_table_is_durable_and_keeps_it_open(tmp_path: Path) -> No
     other = embedding("disk", tmp_path)
     other.table.load(tmp_path / "t.safetensors")
     other.table.close()
-    assert same(everything(open_table(tmp_path / "t.bed")), everything(emb.table))
+    assert same(everything(load_table(tmp_path / "t.bed")), everything(emb.table))
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -160,7 +160,7 @@ def test_a_table_that_was_never_used(tmp_path: Path) -> None:
     Embedding(ROWS, DIM, seed=3).table.save(tmp_path / "t.safetensors")
     found = safetensors.torch.load_file(tmp_path / "t.safetensors")
     assert torch.equal(found["weight"], Embedding(ROWS, DIM, seed=3).weight)
-    assert load_table(tmp_path / "t.safetensors").store.claimed
+    assert load_table(tmp_path / "t.safetensors").store.state_owned
 
 
 def test_scalars_are_kept_exactly_and_do_not_clash(tmp_path: Path) -> None:
@@ -344,8 +344,6 @@ def test_no_file(tmp_path: Path) -> None:
         load_table(tmp_path / "nothing")
     with pytest.raises(FlatbedError, match="there is no"):
         load_table(tmp_path)
-    with pytest.raises(FlatbedError, match="no table at"):
-        open_table(tmp_path / "nothing")
     with pytest.raises(FlatbedError, match="no folder"):
         embedding("host", tmp_path).table.save(tmp_path / "nowhere" / "t.safetensors")
 
@@ -365,16 +363,6 @@ def test_state_of_another_optimizer(storage: str, tmp_path: Path) -> None:
         flatbed.optim.SGD([load_table(tmp_path / "t.safetensors")], lr=0.1, momentum=0.9)
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
-    embedding("host", tmp_path).table.save(tmp_path / "t.safetensors")
-    with pytest.raises(ValueError, match="to"):
-        load_table(tmp_path / "t.safetensors", storage="disk")
-    with pytest.raises(ValueError, match="to"):
-        load_table(tmp_path / "t.safetensors", to=tmp_path / "x")
-    with pytest.raises(ValueError, match="storage"):
-        load_table(tmp_path / "t.safetensors", storage="tape")
-
-
 def test_a_disk_file_is_not_overwritten(tmp_path: Path) -> None:
     emb = embedding("host", tmp_path)
     emb.table.save(tmp_path / "t.safetensors")
@@ -384,16 +372,101 @@ def test_a_disk_file_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "x.bed").read_bytes() == b"precious"
 
 
-def test_open_table_finds_everything_in_the_file(tmp_path: Path) -> None:
+def test_load_table_opens_a_disk_table_in_place(tmp_path: Path) -> None:
     emb, optimizer = trained("disk", tmp_path, dtype=torch.bfloat16, padding_idx=2, seed=4)
     emb.table.checkpoint()
     expected, config = everything(emb.table), emb.table.store.config
     emb.table.close()
-    found = open_table(tmp_path / "t.bed")
+    found = load_table(tmp_path / "t.bed")
     assert same(everything(found), expected)
     assert found.store.config == config
     assert found.scalars() == {"step": 3.0}
     del optimizer
+
+
+# ---- closing a disk table
+
+
+def changed_table(folder: Path) -> Table:
+    table = embedding("disk", folder).table
+    table.write_rows([3], torch.full((1, DIM), 2.0))
+    return table
+
+
+def saved_row(folder: Path) -> torch.Tensor:
+    with load_table(folder / "t.bed") as table:
+        return table.read_rows([3])
+
+
+def test_close_checkpoints_unless_told_to_discard(tmp_path: Path) -> None:
+    changed_table(tmp_path).close()
+    assert (saved_row(tmp_path) == 2).all()
+    table = load_table(tmp_path / "t.bed")
+    table.write_rows([3], torch.zeros(1, DIM))
+    table.close(discard=True)
+    assert (saved_row(tmp_path) == 2).all()
+    with pytest.raises(FlatbedError, match="closed"):
+        table.read_rows([3])
+    table.close()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_rows_are_allocated_at_the_first_use(storage: str, tmp_path: Path) -> None:
+    emb = embedding(storage, tmp_path)
+    flatbed.optim.Adam(emb)
+    _ = emb.table.storage, emb.table.nbytes, emb.table.state_names, repr(emb)
+    assert emb.table.store.phase == "unallocated"
+    assert not list(tmp_path.iterdir())
+    emb(torch.tensor([1]))
+    assert emb.table.store.phase == "allocated"
+    emb.table.close()
+    assert emb.table.store.phase == "closed"
+
+
+def test_leaving_a_with_block_checkpoints(tmp_path: Path) -> None:
+    with changed_table(tmp_path):
+        pass
+    assert (saved_row(tmp_path) == 2).all()
+
+
+def test_an_exception_drops_changes_with_a_warning(tmp_path: Path) -> None:
+    """They may be half a step."""
+    table = changed_table(tmp_path)
+    with pytest.warns(UserWarning, match=r"1 rows .*KeyError.*checkpoint"), pytest.raises(KeyError), table:
+        raise KeyError
+    assert not (saved_row(tmp_path) == 2).any()
+
+
+def test_close_keeps_state_and_dropped_state(tmp_path: Path) -> None:
+    emb, _ = trained("disk", tmp_path)
+    emb.table.close()
+    with load_table(tmp_path / "t.bed") as table:
+        assert (table.scalars(), table.state_names) == ({"step": 3.0}, ("exp_avg", "exp_avg_sq"))
+        table.drop_state()
+    with load_table(tmp_path / "t.bed") as table:
+        assert (table.scalars(), table.state_names) == ({}, ())
+
+
+def test_close_does_not_change_a_saved_folder_or_an_unchanged_file(tmp_path: Path) -> None:
+    emb, optimizer = trained("disk", tmp_path)
+    flatbed.save_checkpoint(tmp_path / "run", emb, optimizer)
+    emb.table.close()
+    before = (tmp_path / "t.bed").read_bytes()
+    again = embedding("disk", tmp_path)
+    its = flatbed.optim.Adam(again, lr=0.1)
+    flatbed.load_checkpoint(tmp_path / "run", again, its)
+    again(torch.tensor([1]))
+    again.table.close()
+    assert (tmp_path / "t.bed").read_bytes() == before
+
+
+@pytest.mark.parametrize("storage", ["host", "device"])
+def test_tables_in_memory_close(storage: str, tmp_path: Path) -> None:
+    emb, _ = trained(storage, tmp_path)
+    with emb.table:
+        pass
+    with pytest.raises(FlatbedError, match="closed"):
+        emb(torch.tensor([1]))
 
 
 # ---- what goes wrong while writing
@@ -443,25 +516,6 @@ def test_space_is_looked_for_before_anything_is_written(
     assert not list(tmp_path.glob("*t.safetensors*"))
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    """A real limit: files of at most 20 kB."""
-    program = f"""
-import resource, signal
-from flatbed.tables.embedding import Embedding
-from flatbed.errors import FlatbedError
-emb = Embedding(10000, 4)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-try:
-    emb.table.save({str(tmp_path / "t.safetensors")!r})
-except FlatbedError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "needs 160," in done.stdout, done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def test_drafts_of_killed_processes_are_removed_and_others_are_not(tmp_path: Path) -> None:
     emb = embedding("host", tmp_path)
     (tmp_path / ".t.safetensors.0123abcd.part").write_bytes(b"left behind")
@@ -480,7 +534,7 @@ def test_a_failing_load_table_leaves_no_file(tmp_path: Path, monkeypatch: pytest
     def failing(*_: Any) -> Any:
         raise OSError(errno.EIO, "input/output error")
 
-    monkeypatch.setattr(saving, "_filler", lambda *_: failing)
+    monkeypatch.setattr(Record, "view", failing)
     with pytest.raises(OSError, match="input/output"):
         load_table(tmp_path / "t.safetensors", storage="disk", to=tmp_path / "x.bed")
     assert sorted(files(tmp_path)) == ["t.safetensors"]
@@ -489,11 +543,11 @@ def test_a_failing_load_table_leaves_no_file(tmp_path: Path, monkeypatch: pytest
 MEMORY = """
 import sys, torch
 from pathlib import Path
-from flatbed.tables.storage import table_storage as store
+from flatbed.tables.storage import base
 from flatbed.tables.embedding import Embedding
-from flatbed.tables.saving import load_table, open_table
+from flatbed.tables.loading import load_table
 
-store.CHUNK_BYTES = 4 << 20
+base.CHUNK_BYTES = 4 << 20
 folder, doing = Path(sys.argv[1]), sys.argv[2]
 
 def anonymous():
@@ -511,7 +565,7 @@ if doing == "make":
     emb = Embedding(600_000, 128, storage="disk", path=folder / "t.bed", init=1.5)  # 307 MB
     emb(torch.tensor([0]))
 elif doing == "save":
-    table = open_table(folder / "t.bed")
+    table = load_table(folder / "t.bed")
     before = anonymous()
     table.save(folder / "t.safetensors")
     print(peak[0] - before)

@@ -82,7 +82,7 @@ def snapshot(model: nn.Module, optimizers: Any) -> dict[str, Any]:
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         found[name] = value.detach().clone()
     for i, table in enumerate(tables(model)):
-        _ = table.store.tier
+        _ = table.store.ensure_layout()
         for field in table.store.record.fields:
             found[f"table {i} {field.name}"] = table.store.read_field(field.name, 0, table.num_embeddings)
         found[f"table {i} scalars"] = torch.tensor(list(table.scalars().values()))
@@ -119,7 +119,7 @@ class Expected:
                 step(self.model, self.optimizer, len(self.seen))
             else:
                 for table in tables(self.model):
-                    _ = table.store.tier
+                    _ = table.store.ensure_layout()
             self.seen.append(snapshot(self.model, self.optimizer))
         return self.seen[n_steps]
 

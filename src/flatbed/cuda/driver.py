@@ -1,7 +1,7 @@
-"""Host memory that a GPU's kernels can address, by the CUDA driver's own calls.
+"""Calls of the CUDA driver; the only file that opens libcuda.
 
-They are called through ctypes: libcuda is loaded wherever CUDA runs, and what a symbol of it takes never
-changes, whereas the same calls of the runtime, and of cuda.bindings, take other arguments from CUDA 13 on.
+ctypes calls libcuda, which is loaded wherever CUDA runs. Its symbols never change their arguments, while the
+runtime's calls, and those of cuda.bindings, take other arguments from CUDA 13 on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ CONCURRENT_MANAGED_ACCESS, HOST_POINTER_FOR_REGISTERED = 89, 91  # CU_DEVICE_ATT
 ATTACH_GLOBAL = 1  # CU_MEM_ATTACH_…
 PORTABLE, DEVICEMAP = 1, 2  # CU_MEMHOSTREGISTER_…
 NON_BLOCKING = 1  # CU_STREAM_…
+CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_…
 
 SIGNATURES = {
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
@@ -39,40 +40,41 @@ SIGNATURES = {
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamDestroy_v2": (c_void_p,),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
 }
 
 
 class DriverError(Exception):
-    """A call that the driver refused."""
+    """The driver returned an error."""
 
 
 class Driver:
-    """The calls of libcuda that host memory needs; GPUs go by torch's index."""
+    """Calls of libcuda; GPUs are numbered as in torch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """AttributeError: too old a driver."""
+        """Raise AttributeError if the driver is too old."""
         self.calls = {name: getattr(library, name) for name in SIGNATURES}
         for name, arguments in SIGNATURES.items():
             self.calls[name].argtypes, self.calls[name].restype = arguments, c_int
         self.contexts: dict[int, c_void_p] = {}
 
     def can_manage(self, gpu: int) -> bool:
-        """Whether CPU and GPU may use managed memory at the same time."""
+        """True if CPU and GPU can use managed memory at the same time."""
         return self._attribute(gpu, CONCURRENT_MANAGED_ACCESS) == 1
 
     def can_register(self, gpu: int) -> bool:
-        """Whether registered memory has the same address on the GPU."""
+        """True if registered memory has the same address on the GPU."""
         return self._attribute(gpu, HOST_POINTER_FOR_REGISTERED) == 1
 
     def free_bytes(self, gpu: int) -> int:
-        """GPU memory that nobody has taken."""
+        """Return how much memory of the GPU is free."""
         free, total = c_size_t(), c_size_t()
         with self._context(gpu):
             self._call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value
 
     def managed(self, gpu: int, nbytes: int) -> int:
-        """The address of managed memory that stays on the host and that the GPU reads and writes there."""
+        """Allocate managed memory that stays on the host, where the GPU reads and writes it."""
         address = c_uint64()
         device = self._device(gpu)
         with self._context(gpu):
@@ -86,7 +88,7 @@ class Driver:
         return address.value
 
     def populate(self, gpu: int, address: int, nbytes: int) -> None:
-        """Give managed memory its pages on the host. What they hold is not defined."""
+        """Allocate the pages of managed memory on the host. Their content is undefined."""
         stream = c_void_p()
         with self._context(gpu):
             self._call("cuStreamCreate", byref(stream), NON_BLOCKING)
@@ -97,18 +99,18 @@ class Driver:
                 self.calls["cuStreamDestroy_v2"](stream)
 
     def free_managed(self, gpu: int, address: int) -> None:
-        """Free managed memory once the GPU's work is done; errors are past mending by then."""
+        """Free managed memory after the GPU's work; errors cannot be handled, and are ignored."""
         with suppress(DriverError), self._context(gpu):
             self.calls["cuCtxSynchronize"]()
             self.calls["cuMemFree_v2"](address)
 
     def register(self, gpu: int, address: int, nbytes: int) -> None:
-        """Pin memory and let GPUs address it."""
+        """Pin memory, so that GPUs can address it."""
         with self._context(gpu):
             self._call("cuMemHostRegister_v2", address, nbytes, PORTABLE | DEVICEMAP)
 
     def unregister(self, gpu: int, address: int) -> None:
-        """Unpin memory once the GPU's work is done; errors are past mending by then."""
+        """Unpin memory after the GPU's work; errors cannot be handled, and are ignored."""
         with suppress(DriverError), self._context(gpu):
             self.calls["cuCtxSynchronize"]()
             self.calls["cuMemHostUnregister"](address)
@@ -132,7 +134,7 @@ class Driver:
 
     @contextmanager
     def _context(self, gpu: int) -> Iterator[None]:
-        """Make the context that torch uses the current one: memory may be freed from any thread."""
+        """Make torch's context current: memory may be freed from any thread."""
         if gpu not in self.contexts:
             context = c_void_p()
             self._call("cuDevicePrimaryCtxRetain", byref(context), self._device(gpu))
@@ -145,9 +147,19 @@ class Driver:
 
 
 def driver() -> Driver | None:
-    """The driver of NVIDIA's GPUs, if there is one. Starts CUDA."""
+    """Start CUDA and return its driver; None without one."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     return _load()
+
+
+def exchange_capture_mode(mode: int) -> int | None:
+    """Set this thread's stream capture mode, and return the mode before; None without a driver."""
+    found = None if torch.version.cuda is None else _load()
+    if found is None:
+        return None
+    held = c_int(mode)
+    found.calls["cuThreadExchangeStreamCaptureMode"](byref(held))
+    return held.value
 
 
 @lru_cache(maxsize=1)

@@ -51,7 +51,7 @@ class OwnedTables:
         counted = {scalar for scalar in self.optimizer.rule.scalars if not scalar.startswith("_")}
         known = {scalar for scalar in table.store.scalars if not scalar.startswith("_")}
         in_rows = self.optimizer.rule.scalars_of_rows(options, per_row_steps=self.optimizer.per_row_steps)
-        if not table.store.claimed and known and known != counted - set(in_rows):
+        if not table.store.state_owned and known and known != counted - set(in_rows):
             raise FlatbedError(
                 f"table {name} comes with state of another optimizer than {type(self.optimizer).__name__}: "
                 f"its numbers are {sorted(known)}, expected {sorted(counted)}. Give it to the one it was "
@@ -62,9 +62,9 @@ class OwnedTables:
         """Take a table over; what it remembers of its numbers of state counts."""
         optimizer, rule = self.optimizer, self.optimizer.rule
         options, held = optimizer.param_groups[group], optimizer.state.get(table, {})
-        remembered = {} if table.store.claimed else dict(table.store.scalars)
+        remembered = {} if table.store.state_owned else dict(table.store.scalars)
         counts = any(not scalar.startswith("_") for scalar in rule.scalars)
-        adopted = not table.store.claimed and bool(table.store.record.state)
+        adopted = not table.store.state_owned and bool(table.store.record.state)
         stepped = bool(remembered) if counts else adopted  # what has state has been through a step
         table.attach(optimizer, tables.fields(optimizer, options, table))
         in_rows = rule.scalars_of_rows(options, per_row_steps=optimizer.per_row_steps)
@@ -157,7 +157,10 @@ class OwnedTables:
     def place(self, packs: list[RowGrads | None]) -> list[TableSteps]:
         """Steps for the tables of each device, given their gradients."""
         stores = [member.table.store for member in self.members]
-        layout = [(store.device, store.tier.record) for store in stores], id(self.optimizer.param_groups)
+        layout = (
+            [(store.device, store.ensure_layout().record) for store in stores],
+            id(self.optimizer.param_groups),
+        )
         if layout != self._built_for:
             if _capturing():
                 raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")

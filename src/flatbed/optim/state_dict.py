@@ -115,7 +115,7 @@ def _tables(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[tuple[An
 def _state_of_table(member: Member) -> dict[str, Any]:
     """As torch has it for an embedding's weight: tensors of all rows; none before the first step."""
     table = member.table
-    if table.store.waiting:
+    if table.store.relayout_pending:
         return {}
     held: dict[str, Any] = {}
     for name, value in member.scalars.items():  # in fp32, as torch has them, unless that would round
@@ -148,7 +148,7 @@ def _fitting(member: Member, held: Any) -> dict[str, Any]:
 
 def _load_table(optimizer: Optimizer, member: Member, held: dict[str, Any]) -> None:
     table = member.table
-    table.store.want(table.store.record.state)  # what the checkpoint lacks begins anew
+    table.store.set_state_fields(table.store.record.state)  # what the checkpoint lacks begins anew
     for field in table.store.record.state:
         if field.name in held:
             write_field(table, field.name, held[field.name].reshape(-1, field.count))

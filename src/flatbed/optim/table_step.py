@@ -174,7 +174,7 @@ class TableSteps:
         place = access.place_of(pack)
         if place is not None:
             fetched = pack.fetched
-            weights = None if fetched is None or fetched.edition != store.edition else fetched.weights
+            weights = None if fetched is None or fetched.edition != store.generation else fetched.weights
             self._kernels.update(index, pack.rows, pack.grads, place, settings, weights=weights)
             store.writes += 1
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -21,6 +22,10 @@ from flatbed.tables.view import WeightView
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+
+class DenseStateDict(OrderedDict[str, Any]):
+    """Destination for `Module.state_dict` that leaves out tables, which might not fit in memory."""
 
 
 class TableModule(nn.Module):
@@ -99,6 +104,8 @@ class TableModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if isinstance(destination, DenseStateDict):
+            return
         self.table.deferred_checks.check_graphs()
         destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT)
 

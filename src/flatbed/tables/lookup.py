@@ -86,7 +86,7 @@ def _keys(ids: Tensor, n_rows: int, device: torch.device, *, checked: bool) -> T
 
 def _check_capture(table: Table, ids: Tensor) -> None:
     store = table.store
-    if not store.laid_out or store.waiting or table.access.place is None:
+    if not store.is_allocated or store.relayout_pending or table.access.place is None:
         raise FlatbedError(
             "a lookup of this table cannot be part of a CUDA graph"
             + (
@@ -135,7 +135,7 @@ class Lookup(torch.autograd.Function):
             out = access.look(batch.keys, batch.ticket, batch.cache)
         if out is None:
             rows = access.weights(found.rows)
-            ctx.fetched = CachedWeights(rows, table.store.edition) if use_triton(rows.device) else None
+            ctx.fetched = CachedWeights(rows, table.store.generation) if use_triton(rows.device) else None
             out = rows.index_select(0, found.inverse)
         # It may be changed in place, as the output of nn.Embedding; a view that was made here may not.
         return out if len(batch.shape) == 1 else _shaped(out, (*batch.shape, table.embedding_dim))

@@ -101,7 +101,7 @@ class RowPrefetch:
         """Into the system's memory. The file may be replaced meanwhile, which is no reason to stop."""
         for some in torch.split(rows, AT_ONCE):
             with suppress(FlatbedError):
-                self.table.store.tier.gather(some)
+                self.table.store.ensure_layout().gather(some)
 
     def _bring(self, cache: HostCache, wanted: Sequence[Tensor], staged: Staged) -> None:
         """All or nothing, since a lookup uses rows that are here without looking."""

@@ -1,4 +1,4 @@
-"""What a row is made of: its weight and its optimizer state, side by side in one record."""
+"""The record of a row: its weight and its optimizer state, side by side."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 WEIGHT = "weight"
-LINE = 128  # bytes that a GPU moves at once: records begin at multiples of it, or share one
-FIELD = 16  # every field begins at a multiple of it, so that it can be read in vectors
+LINE = 128  # bytes that a GPU moves at once: records start at multiples of it, or share a line
+FIELD = 16  # alignment of fields, for vector loads
 
 DTYPES = {
     "float64": torch.float64,
@@ -25,7 +25,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`count` numbers of a row: its weight, a tensor of state, or (count 1) a number of state."""
+    """`count` elements of a row: its weight, a tensor of state, or (count 1) a number of state."""
 
     name: str
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Record:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Where each field begins, in bytes."""
+        """Offset of each field, in bytes."""
         offsets, at = {}, 0
         for field in self.fields:
             offsets[field.name] = at
@@ -54,7 +54,7 @@ class Record:
 
     @cached_property
     def nbytes(self) -> int:
-        """From one record to the next: no record touches more lines than it must."""
+        """Distance between records: no record spans more lines than needed."""
         last = self.fields[-1]
         size = max(self.offsets[last.name] + last.nbytes, FIELD)
         return -(-size // LINE) * LINE if size > LINE // 2 else 1 << (size - 1).bit_length()
@@ -65,7 +65,7 @@ class Record:
 
     @property
     def padded(self) -> int:
-        """The bytes of a weight, and those that no other field uses."""
+        """Bytes of the weight with its padding."""
         return -(-self.weight.nbytes // FIELD) * FIELD
 
     @property
@@ -80,12 +80,12 @@ class Record:
         return any(field.name == name for field in self.fields)
 
     def view(self, records: Tensor, name: str) -> Tensor:
-        """A field of many records: (n, nbytes) of uint8 → (n, count), without a copy."""
+        """View a field of records: (n, nbytes) of uint8 → (n, count)."""
         field, at = self[name], self.offsets[name]
         return records[:, at : at + field.nbytes].view(field.dtype)
 
     def describe(self) -> list[dict[str, Any]]:
-        """The same in JSON's terms."""
+        """Convert to JSON types."""
         return [
             {"name": f.name, "dtype": NAMES[f.dtype], "count": f.count, "initial": f.initial}
             for f in self.fields
@@ -93,7 +93,7 @@ class Record:
 
     @staticmethod
     def described(fields: Sequence[Mapping[str, Any]]) -> Record:
-        """The inverse of `describe`. Wrong descriptions raise KeyError, TypeError or ValueError."""
+        """Make a record from `describe`. Wrong descriptions raise KeyError, TypeError or ValueError."""
         made = []
         for field in fields:
             count = field["count"]

@@ -14,7 +14,6 @@ from flatbed.tables.cache import Cache, DeviceCache, HostCache, Reservation
 from flatbed.tables.grads import RowGrads
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.storage.base import Storage
-from flatbed.tables.storage.memory import MemoryStorage
 from flatbed.tables.storage.table_storage import TableStorage
 
 
@@ -33,14 +32,14 @@ class RowIO:
     def place(self) -> RecordLocation | None:
         """Where kernels and operations of the computing device find all records, if they can."""
         store = self.store
-        tier, cache = store.tier, store.cache
+        storage, cache = store.ensure_layout(), store.cache
         if isinstance(cache, DeviceCache):
             return cache.place
-        if cache is not None or not isinstance(tier, MemoryStorage):
+        if cache is not None or storage.memory is None:
             return None
-        tier.check()
-        if tier.device == store.device or (tier.reach == store.device and use_triton(store.device)):
-            return RecordLocation(tier.memory)
+        storage.check()
+        if storage.device == store.device or (storage.reach == store.device and use_triton(store.device)):
+            return RecordLocation(storage.memory)
         return None
 
     def place_of(self, pack: RowGrads) -> RecordLocation | None:
@@ -61,10 +60,10 @@ class RowIO:
             cache.wait()
 
     @property
-    def _front(self) -> Storage:
-        """Where rows are looked for first."""
-        tier, cache = self.store.tier, self.store.cache
-        return tier if cache is None else cache
+    def _front(self) -> Storage | Cache:
+        """The cache if there is one, otherwise the storage."""
+        storage, cache = self.store.ensure_layout(), self.store.cache
+        return storage if cache is None else cache
 
     # ---- reading
 
@@ -111,11 +110,10 @@ class RowIO:
     def take(self, rows: Tensor) -> dict[str, Tensor]:
         """All fields of rows that exist, as tensors of their own on the computing device."""
         store = self.store
-        tier = store.tier
-        if store.cache is None and isinstance(tier, MemoryStorage) and tier.device == store.device:
-            tier.check()
-            assert tier.memory is not None
-            views = {f.name: store.record.view(tier.memory, f.name) for f in store.record.fields}
+        storage = store.ensure_layout()
+        if store.cache is None and storage.memory is not None and storage.device == store.device:
+            storage.check()
+            views = {f.name: store.record.view(storage.memory, f.name) for f in store.record.fields}
             return {name: view.index_select(0, rows) for name, view in views.items()}
         records = self.gather(rows)
         return {f.name: store.record.view(records, f.name).contiguous() for f in store.record.fields}
@@ -129,15 +127,15 @@ class RowIO:
         """
         if self.store.config.storage != "disk":
             return
-        tier, cache = self.store.disk, self.store.cache
+        cache = self.store.cache
         known = ticket.rows if ticket is not None and cache is not None and cache.covers(ticket) else None
         if known is None:
-            known = rows.to(tier.device)
+            known = rows.cpu()
             known = known[known >= 0]
         if isinstance(cache, HostCache):
             cache.make_room(known)
         else:
-            tier.make_room(known)
+            self.store.make_room(known)
 
     def scatter_(self, rows: Tensor, records: Tensor) -> None:
         """Replace records; those of the row -1 go nowhere."""
@@ -159,11 +157,10 @@ class RowIO:
         """The inverse of `take`."""
         store = self.store
         store.writes += 1
-        tier = store.tier
-        if store.cache is None and isinstance(tier, MemoryStorage) and tier.device == store.device:
-            assert tier.memory is not None
+        storage = store.ensure_layout()
+        if store.cache is None and storage.memory is not None and storage.device == store.device:
             for name, values in fields.items():
-                store.record.view(tier.memory, name).index_copy_(0, rows, values)
+                store.record.view(storage.memory, name).index_copy_(0, rows, values)
             return
         records = torch.zeros((len(rows), store.record.nbytes), dtype=torch.uint8, device=store.device)
         for name, values in fields.items():

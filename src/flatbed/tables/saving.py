@@ -1,12 +1,12 @@
-"""A table as a safetensors file, written and read bit by bit: weights, optimizer state, numbers of state."""
+"""A table as a safetensors file, written and read block by block: weights, optimizer state, step counts."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,10 @@ from flatbed.progress import progress
 from flatbed.tables import initializers as initial
 from flatbed.tables.config import Config
 from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
-from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.disk.copy_pool import Fill
+from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import TABLE
-from flatbed.tables.storage.table_storage import TableStorage
-from flatbed.tables.tensor_file import Entry, as_path, entries_of, opened, writing
+from flatbed.tables.storage.table_storage import reported
+from flatbed.tables.tensor_file import TensorEntry, entries_of, opened, writing
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
@@ -31,40 +30,64 @@ FORMAT, VERSION = "flatbed-table", "1"
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """What a table's file holds."""
+class TableFile:
+    """Contents of a table's file, checked."""
 
     path: Path
     n_rows: int
     record: Record
     scalars: dict[str, float]
     about: dict[str, Any]
-    """What is known of where the rows came from: see `Config.describe`."""
+    """Initialization of the rows: see `Config.describe`."""
 
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.n_rows, self.record.weight.count
+    def config(self, storage: str, path: Path | None = None) -> Config:
+        """The config of a table like this one."""
+        weight, padding_idx = self.record.weight, self.about.get("padding_idx")
+        if not isinstance(padding_idx, int | None):
+            raise ValueError(f"padding_idx is {padding_idx!r}")
+        return Config(
+            n_rows=self.n_rows,
+            dim=weight.count,
+            dtype=weight.dtype,
+            storage=storage,
+            path=path,
+            init=initial.described(self.about["init"]) if "init" in self.about else initial.Normal(),
+            seed=int(self.about.get("seed", 0)),
+            padding_idx=padding_idx,
+        )
 
 
 # ---- writing
 
 
 def save(table: Table, path: Path) -> None:
-    """Write a table's weights ("weight", (rows, dim)), state by its names and numbers of state (0-dim)."""
+    """Write a table's weights ("weight", (rows, dim)), state by name, and numbers of state (0-dim)."""
     store = table.store
-    tier, record, n_rows = store.tier, store.record, store.config.n_rows
+    storage, record, config = store.ensure_layout(), store.record, store.config
     scalars = {name: scalar_tensor(value) for name, value in table.scalars().items()}
     keys = {name: name if name not in record else f"scalar.{name}" for name in scalars}
-    entries = [Entry(field.name, field.dtype, (n_rows, field.count)) for field in record.fields]
-    entries += [Entry(keys[name], value.dtype, ()) for name, value in scalars.items()]
-    with writing(path, entries, _metadata(store, keys)) as writer:
+    entries = [TensorEntry(field.name, field.dtype, (config.n_rows, field.count)) for field in record.fields]
+    entries += [TensorEntry(keys[name], value.dtype, ()) for name, value in scalars.items()]
+    about = {
+        **config.describe(),
+        "num_embeddings": config.n_rows,
+        "embedding_dim": config.dim,
+        "dtype": NAMES[config.dtype],
+    }
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "table": json.dumps(about),
+        "fields": json.dumps(record.describe()),
+        "scalars": json.dumps(keys),
+    }
+    with writing(path, entries, metadata) as writer:
         for name, value in scalars.items():
             writer.write(keys[name], 0, value)
-        store.settle()
-        tier.flush()
-        with progress(f"saving {path.name}", n_rows, "rows") as advance:
-            for first, last in store.blocks(0, n_rows, record.nbytes):
-                records = tier.read(first, last).cpu()
+        store.flush()
+        with progress(f"saving {path.name}", config.n_rows, "rows") as advance:
+            for first, last in row_blocks(0, config.n_rows, record.nbytes):
+                records = storage.read(first, last).cpu()
                 for field in record.fields:
                     writer.write(field.name, first * field.nbytes, record.view(records, field.name))
                 advance(last - first)
@@ -73,27 +96,10 @@ def save(table: Table, path: Path) -> None:
 def scalar_tensor(value: float) -> Tensor:
     """A number of state as a 0-dim tensor: float32 as in torch, unless that would round it."""
     try:
-        exact = math.isnan(value) or struct.unpack("<f", struct.pack("<f", value))[0] == value
+        is_exact = math.isnan(value) or struct.unpack("<f", struct.pack("<f", value))[0] == value
     except OverflowError:
-        exact = False
-    return torch.tensor(value, dtype=torch.float32 if exact else torch.float64, device="cpu")
-
-
-def _metadata(store: TableStorage, scalars: Mapping[str, str]) -> dict[str, str]:
-    config = store.config
-    about = {
-        **config.describe(),
-        "num_embeddings": config.n_rows,
-        "embedding_dim": config.dim,
-        "dtype": NAMES[config.dtype],
-    }
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "table": json.dumps(about),
-        "fields": json.dumps(store.record.describe()),
-        "scalars": json.dumps(scalars),
-    }
+        is_exact = False
+    return torch.tensor(value, dtype=torch.float32 if is_exact else torch.float64, device="cpu")
 
 
 # ---- reading
@@ -105,20 +111,31 @@ def load(table: Table, path: Path) -> None:
     Weights and state are converted if their dtypes differ. A file without state, such as one of torch
     with nothing but "weight", leaves the table's state as it is.
     """
-    found = look(path)
-    fit_in(table, found)
-    read_in(table, found)
+    found = inspect(path)
+    check_fit(table, found)
+    read_into(table, found)
 
 
-def look(path: Path) -> Contents:
-    """What a file holds, checked: one that `save` has written, or any with a tensor "weight" alone."""
-    if path.is_file() and _begins(path, len(TABLE)) == TABLE:
-        raise FlatbedError(f'{path} is the file of a table with storage="disk": use flatbed.open_table')
+def is_disk_table(path: Path) -> bool:
+    """True if a file is that of a table with storage="disk"."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(TABLE)) == TABLE
+    except OSError:
+        return False  # the next to open it raises the error
+
+
+def inspect(path: Path) -> TableFile:
+    """Describe and check a file of `save`, or any safetensors file with nothing but a tensor "weight"."""
+    if is_disk_table(path):
+        raise FlatbedError(
+            f'{path} is the file of a table with storage="disk", which flatbed.load_table opens in place: '
+            "save that table (table.save(path)) to copy its rows"
+        )
     with opened(path, "table's file") as reader:
         metadata, found = reader.metadata() or {}, entries_of(reader)
-        n_tensors = len(reader.keys())
         if metadata.get("format") != FORMAT:
-            return _foreign(path, found, n_tensors)
+            return _weights_of_torch(path, found, len(reader.keys()))
         if metadata.get("version") != VERSION:
             raise FlatbedError(
                 f"{path} has version {metadata.get('version')} of the format, and this flatbed knows version "
@@ -129,13 +146,13 @@ def look(path: Path) -> Contents:
             about = dict(json.loads(metadata["table"]))
             n_rows = int(about["num_embeddings"])
             for field in record.fields:
-                expected = Entry(field.name, field.dtype, (n_rows, field.count))
+                expected = TensorEntry(field.name, field.dtype, (n_rows, field.count))
                 if found[field.name] != expected:
                     raise ValueError(f"{found[field.name]} instead of {expected}")
             keys = dict(json.loads(metadata["scalars"]))
             scalars = {name: float(reader.get_tensor(found[key].name)) for name, key in keys.items()}
-            contents = Contents(path, n_rows, record, scalars, about)
-            configured(contents, "host", None)
+            contents = TableFile(path, n_rows, record, scalars, about)
+            contents.config("host")
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise FlatbedError(
                 f"{path} does not hold what it says ({error}): it is damaged; restore it from a copy"
@@ -143,16 +160,8 @@ def look(path: Path) -> Contents:
     return contents
 
 
-def _begins(path: Path, n_bytes: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(n_bytes)
-    except OSError:
-        return b""  # whoever opens it next says why
-
-
-def _foreign(path: Path, found: Mapping[str, Entry], n_tensors: int) -> Contents:
-    """A file that torch has written: the weights of an nn.Embedding, and nothing else."""
+def _weights_of_torch(path: Path, found: Mapping[str, TensorEntry], n_tensors: int) -> TableFile:
+    """A safetensors file with the weights of an nn.Embedding, and nothing else."""
     weight = found.get(WEIGHT)
     if weight is None or n_tensors != 1 or len(weight.shape) != 2 or weight.dtype not in NAMES:
         held = ", ".join(f"{e.name} {e.shape} of {e.dtype}" for e in list(found.values())[:4]) or "nothing"
@@ -162,23 +171,19 @@ def _foreign(path: Path, found: Mapping[str, Entry], n_tensors: int) -> Contents
         )
     if 0 in weight.shape:
         raise FlatbedError(f"{path} holds a table of {weight.shape}: it has at least one row and one column")
-    return Contents(path, weight.shape[0], Record((Field(WEIGHT, weight.dtype, weight.shape[1]),)), {}, {})
+    return TableFile(path, weight.shape[0], Record((Field(WEIGHT, weight.dtype, weight.shape[1]),)), {}, {})
 
 
-def fit_in(table: Table, found: Contents) -> None:
+def check_fit(table: Table, found: TableFile) -> None:
     """Raise unless a file can be read into a table."""
-    config = table.store.config
-    if found.size != (config.n_rows, config.dim):
+    config, (n_rows, dim) = table.store.config, (found.n_rows, found.record.weight.count)
+    if (n_rows, dim) != (config.n_rows, config.dim):
         raise FlatbedError(
-            f"{found.path} holds a table of {found.size[0]} × {found.size[1]}, and this one is of "
+            f"{found.path} holds a table of {n_rows} × {dim}, and this one is of "
             f"{config.n_rows} × {config.dim}: make one of the file's size (flatbed.load_table does)"
         )
-    if table.owner is None or not found.record.state:
-        return
-    ours, theirs = (
-        {field.name: field.count for field in record.state} for record in (table.store.record, found.record)
-    )
-    if ours != theirs:
+    ours, theirs = _counts(table.store.record.state), _counts(found.record.state)
+    if table.owner is not None and theirs and ours != theirs:
         raise FlatbedError(
             f"{found.path} holds the optimizer state {_listed(theirs)}, and {type(table.owner).__name__} "
             f"keeps {_listed(ours)}: build the optimizer that the table was trained with, or load the file "
@@ -186,182 +191,31 @@ def fit_in(table: Table, found: Contents) -> None:
         )
 
 
+def _counts(fields: Iterable[Field]) -> dict[str, int]:
+    return {field.name: field.count for field in fields}
+
+
 def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count})" for name, count in counts.items()) or "none"
 
 
-def read_in(table: Table, found: Contents) -> None:
+def read_into(table: Table, found: TableFile) -> None:
     """Replace a table's rows by those of a file that fits. A disk table's are durable at once."""
-    store, owner = table.store, table.owner
-    adopted = bool(found.record.state) and owner is None
-    record = Record((store.config.weight, *found.record.state)) if adopted else store.record
-    scalars = found.scalars if found.record.state else table.scalars()
-    with (
-        opened(found.path) as reader,
-        progress(f"loading {found.path.name}", found.n_rows, "rows") as advance,
-    ):
-        from_file = _filler(reader, found.record, record)
+    store, owner, state = table.store, table.owner, found.record.state
+    is_adopted = bool(state) and owner is None
+    record = Record((store.config.weight, *state)) if is_adopted else store.record
+    scalars = found.scalars if state else table.scalars()
+    with opened(found.path) as reader:
+        parts = {f.name: reader.get_slice(f.name) for f in found.record.fields if f.name in record}
 
         def fill(start: int, stop: int, records: Tensor) -> None:
-            from_file(start, stop, records)
-            advance(stop - start)
+            for name, rows in parts.items():
+                record.view(records, name).copy_(rows[start:stop])
 
-        if store.config.storage == "disk":
-            _rebuild(store, record, fill=fill, whole=_covers(found.record, record), scalars=scalars)
-        else:
-            _overwrite(store, record, fill=fill, whole=_covers(found.record, record))
-    if adopted:
-        store.claimed, store.scalars = False, dict(scalars)
+        with reported(f"loading {found.path.name}", found.n_rows, fill) as filling:
+            store.replace_rows(record, filling, fields=parts, scalars=scalars)
+    if is_adopted:
+        store.adopt_state(scalars)
         table.numbers = {}  # of an optimizer that is gone
-    elif owner is not None and found.record.state:
+    elif owner is not None and state:
         owner.set_table_scalars(table, dict(scalars))
-
-
-def _covers(source: Record, target: Record) -> bool:
-    return all(field.name in source for field in target.fields)
-
-
-def _overwrite(store: TableStorage, record: Record, *, fill: Fill, whole: bool) -> None:
-    """Rows in memory, one block after the other."""
-    before, config = store.record, store.config
-    try:
-        if whole and not store.laid_out:
-            store.config = replace(config, init=initial.Zeros())  # nobody will see what they begin with
-        if record != before:
-            store.lay_out(record)
-        tier = store.tier
-    except BaseException:
-        store.record = before
-        raise
-    finally:
-        store.config = config
-    store.settle(changing=True)
-    for first, last in store.blocks(0, config.n_rows, record.nbytes):
-        if whole:
-            records = torch.zeros((last - first, record.nbytes), dtype=torch.uint8, device="cpu")
-        else:
-            records = tier.read(first, last).cpu()
-        fill(first, last, records)
-        tier.write_(first, records)
-    store.writes += 1
-
-
-def _rebuild(
-    store: TableStorage, record: Record, *, fill: Fill, whole: bool, scalars: Mapping[str, float]
-) -> None:
-    """Rows in a file: a new one takes its place when it is complete."""
-    path = store.config.path
-    assert path is not None
-    meta = {"table": store.config.describe(), "scalars": dict(scalars)}
-    if whole and not store.laid_out:
-        store._tier = DiskStorage.create(path, record, store.config.n_rows, fill=fill, meta=meta)
-    else:
-        with store._laying_out:  # a thread may be fetching rows ahead of time
-            old = store.disk
-            store.forget_cache()
-
-            def over_old(start: int, stop: int, records: Tensor) -> None:
-                if not whole:
-                    records.copy_(old.read(start, stop))
-                fill(start, stop, records)
-
-            store._tier = old.rebuilt(record, fill=over_old, meta=meta)
-    store.record = record
-    store.version += 1
-
-
-def _filler(reader: Any, source: Record, target: Record) -> Fill:
-    """Fills records with rows of an open file, converted."""
-    slices = {field.name: reader.get_slice(field.name) for field in source.fields if field.name in target}
-
-    def fill(start: int, stop: int, records: Tensor) -> None:
-        for name, rows in slices.items():
-            target.view(records, name).copy_(rows[start:stop])
-
-    return fill
-
-
-# ---- new tables
-
-
-def load_table(
-    path: str | Path,
-    *,
-    storage: str = "host",
-    to: str | Path | None = None,
-    device: Any = None,
-    replicate: bool = True,
-) -> Table:
-    """A new table from a file of `table.save`, in any storage; with ``storage="disk"``, `to` names its file.
-
-    Also from a safetensors file of torch with a tensor "weight" (rows, dim) alone. The first optimizer that
-    keeps the file's state goes on with it.
-    """
-    if (storage == "disk") != (to is not None):
-        raise ValueError(f'`to` names the new file of storage="disk"; found storage={storage!r}, to={to}')
-    found = look(as_path(path))
-    config = configured(found, storage, None if to is None else as_path(to, "to").absolute())
-    if config.path is None:
-        table = blank(config, found.record, device=device, replicate=replicate)
-        read_in(table, found)
-        return table
-    meta = {"table": config.describe(), "scalars": found.scalars}
-    with (
-        opened(found.path) as reader,
-        progress(f"loading {found.path.name}", found.n_rows, "rows") as advance,
-    ):
-        rows = _filler(reader, found.record, found.record)
-
-        def fill(start: int, stop: int, records: Tensor) -> None:
-            rows(start, stop, records)
-            advance(stop - start)
-
-        DiskStorage.create(config.path, found.record, found.n_rows, fill=fill, meta=meta).close()
-    return open_table(config.path, device=device, replicate=replicate)
-
-
-def open_table(path: str | Path, *, device: Any = None, replicate: bool = True) -> Table:
-    """The table of a file of ``storage="disk"``, as its last checkpoint left it."""
-    from flatbed.tables.table import make
-
-    path = as_path(path).absolute()
-    if path.is_file() and _begins(path, 9)[8:] == b"{":
-        raise FlatbedError(
-            f"{path} is a safetensors file, such as table.save() writes: use flatbed.load_table"
-        )
-    tier = DiskStorage.open(path)
-    weight = tier.record.weight
-    about = {"num_embeddings": tier.n_rows, **tier.meta.get("table", {})}
-    tier.close()
-    found = Contents(path, tier.n_rows, Record((weight,)), {}, about)
-    return make(configured(found, "disk", path), device, replicate=replicate)
-
-
-def configured(found: Contents, storage: str, path: Path | None) -> Config:
-    """A table like that of a file."""
-    about, weight = found.about, found.record.weight
-    padding_idx = about.get("padding_idx")
-    if not isinstance(padding_idx, int | None):
-        raise ValueError(f"padding_idx is {padding_idx!r}")
-    return Config(
-        n_rows=found.n_rows,
-        dim=weight.count,
-        dtype=weight.dtype,
-        storage=storage,
-        path=path,
-        init=initial.described(about["init"]) if "init" in about else initial.Normal(),
-        seed=int(about.get("seed", 0)),
-        padding_idx=padding_idx,
-    )
-
-
-def blank(config: Config, record: Record, *, device: Any, replicate: bool) -> Table:
-    """A table in memory with these records, laid out, its rows yet to be written."""
-    from flatbed.tables.table import make
-
-    table = make(replace(config, init=initial.Zeros()), device, replicate=replicate)
-    store = table.store
-    store.record = record
-    _ = store.tier  # laid out with zeros, instead of numbers that nobody will see
-    store.config = config
-    return table

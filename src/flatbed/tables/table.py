@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
-from flatbed.tables import replicas
+from flatbed.tables import copying, replicas, saving
 from flatbed.tables.cache import CacheStats, Reservation
 from flatbed.tables.cache.reservation import version_of
 from flatbed.tables.config import Config, device_of, with_cache
@@ -57,7 +57,7 @@ class Table(nn.Parameter):
             given = ", ".join(type(one).__name__ for one in (config, *others))
             raise TypeError(
                 f"a Table is not made by hand; found Table({given}): use flatbed.Embedding(rows, "
-                f"dim).table, flatbed.open_table(path) or flatbed.load_table(path)"
+                f"dim).table, flatbed.load_table(path)"
             )
         empty = torch.empty(0, dtype=config.dtype, device=device)
         table = torch.Tensor._make_subclass(cls, empty, True)
@@ -141,13 +141,13 @@ class Table(nn.Parameter):
         return self.store.config.dim
 
     @property
-    def storage_kind(self) -> str:
-        """Where the rows live: "host", "disk" or "device"."""
+    def storage(self) -> str:  # type: ignore[override,unused-ignore]
+        """Where the rows are kept: "host", "disk" or "device"."""
         return self.store.config.storage
 
     @property
-    def nbytes_stored(self) -> int:
-        """The size of all records, padding included."""
+    def nbytes(self) -> int:  # type: ignore[override,unused-ignore]
+        """Size of all records in bytes, padding included."""
         return self.num_embeddings * self.store.record.nbytes
 
     @property
@@ -157,7 +157,7 @@ class Table(nn.Parameter):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override,unused-ignore]
         state = f", state {', '.join(self.state_names)}" if self.state_names else ""
-        where = f'"{self.store.config.path}"' if self.store.config.path else self.storage_kind
+        where = f'"{self.store.config.path}"' if self.store.config.path else self.storage
         config = self.store.config
         return f"Table({config.n_rows} × {config.dim}, {config.dtype}, {where}{state})"
 
@@ -264,8 +264,8 @@ class Table(nn.Parameter):
         anew; a file would be made anew for it, and what was last saved would be gone.
         """
         store = self.store
-        in_file = store.config.storage == "disk" and bool(store.record.state) and not store.waiting
-        if self.store.claimed and not in_file:
+        in_file = store.config.storage == "disk" and bool(store.record.state) and not store.relayout_pending
+        if self.store.state_owned and not in_file:
             return
         kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (self.store.record.state, state)]
         if kinds[0] != kinds[1]:
@@ -280,15 +280,15 @@ class Table(nn.Parameter):
     def attach(self, owner: Owner, state: tuple[Field, ...]) -> None:
         """Belong to an optimizer that keeps this state. State from a file or a copy is taken over."""
         self.check_attach(owner, state)
-        if self.store.claimed:
-            self.store.want(state)
-        self.store.claimed = True
+        if self.store.state_owned:
+            self.store.set_state_fields(state)
+        self.store.state_owned = True
         self._owner = weakref.ref(owner)
         self._orphaned = False
 
     def drop_state(self) -> None:
         """Forget all optimizer state, keep the weights."""
-        self.store.want(())
+        self.store.set_state_fields(())
         self._owner = None
         self.numbers = {}
 
@@ -414,48 +414,59 @@ class Table(nn.Parameter):
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, bit by bit."""
-        from flatbed.tables import saving
-
         self.deferred_checks.check_graphs()
         saving.save(self, as_path(path))
 
     def load(self, path: str | Path) -> None:
         """Read what `save` has written, from a table of any storage; nothing changes if it does not fit."""
-        from flatbed.tables import saving
-
         saving.load(self, as_path(path))
 
     def close(self, *, discard: bool = False) -> None:
-        """Give memory and files back. Changes of a disk table since its last checkpoint are dropped.
+        """Release memory and files. A disk table whose rows changed is checkpointed first.
 
-        That is worth a warning, unless `discard` says that it is meant.
+        ``discard=True`` drops changes since the last checkpoint instead. After `flatbed.save_checkpoint`, it
+        keeps the file at the folder's checkpoint. If the checkpoint fails, the table stays open.
         """
-        if not discard and self.store.n_unsaved:
+        if not discard and self.store.has_unsaved_changes:
+            self.checkpoint()
+        self.store.close()
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the table, as `close` does.
+
+        After an exception, rows may be those of half a step. They are dropped with a warning, and the file
+        stays at its last checkpoint.
+        """
+        if kind is not None and self.store.unsaved_rows:
             warnings.warn(
-                f"{self.store.n_unsaved} rows of {self.store.config.path} changed since its last checkpoint "
-                f"and are dropped: call table.checkpoint() first, or table.close(discard=True)",
+                f"{self.store.unsaved_rows} rows of {self.store.config.path} changed since its last "
+                f"checkpoint and are dropped, since the `with` block ended by {kind.__name__}: call "
+                f"table.checkpoint() within the block where rows are complete",
                 stacklevel=2,
             )
-        self.store.close()
+        self.close(discard=kind is not None)
 
     # ---- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
-        from flatbed.tables import copying
-
         if id(self) not in memo:
             memo[id(self)] = copying.copy(self)
         return cast(Table, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from flatbed.tables import copying
-
         if multiprocessing.context.get_spawning_popen() is not None:
             raise FlatbedError(
                 "a table cannot be sent to another process (a spawned DataLoader worker, for example): look "
                 "rows up in the training process, and let workers hand out ids"
             )
-        return copying.rebuild, copying.parts(self)
+        return type(self)._rebuild, copying.parts(self)
+
+    @classmethod
+    def _rebuild(cls, *parts: Any) -> Table:
+        return copying.rebuild(cls, *parts)
 
 
 class DetachedTable(Tensor):

@@ -1,7 +1,7 @@
-"""Safetensors files written bit by bit, and files that appear whole or not at all.
+"""Safetensors files written block by block, and files that appear whole or not at all.
 
-The library wants all tensors in memory first. The format is simple: the length of a header (8 bytes,
-little-endian), the header in JSON, padded to 8 bytes, and the tensors, one after the other without gaps.
+The safetensors library needs all tensors in memory first. The format is simple: the length of a header (8
+bytes, little-endian), the header in JSON, padded to 8 bytes, and the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file."""
 
     name: str
@@ -72,88 +71,77 @@ class Writer:
         self._starts = starts
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
-        """A part of a tensor: values on the CPU, from a byte of it on."""
+        """Write a part of a tensor, on any device, from a byte of it on."""
         flat = values.detach().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-        write_at(self._descriptor, self._starts[name] + offset, data)
-
-    def write_whole(self, name: str, tensor: Tensor) -> None:
-        """A tensor of any device, in blocks."""
-        flat = tensor.detach().contiguous().reshape(-1)
         step = BLOCK_BYTES // flat.element_size()
         for first in range(0, flat.numel(), step):
-            self.write(name, first * flat.element_size(), flat[first : first + step].cpu())
+            data = flat[first : first + step].cpu().view(torch.uint8).numpy().data
+            write_at(self._descriptor, self._starts[name] + offset + first * flat.element_size(), data)
 
 
 @contextmanager
-def writing(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> Iterator[Writer]:
-    """Write a safetensors file. Its name appears when it is complete and on the disk."""
+def writing(path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> Iterator[Writer]:
+    """Write a safetensors file. Its name appears when it is complete and durable."""
     if sys.byteorder != "little":
-        raise FlatbedError(
-            "safetensors files are little-endian, and flatbed writes them on such machines only"
-        )
-    # Wide numbers first, as the library has it: all of them lie at multiples of their size then.
-    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
-    ends = list(accumulate(entry.nbytes for entry in ordered))
+        raise FlatbedError("safetensors files are little-endian, and this machine is not: save elsewhere")
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for entry, end in zip(ordered, ends, strict=True):
+    end = 0
+    # Wide numbers first, as in the library, so that every tensor is aligned to its element size.
+    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+        if entry.dtype not in KINDS:
+            raise FlatbedError(f"'{entry.name}' is of {entry.dtype}, which safetensors cannot hold")
+        offsets = [end, end + entry.nbytes]
         header[entry.name] = {
-            "dtype": kind_of(entry.dtype, entry.name),
+            "dtype": KINDS[entry.dtype],
             "shape": list(entry.shape),
-            "data_offsets": [end - entry.nbytes, end],
+            "data_offsets": offsets,
         }
+        end += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
-    starts = {entry.name: first + header[entry.name]["data_offsets"][0] for entry in ordered}
-    with replacing(path, first + (ends[-1] if ends else 0)) as descriptor:
+    starts = {entry.name: first + header[entry.name]["data_offsets"][0] for entry in entries}
+    with replacing(path, first + end) as descriptor:
         write_at(descriptor, 0, memoryview(struct.pack("<Q", len(text)) + text))
         yield Writer(descriptor, starts)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """A safetensors file of tensors that exist, of any device; each is written contiguously."""
+    """Write a safetensors file of tensors on any device."""
     for name, tensor in tensors.items():
         check_plain(tensor, name)
-    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     total = sum(entry.nbytes for entry in entries)
     with (
         writing(path, entries, metadata) as writer,
         progress(f"saving {path.name}", total, "bytes") as advance,
     ):
         for entry in entries:
-            writer.write_whole(entry.name, tensors[entry.name])
+            writer.write(entry.name, 0, tensors[entry.name])
             advance(entry.nbytes)
 
 
 def check_plain(tensor: Tensor, name: str) -> None:
-    """Raise unless a tensor is nothing but its numbers."""
+    """Raise unless a tensor is dense, local and initialized."""
     if nn.parameter.is_lazy(tensor) or tensor.is_meta:
         raise FlatbedError(f"'{name}' has no values yet: run the model once, then save it")
     if tensor.layout != torch.strided or tensor.is_quantized or hasattr(tensor, "to_local"):
         raise FlatbedError(
-            f"'{name}' is sparse, quantized or sharded ({type(tensor).__name__}): safetensors has no place "
-            "for it; save it by other means"
+            f"'{name}' is sparse, quantized or sharded ({type(tensor).__name__}), which safetensors cannot "
+            "hold: save it by other means"
         )
 
 
 def as_path(path: Any, what: str = "path") -> Path:
-    """The path that was given."""
+    """Convert an argument to a path."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{what} must be a string or a pathlib.Path; found {type(path).__name__}")
     return Path(path)
 
 
-def kind_of(dtype: torch.dtype, name: str) -> str:
-    """Safetensors' word for a dtype."""
-    if dtype not in KINDS:
-        raise FlatbedError(f"'{name}' is of {dtype}, which safetensors has no place for: store it otherwise")
-    return KINDS[dtype]
-
-
 @contextmanager
 def opened(path: Path, what: str = "safetensors file") -> Iterator[Any]:
-    """The library's reader of a file; wrong files raise `FlatbedError`."""
+    """Open a file with the library's reader; wrong files raise `FlatbedError`."""
     import safetensors
 
     if not path.is_file():
@@ -172,18 +160,18 @@ def opened(path: Path, what: str = "safetensors file") -> Iterator[Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file."""
+    """Read all tensors of a file."""
     with opened(path) as reader:
         return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
 
 
-def entries_of(reader: Any) -> dict[str, Entry]:
-    """What an open file holds. Kinds of numbers that are not known here are left out."""
+def entries_of(reader: Any) -> dict[str, TensorEntry]:
+    """List the tensors of an open file, without those of dtypes that torch does not have."""
     found = {}
     for name in reader.keys():  # noqa: SIM118
         part = reader.get_slice(name)
         if part.get_dtype() in DTYPES:
-            found[name] = Entry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+            found[name] = TensorEntry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
     return found
 
 
@@ -192,12 +180,13 @@ def entries_of(reader: Any) -> dict[str, Entry]:
 
 @contextmanager
 def replacing(path: Path, nbytes: int) -> Iterator[int]:
-    """A descriptor to write `nbytes` bytes to, under another name; at the end the file takes this one."""
+    """Yield a descriptor for `nbytes` bytes of a temporary file, which is renamed to `path` at the end."""
     folder = path.parent
     if not folder.is_dir():
         raise FlatbedError(f"there is no folder {folder} to write {path.name} to: make it first")
     _remove_leftovers(path)
-    _check_space(path, nbytes)
+    if nbytes > shutil.disk_usage(folder).free:
+        raise _no_space(path, nbytes)
     draft = folder / f".{path.name}.{secrets.token_hex(4)}.part"
     try:
         descriptor = _make(draft)
@@ -207,14 +196,14 @@ def replacing(path: Path, nbytes: int) -> Iterator[int]:
         finally:
             os.close(descriptor)
         os.replace(draft, path)
-    except OSError as error:
-        _remove(draft)
+    except BaseException as error:
+        with suppress(OSError):
+            draft.unlink()
+        if not isinstance(error, OSError):
+            raise
         if error.errno in FULL:
             raise _no_space(path, nbytes) from error
         raise FlatbedError(f"writing {path} failed: {error.strerror or error}") from error
-    except BaseException:
-        _remove(draft)
-        raise
     sync_folder(folder)
 
 
@@ -226,7 +215,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_at(descriptor: int, offset: int, data: memoryview) -> None:
-    """All of it, however little the system takes at a time."""
+    """Write all of `data`, however little the system accepts at a time."""
     if not hasattr(os, "pwrite"):
         os.lseek(descriptor, offset, os.SEEK_SET)
     done = 0
@@ -240,9 +229,9 @@ def write_at(descriptor: int, offset: int, data: memoryview) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when names given and taken in this folder are on the disk."""
+    """Make names that were added or removed in a folder durable."""
     if os.name != "posix":
-        return  # no folder can be opened there
+        return  # folders cannot be opened there
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -251,11 +240,6 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
     except OSError as error:
         raise FlatbedError(f"syncing {folder} failed: {error.strerror or error}") from error
-
-
-def _check_space(path: Path, nbytes: int) -> None:
-    if nbytes > shutil.disk_usage(path.parent).free:
-        raise _no_space(path, nbytes)
 
 
 def _no_space(path: Path, nbytes: int) -> FlatbedError:
@@ -267,20 +251,20 @@ def _no_space(path: Path, nbytes: int) -> FlatbedError:
 
 
 def _make(draft: Path) -> int:
-    """A new file, locked, so that others can tell it from one whose process was killed."""
+    """Make a locked file, so that other processes can tell it from the draft of a killed one."""
     while True:
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-        with suppress(ImportError, OSError):  # without locks nobody looks for leftovers
+        with suppress(ImportError, OSError):  # without locks, leftovers are never removed
             import fcntl
 
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if draft.exists():  # else somebody was faster than the lock
+        if draft.exists():  # otherwise another process removed it before it was locked
             return descriptor
         os.close(descriptor)
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Drafts that nobody has locked."""
+    """Remove drafts that no process has locked."""
     for draft in path.parent.glob(f".{escape(path.name)}.????????.part"):
         with suppress(ImportError, OSError):
             import fcntl
@@ -291,8 +275,3 @@ def _remove_leftovers(path: Path) -> None:
                 draft.unlink()
             finally:
                 os.close(descriptor)
-
-
-def _remove(draft: Path) -> None:
-    with suppress(OSError):
-        draft.unlink()

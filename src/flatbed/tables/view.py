@@ -9,7 +9,6 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import WEIGHT
-from flatbed.tables.storage.memory import MemoryStorage
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
@@ -28,16 +27,15 @@ class WeightView(Tensor):
     @staticmethod
     def of(table: Table) -> Tensor:
         """Return the weights in the table's memory, (num_embeddings, embedding_dim)."""
-        if table.storage_kind == "disk":
+        if table.storage == "disk":
             raise FlatbedError(
                 "a table on disk has no `weight` tensor: use read_rows(ids) and write_rows(ids, values)"
             )
-        tier = table.store.tier
-        table.store.settle(changing=True)
-        assert isinstance(tier, MemoryStorage)
-        tier.check()
-        assert tier.memory is not None
-        view = _guarded(tier.record.view(tier.memory, WEIGHT), table, table.store.version)
+        storage = table.store.ensure_layout()
+        table.store.flush(drop=True)
+        storage.check()
+        assert storage.memory is not None
+        view = _guarded(storage.record.view(storage.memory, WEIGHT), table, table.store.version)
         view._whole = True
         return view
 
@@ -117,7 +115,7 @@ def _check(view: WeightView) -> None:
             "this view of a table's weights is stale: rows have moved since (an optimizer was attached, the "
             "table was resized, moved or closed). Read emb.weight again"
         )
-    store.settle(changing=True)
+    store.flush(drop=True)
     store.writes += 1  # if this is one
 
 

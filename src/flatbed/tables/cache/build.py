@@ -11,7 +11,6 @@ from flatbed.tables.cache.host import HostCache
 from flatbed.tables.config import Config
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Storage
-from flatbed.tables.storage.memory import MemoryStorage
 
 Cache = DeviceCache | HostCache
 BATCHES = 4  # that a cache has room for, if nobody says how large it should be
@@ -41,11 +40,10 @@ def slots_for(config: Config, record: Record, device: torch.device, n_ids: int) 
 
 def build(home: Storage, n_slots: int, *, policy: str, device: torch.device) -> Cache:
     """A cache over a tier: kernels decide, if they reach its records."""
-    if isinstance(home, MemoryStorage):
-        home.check()
+    home.check()
     try:
         with torch.inference_mode(False):
-            if isinstance(home, MemoryStorage) and home.reach == device and use_triton(device):
+            if home.reach == device and use_triton(device):
                 return DeviceCache(home, n_slots, policy=policy, device=device)
             return HostCache(home, n_slots, policy=policy, device=device)
     except torch.OutOfMemoryError as error:

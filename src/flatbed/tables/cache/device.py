@@ -17,7 +17,7 @@ from flatbed.tables.cache.in_flight import InFlight
 from flatbed.tables.cache.reservation import Reservation, version_of
 from flatbed.tables.cache.stats import CacheStats
 from flatbed.tables.ids import as_ids, check_range
-from flatbed.tables.storage.memory import MemoryStorage
+from flatbed.tables.storage.base import Storage
 
 
 class DeviceCache:
@@ -30,7 +30,7 @@ class DeviceCache:
     leaves alone the rows of batches with a live ticket, and everybody else waits for it.
     """
 
-    def __init__(self, home: MemoryStorage, n_slots: int, *, policy: str, device: torch.device) -> None:
+    def __init__(self, home: Storage, n_slots: int, *, policy: str, device: torch.device) -> None:
         assert home.memory is not None
         self.home = home
         self.record, self.n_rows, self.device = home.record, home.n_rows, device
@@ -276,10 +276,14 @@ class DeviceCache:
         self.section += 1
         self.tags.forget()
 
-    def close(self) -> None:
-        """Give the memory back, and the home's."""
-        self.flush()
-        self.home.close()
+    n_unsaved = 0
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether CUDA graphs use this cache."""
+        return bool(self.graphs)
+
+    retire = abandon = drop
 
     # ---- what it has done, what it shall begin with
 

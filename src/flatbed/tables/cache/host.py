@@ -270,8 +270,10 @@ class HostCache:
                 self._leaving = None
                 self.n_owed -= leaving.n_owed
 
+    in_graphs = False
+
     @property
-    def n_waiting(self) -> int:
+    def n_unsaved(self) -> int:
         """How many rows have changed and have no place in the file of changes."""
         leaving = self._leaving
         if os.getpid() != self._process:
@@ -490,7 +492,7 @@ def _waiting(cache: weakref.ref[HostCache]) -> Callable[[], int]:
 
     def count() -> int:
         found = cache()
-        return 0 if found is None else found.n_waiting
+        return 0 if found is None else found.n_unsaved
 
     return count
 

@@ -1,43 +1,76 @@
-"""Where records live: one protocol for GPU memory, host memory and files."""
+"""The protocol of storages: where the records of a table are kept."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flatbed.tables.record import Record
 
+CPU = torch.device("cpu")
+CHUNK_BYTES = 1 << 26  # of rows copied at a time, in memory besides the table
+
+Fill = Callable[[int, int, Tensor], None]
+"""fill(start, stop, records) writes rows into zeroed memory, (stop - start, nbytes) of uint8."""
+
 
 class Storage(Protocol):
-    """The records of a table. Knows nothing of autograd, of optimizers or of other tiers.
+    """All records of a table: in GPU memory, in host memory or in a file.
 
-    Ids are int64 on `device`, in range and, for `scatter_`, distinct: whoever calls has seen to it.
+    Ids are int64 on `device`, in range and, for `scatter_`, unique. The caller checks this.
     """
 
     record: Record
     n_rows: int
     device: torch.device
-    """Where records are handed out: the CPU for host memory and files."""
+    """Device of the tensors that `gather` and `read` return: the CPU for host memory and files."""
     memory: Tensor | None
-    """All records, (n_rows, nbytes) of uint8, if they can be addressed: by torch on `device`, and by
-    kernels on the device that the tier was made for."""
+    """All records, (n_rows, nbytes) of uint8 on `device`; None for a file."""
+    reach: torch.device | None
+    """Device whose kernels can address `memory`."""
+
+    @property
+    def unsaved_rows(self) -> int:
+        """Rows changed since the last checkpoint; 0 where there are no checkpoints."""
+
+    def serves(self, device: torch.device) -> bool:
+        """True if `device` can compute with these records where they are."""
+
+    def check(self) -> None:
+        """Raise if the storage is closed, or if this process was forked from the one that made it."""
 
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
-        """Copies of the records of these rows, (n, nbytes) of uint8; or of their first `nbytes` bytes."""
+        """Copy records of rows, (n, nbytes) of uint8, or their first `nbytes` bytes."""
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
-        """Replace the records of these rows."""
+        """Replace the records of rows."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """A copy of consecutive records."""
+        """Copy consecutive records."""
 
     def write_(self, start: int, records: Tensor) -> None:
         """Replace consecutive records."""
 
-    def flush(self) -> None:
-        """Let everything written so far arrive at home."""
+    def rebuilt(
+        self, record: Record, *, fill: Fill, device: torch.device = CPU, meta: Mapping[str, Any] | None = None
+    ) -> Storage:
+        """Make a storage with other records, or for another device, that replaces this one.
+
+        `fill` may read from this storage, which is closed afterwards. After an error it stays as it was.
+        """
+
+    def resize(self, n_rows: int, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> Storage:
+        """Add rows at the end. Returns this storage, or one that replaces it."""
 
     def close(self) -> None:
-        """Give memory and files back. The tier cannot be used any more; closing twice is allowed."""
+        """Release memory and files; a second call does nothing."""
+
+
+def row_blocks(start: int, stop: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of consecutive blocks of rows of about `CHUNK_BYTES`."""
+    step = max(1, CHUNK_BYTES // row_bytes)
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)

@@ -1,4 +1,4 @@
-"""A table's rows: what they are made of, where they live, and how they move from one home to another."""
+"""Storage of one table: unallocated → allocated → closed, and the cache in front of it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -15,419 +17,441 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 from flatbed.tables import initializers as initial
-from flatbed.tables.cache import Cache, DeviceCache, HostCache, build, slots_for
+from flatbed.tables.cache import Cache, DeviceCache, build, slots_for
 from flatbed.tables.config import Config, check_device, fill_state, fill_weights
 from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.base import CPU, Fill, Storage, row_blocks
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.memory import CPU, MemoryStorage, device_tier, host_tier
-
-CHUNK_BYTES = 1 << 26  # of rows in memory beside the table
-IN_PLACE_BYTES = 1 << 30  # of rows that are filled where they are, between two signs of progress
+from flatbed.tables.storage.factory import create_storage, open_storage
 
 
 class TableStorage:
-    """The rows of one table. Memory is laid out at the first use, when it is known what a row holds."""
+    """Records of one table, and the transitions between its states.
+
+    unallocated  `ensure_layout` allocates at the first use, when the fields of a record are known
+    allocated    `ensure_layout` also moves rows if their fields or the computing device changed since;
+                 `resize` and `replace_rows` replace the storage
+    closed       `close` has released memory and files; every use raises
+
+    `record` says what rows shall hold. If the allocated rows hold something else, `relayout_pending` is True.
+    """
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
         self.device = device
         self.record = Record((config.weight,))
         self.scalars: dict[str, float] = {}
-        """The table's numbers of optimizer state as they were saved."""
-        self.claimed = True
-        """Whether the state is that of an optimizer of this process. If it came from a file or was copied,
-        the first optimizer that fits may go on with it."""
+        """Optimizer state that is one number per table, as it was saved."""
+        self.state_owned = True
+        """True if the state belongs to an optimizer of this process. State that was loaded or copied does
+        not: the first optimizer with the same fields continues with it."""
         self.version = 0
-        """Counts layouts: views of an earlier one are stale."""
+        """Number of layouts so far: views of an earlier one are stale."""
         self.writes = 0
-        """Counts whatever may have changed rows."""
-        self._tier: Storage | None = None
+        """Number of operations that may have changed rows."""
         self.cache: Cache | None = None
-        self._fits = 0  # ids of the largest batch that the cache was made for
-        """Hot records on the computing device, once a batch has come through: `cache_for`."""
-        self._retired: list[Any] = []  # CUDA graphs still use their memory
-        self._begins_anew = False  # the next layout keeps weights alone
-        self._laying_out = threading.RLock()
+        """Hot records on the computing device; made by `cache_for`."""
+        self._cache_batch = 0  # ids of the largest batch that the cache was made for
+        self._captured: list[Any] = []  # memory that CUDA graphs still use
+        self._storage: Storage | None = None
+        self._is_closed = False
+        self._lock = threading.RLock()
         self._process = os.getpid()
         if config.path is not None and config.path.exists():
-            self._open()
+            storage, self.config = open_storage(config)
+            self._storage, self.record = storage, storage.record
+            self.adopt_state(storage.meta.get("scalars", {}))
 
-    # ---- layout
-
-    @property
-    def tier(self) -> Storage:
-        """The home of all records, laid out if they are not yet. A cache may have newer ones: `settle`."""
-        self.check_process()
-        tier = self._tier
-        if tier is None or self.waiting or not self._in_reach(tier):
-            with self._laying_out:  # threads may come at the same time
-                tier = self._ready()
-        return tier
-
-    def _ready(self) -> Storage:
-        tier = self._tier
-        if tier is None:
-            tier = self._make(self.record)
-            self._fill(tier, 0, self.config.n_rows)  # an interruption leaves nothing that looks complete
-            self._tier = tier
-            self._begins_anew = False
-            self.version += 1
-        elif self.waiting or not self._in_reach(tier):
-            self.lay_out(self.record)
-        assert self._tier is not None
-        return self._tier
+    # ---- states
 
     @property
-    def laid_out(self) -> bool:
-        """Whether rows are in memory or in a file."""
-        return self._tier is not None
+    def phase(self) -> Literal["unallocated", "allocated", "closed"]:
+        """The state that this table's storage is in."""
+        if self._is_closed:
+            return "closed"
+        return "unallocated" if self._storage is None else "allocated"
+
+    @property
+    def is_allocated(self) -> bool:
+        """True if rows are in memory or in a file."""
+        return self._storage is not None
 
     @property
     def in_memory(self) -> bool:
-        return isinstance(self.tier, MemoryStorage)
+        """True if rows are in memory, once they are allocated."""
+        return self.config.storage != "disk"
 
     @property
-    def waiting(self) -> bool:
-        """Whether rows do not yet hold what they shall: state begins with the next layout."""
-        held = None if self._tier is None else self._tier.record
+    def relayout_pending(self) -> bool:
+        """True if allocated rows lack fields of `record`, or have others: `ensure_layout` moves them."""
+        held = None if self._storage is None else self._storage.record
         return held is not self.record and held != self.record
 
     @property
-    def edition(self) -> tuple[int, int]:
-        """Rows that were read in the same edition are as they were."""
+    def generation(self) -> tuple[int, int]:
+        """Changes whenever rows may have: rows read at the same generation are equal."""
         return self.version, self.writes
 
     def check_process(self) -> None:
-        """Forked workers of a DataLoader share this object, but not the memory."""
+        """Raise in a forked process, such as a DataLoader worker, which does not share the memory."""
         if os.getpid() != self._process:
             raise FlatbedError(
                 "a table cannot be used in a process forked from the one that made it (a DataLoader worker, "
                 "for example): look rows up in the training process"
             )
 
-    def _in_reach(self, tier: Storage) -> bool:
-        if not isinstance(tier, MemoryStorage):
-            return True
-        if self.config.storage == "device":
-            return tier.device == self.device
-        return self.device.type == "cpu" or tier.made_for == self.device
+    def ensure_layout(self) -> Storage:
+        """Allocate or move rows if needed, and return their storage. A cache may have newer rows: `flush`."""
+        self.check_process()
+        storage = self._storage
+        if storage is None or self.relayout_pending or not storage.serves(self.device):
+            with self._lock:
+                storage = self._allocate_or_move()
+        return storage
 
-    def _make(self, record: Record) -> Storage:
-        if self.config.storage == "disk":
-            assert self.config.path is not None
-            meta = self._meta({})
-            return DiskStorage.create(
-                self.config.path, record, self.config.n_rows, fill=self._filler(record), meta=meta
-            )
-        make = host_tier if self.config.storage == "host" else device_tier
-        with torch.inference_mode(False):  # memory of inference mode could not be trained later
-            return make(record, self.config.n_rows, self.device)
+    def _allocate_or_move(self) -> Storage:
+        if self.phase == "closed":
+            name = self.config.path or "this table"
+            raise FlatbedError(f"{name} is closed: make the table again, or load its file, to use it")
+        if self._storage is None:
+            n_rows, first = self.config.n_rows, self._initial_rows(self.record)
+            with reported("initialising the table", n_rows, first) as fill:
+                self._allocate(self.record, fill, zero=self._begins_at_zero())
+        elif self.relayout_pending or not self._storage.serves(self.device):
+            self.relayout(self.record)
+        assert self._storage is not None
+        return self._storage
 
-    def _filler(self, record: Record) -> Any:
+    def _allocate(
+        self, record: Record, fill: Fill, scalars: Mapping[str, float] | None = None, *, zero: bool = False
+    ) -> None:
+        meta = self._meta(scalars or {})
+        self._storage = create_storage(self.config, record, self.device, fill=fill, zero=zero, meta=meta)
+        self.record = record
+        self.version += 1
+
+    def _begins_at_zero(self) -> bool:
+        return isinstance(self.config.init, initial.Zeros) and not any(f.initial for f in self.record.state)
+
+    def _initial_rows(self, record: Record) -> Fill:
         def fill(start: int, stop: int, records: Tensor) -> None:
             fill_weights(record, records, start, self.config)
             fill_state(record, records)
 
         return fill
 
-    def _fill(self, tier: Storage, start: int, stop: int) -> None:
-        """First values of rows in memory, which holds zeros."""
-        if not isinstance(tier, MemoryStorage):
-            return
-        assert tier.memory is not None
-        blank = isinstance(self.config.init, initial.Zeros) and not any(f.initial for f in tier.record.state)
-        if blank:
-            return
-        with progress("initialising the table", stop - start, "rows") as advance:
-            in_place = tier.device.type == "cpu"
-            at_once = IN_PLACE_BYTES if in_place else CHUNK_BYTES
-            for first, last in self.blocks(start, stop, tier.record.nbytes, at_once=at_once):
-                block = tier.memory[first:last]
-                records = block if in_place else torch.zeros_like(block, device="cpu")
-                self._filler(tier.record)(first, last, records)
-                if not in_place:
-                    block.copy_(records)
-                advance(last - first)
-
-    def blocks(
-        self, start: int, stop: int, row_bytes: int, *, at_once: int | None = None
-    ) -> Iterator[tuple[int, int]]:
-        """Ranges of rows that are handled at once."""
-        step = max(1, (at_once or CHUNK_BYTES) // row_bytes)
-        for first in range(start, stop, step):
-            yield first, min(first + step, stop)
-
-    def want(self, state: Iterable[Field]) -> None:
-        """Rows shall have these fields of state, with their first values. Laid out at the next use."""
-        record = Record((self.config.weight, *state))
-        self.version += 1
-        if self._tier is not None and self._tier.record == record:
-            self._reset_state(self._tier)
-            self._begins_anew = False
-        else:
-            self._begins_anew = True
-        self.record = record
-        self.claimed = True
-        self.scalars = {}
-
-    def _reset_state(self, tier: Storage) -> None:
-        if not tier.record.state:
-            return
-        self.settle(changing=True)
-        for first, last in self.blocks(0, self.config.n_rows, tier.record.nbytes):
-            records = tier.read(first, last).cpu()
-            fill_state(tier.record, records)
-            tier.write_(first, records)
-
-    def lay_out(self, record: Record) -> None:
-        """Move all rows into records of this kind, within reach of the device."""
-        old = self._tier
-        if old is None:
-            self.record = record
-            self.version += 1
-            return
+    def relayout(self, record: Record) -> None:
+        """Move all rows into records with these fields, on memory that the device can use."""
         self.forget_cache()
-        self.settle()
-        kept = [f.name for f in record.fields if f.name in old.record]
-        kept = kept[:1] if self._begins_anew else kept
+        self.flush()
+        assert self._storage is not None
+        with reported("moving the table", self.config.n_rows, self._kept_rows(record)) as fill:
+            self._storage = self._storage.rebuilt(record, fill=fill, device=self.device, meta=self._meta())
+        self.record = record
+        self.version += 1
 
-        def carry(start: int, stop: int, records: Tensor) -> None:
+    def _kept_rows(self, record: Record) -> Fill:
+        """Rows of the present storage with other fields. State that was to be replaced begins again."""
+        old = self._storage
+        assert old is not None
+        kept = [field.name for field in record.fields if field.name in old.record]
+        kept = kept[:1] if self.relayout_pending else kept
+
+        def fill(start: int, stop: int, records: Tensor) -> None:
             fill_state(record, records)
             before = old.read(start, stop).cpu()
             for name in kept:
                 record.view(records, name).copy_(old.record.view(before, name))
 
-        if isinstance(old, DiskStorage):
-            self._tier = old.rebuilt(record, fill=carry, meta=self._meta(self.scalars))
-        else:
-            self._tier = self._moved(old, record, carry)
-        self.record = record
-        self.version += 1
-        self._begins_anew = False
+        return fill
 
-    def _moved(self, old: Storage, record: Record, carry: Any) -> Storage:
-        """Other memory with what was in the old one."""
-        new = self._make(record)
-        with progress("moving the table", self.config.n_rows, "rows") as advance:
-            for first, last in self.blocks(0, self.config.n_rows, record.nbytes):
-                records = torch.zeros((last - first, record.nbytes), dtype=torch.uint8, device=CPU)
-                carry(first, last, records)
-                new.write_(first, records)
-                advance(last - first)
-        _let_go(old)
-        return new
+    # ---- transitions
+
+    def set_state_fields(self, state: Iterable[Field]) -> None:
+        """Give rows these fields of optimizer state, at their first values, from the next use on."""
+        record = Record((self.config.weight, *state))
+        self.version += 1
+        if self._storage is not None and self._storage.record == record and record.state:
+            self.flush(drop=True)
+            for first, last in row_blocks(0, self.config.n_rows, record.nbytes):
+                records = self._storage.read(first, last).cpu()
+                fill_state(record, records)
+                self._storage.write_(first, records)
+        self.record = record
+        self.state_owned = True
+        self.scalars = {}
+
+    def adopt_state(self, scalars: Mapping[str, float]) -> None:
+        """Keep loaded or copied state for the first optimizer that has the same fields."""
+        self.scalars = dict(scalars)
+        self.state_owned = not self.record.state
+
+    def replace_rows(
+        self, record: Record, fill: Fill, *, fields: Iterable[str], scalars: Mapping[str, float]
+    ) -> None:
+        """Replace all rows. `fill` writes `fields`; rows keep what they have of others.
+
+        Rows of a disk table are durable when this returns, and unchanged after an error.
+        """
+        is_complete = {field.name for field in record.fields} <= set(fields)
+        with self._lock:
+            if self.phase == "unallocated":
+                first = [] if is_complete else [self._initial_rows(record)]
+                self._allocate(record, _in_turn(*first, fill), scalars)
+                return
+            storage = self.ensure_layout()
+            if not self.in_memory:
+                self.forget_cache()
+                kept = [] if is_complete else [self._kept_rows(record)]
+                self._storage = storage.rebuilt(record, fill=_in_turn(*kept, fill), meta=self._meta(scalars))
+                self.record = record
+                self.version += 1
+                return
+            if record != self.record:
+                self.relayout(record)
+            self._overwrite(fill)
+
+    def _overwrite(self, fill: Fill) -> None:
+        """Replace fields of all rows in memory, block by block: a second copy might not fit."""
+        storage = self.ensure_layout()
+        self.flush(drop=True)
+        for first, last in row_blocks(0, self.config.n_rows, self.record.nbytes):
+            records = storage.read(first, last).cpu()
+            fill(first, last, records)
+            storage.write_(first, records)
+        self.writes += 1
 
     def resize(self, n_rows: int) -> None:
-        """More rows; the new ones begin as they would have from the start."""
+        """Add rows; they begin as they would have from the start."""
         if n_rows < self.config.n_rows:
             raise ValueError(f"a table can only grow; found {n_rows} rows asked of {self.config.n_rows}")
         if n_rows == self.config.n_rows:
             return
-        with self._laying_out:  # no thread may make a cache for what is about to go
-            old = None if self._tier is None else self.tier  # laid out anew now, if that was due
+        with self._lock:  # no other thread may make a cache meanwhile
+            storage = None if self._storage is None else self.ensure_layout()
             before, self.config = self.config, replace(self.config, n_rows=n_rows)
             try:
-                if old is not None:
-                    self._grow(old, before.n_rows)
+                if storage is not None:
+                    self.forget_cache()
+                    self.flush()
+                    fill, meta = self._initial_rows(storage.record), self._meta()
+                    self._storage = storage.resize(n_rows, fill=fill, meta=meta)
             except BaseException:
                 self.config = before
                 raise
             self.version += 1
 
-    def _grow(self, old: Storage, n_before: int) -> None:
-        self.forget_cache()
-        if isinstance(old, DiskStorage):
-            old.resize(self.config.n_rows, fill=self._filler(old.record), meta=self._meta(self.scalars))
-            return
-        self.settle()
-        new = self._make(old.record)
-        self._fill(new, n_before, self.config.n_rows)
-        for first, last in self.blocks(0, n_before, old.record.nbytes):
-            new.write_(first, old.read(first, last))
-        _let_go(old)
-        self._tier = new
-
     def move(self, device: torch.device) -> None:
-        """Another device computes; the rows follow at the next use, if they must."""
+        """Compute on another device. `ensure_layout` moves the rows at the next use, where needed."""
         check_device(device)
         if device != self.device:
-            with self._laying_out:
+            with self._lock:
                 self.forget_cache()
-                self.settle()
+                self.flush()
                 self.device = device
 
-    # ---- files
+    def close(self) -> None:
+        """Release memory and files. Rows of a file that changed since its last checkpoint are dropped."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:  # another thread may be prefetching rows
+            if self.in_memory:
+                self.forget_cache()
+            else:
+                self.abandon_cache()
+            if self._storage is not None:
+                self.flush()
+                self._storage.close()
+            self._storage, self._is_closed = None, True
+            self.version += 1
 
-    def _open(self) -> None:
-        assert self.config.path is not None
-        tier = DiskStorage.open(self.config.path)
-        weight, found = self.config.weight, tier.record.weight
-        if (tier.n_rows, found.count, found.dtype) != (self.config.n_rows, weight.count, weight.dtype):
-            tier.close()
-            raise FlatbedError(
-                f"{self.config.path} holds a table of {tier.n_rows} × {found.count} in {found.dtype}; asked "
-                f"for {self.config.n_rows} × {weight.count} in {weight.dtype}. Ask for what it holds "
-                f"(flatbed.open_table reads it from the file), or choose another path"
-            )
-        about = tier.meta.get("table", {})
-        if "init" in about:  # new rows are to come from what the old ones came from
-            init, seed = initial.described(about["init"]), int(about["seed"])
-            self.config = replace(self.config, init=init, seed=seed)
-        self._tier, self.record = tier, tier.record
-        self.scalars = dict(tier.meta.get("scalars", {}))
-        self.claimed = not tier.record.state
+    # ---- checkpoints of a disk table
 
-    def _meta(self, scalars: Mapping[str, float]) -> dict[str, Any]:
-        return {"table": self.config.describe(), "scalars": dict(scalars)}
+    def _meta(self, scalars: Mapping[str, float] | None = None, **others: Any) -> dict[str, Any]:
+        held = self.scalars if scalars is None else scalars
+        numbers = {name: float(value) for name, value in held.items()}
+        return {"table": self.config.describe(), "scalars": numbers, **others}
 
-    @property
-    def disk(self) -> DiskStorage:
-        """The file's tier."""
-        tier = self.tier
-        if not isinstance(tier, DiskStorage):
+    def _disk(self) -> DiskStorage:
+        if self.in_memory:
             raise FlatbedError(
                 f'this table is not on disk (storage="{self.config.storage}"): save it with table.save(path)'
             )
-        return tier
-
-    def checkpoint(self, scalars: Mapping[str, float]) -> None:
-        """Make rows and numbers of state durable, all or nothing."""
-        self.settle()
-        self.disk.checkpoint(self._meta(scalars))
+        return cast(DiskStorage, self.ensure_layout())
 
     @property
-    def n_unsaved(self) -> int:
-        """How many rows of a file have changed since its last checkpoint."""
-        waiting = self.cache.n_waiting if isinstance(self.cache, HostCache) else 0
-        return self._tier.dirty_rows + waiting if isinstance(self._tier, DiskStorage) else 0
+    def unsaved_rows(self) -> int:
+        """Rows of a file that changed since its last checkpoint."""
+        if self._storage is None or self.in_memory or os.getpid() != self._process:
+            return 0
+        n_cached = 0 if self.cache is None else self.cache.n_unsaved  # first: it waits for the writer
+        return n_cached + self._storage.unsaved_rows
 
-    def close(self) -> None:
-        """Give memory and files back. Rows of a file that changed since its last checkpoint are dropped."""
-        if self._tier is not None and os.getpid() == self._process:
-            with self._laying_out:  # a thread may be fetching rows ahead of time
-                if isinstance(self._tier, DiskStorage):
-                    self.abandon_cache()
-                else:
-                    self.forget_cache()
-                self.settle()
-                _let_go(self._tier)
-                self.version += 1
+    @property
+    def has_unsaved_changes(self) -> bool:
+        """True if rows of a file changed since its last checkpoint, or lost their state."""
+        storage = self._storage
+        if storage is None or self.in_memory or os.getpid() != self._process:
+            return False
+        return self.unsaved_rows > 0 or (self.relayout_pending and bool(storage.record.state))
 
-    # ---- the cache in front of them
+    def checkpoint(self, scalars: Mapping[str, float] | None = None) -> None:
+        """Make rows and state of a disk table durable, all or nothing."""
+        storage = self._disk()
+        self.flush()
+        storage.checkpoint(self._meta(scalars))
 
-    def settle(self, *, changing: bool = False) -> None:
-        """Let all rows be at home, since the host is about to look, or to change them."""
+    def make_room(self, rows: Tensor) -> None:
+        """Reserve disk space for changes of these rows, or raise."""
+        self._disk().make_room(rows)
+
+    def prepare_checkpoint(self, scalars: Mapping[str, float], *, decision: Path, token: str) -> DiskStorage:
+        """Prepare a checkpoint that holds once the file `decision` has the token."""
+        storage = self._disk()
+        self.flush()
+        storage.prepare(self._meta(scalars, token=token), decision=decision, token=token)
+        return storage
+
+    def has_token(self, token: str) -> bool:
+        """True if the file's checkpoint, or one that is prepared, was made with this token."""
+        if self._storage is None or self.in_memory:
+            return False
+        storage = cast(DiskStorage, self._storage)
+        return token in (storage.meta.get("token"), (storage.pending_meta or {}).get("token"))
+
+    def revert(self) -> dict[str, float]:
+        """Go back to the file's last checkpoint, and return the numbers of state that it holds."""
+        with self._lock:  # no other thread may make a cache meanwhile
+            storage = cast(DiskStorage, self._storage)  # no layout, which would be another checkpoint
+            self.abandon_cache()
+            storage.close()  # drops rows that changed since
+            self._storage = storage = DiskStorage.open(storage.path)
+            self.version += 1
+        return dict(storage.meta.get("scalars", {}))
+
+    # ---- the cache
+
+    def flush(self, *, drop: bool = False) -> None:
+        """Write cached rows back and wait for the GPU; `drop` also empties the cache, before rows change."""
         if self.cache is not None:
-            if changing:
+            if drop:
                 self.cache.drop()
             else:
                 self.cache.flush()
-        if self.device.type == "cuda" and self._tier is not None:
+        if self.device.type == "cuda" and self._storage is not None:
             torch.cuda.synchronize(self.device)
 
     def cache_for(self, n_ids: int) -> Cache | None:
-        """The cache that a batch of so many ids comes through, if the table has one."""
-        _ = self.tier  # rows may be laid out anew, and then there is no cache
+        """The cache for a batch of so many ids, if the table has one; made or enlarged if needed."""
+        self.ensure_layout()
         cache = self.cache
-        if cache is not None and self._need_not_grow(n_ids):
+        if cache is not None and self._is_large_enough(n_ids):
             return cache
         if self.config.cache_rows == 0 or self.config.storage == "device":
             return None
         return self._fit_cache(n_ids)
 
     def has_cache_for(self, n_ids: int) -> bool:
-        """Whether a cache on the GPU is there that so many ids come through: nothing is to be made first."""
-        return isinstance(self.cache, DeviceCache) and self._need_not_grow(n_ids) and not self.waiting
+        """True if a cache on the GPU exists that is large enough for so many ids."""
+        is_ready = isinstance(self.cache, DeviceCache) and self._is_large_enough(n_ids)
+        return is_ready and not self.relayout_pending
 
-    def _need_not_grow(self, n_ids: int) -> bool:
-        """Whether a cache that is there will do for so many."""
-        return n_ids <= self._fits or self.config.sized
+    def _is_large_enough(self, n_ids: int) -> bool:
+        return n_ids <= self._cache_batch or self.config.sized
 
     def _fit_cache(self, n_ids: int) -> Cache | None:
-        with self._laying_out:
-            tier, cache = self.tier, self.cache
-            if _capturing(self.device) or (isinstance(cache, DeviceCache) and cache.graphs):
-                return cache  # nothing can be made now, or graphs have this one
-            n_slots = slots_for(self.config, tier.record, self.device, n_ids)
+        with self._lock:
+            storage, cache = self.ensure_layout(), self.cache
+            if _is_capturing(self.device) or (cache is not None and cache.in_graphs):
+                return cache  # nothing can be allocated now, or CUDA graphs use this one
+            n_slots = slots_for(self.config, storage.record, self.device, n_ids)
             n_now = 0 if cache is None else cache.n_slots
             if 2 * n_ids > n_now and n_slots > n_now:
                 self.forget_cache()
-                self.cache = build(tier, n_slots, policy=self.config.cache_policy, device=self.device)
-                if self.device.type == "cuda":  # other streams are to find it made
+                self.cache = build(storage, n_slots, policy=self.config.cache_policy, device=self.device)
+                if self.device.type == "cuda":  # other streams use it without an event
                     torch.cuda.synchronize(self.device)
-            self._fits = n_ids if self.cache is not None else 0
+            self._cache_batch = n_ids if self.cache is not None else 0
             return self.cache
 
     def forget_cache(self) -> None:
-        """Bring all rows home; the next batch finds a new cache. If that fails, this one stays."""
+        """Write all rows back; the next batch makes a new cache. After an error, this one stays."""
         cache = self.cache
         if cache is None:
             return
-        if isinstance(cache, HostCache):
-            cache.retire()
-        else:
-            cache.drop()
+        cache.retire()
         self.cache = None
-        if isinstance(cache, DeviceCache) and cache.graphs:
-            self._retired += [cache, self._tier]
+        if cache.in_graphs:
+            self._captured += [cache, self._storage]
             warnings.warn(
-                "a table that CUDA graphs were captured with has got another place or another cache: capture "
-                "them again, since they would go on with what it was",
+                "a table that CUDA graphs were captured with has other memory or another cache now: capture "
+                "them again, since they use the memory from before",
                 stacklevel=3,
             )
 
     def change_cache(self, config: Config) -> None:
-        """Another cache from now on."""
-        with self._laying_out:
+        """Use another cache from now on."""
+        with self._lock:
             self.forget_cache()
             self.config = config
 
     def abandon_cache(self) -> None:
-        """Drop what is in the cache of a table on disk: its rows are to be those of a checkpoint."""
+        """Drop the cache of a disk table with its changed rows: the file goes back to a checkpoint."""
         cache, self.cache = self.cache, None
-        if isinstance(cache, HostCache):
+        if cache is not None:
             cache.abandon()
 
     # ---- consecutive rows
 
     def read_field(self, name: str, start: int, stop: int) -> Tensor:
-        """A field of consecutive rows, in host memory."""
-        tier = self.tier
-        self.settle()
-        if isinstance(tier, MemoryStorage):
-            tier.check()
-            assert tier.memory is not None
-            return tier.record.view(tier.memory[start:stop], name).to(CPU, copy=True).contiguous()
-        return tier.record.view(tier.read(start, stop), name).contiguous()
+        """Copy a field of consecutive rows to the host."""
+        storage = self.ensure_layout()
+        self.flush()
+        if storage.memory is None:
+            return storage.record.view(storage.read(start, stop), name).contiguous()
+        storage.check()
+        return storage.record.view(storage.memory[start:stop], name).to(CPU, copy=True).contiguous()
 
     def write_field(self, name: str, start: int, values: Tensor) -> None:
         """Replace a field of consecutive rows."""
         self.writes += 1
-        tier = self.tier
-        self.settle(changing=True)
+        storage = self.ensure_layout()
+        self.flush(drop=True)
         stop = start + len(values)
-        if isinstance(tier, MemoryStorage):
-            tier.check()
-            assert tier.memory is not None
-            tier.record.view(tier.memory[start:stop], name).copy_(values)
+        if storage.memory is None:
+            records = storage.read(start, stop)
+            storage.record.view(records, name).copy_(values)
+            storage.write_(start, records)
             return
-        records = tier.read(start, stop)
-        tier.record.view(records, name).copy_(values)
-        tier.write_(start, records)
+        storage.check()
+        storage.record.view(storage.memory[start:stop], name).copy_(values)
 
     def field_blocks(self, name: str) -> Iterator[tuple[int, int]]:
-        """Ranges of rows for reading or writing a field bit by bit."""
-        return self.blocks(0, self.config.n_rows, max(self.record[name].nbytes, self.record.nbytes))
+        """Yield the bounds of blocks of rows for `read_field` and `write_field`."""
+        return row_blocks(0, self.config.n_rows, max(self.record[name].nbytes, self.record.nbytes))
 
 
-def _capturing(device: torch.device) -> bool:
+@contextmanager
+def reported(description: str, n_rows: int, fill: Fill) -> Iterator[Fill]:
+    """Show a progress bar while a storage calls `fill`."""
+    with progress(description, n_rows, "rows") as advance:
+
+        def filling(start: int, stop: int, records: Tensor) -> None:
+            fill(start, stop, records)
+            advance(stop - start)
+
+        yield filling
+
+
+def _in_turn(*fills: Fill) -> Fill:
+    """Fill rows by several functions, one after the other."""
+
+    def fill(start: int, stop: int, records: Tensor) -> None:
+        for one in fills:
+            one(start, stop, records)
+
+    return fill
+
+
+def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _let_go(tier: Storage) -> None:
-    """Files are closed; memory is freed as soon as no view of it is left."""
-    if isinstance(tier, MemoryStorage):
-        tier.release()
-    else:
-        tier.close()

@@ -1,4 +1,4 @@
-"""Tables in files: larger than memory, and whole again after a crash."""
+"""Storage in files: for tables larger than memory, consistent after a crash."""
 
 from flatbed.tables.storage.disk.storage import DiskStorage
 

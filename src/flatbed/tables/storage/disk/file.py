@@ -1,6 +1,6 @@
-"""Files as tables and journals use them: reserved before they are touched, mapped, synced on request.
+"""Files of tables and journals: reserved before they are written, mapped, synced on request.
 
-Everything that changes a file or a folder goes through `MappedFile`, so that a test can record it.
+Every change of a file or a folder goes through `MappedFile`, so that a test can record it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 class NoSpace(FlatbedError):
-    """The disk, a quota or a limit leaves no room."""
+    """The disk is full, or a quota or limit is reached."""
 
 
 class NotSynced(FlatbedError):
-    """The system could not write everything: what is on the disk is not known."""
+    """A sync failed: the content of the disk is not known."""
 
 
 @contextmanager
 def reporting(path: Path, doing: str) -> Iterator[None]:
-    """What the system refuses becomes a `FlatbedError` that names the file."""
+    """Turn an `OSError` into a `FlatbedError` that names the file."""
     try:
         yield
     except OSError as error:
@@ -60,7 +60,7 @@ class MappedFile:
         return os.fstat(self._descriptor).st_size
 
     def map(self, offset: int, nbytes: int, *, count: int, random: bool = False) -> Records:
-        """Map the file, `count` records of `nbytes` from `offset` on; a mapping from before is given up."""
+        """Map `count` records of `nbytes` from `offset` on, instead of an earlier mapping."""
         with reporting(self.path, "mapping"):
             mapping = mmap.mmap(self._descriptor, self.size)
         if random and hasattr(mmap, "MADV_RANDOM"):
@@ -71,13 +71,13 @@ class MappedFile:
         return self.rows
 
     def part(self, start: int, stop: int) -> memoryview:
-        """Bytes of the mapping, not copied."""
+        """Return bytes of the mapping without a copy."""
         if self._mapping is None:
             raise FlatbedError(f"{self.path} is not mapped")
         return memoryview(self._mapping)[start:stop]
 
     def read(self, offset: int, into: NDArray[Any]) -> int:
-        """Fill an array from the file; returns how many bytes there were."""
+        """Fill an array from the file; returns the number of bytes read."""
         view, done = memoryview(into.reshape(-1).view(np.uint8).data), 0
         with reporting(self.path, "reading"):
             while done < len(view):
@@ -88,7 +88,7 @@ class MappedFile:
         return done
 
     def write(self, offset: int, data: bytes | NDArray[Any]) -> None:
-        """Replace bytes of the file; an array is contiguous."""
+        """Replace bytes of the file by those of a contiguous array."""
         view = memoryview(data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data)
         done = 0
         with reporting(self.path, "writing"):
@@ -96,13 +96,13 @@ class MappedFile:
                 done += os.pwrite(self._descriptor, view[done:], offset + done)
 
     def scatter(self, at: NDArray[np.int64], records: Records) -> None:
-        """Replace mapped records; `at` is in range."""
+        """Replace mapped records at positions in range."""
         if self.rows is None:
             raise FlatbedError(f"{self.path} is not mapped")
         self.rows[at] = records
 
     def reserve(self, size: int) -> None:
-        """Make the file at least so long, with room on the disk for every byte; or leave it as it was."""
+        """Extend the file to `size` with disk space for every byte; after an error it is as before."""
         before = self.size
         if size <= before:
             return
@@ -112,13 +112,13 @@ class MappedFile:
             raise NoSpace(f"{self.path} cannot have {size} bytes: no file can") from None
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(self._descriptor, before)  # what was reserved before the disk was full
+                os.ftruncate(self._descriptor, before)  # free what was reserved before the disk was full
             if error.errno in _FULL:
                 raise NoSpace(self._no_space(size - before, error)) from error
             raise FlatbedError(f"reserving {size} bytes for {self.path} failed: {error.strerror}") from error
 
     def fill_holes(self) -> None:
-        """Reserve what a copy has left out, for writing to a hole of a full disk would kill the process."""
+        """Reserve space for holes of a sparse copy: on a full disk, writing to one kills the process."""
         found = os.fstat(self._descriptor)
         if found.st_blocks * 512 >= found.st_size:
             return
@@ -139,7 +139,7 @@ class MappedFile:
             os.ftruncate(self._descriptor, size)
 
     def sync(self) -> None:
-        """Return when everything written, also through the mapping, is on the disk."""
+        """Make everything written durable, also through the mapping."""
         try:
             os.fsync(self._descriptor)
         except OSError as error:
@@ -154,7 +154,7 @@ class MappedFile:
     def _unmap(self) -> None:
         mapping, self._mapping, self.rows = self._mapping, None, None
         if mapping is not None:
-            with suppress(BufferError):  # another thread still looks: the last to look closes it
+            with suppress(BufferError):  # another thread still reads: its last reference unmaps it
                 mapping.close()
 
     @staticmethod
@@ -169,7 +169,7 @@ class MappedFile:
 
     @staticmethod
     def sync_folder(folder: Path) -> None:
-        """Return when names given and taken in this folder are on the disk."""
+        """Make names that were added or removed in a folder durable."""
         with reporting(folder, "opening"):
             descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -181,15 +181,15 @@ class MappedFile:
 
 
 def anonymous(count: int) -> NDArray[np.int32]:
-    """Zeros that take no memory until they are written."""
+    """Allocate zeros that take no memory until they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return np.frombuffer(mmap.mmap(-1, max(4 * count, 1), flags=flags), np.int32, count)
 
 
 def lock(path: Path, *, create: bool = False) -> int:
-    """The descriptor that keeps a file to one tier of one process, until it is closed.
+    """Lock a file for one storage of one process, until the returned descriptor is closed.
 
-    It is opened for that alone: a mapping would keep the lock of the descriptor that it was made from.
+    The descriptor serves the lock alone: a mapping would keep the lock of its own descriptor.
     """
     try:
         import fcntl
@@ -199,7 +199,7 @@ def lock(path: Path, *, create: bool = False) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise FlatbedError(f"{path} is no regular file; name one, or a place where there is none yet")
+            raise FlatbedError(f"{path} is no regular file; name one, or a path where there is none yet")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

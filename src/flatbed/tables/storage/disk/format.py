@@ -1,7 +1,7 @@
-"""What stands before the records of a table's file: what it is, and how far it has come.
+"""Header of a table's file: its identity and the state of its last checkpoint.
 
-The first page says what the table is and never changes. The pages after it say which checkpoint the
-records are at, and change with every one. Both are blocks: magic, version, length, checksum, JSON.
+The first page has the identity and never changes. The pages after it have the state, which changes with
+every checkpoint. Both are blocks: magic, version, length, checksum, JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PREFIX = struct.Struct("<16sII32s")
 
 
 class Damaged(ValueError):
-    """These bytes are no whole block; the message says why."""
+    """Bytes that are no complete block; the message says why."""
 
 
 class OtherVersion(Damaged):
@@ -40,28 +40,28 @@ class OtherVersion(Damaged):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a table is: written once, when its file is made."""
+    """Identity of a table: written once, when its file is made."""
 
     table: str
-    """A random name, by which a journal knows its table."""
+    """Random name that ties a journal to its table."""
     record: Record
     replaces: str | None = None
-    """The table whose journal may still lie beside this file."""
+    """Name of the table whose journal may still be next to this file."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a table has come to: the last checkpoint."""
+    """State of a table at its last checkpoint."""
 
     n_rows: int
     generation: int
     meta: dict[str, Any]
     applying: bool = False
-    """Records are being copied from the journal: without it, they are of no use."""
+    """Records are being copied from the journal; without the journal the table is unusable."""
 
 
 def encode(magic: bytes, payload: Mapping[str, Any], room: int) -> bytes:
-    """A block of at most `room` bytes."""
+    """Encode a block of at most `room` bytes."""
     text = dump(payload)
     if len(text) > room - _PREFIX.size:
         raise ValueError(
@@ -72,7 +72,7 @@ def encode(magic: bytes, payload: Mapping[str, Any], room: int) -> bytes:
 
 
 def decode(magic: bytes, block: bytes) -> dict[str, Any]:
-    """The inverse of `encode`; `block` may be longer than what was encoded."""
+    """Decode a block, which may be followed by other bytes."""
     if len(block) < _PREFIX.size:
         raise Damaged(f"it ends after {len(block)} bytes")
     found, version, length, checksum = _PREFIX.unpack_from(block)
@@ -89,12 +89,12 @@ def decode(magic: bytes, block: bytes) -> dict[str, Any]:
 
 
 def dump(payload: Mapping[str, Any]) -> bytes:
-    """JSON in as few bytes as possible."""
+    """Encode as compact JSON."""
     return json.dumps(payload, separators=(",", ":")).encode("ascii")
 
 
 def load(text: bytes) -> dict[str, Any]:
-    """The object in a JSON text, or `Damaged`."""
+    """Decode a JSON object; raises `Damaged`."""
     try:
         payload = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -105,7 +105,7 @@ def load(text: bytes) -> dict[str, Any]:
 
 
 def normal(meta: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Meta as it will come back from the file."""
+    """Return meta as it will be read from the file."""
     if meta is not None and not isinstance(meta, Mapping):
         raise TypeError(f"meta must be a mapping that JSON can hold, not {type(meta).__name__}")
     try:
@@ -115,7 +115,7 @@ def normal(meta: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def encode_identity(identity: Identity) -> bytes:
-    """A file's first page."""
+    """Encode a file's first page."""
     payload = {
         "table": identity.table,
         "replaces": identity.replaces,
@@ -126,13 +126,13 @@ def encode_identity(identity: Identity) -> bytes:
 
 
 def decode_identity(path: Path, page: bytes) -> Identity:
-    """What the file's first page says; anything but a table raises `FlatbedError`."""
+    """Decode a file's first page; anything but a table raises `FlatbedError`."""
     try:
         payload = decode(TABLE, page)
         record = Record.described(payload["fields"])
         table, replaces, order = payload["table"], payload["replaces"], payload["byteorder"]
         if not isinstance(table, str) or not isinstance(replaces, str | None):
-            raise Damaged("its name is none")
+            raise Damaged("its name is no string")
         if record.nbytes >= 2**31:
             raise Damaged(f"its records have {record.nbytes} bytes")
     except OtherVersion as error:
@@ -151,7 +151,7 @@ def decode_identity(path: Path, page: bytes) -> Identity:
 
 
 def state_payload(state: State) -> dict[str, Any]:
-    """The same in JSON's terms."""
+    """Convert a state to JSON types."""
     return {
         "n_rows": state.n_rows,
         "generation": state.generation,
@@ -161,27 +161,27 @@ def state_payload(state: State) -> dict[str, Any]:
 
 
 def state_of(payload: Mapping[str, Any]) -> State:
-    """The inverse of `state_payload`, or `Damaged`."""
+    """Convert JSON types to a state; raises `Damaged`."""
     meta, applying = payload.get("meta"), payload.get("applying")
     n_rows, generation = (_count(payload.get(name)) for name in ("n_rows", "generation"))
     if not isinstance(meta, dict) or not isinstance(applying, bool):
-        raise Damaged("its meta is none")
+        raise Damaged("its meta is no object")
     return State(n_rows, generation, meta, applying)
 
 
 def _count(found: object) -> int:
     if type(found) is not int or not 0 <= found < 2**63:
-        raise Damaged("its row count or its generation is none")
+        raise Damaged("its row count or its generation is no count")
     return found
 
 
 def encode_state(state: State) -> bytes:
-    """What stands between a file's first page and its records; ValueError if meta is too large for it."""
+    """Encode the pages between the first and the records; ValueError if meta is too large."""
     return encode(STATE, state_payload(state), RECORDS_AT - STATE_AT)
 
 
 def decode_state(block: bytes) -> State:
-    """The state in these pages, or `Damaged`: also when a crash has torn them."""
+    """Decode the state; raises `Damaged`, also if a crash has torn the pages."""
     return state_of(decode(STATE, block))
 
 

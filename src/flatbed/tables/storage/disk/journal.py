@@ -1,9 +1,9 @@
-"""The rows of a disk table that changed since its last checkpoint, in a file beside it.
+"""Rows of a disk table that changed since its last checkpoint, in a file next to it.
 
-    [seal: one page] [slots: a record each] [rows of the slots: int64 each] [what is sealed: JSON]
+    [seal: one page] [slots: a record each] [rows of the slots: int64 each] [state and decision: JSON]
 
-Until it is sealed, the first page is zero and the file means nothing: whoever finds it drops it. Once its
-seal is on the disk, it *is* the next checkpoint, and copying it to the table can be repeated at will.
+Without a seal, the first page is zero, and recovery drops the file. With a durable seal, the file *is* the
+next checkpoint, and copying it to the table can be repeated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatbed.errors import FlatbedError
-from flatbed.tables.storage.disk.copy_pool import CopyPool, put, take
+from flatbed.tables.storage.disk.copy_pool import copy_threads, put, take
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace, Records, anonymous
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
@@ -40,7 +40,7 @@ from flatbed.tables.storage.disk.format import (
 )
 
 SLOTS_AT = PAGE
-SEALED_ROOM = 2 * RECORDS_AT  # of JSON: a state, and the path of a decision
+SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decision
 HASHED = 16 << 20  # bytes under one checksum: part of the format
 CHUNK = 16 << 20
 MOST_SLOTS = 2**31 - 2  # the slot map counts them in int32
@@ -48,13 +48,13 @@ MOST_SLOTS = 2**31 - 2  # the slot map counts them in int32
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where to read whether a checkpoint of several files was completed: a JSON file with this token."""
+    """A JSON file that says by its token whether a checkpoint of several files was completed."""
 
     path: str
     token: str
 
     def made(self) -> bool:
-        """Whether the file holds the token; a file that cannot be understood is an error, not a no."""
+        """True if the file holds the token; a file that cannot be read is an error."""
         try:
             found = load(Path(self.path).read_bytes())["token"]
         except FileNotFoundError as error:
@@ -62,7 +62,7 @@ class Decision:
                 return False
             raise FlatbedError(
                 f"a checkpoint was being made, and the folder of {self.path}, which says whether it was "
-                f"completed, is not there: put it back (or mount it), or make an empty folder of that name "
+                f"completed, is missing: put it back (or mount it), or make an empty folder of that name "
                 f"to go back to the checkpoint before"
             ) from error
         except (OSError, ValueError, KeyError) as error:
@@ -75,7 +75,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """What a sealed journal holds, next to its slots."""
+    """Contents of a sealed journal besides its slots."""
 
     table: str
     state: State
@@ -84,20 +84,20 @@ class Sealed:
 
 
 class Journal:
-    """Changed rows: which they are, and their records."""
+    """Changed rows and their records."""
 
     def __init__(self, path: Path, table: str, *, nbytes: int) -> None:
         self.path, self.table, self.nbytes = path, table, nbytes
         self.n_slots = 0
-        self._n_lost = 0  # of them, that no row knows of
+        self._n_lost = 0  # slots that no row refers to, after an interruption
         self._capacity = -1
         self._file: MappedFile | None = None
-        self._named = False  # durably
+        self._is_named = False  # the file's name is durable
         self._slot_of_row: NDArray[np.int32] | None = None  # counted from 1: 0 is "not changed"
         self._row_of_slot: NDArray[np.int64] = np.empty(0, np.int64)
 
     def rows(self) -> NDArray[np.int64]:
-        """The changed rows, in the order of their slots; -1 for a slot that is none's."""
+        """Return the changed rows in the order of their slots; -1 for a slot without a row."""
         rows: NDArray[np.int64] = self._row_of_slot[: self.n_slots].copy()
         if self._slot_of_row is not None:
             rows[self._slot_of_row[rows] != np.arange(1, self.n_slots + 1)] = -1
@@ -105,24 +105,24 @@ class Journal:
 
     @property
     def records(self) -> Records:
-        """The records of all slots."""
+        """Records of all slots."""
         if self._file is None or self._file.rows is None:
             return np.empty(0, f"V{self.nbytes}")
         return self._file.rows
 
     def slots(self, ids: NDArray[np.int64] | slice) -> NDArray[np.int32] | None:
-        """The slots of these rows, -1 for a row that has none; None if no row at all has one."""
+        """Return the slots of rows, -1 for a row without one; None if no row has changed."""
         if self._slot_of_row is None or not self.n_slots:
             return None
         slots: NDArray[np.int32] = self._slot_of_row[ids] - np.int32(1)
         return slots
 
     def has_room(self, n_others: int, *, n_rows: int) -> bool:
-        """Whether so many rows can come, whichever they are. No lock is needed; False may be too careful."""
+        """True if any `n_others` rows certainly fit. Needs no lock."""
         return self.n_slots + n_others <= self._capacity or n_rows + self._n_lost <= self._capacity
 
-    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, hands: CopyPool) -> None:
-        """Replace the records of distinct rows; nothing has changed when there is no room."""
+    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, pool: ThreadPoolExecutor) -> None:
+        """Replace the records of unique rows; after an error for lack of space, nothing has changed."""
         if self._slot_of_row is None:
             self._slot_of_row = anonymous(n_rows)
         slots = self._slot_of_row[ids].astype(np.int64) - 1
@@ -130,12 +130,12 @@ class Journal:
         after = self.n_slots + len(fresh)
         self._grow(after, n_rows)
         slots[fresh] = np.arange(self.n_slots, after)
-        # Interrupted between any two of these, slots are taken that no row knows of, and `rows` leaves out.
+        # An interruption between these lines leaves slots that no row refers to; `rows` skips them.
         self._n_lost += len(fresh)
         self._row_of_slot[self.n_slots : after] = ids[fresh]
         self.n_slots = after
         if self._file is not None:
-            put(self._file, slots, records=records, hands=hands)
+            put(self._file, slots, records=records, pool=pool)
         self._slot_of_row[ids[fresh]] = slots[fresh] + 1
         self._n_lost -= len(fresh)
 
@@ -145,25 +145,25 @@ class Journal:
         *,
         into: Records,
         where: NDArray[np.int64] | None = None,
-        hands: CopyPool,
+        pool: ThreadPoolExecutor,
     ) -> None:
-        """Copies of the records of some slots."""
-        take(self.records, slots, into=into, where=where, hands=hands)
+        """Copy the records of slots."""
+        take(self.records, slots, into=into, where=where, pool=pool)
 
     def make_room(self, ids: NDArray[np.int64], *, also: int, n_rows: int) -> None:
-        """Have room for the records of these rows, and of so many others that have no slot either."""
+        """Reserve space for the records of these rows, and of `also` others without a slot."""
         slots = self.slots(ids)
         n_fresh = len(ids) if slots is None else int((slots < 0).sum())
         self._grow(self.n_slots + n_fresh + also, n_rows)
 
     def _grow(self, needed: int, n_rows: int) -> None:
-        """Have room for so many slots and for sealing them; twice as many as before, if the disk can."""
+        """Reserve space for `needed` slots and their seal; for twice the present number where it fits."""
         if needed <= self._capacity:
             return
         if needed > MOST_SLOTS:
             raise FlatbedError(f"{needed} rows changed since the last checkpoint; make one before going on")
         if self._file is None:
-            self._file, self._named = MappedFile(self.path, create=True), False
+            self._file, self._is_named = MappedFile(self.path, create=True), False
         file = self._file
         roomy = max(needed, min(max(2 * self._capacity, (1 << 20) // self.nbytes), n_rows, MOST_SLOTS))
         try:
@@ -200,9 +200,9 @@ class Journal:
             )
         at = index_at(self.n_slots, self.nbytes)
         end = at + 8 * self.n_slots + len(about)
-        if not self._named:  # else a sealed journal might have no name after a loss of power
+        if not self._is_named:  # otherwise a sealed journal might have no name after a loss of power
             MappedFile.sync_folder(self.path.parent)
-            self._named = True
+            self._is_named = True
         file.write(at, self.rows())
         file.write(end - len(about), about)
         seal = {
@@ -216,10 +216,10 @@ class Journal:
         file.sync()
 
     def unseal(self, *, durably: bool) -> None:
-        """Make the file mean nothing again.
+        """Remove the seal.
 
-        A seal that is back after a loss of power does no harm once its records are home: either its slots
-        are as they were, and are copied again, or they are not, and its checksum is wrong.
+        A seal that reappears after a loss of power is harmless once its records are in the table. Either its
+        slots are unchanged, and are copied again, or they are not, and its checksum is wrong.
         """
         if self._file is not None and self._capacity >= 0:
             self._file.write(0, bytes(PAGE))
@@ -227,7 +227,7 @@ class Journal:
                 self._file.sync()
 
     def clear(self, *, same_rows: bool = True) -> None:
-        """No row has changed; the file keeps its room for the next ones."""
+        """Forget all changed rows; the file keeps its space for the next ones."""
         if same_rows and self._slot_of_row is not None:
             self._slot_of_row[self._row_of_slot[: self.n_slots]] = 0
         else:
@@ -235,22 +235,22 @@ class Journal:
         self.n_slots = self._n_lost = 0
 
     def close(self, *, remove: bool) -> None:
-        """Give memory and file back; a sealed journal must not be removed."""
+        """Release memory and file; a sealed journal must not be removed."""
         file, self._file, self._slot_of_row, self.n_slots = self._file, None, None, 0
         if file is not None:
             file.close()
             if remove:
-                with suppress(FlatbedError):  # it means nothing, and the next to open the table drops it
+                with suppress(FlatbedError):  # without a seal, recovery drops it
                     MappedFile.remove(self.path)
 
 
 def index_at(n_slots: int, nbytes: int) -> int:
-    """Where the rows of the slots begin."""
+    """Return the offset of the rows of the slots."""
     return -(-(SLOTS_AT + n_slots * nbytes) // PAGE) * PAGE
 
 
 def digest(file: MappedFile, start: int, stop: int) -> str:
-    """A checksum of mapped bytes: that of the checksums of its chunks, which threads make."""
+    """Hash mapped bytes: the checksum of the checksums of their chunks."""
 
     def one(at: int) -> bytes:
         with file.part(at, min(at + HASHED, stop)) as chunk:
@@ -261,13 +261,13 @@ def digest(file: MappedFile, start: int, stop: int) -> str:
 
 
 def read_sealed(file: MappedFile) -> Sealed | None:
-    """What a journal holds, its slots mapped; None if it is not sealed, or not with a whole seal."""
+    """Read a journal and map its slots; None without a complete seal."""
     page = np.zeros(PAGE, np.uint8)
     file.read(0, page)
     if not page[: len(JOURNAL)].any():
         return None
     if page[: len(JOURNAL)].tobytes() != JOURNAL:
-        raise FlatbedError(f"{file.path} is no journal of a table, but lies where one must be; move it away")
+        raise FlatbedError(f"{file.path} is no journal of a table, but has the name of one; move it away")
     try:
         return _sealed(file, decode(JOURNAL, page.tobytes()))
     except OtherVersion as error:
@@ -298,17 +298,17 @@ def _sealed(file: MappedFile, seal: dict[str, Any]) -> Sealed:
 
 
 def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state: State) -> None:
-    """Copy sealed records home and make `state` the table's; may be repeated, and must be if interrupted."""
-    # Said before the first record changes: from here on neither a lost decision nor a lost journal can
-    # make a half-changed table look like the checkpoint before.
+    """Copy sealed records and `state` to the table. Must be repeated after an interruption."""
+    # Written before the first record changes. Otherwise, without its decision or journal, a half-changed
+    # table would look like the checkpoint before.
     table.write(STATE_AT, encode_state(replace(state, applying=True)))
     table.sync()
     order = np.argsort(rows, kind="stable")
     order = order[np.searchsorted(rows, 0, sorter=order) :]
     step = max(1, CHUNK // records.dtype.itemsize)
-    with closing(CopyPool()) as hands:
+    with copy_threads() as pool:
         for start in range(0, len(order), step):
             some = order[start : start + step]
-            put(table, rows[some], records=records[some], hands=hands)
+            put(table, rows[some], records=records[some], pool=pool)
     table.write(STATE_AT, encode_state(state))
     table.sync()

@@ -1,4 +1,4 @@
-"""What opening a table's file finds, and makes whole: the last completed checkpoint."""
+"""Recovery: opening a table's file at its last completed checkpoint."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from flatbed.tables.storage.disk.journal import Sealed, apply, read_sealed
 
 
 def journal_of(path: Path) -> Path:
-    """Where a table's journal lies."""
+    """Return the path of a table's journal."""
     return path.with_name(path.name + ".journal")
 
 
 def recover(table: MappedFile) -> tuple[Identity, State]:
-    """Complete a sealed checkpoint or drop an unfinished one; the records are mapped when it returns.
+    """Complete a sealed checkpoint or drop an unfinished one, and map the records.
 
-    All that can be wrong is found before anything is written.
+    Everything is checked before anything is written.
     """
     path = table.path
     head = np.zeros(RECORDS_AT, np.uint8)
@@ -56,7 +56,7 @@ def recover(table: MappedFile) -> tuple[Identity, State]:
     if state.applying:
         raise FlatbedError(
             f"{path} was being changed when its process ended, and its journal {journal} is missing or "
-            "damaged; put the journal back beside it, or restore the table from a copy"
+            "damaged; put the journal back next to it, or restore the table from a copy"
         )
     _map_records(table, identity, state)
     if journal.exists():
@@ -66,14 +66,14 @@ def recover(table: MappedFile) -> tuple[Identity, State]:
 
 
 def _wanted(path: Path, identity: Identity, *, state: State | None, sealed: Sealed) -> bool:
-    """Whether a sealed journal belongs to this table's past and future; one of elsewhere is an error."""
+    """True if a sealed journal is to be applied; a journal of another table or copy is an error."""
     if sealed.table != identity.table:
         if sealed.table == identity.replaces:
             return False
         raise FlatbedError(f"{journal_of(path)} belongs to another table than {path}; move one of them away")
     generation = sealed.state.generation
     if state is None:
-        return True  # torn, which happens only while a sealed journal is being applied
+        return True  # torn, which happens only while a sealed journal is applied
     if state.generation == generation:
         return True
     if state.generation + 1 == generation and not state.applying:
@@ -95,7 +95,7 @@ def _check_rows(journal: Path, identity: Identity, *, sealed: Sealed, file: Mapp
 
 
 def _map_records(table: MappedFile, identity: Identity, state: State) -> None:
-    """Map a table's records, if the file holds so many."""
+    """Map a table's records; raises if the file is too short."""
     nbytes, size = identity.record.nbytes, table.size
     expected = RECORDS_AT + state.n_rows * nbytes
     if size < expected:
@@ -104,6 +104,6 @@ def _map_records(table: MappedFile, identity: Identity, state: State) -> None:
             "was cut short; restore it from a copy"
         )
     if size > expected:
-        table.truncate(expected)  # room for rows of a growth that was not completed
+        table.truncate(expected)  # space of rows that an interrupted resize has added
     table.fill_holes()
     table.map(RECORDS_AT, nbytes, count=state.n_rows, random=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,88 +19,56 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
-from flatbed.tables.storage.disk.copy_pool import Fill, as_records, empty, take, write_rows
-from flatbed.tables.storage.disk.file import MappedFile, NotSynced, Records, lock
-from flatbed.tables.storage.disk.format import (
-    PAGE,
-    RECORDS_AT,
-    STATE_AT,
-    Identity,
-    State,
-    decode_identity,
-    encode_identity,
-    encode_state,
-    normal,
-)
-from flatbed.tables.storage.disk.journal import Decision, Journal, apply, read_sealed
-from flatbed.tables.storage.disk.recovery import journal_of, recover
-from flatbed.tables.storage.disk.resources import Held, tell_at_exit
+from flatbed.tables.storage.base import CPU, Fill
+from flatbed.tables.storage.disk.copy_pool import as_records, submit, take, write_rows
+from flatbed.tables.storage.disk.create import create_files, open_files
+from flatbed.tables.storage.disk.file import NotSynced, Records
+from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
+from flatbed.tables.storage.disk.journal import Decision, apply
+from flatbed.tables.storage.disk.open_files import OpenFiles, warn_at_exit
+from flatbed.tables.storage.disk.readers import Readers
 
 T = TypeVar("T")
 
 
-class Readers:
-    """Who reads from a table's file without the tier's lock.
-
-    They begin with the lock; whoever has it and is about to change the file, or to close it, waits for them.
-    Known by their threads: one that was interrupted on its way out does not read any more if it waits here.
-    """
-
-    def __init__(self) -> None:
-        self._threads: set[int] = set()
-        self._done = threading.Condition()
-
-    def __enter__(self) -> None:
-        with self._done:
-            self._threads.add(threading.get_ident())
-
-    def __exit__(self, *_: object) -> None:
-        with self._done:
-            self._threads.discard(threading.get_ident())
-            self._done.notify_all()
-
-    def wait(self) -> None:
-        """Until nobody reads."""
-        me = {threading.get_ident()}
-        with self._done:
-            self._done.wait_for(lambda: self._threads <= me)
-
-
 class DiskStorage:
-    """The records of a table, in a file.
+    """Records of a table in a file, with changed rows in a journal next to it.
 
-    The file itself changes only in `checkpoint`: rows changed since lie in `PATH.journal`, and are dropped
-    by `close` and by a crash. So the file always holds the last completed checkpoint, whole.
+    The file changes only in `checkpoint`. Rows changed since then are in `PATH.journal`; `close` and a crash
+    drop them. The file always holds the last completed checkpoint.
 
     >>> import tempfile
     >>> from flatbed.tables.record import Field
     >>> record = Record((Field("weight", torch.float32, 4),))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     tier = DiskTier.create(f"{folder}/table", record, 1000, fill=lambda start, stop, records: None)
-    ...     tier.scatter_(torch.tensor([3, 5]), torch.ones(2, record.nbytes, dtype=torch.uint8))
-    ...     tier.checkpoint({"step": 1})
-    ...     tier.close()
-    ...     tier = DiskTier.open(f"{folder}/table")
-    ...     tier.meta, tier.gather(torch.tensor([5]), 2)
+    ...     storage = DiskStorage.create(f"{folder}/t", record, 1000, fill=lambda start, stop, records: None)
+    ...     storage.scatter_(torch.tensor([3, 5]), torch.ones(2, record.nbytes, dtype=torch.uint8))
+    ...     storage.checkpoint({"step": 1})
+    ...     storage.close()
+    ...     storage = DiskStorage.open(f"{folder}/t")
+    ...     storage.meta, storage.gather(torch.tensor([5]), 2)
     ({'step': 1}, tensor([[1, 1]], dtype=torch.uint8))
     """
 
-    device = torch.device("cpu")
+    device = CPU
     memory: Tensor | None = None
+    reach: torch.device | None = None
 
-    def __init__(self, held: Held, identity: Identity, state: State) -> None:
+    def __init__(self, files: OpenFiles, identity: Identity, state: State) -> None:
         """Use `create` or `open`."""
-        self.record, self.n_rows, self.path = identity.record, state.n_rows, held.table.path
+        self.record, self.n_rows, self.path = identity.record, state.n_rows, files.table.path
         self._state = state
-        self._held = held
+        self._files = files
         self._lock = threading.RLock()
         self._readers = Readers()
-        self._sealed: State | None = None  # on the disk, and not yet in the table
-        self._decided = False  # by a file of its own
-        self._committing = False
+        self._sealed: State | None = None  # in the journal, durable, and not yet in the table
+        self._has_decision = False  # of the sealed state: another file says whether it holds
+        self._is_committing = False
         self._broken: str | None = None
-        self._finalizer = weakref.finalize(self, Held.forgotten, held)
-        tell_at_exit()
+        self._finalizer = weakref.finalize(self, OpenFiles.close_forgotten, files)
+        warn_at_exit()
+
+    # ---- files
 
     @classmethod
     def create(
@@ -112,232 +79,216 @@ class DiskStorage:
         *,
         fill: Fill,
         meta: Mapping[str, Any] | None = None,
-        replace: bool = False,
     ) -> DiskStorage:
-        """Make a table's file; its name appears when it is complete. With `replace`, instead of another."""
-        if n_rows < 0:
-            raise ValueError(f"a table has 0 rows or more, not {n_rows}")
-        path = Path(os.path.realpath(path))
-        identity = Identity(secrets.token_hex(16), record, _predecessor(path))
-        state = State(n_rows, 0, normal(meta))
-        with ExitStack() as others:
-            if path.exists():
-                if not replace:
-                    raise _exists(path)
-                others.callback(os.close, lock(path))  # nobody may be using what is replaced
-            held = _build(path, identity, state, fill=fill, replace=replace)
-        held.drop_journal()  # of the table that was there before
-        return cls(held, identity, state)
+        """Make a table's file. Its name appears when it is complete."""
+        path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta))
+        return cls(*create_files(path, record, state, fill=fill))
 
     @classmethod
     def open(cls, path: str | Path) -> DiskStorage:
         """Open a table's file as its last completed checkpoint left it."""
-        path = Path(os.path.realpath(path))
-        if not path.exists():
-            raise FlatbedError(f"there is no table at {path}; check the path, or create one")
-        with ExitStack() as undo:
-            descriptor = lock(path)
-            undo.callback(os.close, descriptor)
-            table = MappedFile(path)
-            undo.callback(table.close)
-            identity, state = recover(table)
-            journal = Journal(journal_of(path), identity.table, nbytes=identity.record.nbytes)
-            undo.pop_all()
-        return cls(Held(descriptor, table, journal), identity, state)
+        return cls(*open_files(Path(os.path.realpath(path))))
+
+    def close(self) -> None:
+        """Close the file. Rows changed since the last checkpoint are lost; a second call does nothing."""
+        if self._files.is_own_process():
+            with self._lock:
+                self._readers.wait()
+                self._files.close()
+
+    def check(self) -> None:
+        """Raise if the storage is closed, or if this is a forked process."""
+        self._files.check()
+
+    def serves(self, device: torch.device) -> bool:
+        """Any device: rows are copied to it."""
+        return True
+
+    # ---- checkpoints as they are
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What the last completed checkpoint was given."""
+        """The `meta` of the last completed checkpoint."""
         return normal(self._state.meta)
 
     @property
+    def pending_meta(self) -> dict[str, Any] | None:
+        """The `meta` of a checkpoint that was prepared, and neither committed nor aborted."""
+        return None if self._sealed is None else normal(self._sealed.meta)
+
+    @property
     def generation(self) -> int:
-        """How many checkpoints were completed since the file was made."""
+        """Number of checkpoints completed since the file was made."""
         return self._state.generation
 
     @property
-    def dirty_rows(self) -> int:
-        """How many rows changed since the last completed checkpoint."""
-        return self._held.journal.n_slots
+    def unsaved_rows(self) -> int:
+        """Rows changed since the last completed checkpoint."""
+        return self._files.journal.n_slots
 
-    def gather(self, ids: Tensor, nbytes: int | None = None, *, into: Tensor | None = None) -> Tensor:
-        """Copies of the records of these rows, (n, nbytes) of uint8; or of their first `nbytes` bytes.
+    # ---- rows
 
-        `into`: memory for them, pinned for example.
-        """
-        nbytes = self.record.nbytes if nbytes is None else nbytes
-        if not 0 < nbytes <= self.record.nbytes:
-            raise ValueError(f"a record has {self.record.nbytes} bytes, of which {nbytes} cannot be read")
-        with ExitStack() as reading:
-            with self._use():
-                rows, hands = self._rows(ids), self._held.readers
-                found, out = empty(len(rows), nbytes, into)
-                changed, slots = self._changed(rows)
-                if len(changed) == len(rows):
-                    self._held.journal.take(slots, into=found, hands=hands)
-                    return torch.from_numpy(out)
-                if len(changed):
-                    self._held.journal.take(slots[changed], into=found, where=changed, hands=hands)
-                records = self._records
-                reading.enter_context(self._readers)
-            # What follows may wait for the disk, and others need not wait for it.
-            if not len(changed):
-                take(records, rows, into=found, hands=hands)
-            else:
-                others = np.flatnonzero(slots < 0)
-                take(records, rows[others], into=found, where=others, hands=hands)
+    def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
+        """Copy records of rows, (n, nbytes) of uint8, or their first `nbytes` bytes."""
+        out = np.empty((ids.numel(), self.record.nbytes if nbytes is None else nbytes), np.uint8)
+        self._gather(ids, as_records(out), in_order=True)
         return torch.from_numpy(out)
 
     def collect(self, ids: Tensor, into: Tensor) -> NDArray[np.int64]:
-        """`gather` of whole records in the order that is quickest, which is returned: places in `ids`.
+        """Copy whole records in the fastest order, and return it as positions in `ids`."""
+        return self._gather(ids, as_records(into.numpy()), in_order=False)
 
-        For a thread that nobody waits for yet.
-        """
+    def _gather(self, ids: Tensor, into: Records, *, in_order: bool) -> NDArray[np.int64]:
+        """Copy rows from the journal, then the others from the file, without the lock: a disk is slow."""
+        pool = self._files.pool
         with ExitStack() as reading:
             with self._use():
-                rows, hands = self._rows(ids), self._held.collectors
-                found, _ = empty(len(rows), self.record.nbytes, into)
+                rows = self._rows(ids)
                 changed, slots = self._changed(rows)
-                n_changed = len(changed)
-                if n_changed:
-                    self._held.journal.take(slots[changed], into=found[:n_changed], hands=hands)
+                n = len(changed)
+                others = np.flatnonzero(slots < 0) if n else np.arange(len(rows))
+                is_mixed = in_order and 0 < n < len(rows)
+                self._files.journal.take(
+                    slots[changed],
+                    into=into if is_mixed else into[:n],
+                    where=changed if is_mixed else None,
+                    pool=pool,
+                )
                 records = self._records
                 reading.enter_context(self._readers)
-            others = np.flatnonzero(slots < 0) if n_changed else np.arange(len(rows))
-            take(records, rows[others], into=found[n_changed:], hands=hands)
+            take(
+                records,
+                rows[others],
+                into=into if is_mixed else into[n:],
+                where=others if is_mixed else None,
+                pool=pool,
+            )
         return np.concatenate((changed, others))
 
-    def scatter_(self, ids: Tensor, records: Tensor, *, waited_for: bool = True) -> None:
-        """Replace the records of these rows; they reach the file with the next checkpoint."""
-        hands = self._held.writers if waited_for else self._held.senders
+    def scatter_(self, ids: Tensor, records: Tensor) -> None:
+        """Replace the records of rows; they reach the file with the next checkpoint."""
         with self._use(change=True):
             rows = self._rows(ids)
-            given = self._given(records, len(rows))
+            if records.dtype != torch.uint8 or records.shape != (len(rows), self.record.nbytes):
+                raise ValueError(
+                    f"expected {len(rows)} records of {self.record.nbytes} bytes, found "
+                    f"{tuple(records.shape)} of {records.dtype}"
+                )
             if len(rows):
-                self._held.journal.put(rows, given, n_rows=self.n_rows, hands=hands)
+                given = as_records(records.detach().cpu().contiguous().numpy())
+                self._files.journal.put(rows, given, n_rows=self.n_rows, pool=self._files.pool)
 
     def send(self, ids: Tensor, records: Tensor, *, after: Callable[[], None]) -> Future[None]:
-        """`scatter_` in another thread, one after the other, once `after` returns."""
-        self._held.check()
-        return self._held.sender.submit(self._scatter_after, after, ids, records)
+        """Call `after`, then `scatter_`, in the writer thread, in the order of the calls."""
+        self._files.check()
+        return submit(self._files.writer, self._scatter_after, after, ids, records)
 
     def _scatter_after(self, after: Callable[[], None], ids: Tensor, records: Tensor) -> None:
         after()
-        self.scatter_(ids, records, waited_for=False)
+        self.scatter_(ids, records)
 
-    def aside(self, do: Callable[..., T], *given: Any) -> Future[T]:
-        """Have something done by a thread that reads, while others do."""
-        self._held.check()
-        return self._held.readers.submit(do, *given)
+    def aside(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Run a function in one of the threads that copy rows."""
+        self._files.check()
+        return submit(self._files.pool, function, *args)
 
-    def count_also(self, n_elsewhere: Callable[[], int]) -> None:
-        """Have changed rows that are elsewhere counted among those that an exit would lose."""
-        self._held.n_elsewhere = n_elsewhere
+    def count_also(self, count_cached: Callable[[], int]) -> None:
+        """Include changed rows of a cache in the warning at exit."""
+        self._files.count_cached = count_cached
 
     def has_room(self, n_rows: int) -> bool:
-        """Whether it is plain, without waiting for anyone, that so many rows can change, whichever they are.
-
-        Else `make_room` finds out.
-        """
-        self._held.check()
-        usable = self._broken is None and self._sealed is None
-        return usable and self._held.journal.has_room(n_rows, n_rows=self.n_rows)
+        """True if any `n_rows` rows can certainly change, without taking the lock; see `make_room`."""
+        self._files.check()
+        is_usable = self._broken is None and self._sealed is None
+        return is_usable and self._files.journal.has_room(n_rows, n_rows=self.n_rows)
 
     def make_room(self, ids: Tensor, *, also: int = 0) -> None:
-        """Raise now if there is no room on the disk for changes of these rows, and of so many others."""
+        """Reserve disk space for changes of these rows and of `also` others, or raise."""
         with self._use(change=True):
-            self._held.journal.make_room(self._rows(ids), also=also, n_rows=self.n_rows)
+            self._files.journal.make_room(self._rows(ids), also=also, n_rows=self.n_rows)
 
     def unchanged(self, ids: Tensor) -> Tensor:
-        """Which of these rows are as the last checkpoint has them: (n,) of bool. Others have their room.
+        """Which rows are as in the last checkpoint: (n,) of bool. The others have their disk space.
 
-        Waits for nobody: others may be writing, but not these rows.
+        Takes no lock: other threads may write, but not to these rows.
         """
-        self._held.check()
+        self._files.check()
         rows = self._rows(ids)
-        slots = self._held.journal.slots(rows)
+        slots = self._files.journal.slots(rows)
         return torch.from_numpy(np.ones(len(rows), np.bool_) if slots is None else slots < 0)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """A copy of consecutive records."""
-        if not 0 <= start <= stop <= self.n_rows:
-            raise IndexError(f"rows {start} to {stop} are out of range for a table of {self.n_rows} rows")
+        """Copy consecutive records."""
         with self._use():
-            found, out = empty(stop - start, self.record.nbytes)
-            # Not through the mapping, which expects rows at random and reads nothing ahead.
-            if self._held.table.read(RECORDS_AT + start * self.record.nbytes, out) < out.nbytes:
+            out = np.empty((stop - start, self.record.nbytes), np.uint8)
+            # Not through the mapping, which is advised for random rows and reads nothing ahead.
+            if self._files.table.read(RECORDS_AT + start * self.record.nbytes, out) < out.nbytes:
                 raise FlatbedError(f"{self.path} was cut short while it was open; restore it from a copy")
             changed, slots = self._changed(slice(start, stop))
-            found[changed] = self._held.journal.records[slots[changed]]
+            as_records(out)[changed] = self._files.journal.records[slots[changed]]
         return torch.from_numpy(out)
 
     def write_(self, start: int, records: Tensor) -> None:
         """Replace consecutive records."""
-        stop = start + len(records)
-        if not 0 <= start <= stop <= self.n_rows:
-            raise IndexError(f"rows {start} to {stop} are out of range for a table of {self.n_rows} rows")
-        self.scatter_(torch.arange(start, stop, device=self.device), records)
+        self.scatter_(torch.arange(start, start + len(records), device=self.device), records)
 
-    def flush(self) -> None:
-        """Do nothing: rows arrive with the next checkpoint, and not before."""
+    # ---- checkpoints to be made
 
     def checkpoint(self, meta: Mapping[str, Any] | None = None) -> None:
-        """Make all rows as they are now, and `meta`, what the file holds; without `meta`, it stays as it was.
+        """Make all rows as they are now, and `meta`, durable. Without `meta`, the last one stays.
 
-        When it returns, they outlast a loss of power. Until then, the file holds the checkpoint before.
+        When this returns, they survive a loss of power. Until then, the file holds the checkpoint before.
         """
         with self._use():
-            if self._sealed is not None and not self._decided:
+            if self._sealed is not None and not self._has_decision:
                 self.commit()  # of a checkpoint that was interrupted
             with self._use(change=True):
                 self._seal(self._next(meta), None)
                 self.commit()
 
     def prepare(self, meta: Mapping[str, Any] | None = None, *, decision: str | Path, token: str) -> None:
-        """Do all of a checkpoint that can fail; until `commit` or `abort` follows, no row can change.
+        """Do everything of a checkpoint that can fail. No row can change until `commit` or `abort`.
 
-        After a crash, the table is at the new checkpoint if the JSON file `decision` holds this token
-        (`{"token": ...}`), and at the one before if it holds another or is not there. Write it atomically.
+        After a crash, the new checkpoint holds if the JSON file `decision` has this token
+        (`{"token": ...}`); otherwise the one before does. Write that file atomically.
         """
-        if not isinstance(token, str):
-            raise TypeError(f"a token is text, not {type(token).__name__}")
         with self._use(change=True):
             self._seal(self._next(meta), Decision(os.path.abspath(decision), token))
 
     def commit(self) -> None:
-        """Complete what `prepare` began. If it is interrupted, it can be called again."""
+        """Complete a prepared checkpoint. After an interruption, call it again."""
         with self._use():
             if self._sealed is None:
                 raise FlatbedError(f"no checkpoint of {self.path} was prepared; call prepare() first")
-            held, state = self._held, self._sealed
+            files, state = self._files, self._sealed
             self._readers.wait()
-            self._committing = True
-            apply(held.table, held.journal.records, rows=held.journal.rows(), state=state)
+            self._is_committing = True
+            apply(files.table, files.journal.records, rows=files.journal.rows(), state=state)
             if state.n_rows != self.n_rows:
-                held.table.map(RECORDS_AT, self.record.nbytes, count=state.n_rows, random=True)
-            held.journal.unseal(durably=False)
-            held.keep_journal = self._committing = False
-            held.journal.clear(same_rows=state.n_rows == self.n_rows)
+                files.table.map(RECORDS_AT, self.record.nbytes, count=state.n_rows, random=True)
+            files.journal.unseal(durably=False)
+            files.keep_journal = self._is_committing = False
+            files.journal.clear(same_rows=state.n_rows == self.n_rows)
             self._state, self.n_rows, self._sealed = state, state.n_rows, None
 
     def abort(self) -> None:
-        """Take `prepare` back: changed rows stay changed, and wait for another checkpoint."""
+        """Undo `prepare`: changed rows stay in the journal, for another checkpoint."""
         with self._use():
             if self._sealed is None:
                 raise FlatbedError(f"no checkpoint of {self.path} was prepared; there is nothing to abort")
-            if self._committing:
+            if self._is_committing:
                 raise FlatbedError(
                     f"a checkpoint of {self.path} is half copied; call commit() to complete it"
                 )
-            self._held.journal.unseal(durably=True)
-            self._held.keep_journal, self._sealed = False, None
+            self._files.journal.unseal(durably=True)
+            self._files.keep_journal, self._sealed = False, None
 
-    def resize(self, n_rows: int, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> None:
+    def resize(self, n_rows: int, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> DiskStorage:
         """Add rows at the end; they and all changed rows become a checkpoint."""
         if n_rows < self.n_rows:
             raise ValueError(f"a table of {self.n_rows} rows can grow, but not shrink to {n_rows}")
         with self._use(change=True):
-            table, before = self._held.table, self._held.table.size
+            table, before = self._files.table, self._files.table.size
             state = replaced(self._next(meta), n_rows=n_rows)
             try:
                 table.reserve(RECORDS_AT + n_rows * self.record.nbytes)
@@ -345,54 +296,51 @@ class DiskStorage:
                 table.sync()
                 self._seal(state, None)
             except BaseException:
-                if self._broken is None:  # else the seal may have reached the disk, and needs the rows
+                if self._broken is None:  # otherwise the seal may be durable, and refer to the new rows
                     table.truncate(before)
                 raise
             self.commit()
+        return self
 
-    def rebuilt(self, record: Record, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> DiskStorage:
-        """The table with other records, in this one's place: a checkpoint, after which this tier is closed.
+    def rebuilt(
+        self, record: Record, *, fill: Fill, device: torch.device = CPU, meta: Mapping[str, Any] | None = None
+    ) -> DiskStorage:
+        """Replace the file by one with other records: a checkpoint, after which this storage is closed.
 
-        `fill` may read from this tier. If anything fails, this tier and its file are as they were.
+        `fill` may read from this storage. After an error, this storage and its file are as they were.
         """
         with self._use(change=True):
-            identity = Identity(secrets.token_hex(16), record, replaces=self._held.journal.table)
             state = self._next(meta)
-            held = _build(self.path, identity, state, fill=fill, replace=True)
+            made = create_files(self.path, record, state, fill=fill, replaces=self._files.journal.table)
             self._readers.wait()
-            self._held.close()
-        return DiskStorage(held, identity, state)
-
-    def close(self) -> None:
-        """Give the file back. Rows changed since the last checkpoint are lost; closing twice is allowed."""
-        if self._held.here():
-            with self._lock:
-                self._readers.wait()
-                self._held.close()
+            self._files.close()
+        return DiskStorage(*made)
 
     def _next(self, meta: Mapping[str, Any] | None) -> State:
         meta = self._state.meta if meta is None else normal(meta)
         return State(self.n_rows, self.generation + 1, dict(meta))
 
     def _seal(self, state: State, decision: Decision | None) -> None:
-        journal = self._held.journal
-        self._held.keep_journal = True
+        journal = self._files.journal
+        self._files.keep_journal = True
         self._broken = "the last checkpoint failed, and what of it is on the disk is not known"
         try:
             journal.seal(state, decision, n_rows=self.n_rows)
         except NotSynced:
-            raise  # the system forgets what it could not write, so trying again would prove nothing
+            raise  # the system drops what it could not write, so a second attempt would prove nothing
         except BaseException:
             journal.unseal(durably=True)
-            self._held.keep_journal, self._broken = False, None
+            self._files.keep_journal, self._broken = False, None
             raise
-        self._sealed, self._decided, self._broken = state, decision is not None, None
+        self._sealed, self._has_decision, self._broken = state, decision is not None, None
+
+    # ---- arguments
 
     @property
     def _records(self) -> Records:
-        if self._held.table.rows is None:
+        if self._files.table.rows is None:
             raise FlatbedError(f"{self.path} is closed")
-        return self._held.table.rows
+        return self._files.table.rows
 
     def _rows(self, ids: Tensor) -> NDArray[np.int64]:
         rows: NDArray[np.int64] = ids.to("cpu", torch.int64).reshape(-1).numpy()
@@ -403,26 +351,18 @@ class DiskStorage:
             )
         return rows
 
-    def _given(self, records: Tensor, n_rows: int) -> Records:
-        if records.dtype != torch.uint8 or records.shape != (n_rows, self.record.nbytes):
-            raise ValueError(
-                f"expected uint8 records of shape {(n_rows, self.record.nbytes)}, found {records.dtype} of "
-                f"shape {tuple(records.shape)}"
-            )
-        return as_records(records.detach().cpu().contiguous().numpy())
-
     def _changed(self, rows: NDArray[np.int64] | slice) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Which of these rows lie in the journal, and the slots of all of them (-1: none)."""
-        slots = self._held.journal.slots(rows)
+        """Positions of rows that are in the journal, and the slots of all rows (-1: none)."""
+        slots = self._files.journal.slots(rows)
         if slots is None:
             return np.empty(0, np.int64), np.empty(0, np.int32)
         return np.flatnonzero(slots >= 0), slots
 
     @contextmanager
     def _use(self, *, change: bool = False) -> Iterator[None]:
-        self._held.check()  # before the lock, which another thread may have held when this process was forked
+        self._files.check()  # before the lock, which another thread may have held when this process forked
         with self._lock:
-            self._held.check()
+            self._files.check()
             if change and self._broken is not None:
                 raise FlatbedError(
                     f"{self.path} cannot be changed: {self._broken}; close it and open it again, which goes "
@@ -433,52 +373,3 @@ class DiskStorage:
                     f"a checkpoint of {self.path} is half made; call commit() or abort() first"
                 )
             yield
-
-
-def _exists(path: Path) -> FlatbedError:
-    return FlatbedError(f"{path} exists already: open it, choose another path, or delete it first")
-
-
-def _predecessor(path: Path) -> str | None:
-    """The table that was in this place and may have left a journal."""
-    journal = journal_of(path)
-    if journal.exists():
-        with closing(MappedFile(journal)) as file:
-            sealed = read_sealed(file)
-        if sealed is not None:
-            return sealed.table
-    try:
-        with open(path, "rb") as table:
-            return decode_identity(path, table.read(PAGE)).table
-    except (OSError, FlatbedError):
-        return None
-
-
-def _build(path: Path, identity: Identity, state: State, *, fill: Fill, replace: bool) -> Held:
-    """Write a whole table under another name, then give it its own."""
-    first, second = encode_identity(identity), encode_state(state)
-    draft = path.with_name(path.name + ".new")
-    nbytes = identity.record.nbytes
-    with ExitStack() as undo:
-        descriptor = lock(draft, create=True)
-        undo.callback(os.close, descriptor)
-        undo.callback(MappedFile.remove, draft)
-        table = MappedFile(draft)
-        undo.callback(table.close)
-        table.truncate(0)  # somebody may have begun one before, and ended
-        table.reserve(RECORDS_AT + state.n_rows * nbytes)
-        table.write(0, first)
-        table.write(STATE_AT, second)
-        write_rows(table, identity.record, range(state.n_rows), fill=fill)
-        table.sync()
-        table.map(RECORDS_AT, nbytes, count=state.n_rows, random=True)
-        if path.exists() and not replace:
-            raise _exists(path)
-        MappedFile.rename(draft, path)
-        undo.pop_all()
-        undo.callback(table.close)
-        undo.callback(os.close, descriptor)
-        table.path = path
-        MappedFile.sync_folder(path.parent)
-        undo.pop_all()
-    return Held(descriptor, table, Journal(journal_of(path), identity.table, nbytes=nbytes))

@@ -9,7 +9,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,15 +19,14 @@ import torch
 
 import flatbed
 from flatbed.errors import FlatbedError
-from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import RECORDS_AT
-from tests.tables.crash_model import (
+from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,
-    WIDER,
     everything,
+    failing,
     files,
     fill,
     filled,
@@ -36,38 +34,30 @@ from tests.tables.crash_model import (
     random_records,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 # ---- files that are there already, and files that are not
 
 
-def test_existing_files_are_kept_unless_told(tmp_path: Path) -> None:
-    tier = made(tmp_path)
+def test_existing_files_are_kept(tmp_path: Path) -> None:
+    made(tmp_path).close()
+    before = files(tmp_path)
     with pytest.raises(FlatbedError, match="exists already"):
         made(tmp_path)
-    with pytest.raises(FlatbedError, match="is open already"):
-        DiskStorage.create(tmp_path / "table", RECORD, 5, fill=fill, replace=True)
-    tier.close()
-    before = files(tmp_path)
-    with pytest.raises(ZeroDivisionError):
-        DiskStorage.create(tmp_path / "table", RECORD, 5, fill=lambda *_: 1 // 0, replace=True)  # type: ignore[arg-type,return-value]
     assert files(tmp_path) == before
-    tier = DiskStorage.create(tmp_path / "table", RECORD, 5, fill=fill, replace=True)
-    assert (tier.n_rows, tier.generation) == (5, 0)
-    with pytest.raises(FlatbedError, match="is open already"):
-        DiskStorage.open(tmp_path / "table")
 
 
-def test_a_journal_of_a_replaced_table_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_of_a_replaced_table_is_dropped(tmp_path: Path) -> None:
     """Also if the process ends between the new table's name and the old journal's end."""
-    tier = made(tmp_path)
-    tier.scatter_(torch.arange(50), random_records(50))
-    tier.prepare(decision=tmp_path / "decision", token="a")
-    tier.close()
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(50), random_records(50))
+    storage.prepare(decision=tmp_path / "decision", token="a")
+    storage.close()
     sealed = (tmp_path / "table.journal").read_bytes()
     (tmp_path / "decision").write_text('{"token": "a"}')
-    DiskStorage.create(tmp_path / "table", RECORD, 60, fill=fill, replace=True).close()
+    (tmp_path / "table").unlink()
+    DiskStorage.create(tmp_path / "table", RECORD, 60, fill=fill).close()
     assert not (tmp_path / "table.journal").exists()
     (tmp_path / "table.journal").write_bytes(sealed)
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), filled(0, 60, NBYTES))
@@ -80,30 +70,25 @@ def test_a_journal_of_a_replaced_table_is_dropped(tmp_path: Path, monkeypatch: p
 
 
 def test_copies_of_different_times_are_refused(tmp_path: Path) -> None:
-    tier = made(tmp_path)
+    storage = made(tmp_path)
     first = (tmp_path / "table").read_bytes()
-    tier.checkpoint()
-    tier.scatter_(torch.arange(50), random_records(50))
-    tier.prepare(decision=tmp_path / "decision", token="a")
-    tier.close()
+    storage.checkpoint()
+    storage.scatter_(torch.arange(50), random_records(50))
+    storage.prepare(decision=tmp_path / "decision", token="a")
+    storage.close()
     (tmp_path / "decision").write_text('{"token": "a"}')
     (tmp_path / "table").write_bytes(first)
     with pytest.raises(FlatbedError, match=r"checkpoint 0, but .* checkpoint 2"):
         DiskStorage.open(tmp_path / "table")
 
 
-def test_a_table_without_its_journal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = made(tmp_path)
-    tier.scatter_(torch.arange(50), random_records(50))
+def test_a_table_without_its_journal_is_refused(tmp_path: Path) -> None:
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(50), random_records(50))
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MappedFile, "scatter", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            tier.checkpoint({"step": 1})
-    tier.close()
+    with failing(MappedFile, "scatter", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        storage.checkpoint({"step": 1})
+    storage.close()
     shutil.move(tmp_path / "table.journal", tmp_path / "elsewhere")
     before = files(tmp_path)
     with pytest.raises(FlatbedError, match=r"journal .*table.journal is missing or damaged"):
@@ -133,13 +118,13 @@ def test_a_draft_left_behind_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_two_names_of_one_file(tmp_path: Path) -> None:
-    tier = made(tmp_path)
+    storage = made(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "table")
     with pytest.raises(FlatbedError, match="is open already"):
         DiskStorage.open(tmp_path / "link")
-    tier.close()
-    with DiskTierContext(DiskStorage.open(tmp_path / "link")) as tier:
-        assert tier.path == tmp_path / "table"
+    storage.close()
+    with DiskStorageContext(DiskStorage.open(tmp_path / "link")) as storage:
+        assert storage.path == tmp_path / "table"
 
 
 def test_holes_of_a_copy_are_filled(tmp_path: Path) -> None:
@@ -150,17 +135,9 @@ def test_holes_of_a_copy_are_filled(tmp_path: Path) -> None:
         file.seek(0)
         file.write(head)
         file.truncate(RECORDS_AT + 10_000 * NBYTES)
-    with DiskTierContext(DiskStorage.open(tmp_path / "table")):
+    with DiskStorageContext(DiskStorage.open(tmp_path / "table")):
         found = (tmp_path / "table").stat()
         assert found.st_blocks * 512 >= found.st_size
-
-
-def test_a_file_cut_short_while_open(tmp_path: Path) -> None:
-    tier = made(tmp_path)
-    os.truncate(tmp_path / "table", RECORDS_AT + 50 * NBYTES)
-    with pytest.raises(FlatbedError, match="was cut short while it was open"):
-        tier.read(0, 100)
-    tier.close()
 
 
 def test_room_of_a_growth_that_was_not_completed_is_given_back(tmp_path: Path) -> None:
@@ -174,49 +151,34 @@ def test_room_of_a_growth_that_was_not_completed_is_given_back(tmp_path: Path) -
 # ---- locks, forks, ends
 
 
-class DiskTierContext(contextlib.closing[DiskStorage]):
-    """Closes a tier."""
+class DiskStorageContext(contextlib.closing[DiskStorage]):
+    """Closes a storage."""
 
 
 def test_one_user_at_a_time(tmp_path: Path) -> None:
-    tier = made(tmp_path)
+    storage = made(tmp_path)
     with pytest.raises(FlatbedError, match=r"table is open already.* close it there first"):
         DiskStorage.open(tmp_path / "table")
-    code = f"from flatbed.tables.storage.disk import DiskTier; DiskTier.open({str(tmp_path / 'table')!r})"
+    code = (
+        f"from flatbed.tables.storage.disk import DiskStorage; DiskStorage.open({str(tmp_path / 'table')!r})"
+    )
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert "is open already" in other.stderr
-    assert np.array_equal(everything(tier), filled(0, 100, NBYTES))
-    tier.close()
+    assert np.array_equal(everything(storage), filled(0, 100, NBYTES))
+    storage.close()
     DiskStorage.open(tmp_path / "table").close()
 
 
-def test_close_twice_and_use_after(tmp_path: Path) -> None:
-    tier = made(tmp_path)
-    tier.scatter_(torch.arange(3), random_records(3))
-    tier.close()
-    tier.close()
-    for use in (
-        lambda: tier.gather(torch.arange(3)),
-        lambda: tier.scatter_(torch.arange(3), random_records(3)),
-        lambda: tier.read(0, 3),
-        lambda: tier.checkpoint(),
-        lambda: tier.commit(),
-        lambda: tier.resize(200, fill=fill),
-    ):
-        with pytest.raises(FlatbedError, match="is closed; open it again"):
-            use()
-
-
-def test_a_forgotten_tier_gives_everything_back(tmp_path: Path) -> None:
+def test_a_forgotten_storage_gives_everything_back(tmp_path: Path) -> None:
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
-    tier = made(tmp_path)
-    tier.scatter_(torch.arange(3), random_records(3))
-    tier.checkpoint()
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(3), random_records(3))
+    storage.checkpoint()
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
-    del tier
+    del storage
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
@@ -224,39 +186,26 @@ def test_a_forgotten_tier_gives_everything_back(tmp_path: Path) -> None:
     DiskStorage.open(tmp_path / "table").close()
 
 
-def test_the_end_of_the_process_is_silent(tmp_path: Path) -> None:
-    code = (
-        "import torch; from tests.tables.test_disk_files import *\n"
-        f"tier = made(Path({str(tmp_path)!r}))\n"
-        "tier.scatter_(torch.arange(3), random_records(3)); tier.checkpoint()\n"
-        "tier.scatter_(torch.arange(3), random_records(3))"
-    )
-    command = [sys.executable, "-W", "error", "-X", "dev", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert list(files(tmp_path)) == ["table"]
-
-
 FORKED = """
 import os, sys, time
-from tests.tables.test_disk_files import *
+from tests.tables.storage.disk.test_files import *
 folder = Path(sys.argv[1])
-tier = made(folder)
-tier.scatter_(torch.arange(5), random_records(5))
+storage = made(folder)
+storage.scatter_(torch.arange(5), random_records(5))
 inside, outside = os.pipe()
 child = os.fork()
 if not child:
-    for use in (lambda: tier.gather(torch.arange(3)), lambda: tier.read(0, 3),
-                lambda: tier.scatter_(torch.arange(3), random_records(3)),
-                lambda: tier.checkpoint(), lambda: tier.commit()):
+    for use in (lambda: storage.gather(torch.arange(3)), lambda: storage.read(0, 3),
+                lambda: storage.scatter_(torch.arange(3), random_records(3)),
+                lambda: storage.checkpoint(), lambda: storage.commit()):
         try:
             use()
         except FlatbedError as error:
             assert "a forked process must not use it" in str(error), error
         else:
             os._exit(1)
-    tier.close()
-    del tier
+    storage.close()
+    del storage
     gc.collect()
     assert "table" not in Path("/proc/self/maps").read_text()
     other = made(folder / "child")  # a table of its own is no problem
@@ -265,10 +214,10 @@ if not child:
     os.read(inside, 1)  # lives until the parent has closed its own end
     sys.exit(0)
 time.sleep(0.2)
-tier.checkpoint({"step": 1})
-expected = everything(tier)
-tier.close()
-again = DiskTier.open(folder / "table")  # although the child still lives
+storage.checkpoint({"step": 1})
+expected = everything(storage)
+storage.close()
+again = DiskStorage.open(folder / "table")  # although the child still lives
 assert np.array_equal(everything(again), expected)
 os.close(outside)
 _, status = os.waitpid(child, 0)
@@ -286,32 +235,6 @@ def test_forked_processes_let_go(tmp_path: Path) -> None:
         [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
-
-
-def test_threads_may_share_a_tier(tmp_path: Path) -> None:
-    """One reads while another writes, grows and checkpoints: rows are old or new, never between."""
-    record = Record((Field("weight", torch.float32, 64),))
-    tier = DiskStorage.create(tmp_path / "table", record, 5000, fill=lambda *_: None)
-    failures: list[str] = []
-    ended = threading.Event()
-
-    def read() -> None:
-        while not ended.is_set():
-            found = tier.gather(torch.randint(0, 5000, (500,)))
-            if not (found == found[:, :1]).all():
-                failures.append("a row was torn")
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for step in range(30):
-        ids = torch.randperm(5000)[: 100 * step]
-        tier.scatter_(ids, torch.full((len(ids), 1), step, dtype=torch.uint8).expand(-1, record.nbytes))
-        if step % 10 == 0:
-            tier.checkpoint()
-    ended.set()
-    reader.join()
-    assert not failures
-    tier.close()
 
 
 # ---- no room
@@ -344,82 +267,35 @@ def test_no_room_for_a_table(tmp_path: Path) -> None:
 
 def test_no_room_for_changes(tmp_path: Path) -> None:
     """A full disk stops changes, and neither reading nor the next checkpoint."""
-    tier = made(tmp_path, 50_000)
-    tier.scatter_(torch.arange(10_000), random_records(10_000))
-    now = everything(tier)
+    storage = made(tmp_path, 50_000)
+    storage.scatter_(torch.arange(10_000), random_records(10_000))
+    now = everything(storage)
     size = (tmp_path / "table.journal").stat().st_size
     with largest_file(size + 200_000):
         with pytest.raises(FlatbedError, match="free some space"):
-            tier.scatter_(torch.arange(5_000, 50_000), random_records(45_000))
-        assert np.array_equal(everything(tier), now)
-        assert tier.dirty_rows == 10_000
+            storage.scatter_(torch.arange(5_000, 50_000), random_records(45_000))
+        assert np.array_equal(everything(storage), now)
+        assert storage.unsaved_rows == 10_000
         assert (tmp_path / "table.journal").stat().st_size == size
         exactly = torch.arange(5_000, 11_000)  # twice as many would not fit, but these do
-        tier.scatter_(exactly, random_records(6_000))
-        now = everything(tier)
-        tier.checkpoint({"step": 1})
-    tier.close()
-    tier = DiskStorage.open(tmp_path / "table")
-    assert np.array_equal(everything(tier), now)
-    assert tier.meta == {"step": 1}
-
-
-def test_no_room_for_a_journal(tmp_path: Path) -> None:
-    tier = made(tmp_path, 100)
-    with largest_file(100_000):
-        for _ in range(2):
-            with pytest.raises(FlatbedError, match="free some space"):
-                tier.scatter_(torch.arange(10), random_records(10))
-            with pytest.raises(FlatbedError, match="free some space"):
-                tier.checkpoint()
-        assert np.array_equal(everything(tier), filled(0, 100, NBYTES))
-    tier.scatter_(torch.arange(10), random_records(10))
-    tier.checkpoint({"step": 1})
-    assert tier.generation == 1
+        storage.scatter_(exactly, random_records(6_000))
+        now = everything(storage)
+        storage.checkpoint({"step": 1})
+    storage.close()
+    storage = DiskStorage.open(tmp_path / "table")
+    assert np.array_equal(everything(storage), now)
+    assert storage.meta == {"step": 1}
 
 
 def test_no_room_for_more_rows(tmp_path: Path) -> None:
-    tier = made(tmp_path, 1000)
-    tier.scatter_(torch.arange(10), random_records(10))
-    now, size = everything(tier), (tmp_path / "table").stat().st_size
+    storage = made(tmp_path, 1000)
+    storage.scatter_(torch.arange(10), random_records(10))
+    now, size = everything(storage), (tmp_path / "table").stat().st_size
     with largest_file(300_000), pytest.raises(FlatbedError, match="free some space"):
-        tier.resize(100_000, fill=fill)
-    assert (tier.n_rows, tier.dirty_rows, (tmp_path / "table").stat().st_size) == (1000, 10, size)
-    assert np.array_equal(everything(tier), now)
-    tier.checkpoint()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a small disk")
-    yield folder
-    gc.collect()
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_small_disk(small_disk: Path) -> None:
-    """The same on a disk that is really full."""
-    with pytest.raises(FlatbedError, match=r"its disk has \d+ bytes free \(No space left on device\)"):
-        made(small_disk, 100_000)
-    assert files(small_disk) == {}
-    with DiskTierContext(made(small_disk, 15_000)) as tier:
-        tier.scatter_(torch.arange(5_000), random_records(5_000))
-        now = everything(tier)
-        with pytest.raises(FlatbedError, match="free some space"):
-            tier.scatter_(torch.arange(15_000), random_records(15_000))
-        with pytest.raises(FlatbedError, match="free some space"):
-            tier.resize(100_000, fill=fill)
-        with contextlib.suppress(OSError):
-            (small_disk / "ballast").write_bytes(bytes(4 << 20))
-        tier.checkpoint({"step": 1})
-        with pytest.raises(FlatbedError, match="No space left"):
-            tier.rebuilt(WIDER, fill=fill)
-    with DiskTierContext(DiskStorage.open(small_disk / "table")) as tier:
-        assert np.array_equal(everything(tier), now)
+        storage.resize(100_000, fill=fill)
+    assert (storage.n_rows, storage.unsaved_rows, (tmp_path / "table").stat().st_size) == (1000, 10, size)
+    assert np.array_equal(everything(storage), now)
+    storage.checkpoint()
 
 
 @pytest.mark.parametrize(
@@ -450,7 +326,7 @@ optimizer.step()
 
 @pytest.mark.parametrize("end", ["", "checkpoint", "discard"])
 def test_a_table_that_is_forgotten(end: str, tmp_path: Path) -> None:
-    """Whoever lets go of it before it was saved is told, in a process that goes on."""
+    """Garbage collection of a table with unsaved rows warns."""
     emb = flatbed.Embedding(30, 4, storage="disk", path=tmp_path / "rows.bed")
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     emb([1, 2, 2]).sum().backward()
@@ -465,4 +341,4 @@ def test_a_table_that_is_forgotten(end: str, tmp_path: Path) -> None:
         gc.collect()
     found = [str(one.message) for one in told if "rows.bed" in str(one.message)]
     assert len(found) == (not end)
-    assert all("2 rows of" in one and "which nobody has any more" in one for one in found)
+    assert all("2 rows of" in one and "garbage collected" in one for one in found)

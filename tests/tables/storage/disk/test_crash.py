@@ -19,15 +19,24 @@ from numpy.random import Generator, default_rng
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
-from tests.tables.crash_model import NBYTES, RECORD, WIDER, Dense, batch, everything, fill, filled
-from tests.tables.crash_replay import Choice, Disk, Event, Log, recorded
+from tests.tables.storage.disk.crash_model import (
+    NBYTES,
+    RECORD,
+    WIDER,
+    Dense,
+    batch,
+    everything,
+    fill,
+    filled,
+)
+from tests.tables.storage.disk.crash_replay import Choice, Disk, Event, Log, recorded
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 def test_two_hundred_kills(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.tables.crash_kill", str(tmp_path), "200", "0"],
+        [sys.executable, "-m", "tests.tables.storage.disk.crash_kill", str(tmp_path), "200", "0"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -60,10 +69,10 @@ class Scenario:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     step: int = 0
 
-    def train(self, tier: DiskStorage, n_steps: int = 2) -> None:
+    def train(self, storage: DiskStorage, n_steps: int = 2) -> None:
         for _ in range(n_steps):
             self.step += 1
-            tier.scatter_(*map(torch.from_numpy, batch(self.step, tier.n_rows, tier.record.nbytes)))
+            storage.scatter_(*map(torch.from_numpy, batch(self.step, storage.n_rows, storage.record.nbytes)))
 
     def begin(self, rows: Dense) -> dict[str, Any]:
         meta = {"checkpoint": len(self.checkpoints), "text": "x" * (700 * len(self.checkpoints) % 3000)}
@@ -77,69 +86,69 @@ class Scenario:
     def run(self) -> None:
         with recorded(self.log):
             meta = self.begin(filled(0, 40, NBYTES))
-            tier = DiskStorage.create(self.folder / "table", RECORD, 40, fill=fill, meta=meta)
+            storage = DiskStorage.create(self.folder / "table", RECORD, 40, fill=fill, meta=meta)
             self.done()
             for _ in range(2):
-                self.train(tier)
-                tier.checkpoint(self.begin(everything(tier)))
+                self.train(storage)
+                storage.checkpoint(self.begin(everything(storage)))
                 self.done()
-            self.decide(tier)
-            self.abort(tier)
-            tier = self.reopen(tier)
-            self.train(tier)
-            grown = np.concatenate([everything(tier), filled(40, 70, NBYTES)])
-            tier.resize(70, fill=fill, meta=self.begin(grown))
+            self.decide(storage)
+            self.abort(storage)
+            storage = self.reopen(storage)
+            self.train(storage)
+            grown = np.concatenate([everything(storage), filled(40, 70, NBYTES)])
+            storage.resize(70, fill=fill, meta=self.begin(grown))
             self.done()
-            self.train(tier)
-            tier.checkpoint(self.begin(everything(tier)))
+            self.train(storage)
+            storage.checkpoint(self.begin(everything(storage)))
             self.done()
-            tier = self.rebuild(tier)
-            self.train(tier)
-            tier.checkpoint(self.begin(everything(tier)))
+            storage = self.rebuild(storage)
+            self.train(storage)
+            storage.checkpoint(self.begin(everything(storage)))
             self.done()
-            self.train(tier)
-            tier.close()
+            self.train(storage)
+            storage.close()
 
-    def decide(self, tier: DiskStorage) -> None:
-        self.train(tier)
+    def decide(self, storage: DiskStorage) -> None:
+        self.train(storage)
         self.log.mark("prepare")
-        tier.prepare(self.begin(everything(tier)), decision=self.folder / "decision", token="first")
+        storage.prepare(self.begin(everything(storage)), decision=self.folder / "decision", token="first")
         self.log.mark("decide", "first")
-        tier.commit()
+        storage.commit()
         self.done()
 
-    def abort(self, tier: DiskStorage) -> None:
+    def abort(self, storage: DiskStorage) -> None:
         """One checkpoint taken back, after which its decision must not count, should anybody make it."""
-        self.train(tier)
+        self.train(storage)
         self.log.mark("prepare")
-        tier.prepare({}, decision=self.folder / "decision", token="second")
-        tier.abort()
+        storage.prepare({}, decision=self.folder / "decision", token="second")
+        storage.abort()
         self.log.mark("late", "second")
-        self.train(tier, 1)
-        tier.checkpoint(self.begin(everything(tier)))
+        self.train(storage, 1)
+        storage.checkpoint(self.begin(everything(storage)))
         self.done()
 
-    def reopen(self, tier: DiskStorage) -> DiskStorage:
-        """One prepared and left, and dropped by whoever opens the table without a decision."""
-        self.train(tier)
+    def reopen(self, storage: DiskStorage) -> DiskStorage:
+        """One prepared and left, and dropped by recovery without a decision."""
+        self.train(storage)
         self.log.mark("prepare")
-        tier.prepare({}, decision=self.folder / "decision", token="third")
-        tier.close()
-        tier = DiskStorage.open(self.folder / "table")
+        storage.prepare({}, decision=self.folder / "decision", token="third")
+        storage.close()
+        storage = DiskStorage.open(self.folder / "table")
         self.log.mark("late", "third")
-        return tier
+        return storage
 
-    def rebuild(self, tier: DiskStorage) -> DiskStorage:
-        self.train(tier)
-        before = everything(tier)
+    def rebuild(self, storage: DiskStorage) -> DiskStorage:
+        self.train(storage)
+        before = everything(storage)
         after = filled(0, 70, WIDER.nbytes)
         after[:, :NBYTES] = before
 
         def carry(start: int, stop: int, records: torch.Tensor) -> None:
             fill(start, stop, records)
-            records[:, :NBYTES] = tier.read(start, stop)
+            records[:, :NBYTES] = storage.read(start, stop)
 
-        new = tier.rebuilt(WIDER, fill=carry, meta=self.begin(after))
+        new = storage.rebuilt(WIDER, fill=carry, meta=self.begin(after))
         self.done()
         return new
 
@@ -196,10 +205,10 @@ def found(folder: Path, checkpoints: list[Checkpoint]) -> int:
     """Which checkpoint the table in a folder is at, -1 if there is none."""
     if not (folder / "table").exists():
         return -1
-    tier = DiskStorage.open(folder / "table")
-    expected = checkpoints[tier.generation]
-    same = tier.meta == expected.meta and np.array_equal(everything(tier), expected.rows)
-    tier.close()
+    storage = DiskStorage.open(folder / "table")
+    expected = checkpoints[storage.generation]
+    same = storage.meta == expected.meta and np.array_equal(everything(storage), expected.rows)
+    storage.close()
     if not same:
         raise FlatbedError(f"the table at checkpoint {expected.generation} holds something else")
     return expected.generation

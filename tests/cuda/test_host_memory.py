@@ -1,22 +1,21 @@
-import copy
+"""Host memory: kinds, limits, forks, and freeing."""
+
+from __future__ import annotations
+
 import ctypes
 import gc
 import mmap
 import os
-import pickle
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from flatbed.cuda import driver as cuda_host
+from flatbed.cuda import driver as cuda_driver
 from flatbed.cuda import host_memory as memory
 from flatbed.cuda.driver import DriverError
 from flatbed.cuda.host_memory import HostMemory, allocate, available_bytes
@@ -76,7 +75,6 @@ def run(script: str, **variables: str) -> str:
 def test_memory_is_zero_and_writable(nbytes: int) -> None:
     held = allocate(nbytes, device=CPU)
     assert (held.kind, held.nbytes, held.device, held.addressable) == ("plain", nbytes, CPU, True)
-    assert held.usable()
     assert held.tensor.shape == (nbytes,)
     assert held.tensor.dtype is torch.uint8
     assert not held.tensor.any()
@@ -90,25 +88,11 @@ def test_memory_is_zero_and_writable(nbytes: int) -> None:
 def test_memory_is_exactly_sized_and_untouched() -> None:
     size, resident = status("VmSize"), status("VmRSS")
     held = allocate(GIB + 1, device=CPU)
-    assert abs(status("VmSize") - size - GIB) < MIB
+    assert abs(status("VmSize") - size - GIB) < 4 * MIB
     assert status("VmRSS") - resident < 64 * MIB
     assert held.tensor.data_ptr() % memory.HUGE_PAGE == 0
     held.close()
     assert abs(status("VmSize") - size) < MIB
-
-
-@linux
-def test_sizes_beyond_32_bits() -> None:
-    held = allocate(5 * GIB, device=CPU)
-    held.tensor[-8:].view(torch.int64).fill_(-3)
-    assert held.tensor[-8:].view(torch.int64).item() == -3
-    assert held.tensor.view(torch.float32).view(-1, 128).shape == (10 * MIB, 128)
-
-
-@pytest.mark.parametrize("nbytes", [-1, 1.5, "1"])
-def test_wrong_sizes(nbytes: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        allocate(nbytes, device=CPU)
 
 
 def test_more_than_there_is_is_refused() -> None:
@@ -119,23 +103,15 @@ def test_more_than_there_is_is_refused() -> None:
     assert 'storage="disk"' in str(caught.value)
 
 
-def test_what_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 62)
-    with pytest.raises(FlatbedError, match="the system gave no memory"):
-        allocate(1 << 60, device=CPU)
-
-
 def test_closed_memory_is_not_touched() -> None:
     held = allocate(1000, device=CPU)
     held.check()
     held.close()
     held.close()
-    assert not held.usable()
     with pytest.raises(FlatbedError, match="closed"):
         held.check()
     with pytest.raises(FlatbedError, match="closed"):
         _ = held.tensor
-    assert "not usable" in repr(held)
 
 
 @linux
@@ -150,22 +126,6 @@ def test_memory_goes_with_the_last_view() -> None:
     assert view.sum() == 50
     del view
     assert status("VmSize") - before < MIB
-
-
-@linux
-def test_memory_in_a_cycle_is_collected() -> None:
-    before = status("VmSize")
-    cycle: list[object] = [allocate(GIB, device=CPU)]
-    cycle.append(cycle)
-    del cycle
-    gc.collect()
-    assert status("VmSize") - before < MIB
-
-
-@pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_memory_is_not_copied(copying: Callable[[object], object]) -> None:
-    with pytest.raises(TypeError, match="cannot be copied"):
-        copying(allocate(10, device=CPU))
 
 
 # Forks
@@ -188,49 +148,10 @@ def test_a_forked_child_neither_touches_nor_frees() -> None:
         holder.pop().close()
         gc.collect()
         ctypes.memset(fresh, 1, 4 * MIB)
-        return refused and not mapped and fresh == address and not held.usable()
+        return refused and not mapped and fresh == address
 
     assert in_child(work)
-    assert held.usable()
     assert (held.tensor == 9).all()
-
-
-class Lines(Dataset[int]):
-    def __init__(self, held: HostMemory) -> None:
-        self.held = held
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index if raises(self.held.check, "forked child") else -1
-
-
-def load_in_workers(held: HostMemory) -> list[int]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forking with threads, of more workers than cores
-        loader = DataLoader(Lines(held), batch_size=2, num_workers=2, multiprocessing_context="fork")
-        return [int(x) for batch in loader for x in batch]
-
-
-@linux
-def test_forked_workers_of_a_dataloader() -> None:
-    held = allocate(4 * MIB, device=CPU)
-    held.tensor.fill_(9)
-    assert load_in_workers(held) == list(range(8))
-    assert (held.tensor == 9).all()
-
-
-def test_exit_is_clean_and_cuda_is_not_started() -> None:
-    script = """
-import torch
-from flatbed.cuda.host_memory import allocate
-held = allocate(10_000_000, device=torch.device("cpu"))
-view = held.tensor[5:]
-view.fill_(1)
-print(torch.cuda.is_initialized())
-"""
-    assert run(script) == "False\n"
 
 
 # How much there is
@@ -286,17 +207,11 @@ def test_unknown_limits(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
         allocate(10, device=CPU)
 
 
-def test_kinds_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLATBED_HOST_MEMORY", "managed")
-    monkeypatch.setenv("FLATBED_MANAGED_LIMIT", "")
-    assert allocate(10, device=CPU).kind == "plain"
-
-
 # A GPU's, with a driver that only pretends
 
 
-class Pretender:
-    """Stands in for cuda_host.Driver, and says what it was asked to do."""
+class FakeDriver:
+    """Records the calls that `cuda.driver.Driver` would make."""
 
     def __init__(self) -> None:
         self.manages = self.registers = True
@@ -342,18 +257,18 @@ class Pretender:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretender]:
-    pretender = Pretender()
-    monkeypatch.setattr(cuda_host, "driver", lambda: pretender)
-    monkeypatch.setattr(memory, "_warned", False)
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    monkeypatch.setattr(cuda_driver, "driver", lambda: fake)
+    monkeypatch.setattr(memory, "_has_warned", False)
     monkeypatch.setattr(memory, "_free_at_exit", lambda: None)
     monkeypatch.delenv("FLATBED_HOST_MEMORY", raising=False)
     monkeypatch.delenv("FLATBED_MANAGED_LIMIT", raising=False)
-    yield pretender
+    yield fake
     memory._free_all()
 
 
-def test_managed_memory_comes_first(driver: Pretender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_managed_memory_comes_first(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "POPULATE", 2 * MIB)
     held = allocate(5 * MIB, device=GPU)
     assert (held.kind, held.device, held.nbytes, held.addressable) == ("managed", GPU, 5 * MIB, True)
@@ -361,34 +276,32 @@ def test_managed_memory_comes_first(driver: Pretender, monkeypatch: pytest.Monke
     assert driver.did == ["managed", "populate", "populate", "populate"]
     held.close()
     held.close()
-    del held
-    gc.collect()
     assert driver.did[4:] == ["free_managed"]
 
 
-def test_registered_memory_comes_next(driver: Pretender) -> None:
+def test_registered_memory_comes_next(driver: FakeDriver) -> None:
     driver.manages = False
     held = allocate(5 * MIB, device=GPU)
     assert (held.kind, held.addressable) == ("registered", True)
     assert not held.tensor.any()
     view = held.tensor[10:]
-    del held
+    held.close()
     assert driver.did == ["register"]
     del view
     assert driver.did == ["register", "unregister"]
 
 
 @pytest.mark.parametrize("failing", ["managed", "populate"])
-def test_failures_lead_to_the_next_kind(driver: Pretender, failing: str) -> None:
+def test_failures_lead_to_the_next_kind(driver: FakeDriver, failing: str) -> None:
     driver.fails = {failing}
     held = allocate(5 * MIB, device=GPU)
     assert held.kind == "registered"
     assert not driver.maps
     held.close()
-    assert not memory._placed
+    assert not memory._live
 
 
-def test_pageable_memory_comes_last_with_one_warning(driver: Pretender) -> None:
+def test_pageable_memory_comes_last_with_one_warning(driver: FakeDriver) -> None:
     driver.manages, driver.fails = False, {"register"}
     with pytest.warns(
         UserWarning, match="staged through the CPU.*slower.*managed: .*registered: register failed"
@@ -399,24 +312,18 @@ def test_pageable_memory_comes_last_with_one_warning(driver: Pretender) -> None:
     assert allocate(10, device=GPU).kind == "pageable"
 
 
-def test_without_a_driver(driver: Pretender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_host, "driver", lambda: None)
+def test_without_a_driver(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "driver", lambda: None)
     with pytest.warns(UserWarning, match="libcuda"):
         assert allocate(10, device=GPU).kind == "pageable"
     with pytest.raises(FlatbedError, match="libcuda"):
         allocate(10, device=GPU, kind="registered")
 
 
-def test_other_accelerators(driver: Pretender) -> None:
-    device = torch.device("meta")
-    with pytest.warns(UserWarning, match="not from meta"):
-        assert allocate(10, device=device).kind == "pageable"
-
-
 @pytest.mark.parametrize("kind", ["managed", "registered", "pageable"])
 @pytest.mark.parametrize("by", ["argument", "variable"])
 def test_a_kind_can_be_asked_for(
-    driver: Pretender, kind: str, by: str, monkeypatch: pytest.MonkeyPatch
+    driver: FakeDriver, kind: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "variable":
         monkeypatch.setenv("FLATBED_HOST_MEMORY", kind)
@@ -424,7 +331,7 @@ def test_a_kind_can_be_asked_for(
     assert held.kind == kind
 
 
-def test_a_kind_that_is_not_there(driver: Pretender) -> None:
+def test_a_kind_that_is_not_there(driver: FakeDriver) -> None:
     driver.manages = driver.registers = False
     for kind in ("managed", "registered"):
         with pytest.raises(FlatbedError, match=f"no {kind} memory of 10 bytes for cuda:0"):
@@ -432,7 +339,7 @@ def test_a_kind_that_is_not_there(driver: Pretender) -> None:
 
 
 @pytest.mark.parametrize("limit", ["free", str(64 * MIB)])
-def test_managed_memory_has_a_limit(driver: Pretender, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_managed_memory_has_a_limit(driver: FakeDriver, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLATBED_MANAGED_LIMIT", limit)
     first, second = allocate(40 * MIB, device=GPU), allocate(40 * MIB, device=GPU)
     assert (first.kind, second.kind) == ("managed", "registered")
@@ -444,7 +351,7 @@ def test_managed_memory_has_a_limit(driver: Pretender, limit: str, monkeypatch: 
 
 
 @linux
-def test_a_forked_child_leaves_the_driver_alone(driver: Pretender) -> None:
+def test_a_forked_child_leaves_the_driver_alone(driver: FakeDriver) -> None:
     held = [allocate(4 * MIB, device=GPU, kind=kind) for kind in ("managed", "registered")]
 
     def work() -> bool:
@@ -462,18 +369,15 @@ def test_a_forked_child_leaves_the_driver_alone(driver: Pretender) -> None:
 def test_everything_is_freed_at_exit() -> None:
     script = """
 import atexit
-from tests.tables.test_memory import GPU, Pretender, cuda_host, allocate
+from tests.cuda.test_host_memory import GPU, FakeDriver, allocate, cuda_driver
 
-atexit.register(lambda: print(driver.did, [one.usable() for one in held]))
-driver = Pretender()
-cuda_host.driver = lambda: driver
+atexit.register(lambda: print(driver.did))
+driver = FakeDriver()
+cuda_driver.driver = lambda: driver
 held = [allocate(10, device=GPU, kind=kind) for kind in ("managed", "registered", "pageable")]
 driver.did.clear()
 """
-    assert (
-        run(script, PYTHONPATH=os.pathsep.join(sys.path))
-        == "['free_managed', 'unregister'] [False, False, True]\n"
-    )
+    assert run(script, PYTHONPATH=os.pathsep.join(sys.path)) == "['free_managed', 'unregister']\n"
 
 
 # A GPU's, in earnest. Little memory: more than the GPU has free could hang it.
@@ -518,16 +422,6 @@ def test_kernels_and_cpu_share_memory(kind: str) -> None:
 
 
 @pytest.mark.gpu
-def test_memory_is_zero_again_after_others_used_it() -> None:
-    for kind in ("managed", "registered"):
-        for _ in range(3):
-            held = allocate(8 * MIB, device=GPU, kind=kind)
-            assert not held.tensor.any()
-            on_gpu(held).fill_(-1)
-            held.close()
-
-
-@pytest.mark.gpu
 def test_managed_memory_stays_on_the_host() -> None:
     torch.ones(1, device=GPU).sum().item()
     before = torch.cuda.mem_get_info(GPU)[0]
@@ -548,58 +442,14 @@ def test_managed_memory_stays_on_the_host() -> None:
 
 
 @pytest.mark.gpu
-def test_limits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLATBED_MANAGED_LIMIT", "free")
-    assert allocate(4 * MIB, device=GPU).kind == "managed"
-    monkeypatch.setenv("FLATBED_MANAGED_LIMIT", "1000")
-    assert allocate(4 * MIB, device=GPU).kind == "registered"
-    with pytest.raises(FlatbedError, match="FLATBED_MANAGED_LIMIT=1000 allows 1,000 bytes"):
-        allocate(4 * MIB, device=GPU, kind="managed")
-    assert cuda_host.driver().free_bytes(0) == pytest.approx(torch.cuda.mem_get_info(GPU)[0], abs=64 * MIB)
-
-
-@pytest.mark.gpu
-def test_pageable_memory_beside_a_gpu() -> None:
-    held = allocate(4 * MIB, device=GPU, kind="pageable")
-    assert not held.addressable
-    assert not held.tensor.to(GPU).any().item()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["managed", "registered"])
-def test_memory_is_freed_from_any_thread_and_by_collection(kind: str) -> None:
-    gc.collect()  # what other tests have left
-    before = set(memory._placed)
-    held = allocate(4 * MIB, device=GPU, kind=kind)
-    on_gpu(held).fill_(3)
-    cycle: list[object] = [held]
-    cycle.append(cycle)
-    del held, cycle
-    thread = threading.Thread(target=gc.collect)
-    thread.start()
-    thread.join()
-    assert set(memory._placed) == before
-    torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["managed", "registered"])
-def test_forked_workers_beside_a_gpu(kind: str) -> None:
-    held = allocate(8 * MIB, device=GPU, kind=kind)
-    held.tensor.fill_(9)
-    assert load_in_workers(held) == list(range(8))
-    assert (held.tensor == 9).all()
-    assert on_gpu(held).eq(0x09090909).all().item()
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["managed", "registered", "pageable"])
 def test_exit_is_clean_on_a_gpu(kind: str) -> None:
     script = f"""
 import atexit, sys
 import torch
+from flatbed.cuda import host_memory as memory
 from flatbed.cuda.host_memory import allocate
-atexit.register(lambda: print(held.usable()))
+atexit.register(lambda: print(len(memory._live)))
 held = allocate(32 << 20, device=torch.device("cuda"), kind={kind!r})
 view = held.tensor[5:]
 view.fill_(1)
@@ -608,4 +458,4 @@ cycle.append(cycle)
 torch.ones(5, device="cuda").sum().item()
 print(held.kind)
 """
-    assert run(script) == f"{kind}\n{kind == 'pageable'}\n"
+    assert run(script) == f"{kind}\n0\n"

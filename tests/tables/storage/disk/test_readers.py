@@ -1,21 +1,20 @@
-"""A slow disk keeps whoever reads from it waiting, and nobody else; nothing goes while it is being read."""
+"""Reads without the lock: a slow disk delays its reader alone, and no file changes while it is read."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.disk import storage as tier
-from flatbed.tables.storage.disk.copy_pool import FEW, THREADS, CopyPool
-from tests.tables.crash_model import NBYTES, everything, fill, filled, made, random_records
+from flatbed.tables.storage.disk import DiskStorage, copy_pool
+from flatbed.tables.storage.disk import storage as disk_storage
+from flatbed.tables.storage.disk.readers import Readers
+from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
 
 SOON = 0.2
 LATE = 20.0
@@ -27,7 +26,7 @@ class SlowDisk:
     def __init__(self) -> None:
         self.slow = False
         self.began, self.goes_on = threading.Event(), threading.Event()
-        self._take = tier.take
+        self._take = disk_storage.take
 
     def take(self, *given: Any, **options: Any) -> None:
         if self.slow:
@@ -40,7 +39,7 @@ class SlowDisk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     slow = SlowDisk()
-    monkeypatch.setattr(tier, "take", slow.take)
+    monkeypatch.setattr(disk_storage, "take", slow.take)
     yield slow
     slow.goes_on.set()
 
@@ -119,14 +118,14 @@ def test_the_file_stays_as_it_is_while_it_is_read(what: str, tmp_path: Path, dis
     table.close()
 
 
-def test_a_reader_that_fails_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_fails_delays_no_other_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = made(tmp_path)
 
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(tier, "take", fail)
+        patch.setattr(disk_storage, "take", fail)
         with pytest.raises(MemoryError):
             table.gather(torch.arange(10))
     Doing(table.checkpoint).done()
@@ -160,67 +159,38 @@ def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
     table.close()
 
 
-# ---- how many threads
+# ---- threads
 
 
-def shares(hands: CopyPool, n_rows: int, nbytes: int, seconds: float = 0.0) -> list[range]:
-    """What each thread was given, in order."""
-    given: list[range] = []
-
-    def part(some: slice) -> None:
-        time.sleep(seconds)
-        given.append(range(some.start, some.stop))
-
-    hands.spread(part, n_rows, nbytes=nbytes)
-    return sorted(given, key=lambda share: share.start)
+@pytest.mark.parametrize("n_rows", [0, 1, 999, 20_000])
+def test_every_row_is_copied_once(n_rows: int) -> None:
+    given: list[int] = []
+    with copy_pool.copy_threads() as pool:
+        copy_pool.split(pool, lambda rows: given.extend(range(n_rows)[rows]), n_rows, n_parts=n_rows)
+    assert sorted(given) == list(range(n_rows))
 
 
-def test_as_many_threads_as_it_takes() -> None:
-    with closing(CopyPool(THREADS)) as hands:
-        assert len(shares(hands, 20_000, 1000)) == THREADS  # nothing is known yet
-        assert len(shares(hands, 20_000, 1000)) == FEW
-        assert len(shares(hands, 1, 1000)) == 1
-        assert len(shares(hands, 20_000, 1000, seconds=0.1)) == FEW  # as from a disk
-        found = shares(hands, 20_000, 1000)
-        assert len(found) == THREADS
-        assert [row for share in found for row in share] == list(range(20_000))
-
-
-def test_few_threads_where_nobody_waits() -> None:
-    with closing(CopyPool(THREADS)) as hands:
-        unhurried = hands.unhurried()
-        shares(unhurried, 20_000, 1000)
-        assert len(shares(unhurried, 20_000, 1000)) == 1
-        assert len(shares(unhurried, 40_000, 1000)) == 2
-        assert len(shares(unhurried, 1_000_000, 1000)) == FEW
-        assert len(shares(unhurried, 20_000, 1000, seconds=0.4)) == 1
-        assert len(shares(unhurried, 20_000, 1000)) == THREADS
-        assert len(shares(hands, 0, 1000)) == 1  # its own affair
-
-
-def test_what_is_in_the_queue_of_a_pool_without_threads_is_done_once() -> None:
-    """The queue comes before the thread, which the system may refuse."""
+def test_a_call_runs_once_if_no_thread_can_be_started() -> None:
+    """The pool queues a call before it starts a thread for it."""
     done: list[int] = []
-    with closing(CopyPool(1)) as hands:
-        submit = hands._pool.submit
 
-        def refuse(do: Any) -> Any:
-            submit(do)
+    class Full(ThreadPoolExecutor):
+        def submit(self, function: Any, /, *args: Any, **options: Any) -> Any:
+            super().submit(function, *args, **options)
             raise RuntimeError("can't start new thread")
 
+    with Full(1) as pool:
         for number in range(5):
-            hands._pool.submit = refuse if number % 2 else submit  # type: ignore[method-assign]
-            assert hands.submit(lambda i: done.append(i) or i, number).result() == number  # type: ignore[func-returns-value]
-        hands._pool.submit = submit  # type: ignore[method-assign]
-        failed = hands.submit(lambda: 1 // 0)
+            copy_pool.submit(pool, done.append, number).result()
+        failed = copy_pool.submit(pool, lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             failed.result()
-    assert done == list(range(5))
+    assert sorted(done) == list(range(5))
 
 
 def test_a_reader_that_was_interrupted_on_its_way_out() -> None:
     """Control-C in the line before it is gone: its own thread does not wait for it."""
-    readers = tier.Readers()
+    readers = Readers()
     readers.__enter__()
     readers.wait()
     waited = threading.Thread(target=readers.wait, daemon=True)

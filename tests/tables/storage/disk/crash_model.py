@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -50,9 +55,23 @@ def made(folder: Path, n_rows: int = 100, record: Record = RECORD) -> DiskStorag
     return DiskStorage.create(folder / "table", record, n_rows, fill=fill, meta={"step": 0})
 
 
-def everything(tier: DiskStorage) -> Dense:
-    return tier.read(0, tier.n_rows).numpy()
+def everything(storage: DiskStorage) -> Dense:
+    return storage.read(0, storage.n_rows).numpy()
 
 
 def random_records(n: int, nbytes: int = NBYTES) -> torch.Tensor:
     return torch.randint(0, 256, (n, nbytes), dtype=torch.uint8)
+
+
+@contextmanager
+def failing(owner: Any, name: str, error: BaseException, *, at: int = 1) -> Iterator[None]:
+    """Let a function raise at one of its calls."""
+    real, calls = getattr(owner, name), count(1)
+
+    def call(*args: Any, **options: Any) -> Any:
+        if next(calls) == at:
+            raise error
+        return real(*args, **options)
+
+    with mock.patch.object(owner, name, call):
+        yield

@@ -47,7 +47,7 @@ def _site() -> str:
 
 @contextmanager
 def recorded(log: Log) -> Iterator[None]:
-    """Record all that tiers do to files; nothing is really synced, which saves time."""
+    """Record all that storages do to files; nothing is really synced, which saves time."""
     real = {
         name: getattr(MappedFile, name) for name in ("__init__", "write", "scatter", "reserve", "truncate")
     }

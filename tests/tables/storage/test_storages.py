@@ -1,4 +1,4 @@
-"""One contract for all tiers: records go in and come out, wherever they live."""
+"""One contract for all storages: records go in and come out, wherever they live."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.memory import device_tier, host_tier
+from flatbed.tables.storage.memory import device_storage, host_storage
 
 N_ROWS = 37
 RECORDS = {
@@ -37,15 +37,15 @@ def first_records(record: Record, n_rows: int = N_ROWS) -> Tensor:
 
 
 def device(record: Record, folder: Path, on: str = "cpu") -> Storage:
-    tier = device_tier(record, N_ROWS, torch.device(on))
-    tier.write_(0, first_records(record))
-    return tier
+    storage = device_storage(record, N_ROWS, torch.device(on))
+    storage.write_(0, first_records(record))
+    return storage
 
 
 def host(record: Record, folder: Path, on: str = "cpu") -> Storage:
-    tier = host_tier(record, N_ROWS, torch.device(on))
-    tier.write_(0, first_records(record))
-    return tier
+    storage = host_storage(record, N_ROWS, torch.device(on))
+    storage.write_(0, first_records(record))
+    return storage
 
 
 def disk(record: Record, folder: Path) -> Storage:
@@ -84,101 +84,95 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 @pytest.fixture
-def tier(make: Make, record: Record, tmp_path: Path) -> Any:
+def storage(make: Make, record: Record, tmp_path: Path) -> Any:
     made = make(record, tmp_path)
     yield made
     made.close()
 
 
-def ids(tier: Storage, *rows: int) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device=tier.device)
+def ids(storage: Storage, *rows: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=storage.device)
 
 
-def test_what_it_says_of_itself(tier: Storage, record: Record) -> None:
-    assert tier.record == record
-    assert tier.n_rows == N_ROWS
-    if tier.memory is not None:
-        assert tier.memory.shape == (N_ROWS, record.nbytes)
-        assert tier.memory.dtype == torch.uint8
-        assert torch.equal(tier.memory.cpu(), first_records(record))
-        assert tier.memory.data_ptr() % 16 == 0
+def test_what_it_says_of_itself(storage: Storage, record: Record) -> None:
+    assert storage.record == record
+    assert storage.n_rows == N_ROWS
+    if storage.memory is not None:
+        assert storage.memory.shape == (N_ROWS, record.nbytes)
+        assert storage.memory.dtype == torch.uint8
+        assert torch.equal(storage.memory.cpu(), first_records(record))
+        assert storage.memory.data_ptr() % 16 == 0
 
 
-def test_gather(tier: Storage, record: Record) -> None:
+def test_gather(storage: Storage, record: Record) -> None:
     expected = first_records(record)
     for rows in ([], [0], [N_ROWS - 1, 0, 5, 5, 5], list(range(N_ROWS))):
-        found = tier.gather(ids(tier, *rows))
-        assert found.device == tier.device
+        found = storage.gather(ids(storage, *rows))
+        assert found.device == storage.device
         assert found.dtype == torch.uint8
         assert torch.equal(found.cpu(), expected[rows])
-        beginning = tier.gather(ids(tier, *rows), record.weight.nbytes)
+        beginning = storage.gather(ids(storage, *rows), record.weight.nbytes)
         assert torch.equal(beginning.cpu(), expected[rows][:, : record.weight.nbytes])
 
 
-def test_scatter(tier: Storage, record: Record) -> None:
+def test_scatter(storage: Storage, record: Record) -> None:
     expected = first_records(record)
     for n, rows in enumerate(([], [7], [N_ROWS - 1, 3, 0], list(range(N_ROWS))[::-1], [4, 7])):
         given = torch.full((len(rows), record.nbytes), 10 + n, dtype=torch.uint8)
-        tier.scatter_(ids(tier, *rows), given.to(tier.device))
+        storage.scatter_(ids(storage, *rows), given.to(storage.device))
         expected[rows] = given
-        assert torch.equal(tier.read(0, N_ROWS).cpu(), expected)
-        assert torch.equal(tier.gather(ids(tier, *range(N_ROWS))).cpu(), expected)
+        assert torch.equal(storage.read(0, N_ROWS).cpu(), expected)
+        assert torch.equal(storage.gather(ids(storage, *range(N_ROWS))).cpu(), expected)
 
 
-def test_read_and_write(tier: Storage, record: Record) -> None:
+def test_read_and_write(storage: Storage, record: Record) -> None:
     expected = first_records(record)
     for start, stop in ((0, 0), (0, 1), (5, 20), (N_ROWS - 1, N_ROWS), (0, N_ROWS), (N_ROWS, N_ROWS)):
-        assert torch.equal(tier.read(start, stop).cpu(), expected[start:stop])
+        assert torch.equal(storage.read(start, stop).cpu(), expected[start:stop])
         given = expected[start:stop] ^ 255
-        tier.write_(start, given)
+        storage.write_(start, given)
         expected[start:stop] = given
-        assert torch.equal(tier.read(0, N_ROWS).cpu(), expected)
-        assert torch.equal(tier.gather(ids(tier, *range(N_ROWS))).cpu(), expected)
+        assert torch.equal(storage.read(0, N_ROWS).cpu(), expected)
+        assert torch.equal(storage.gather(ids(storage, *range(N_ROWS))).cpu(), expected)
 
 
-def test_what_is_handed_out_is_a_copy(tier: Storage, record: Record) -> None:
-    for found in (tier.gather(ids(tier, 1, 2)), tier.read(1, 3)):
+def test_what_is_handed_out_is_a_copy(storage: Storage, record: Record) -> None:
+    for found in (storage.gather(ids(storage, 1, 2)), storage.read(1, 3)):
         found.zero_()
-    assert torch.equal(tier.read(0, N_ROWS).cpu(), first_records(record))
+    assert torch.equal(storage.read(0, N_ROWS).cpu(), first_records(record))
 
 
-def test_what_was_given_may_change(tier: Storage, record: Record) -> None:
-    given = torch.full((2, record.nbytes), 3, dtype=torch.uint8, device=tier.device)
-    tier.scatter_(ids(tier, 1, 2), given)
-    tier.write_(4, given)
+def test_what_was_given_may_change(storage: Storage, record: Record) -> None:
+    given = torch.full((2, record.nbytes), 3, dtype=torch.uint8, device=storage.device)
+    storage.scatter_(ids(storage, 1, 2), given)
+    storage.write_(4, given)
     given.zero_()
-    assert (tier.gather(ids(tier, 1, 2, 4, 5)) == 3).all()
+    assert (storage.gather(ids(storage, 1, 2, 4, 5)) == 3).all()
 
 
-def test_fields(tier: Storage, record: Record) -> None:
+def test_fields(storage: Storage, record: Record) -> None:
     """Views of records write through to what is put back."""
-    records = tier.gather(ids(tier, 3, 9))
+    records = storage.gather(ids(storage, 3, 9))
     for field in record.fields:
         record.view(records, field.name).fill_(1.5)
-    tier.scatter_(ids(tier, 3, 9), records)
+    storage.scatter_(ids(storage, 3, 9), records)
     for field in record.fields:
-        found = record.view(tier.gather(ids(tier, 9, 3)), field.name)
+        found = record.view(storage.gather(ids(storage, 9, 3)), field.name)
         assert found.dtype == field.dtype
         assert found.shape == (2, field.count)
         assert (found == 1.5).all()
 
 
-def test_flush(tier: Storage, record: Record) -> None:
-    tier.write_(0, torch.zeros((1, record.nbytes), dtype=torch.uint8))
-    tier.flush()
-    assert not tier.read(0, 1).any()
-
-
 def test_after_close(make: Make, record: Record, tmp_path: Path) -> None:
-    tier = make(record, tmp_path)
-    rows, records = ids(tier, 1), torch.zeros((1, record.nbytes), dtype=torch.uint8, device=tier.device)
-    tier.close()
-    tier.close()
+    storage = make(record, tmp_path)
+    rows, records = ids(storage, 1), torch.zeros((1, record.nbytes), dtype=torch.uint8, device=storage.device)
+    storage.close()
+    storage.close()
     uses: list[Callable[[], Any]] = [
-        lambda: tier.gather(rows),
-        lambda: tier.scatter_(rows, records),
-        lambda: tier.read(0, 1),
-        lambda: tier.write_(0, records),
+        lambda: storage.gather(rows),
+        lambda: storage.scatter_(rows, records),
+        lambda: storage.read(0, 1),
+        lambda: storage.write_(0, records),
     ]
     for use in uses:
         with pytest.raises(FlatbedError, match="closed"):

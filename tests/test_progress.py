@@ -64,18 +64,7 @@ def test_stops_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not thread.is_alive()
 
 
-def test_counts_from_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = terminal(monkeypatch, patience=0.0)
-    with progress("moving", 4001, "rows") as advance:
-        threads = [threading.Thread(target=lambda: [advance(1) for _ in range(1000)]) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert "4,000/4,001 rows" in stream.getvalue()
-
-
-def test_imports_nothing_where_nobody_looks() -> None:
+def test_imports_nothing_without_a_terminal() -> None:
     script = """
 import sys
 from flatbed import progress

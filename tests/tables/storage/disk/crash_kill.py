@@ -1,7 +1,7 @@
 """Train a disk table in child processes, kill each at some moment, look at what is left.
 
-Run as `python -m tests.tables.crash_kill FOLDER N_KILLS SEED`; prints what was seen as JSON. One process
-imports torch once and forks all others, which makes a kill cheap.
+Run as `python -m tests.tables.storage.disk.crash_kill FOLDER N_KILLS SEED`; prints what was seen as JSON.
+One process imports torch once and forks all others, which makes a kill cheap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ import torch
 
 from flatbed.tables.storage.disk import DiskStorage, journal
 from flatbed.tables.storage.disk.file import MappedFile
-from tests.tables.crash_model import NBYTES, RECORD, Dense, batch, everything, fill, filled, train
+from tests.tables.storage.disk.crash_model import (
+    NBYTES,
+    RECORD,
+    Dense,
+    batch,
+    everything,
+    fill,
+    filled,
+    train,
+)
 
 N_ROWS = 2000
 LIFE = 6  # checkpoints that the oldest children see
@@ -56,22 +65,22 @@ def decides(step: int) -> bool:
 
 def live(folder: Path, report: int) -> None:
     """Open the table and train until killed."""
-    tier = DiskStorage.open(folder / "table")
-    step = tier.meta["step"]
+    storage = DiskStorage.open(folder / "table")
+    step = storage.meta["step"]
     while True:
         step += 1
-        tier.scatter_(*map(torch.from_numpy, batch(step, tier.n_rows, NBYTES)))
+        storage.scatter_(*map(torch.from_numpy, batch(step, storage.n_rows, NBYTES)))
         if not checkpoints(step):
             continue
         if grows(step):
-            tier.resize(tier.n_rows + 3, fill=fill, meta={"step": step})
+            storage.resize(storage.n_rows + 3, fill=fill, meta={"step": step})
         elif decides(step):
-            tier.prepare({"step": step}, decision=folder / "decision", token=f"token {step}")
+            storage.prepare({"step": step}, decision=folder / "decision", token=f"token {step}")
             (folder / "decision.new").write_text(json.dumps({"token": f"token {step}"}))
             os.replace(folder / "decision.new", folder / "decision")
-            tier.commit()
+            storage.commit()
         else:
-            tier.checkpoint({"step": step})
+            storage.checkpoint({"step": step})
         os.write(report, struct.pack("<q", step))
 
 
@@ -127,14 +136,14 @@ def main(folder: Path, n_kills: int, seed: int) -> None:
             time.sleep(generator.uniform(0, longest[synced]))
             last = max(last, killed(child, reading))
         left = {path.name for path in folder.iterdir()}
-        tier = DiskStorage.open(folder / "table")
-        step = tier.meta["step"]
-        if step not in (last, last + 3) or tier.generation != step // 3:
-            raise SystemExit(f"kill {kill}: completed {last}, found {step} at generation {tier.generation}")
+        storage = DiskStorage.open(folder / "table")
+        step = storage.meta["step"]
+        if step not in (last, last + 3) or storage.generation != step // 3:
+            raise SystemExit(f"kill {kill}: completed {last}, found {step} ({storage.generation})")
         expected = model.at(step)
-        if tier.n_rows != len(expected) or not np.array_equal(everything(tier), expected):
+        if storage.n_rows != len(expected) or not np.array_equal(everything(storage), expected):
             raise SystemExit(f"kill {kill}: the rows of step {step} are wrong")
-        tier.close()
+        storage.close()
         seen["kills"] += 1
         seen["with a journal"] += "table.journal" in left
         seen["completed by recovery"] += step > last

@@ -1,0 +1,19 @@
+"""A whole training run in a folder: model, optimizers and tables, all of one moment or none of them.
+
+    CURRENT.json            {"token": …, "version": "v0000012"}: replaced atomically; names the valid version
+    v0000012/
+      checkpoint.json       names and encoded values
+      model.safetensors     parameters and buffers by name, without the tables
+      optimizer.json        param groups and numbers of state
+      optimizer-0.safetensors
+      table-0.safetensors   a table with its state
+
+Tables on disk stay in their own files and take part in two phases. They prepare a checkpoint that holds if
+CURRENT.json has its token, and commit it once CURRENT.json is written. After a crash, opening such a table
+looks there.
+"""
+
+from flatbed.checkpoint.load import load_checkpoint
+from flatbed.checkpoint.save import save_checkpoint
+
+__all__ = ["load_checkpoint", "save_checkpoint"]

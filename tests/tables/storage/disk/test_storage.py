@@ -1,0 +1,461 @@
+"""Tables in a file: the contract of storages, and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from flatbed.errors import FlatbedError
+from flatbed.tables.record import Field, Record
+from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.disk import DiskStorage, journal
+from flatbed.tables.storage.disk import copy_pool as disk_rows
+from flatbed.tables.storage.disk.file import MappedFile
+from flatbed.tables.storage.disk.format import RECORDS_AT
+from tests.tables.storage.disk.crash_model import (
+    NBYTES,
+    RECORD,
+    WIDER,
+    batch,
+    everything,
+    failing,
+    files,
+    fill,
+    filled,
+    made,
+    random_records,
+    train,
+)
+
+# ---- the contract of storages
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 15, 16, 17, 33, 1000])
+def test_creation_fills_every_row_once(tmp_path: Path, n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_rows, "CHUNK", 16 * NBYTES)
+    asked = []
+
+    def noted(start: int, stop: int, records: torch.Tensor) -> None:
+        assert not records.any()
+        asked.extend(range(start, stop))
+        fill(start, stop, records)
+
+    storage: Storage = DiskStorage.create(tmp_path / "table", RECORD, n_rows, fill=noted)
+    assert asked == list(range(n_rows))
+    assert (storage.n_rows, storage.record, storage.memory, storage.device.type) == (
+        n_rows,
+        RECORD,
+        None,
+        "cpu",
+    )
+    assert np.array_equal(storage.read(0, n_rows).numpy(), filled(0, n_rows, NBYTES))
+    assert np.array_equal(storage.gather(torch.arange(n_rows)).numpy(), filled(0, n_rows, NBYTES))
+    storage.close()
+    assert (tmp_path / "table").stat().st_size == RECORDS_AT + n_rows * NBYTES
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("n_ids", [0, 1, 2, 50, 100])
+def test_gather_is_in_the_order_of_the_ids(tmp_path: Path, n_ids: int, checkpoint: bool) -> None:
+    storage, model = made(tmp_path), filled(0, 100, NBYTES)
+    ids, records = torch.randperm(100)[:n_ids], random_records(n_ids)
+    storage.scatter_(ids, records)
+    model[ids.numpy()] = records.numpy()
+    assert storage.unsaved_rows == n_ids
+    if checkpoint:
+        storage.checkpoint()
+    for asked in (torch.randint(0, 100, (257,)), torch.arange(100), ids, ids.int(), torch.empty(0).long()):
+        assert np.array_equal(storage.gather(asked).numpy(), model[asked.numpy()])
+        for nbytes in (1, 2, 12, 32, NBYTES):
+            assert np.array_equal(storage.gather(asked, nbytes).numpy(), model[asked.numpy(), :nbytes])
+    assert np.array_equal(storage.read(10, 60).numpy(), model[10:60])
+    assert storage.read(7, 7).shape == (0, NBYTES)
+    storage.close()
+
+
+def test_large_gathers_are_shared_among_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_rows, "READ_PART", 1 << 16)
+    monkeypatch.setattr(disk_rows, "WRITE_PART", 1 << 16)
+    record = Record((Field("weight", torch.float32, 1024),))
+    storage, model = made(tmp_path, 2000, record), filled(0, 2000, 4096)
+    ids = torch.randperm(2000)[:999]
+    storage.scatter_(ids[:500], random_records(500, 4096))
+    model[ids[:500].numpy()] = storage.gather(ids[:500]).numpy()
+    assert np.array_equal(storage.gather(ids).numpy(), model[ids.numpy()])
+    assert np.array_equal(storage.gather(ids, 2048).numpy(), model[ids.numpy(), :2048])
+    storage.close()
+
+
+@pytest.mark.parametrize("bad", [-1, 100, 2**40])
+def test_ids_out_of_range(tmp_path: Path, bad: int) -> None:
+    storage = made(tmp_path)
+    ids = torch.tensor([5, bad, 7])
+    with pytest.raises(IndexError, match=rf"id {bad} is out of range .* 100 rows \(batch position 1\)"):
+        storage.gather(ids)
+    with pytest.raises(IndexError, match="out of range"):
+        storage.scatter_(ids, random_records(3))
+    with pytest.raises(IndexError, match="out of range"):
+        storage.write_(99, random_records(2))
+    assert storage.unsaved_rows == 0
+    storage.close()
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    storage = made(tmp_path)
+    with pytest.raises(ValueError, match="not shrink to 99"):
+        storage.resize(99, fill=fill)
+    with pytest.raises(TypeError, match="JSON"):
+        storage.checkpoint({"tensor": torch.zeros(1)})
+    with pytest.raises(TypeError, match="mapping"):
+        storage.checkpoint(["step"])  # type: ignore[arg-type]
+    storage.scatter_(torch.arange(3), random_records(3))
+    with pytest.raises(ValueError, match="file of their own"):
+        storage.checkpoint({"much": "x" * 100_000})
+    assert (storage.unsaved_rows, storage.generation, storage.meta) == (3, 0, {"step": 0})
+    storage.checkpoint({"much": "x" * 50_000, "nested": {"tuple": (1, 2)}, "∞": float("inf")})
+    storage.close()
+    assert DiskStorage.open(tmp_path / "table").meta["nested"] == {"tuple": [1, 2]}
+
+
+# ---- checkpoints
+
+
+def test_only_checkpoints_reach_the_file(tmp_path: Path) -> None:
+    storage, model = made(tmp_path), filled(0, 100, NBYTES)
+    for step in range(1, 8):
+        before = (tmp_path / "table").read_bytes()
+        storage.scatter_(*map(torch.from_numpy, batch(step, 100, NBYTES)))
+        train(model, step)
+        assert (tmp_path / "table").read_bytes() == before
+        if step % 2:
+            storage.checkpoint({"step": step})
+            assert (storage.generation, storage.meta, storage.unsaved_rows) == (
+                (step + 1) // 2,
+                {"step": step},
+                0,
+            )
+            saved = model.copy()
+        assert np.array_equal(everything(storage), model)
+    storage.scatter_(torch.arange(100), random_records(100))
+    storage.close()
+    assert list(files(tmp_path)) == ["table"]
+    storage = DiskStorage.open(str(tmp_path / "table"))
+    assert np.array_equal(everything(storage), saved)
+    assert (storage.generation, storage.meta, storage.record) == (4, {"step": 7}, RECORD)
+    storage.checkpoint()
+    assert (storage.generation, storage.meta) == (5, {"step": 7})
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """Any order of calls, against arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = contextlib.ExitStack()
+        self.folder = Path(self.stack.enter_context(_folder()))
+        self.storage = made(self.folder, 20)
+        self.now, self.saved = filled(0, 20, NBYTES), filled(0, 20, NBYTES)
+        self.generation, self.prepared, self.random = 0, False, np.random.default_rng(0)
+
+    def records(self, n: int) -> torch.Tensor:
+        return torch.from_numpy(self.random.integers(0, 256, (n, NBYTES), np.uint8))
+
+    def completed(self) -> None:
+        self.saved, self.prepared = self.now.copy(), False
+        self.generation += 1
+
+    @precondition(lambda self: not self.prepared)
+    @rule(ids=st.sets(st.integers(0, 19)))
+    def scatter(self, ids: set[int]) -> None:
+        rows, records = sorted(ids, key=lambda i: i * 7 % 20), self.records(len(ids))
+        self.storage.scatter_(torch.tensor(rows, dtype=torch.int64), records)
+        self.now[rows] = records.numpy()
+
+    @precondition(lambda self: not self.prepared)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        start = data.draw(st.integers(0, len(self.now)))
+        records = self.records(data.draw(st.integers(0, len(self.now) - start)))
+        self.storage.write_(start, records)
+        self.now[start : start + len(records)] = records.numpy()
+
+    @precondition(lambda self: not self.prepared)
+    @rule()
+    def checkpoint(self) -> None:
+        self.storage.checkpoint({"generation": self.generation + 1})
+        self.completed()
+
+    @precondition(lambda self: not self.prepared)
+    @rule()
+    def prepare(self) -> None:
+        (self.folder / "decision").write_text('{"token": "of another checkpoint"}')
+        self.storage.prepare(
+            {"generation": self.generation + 1}, decision=self.folder / "decision", token=str(self.generation)
+        )
+        self.prepared = True
+
+    @precondition(lambda self: self.prepared)
+    @rule()
+    def commit(self) -> None:
+        self.storage.commit()
+        self.completed()
+
+    @precondition(lambda self: self.prepared)
+    @rule()
+    def abort(self) -> None:
+        self.storage.abort()
+        self.prepared = False
+
+    @precondition(lambda self: not self.prepared)
+    @rule(more=st.integers(0, 50))
+    def resize(self, more: int) -> None:
+        n_rows = len(self.now)
+        self.storage.resize(n_rows + more, fill=fill, meta={"generation": self.generation + 1})
+        self.now = np.concatenate([self.now, filled(n_rows, n_rows + more, NBYTES)])
+        self.completed()
+
+    @rule(decided=st.booleans())
+    def reopen(self, decided: bool) -> None:
+        self.storage.close()
+        if self.prepared and decided:
+            (self.folder / "decision").write_text(json.dumps({"token": str(self.generation)}))
+            self.completed()
+        self.storage = DiskStorage.open(self.folder / "table")
+        self.now, self.prepared = self.saved.copy(), False
+
+    @invariant()
+    def same(self) -> None:
+        assert np.array_equal(everything(self.storage), self.now)
+        ids = torch.from_numpy(self.random.integers(0, len(self.now), 30))
+        assert np.array_equal(self.storage.gather(ids).numpy(), self.now[ids.numpy()])
+        assert self.storage.generation == self.generation
+        assert self.storage.meta.get("generation", 0) == self.generation
+
+    def teardown(self) -> None:
+        self.storage.close()
+        self.stack.close()
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
+TestMachine = DiskMachine.TestCase
+TestMachine.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+
+
+def test_prepare_keeps_rows_still(tmp_path: Path) -> None:
+    storage = made(tmp_path)
+    with pytest.raises(FlatbedError, match="call prepare"):
+        storage.commit()
+    with pytest.raises(FlatbedError, match="nothing to abort"):
+        storage.abort()
+    storage.scatter_(torch.arange(5), random_records(5))
+    now = everything(storage)
+    storage.prepare(decision=tmp_path / "decision", token="a")
+    for change in (
+        lambda: storage.scatter_(torch.arange(3), random_records(3)),
+        lambda: storage.checkpoint(),
+        lambda: storage.resize(200, fill=fill),
+        lambda: storage.prepare(decision=tmp_path / "decision", token="b"),
+        lambda: storage.rebuilt(WIDER, fill=fill),
+    ):
+        with pytest.raises(FlatbedError, match=r"commit\(\) or abort\(\)"):
+            change()
+    storage.abort()
+    assert (storage.unsaved_rows, storage.generation) == (5, 0)
+    assert np.array_equal(everything(storage), now)
+    storage.checkpoint()
+    storage.close()
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ('{"token": "mine", "more": 1}', 1),
+        ('{"token": "another"}', 0),
+        (None, 0),
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ("{}", "cannot be read"),
+    ],
+)
+def test_a_file_decides(
+    tmp_path: Path, text: str | None, outcome: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(100), torch.zeros(100, NBYTES, dtype=torch.uint8))
+    storage.prepare({"step": 1}, decision="decision", token="mine")
+    storage.close()
+    monkeypatch.chdir("/")
+    if text is not None:
+        (tmp_path / "decision").write_text(text)
+    if isinstance(outcome, str):
+        before = files(tmp_path)
+        with pytest.raises(FlatbedError, match=outcome):
+            DiskStorage.open(tmp_path / "table")
+        assert files(tmp_path) == before
+        return
+    for _ in range(2):
+        storage = DiskStorage.open(tmp_path / "table")
+        assert (storage.generation, storage.meta) == (outcome, {"step": outcome})
+        assert everything(storage).any() != bool(outcome)
+        storage.close()
+        (tmp_path / "decision").unlink(missing_ok=True)
+
+
+def test_an_interrupted_commit_can_be_repeated(tmp_path: Path) -> None:
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(50), random_records(50))
+    now = everything(storage)
+
+    with failing(MappedFile, "scatter", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        storage.checkpoint({"step": 1})
+    with pytest.raises(FlatbedError, match="half copied"):
+        storage.abort()
+    with pytest.raises(FlatbedError, match="half made"):
+        storage.scatter_(torch.arange(3), random_records(3))
+    assert np.array_equal(everything(storage), now)
+    storage.checkpoint({"step": 2})
+    assert (storage.generation, storage.meta) == (2, {"step": 2})
+    storage.close()
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
+
+
+def test_an_interrupted_seal_is_taken_back(tmp_path: Path) -> None:
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(50), random_records(50))
+
+    with failing(journal, "digest", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        storage.checkpoint({"step": 1})
+    storage.scatter_(torch.arange(40, 60), random_records(20))
+    now = everything(storage)
+    storage.checkpoint({"step": 1})
+    storage.close()
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
+
+
+def test_an_interrupted_scatter_changes_nothing(tmp_path: Path) -> None:
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(20), random_records(20))
+    now = everything(storage)
+
+    with failing(MappedFile, "scatter", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        storage.scatter_(torch.arange(10, 40), random_records(30))
+    assert np.array_equal(everything(storage), now)
+    storage.scatter_(torch.arange(30, 50), random_records(20))
+    now = everything(storage)
+    storage.checkpoint()
+    assert np.array_equal(everything(storage), now)
+    storage.close()
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_failed_syncs_are_errors(tmp_path: Path, which: int) -> None:
+    """A failed sync of the seal ends all changes; later ones can be tried again."""
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(50), random_records(50))
+    now = everything(storage)
+    broken = OSError(errno.EIO, "Input/output error")
+    with (
+        failing(os, "fsync", broken, at=which + 1),
+        pytest.raises(FlatbedError, match=r"syncing .* failed: Input/output error"),
+    ):
+        storage.checkpoint({"step": 1})
+    assert np.array_equal(everything(storage), now)
+    if which < 2:  # of the folder, and of the seal
+        for change in (
+            lambda: storage.scatter_(torch.arange(3), random_records(3)),
+            lambda: storage.checkpoint(),
+        ):
+            with pytest.raises(FlatbedError, match="cannot be changed: the last checkpoint failed"):
+                change()
+    else:
+        storage.commit()
+        assert storage.generation == 1
+    storage.close()
+    storage = DiskStorage.open(tmp_path / "table")
+    assert storage.generation == (which > 0)
+    assert np.array_equal(everything(storage), now if which else filled(0, 100, NBYTES))
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_failed_syncs_of_a_growth(tmp_path: Path, which: int) -> None:
+    """The file has the rows before or the rows after, and can be opened: even if its seal got through."""
+    storage = made(tmp_path)
+    broken = OSError(errno.EIO, "Input/output error")
+    with failing(os, "fsync", broken, at=which + 1), pytest.raises(FlatbedError, match="Input/output error"):
+        storage.resize(200, fill=fill)
+    storage.close()
+    n_rows = 100 if which < 2 else 200
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), filled(0, n_rows, NBYTES))
+
+
+def test_resize_keeps_rows_and_makes_a_checkpoint(tmp_path: Path) -> None:
+    storage = made(tmp_path)
+    storage.scatter_(torch.tensor([3, 99]), random_records(2))
+    now = everything(storage)
+
+    def failing(start: int, stop: int, records: torch.Tensor) -> None:
+        raise RuntimeError("no rows today")
+
+    with pytest.raises(RuntimeError, match="no rows today"):
+        storage.resize(1000, fill=failing)
+    assert (tmp_path / "table").stat().st_size == RECORDS_AT + 100 * NBYTES
+    assert (storage.n_rows, storage.unsaved_rows) == (100, 2)
+    storage.resize(1000, fill=fill, meta={"step": 9})
+    assert (storage.n_rows, storage.unsaved_rows, storage.meta, storage.generation) == (
+        1000,
+        0,
+        {"step": 9},
+        1,
+    )
+    expected = np.concatenate([now, filled(100, 1000, NBYTES)])
+    assert np.array_equal(everything(storage), expected)
+    storage.scatter_(torch.tensor([999, 3]), random_records(2))
+    expected[[999, 3]] = storage.gather(torch.tensor([999, 3])).numpy()
+    storage.checkpoint()
+    storage.close()
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), expected)
+
+
+def test_rebuilt_with_other_records(tmp_path: Path) -> None:
+    storage = made(tmp_path)
+    storage.scatter_(torch.tensor([3, 99]), random_records(2))
+    now = everything(storage)
+
+    def carry(start: int, stop: int, records: torch.Tensor) -> None:
+        records[:, :NBYTES] = storage.read(start, stop)
+
+    with pytest.raises(ZeroDivisionError):
+        storage.rebuilt(WIDER, fill=lambda start, stop, records: 1 // 0)  # type: ignore[arg-type,return-value]
+    assert np.array_equal(everything(storage), now)
+    assert list(files(tmp_path)) == ["table", "table.journal"]
+    new = storage.rebuilt(WIDER, fill=carry, meta={"step": 1})
+    with pytest.raises(FlatbedError, match="is closed"):
+        storage.read(0, 1)
+    assert (new.record, new.generation, new.meta, list(files(tmp_path))) == (WIDER, 1, {"step": 1}, ["table"])
+    new.scatter_(torch.tensor([5]), random_records(1, WIDER.nbytes))
+    expected = everything(new)
+    new.checkpoint()
+    new.close()
+    assert np.array_equal(expected[[3, 99], :NBYTES], now[[3, 99]])
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), expected)
