@@ -105,6 +105,7 @@ class TableModule(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if isinstance(destination, DenseStateDict):
+            del destination[prefix + WEIGHT]
             return
         self.table.deferred_checks.check_graphs()
         destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT)
