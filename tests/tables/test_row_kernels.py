@@ -16,7 +16,7 @@ from flatbed.kernels import rows as ops
 from flatbed.kernels.rows import (
     NONE,
     SENTINEL,
-    Setup,
+    RecordLocation,
     UniqueRows,
     gather,
     scatter_,
@@ -120,9 +120,9 @@ def test_gather_and_scatter(nbytes: int, kernel_device: str) -> None:
         rows = torch.tensor(listed, dtype=torch.int64, device=kernel_device)
         expected = torch.where(rows.cpu()[:, None] < 0, 0, memory[rows.cpu()])
         for beginning in (nbytes, 2, 12, nbytes - 6):
-            assert torch.equal(gather(Setup(held), rows, beginning).cpu(), expected[:, :beginning])
+            assert torch.equal(gather(RecordLocation(held), rows, beginning).cpu(), expected[:, :beginning])
         new = torch.randint(256, (len(rows), nbytes), dtype=torch.uint8)
-        scatter_(Setup(held), rows, new.to(kernel_device))
+        scatter_(RecordLocation(held), rows, new.to(kernel_device))
         memory[rows.cpu()[rows.cpu() >= 0]] = new[rows.cpu() >= 0]
         assert torch.equal(held.cpu(), memory)
 
@@ -130,9 +130,9 @@ def test_gather_and_scatter(nbytes: int, kernel_device: str) -> None:
 def test_more_rows_than_programs(kernel_device: str) -> None:
     memory = torch.randint(256, (700, 1536), dtype=torch.uint8, device=kernel_device)
     rows = torch.randperm(700, device=kernel_device)
-    found = gather(Setup(memory), rows, 1536)
+    found = gather(RecordLocation(memory), rows, 1536)
     assert torch.equal(found, memory[rows])
-    scatter_(Setup(memory), rows.flip(0), found)
+    scatter_(RecordLocation(memory), rows.flip(0), found)
     assert torch.equal(memory[rows.flip(0)], found)
 
 
@@ -159,18 +159,3 @@ def test_every_rule_compiles() -> None:
     assert found["failed"] == {}
     assert len(found["compiled"]) == 12
 
-
-@pytest.mark.parametrize("n", [1, 100, 4096, 5000])
-def test_bytes_are_filled_and_copied(n: int, kernel_device: str) -> None:
-    from flatbed.kernels._triton import row_kernels
-
-    source = torch.arange(n + 32, device=kernel_device).to(torch.uint8)
-    target = torch.full((n + 32,), 7, dtype=torch.uint8, device=kernel_device)
-    grid = (-(-n // 4096),)
-    row_kernels.copy_bytes[grid](n, source.data_ptr() + 16, target.data_ptr() + 16, BLOCK=4096)
-    expected = torch.full_like(target, 7)
-    expected[16 : 16 + n] = source[16 : 16 + n]
-    assert torch.equal(target, expected)
-    row_kernels.fill_bytes[grid](n, target.data_ptr() + 16, 255, BLOCK=4096)
-    expected[16 : 16 + n] = 255
-    assert torch.equal(target, expected)

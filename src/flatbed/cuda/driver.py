@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ CONCURRENT_MANAGED_ACCESS, HOST_POINTER_FOR_REGISTERED = 89, 91  # CU_DEVICE_ATT
 ATTACH_GLOBAL = 1  # CU_MEM_ATTACH_…
 PORTABLE, DEVICEMAP = 1, 2  # CU_MEMHOSTREGISTER_…
 NON_BLOCKING = 1  # CU_STREAM_…
+CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_…
 
 SIGNATURES = {
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
@@ -156,3 +158,22 @@ def _load() -> Driver | None:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError):
         return None
+
+
+def exchange_capture_mode(mode: int) -> int | None:
+    """Set this thread's stream capture mode; returns the mode before, None without a CUDA driver."""
+    if torch.version.cuda is None:
+        return None
+    exchange = _capture_mode_call()
+    if exchange is None:
+        return None
+    held = c_int(mode)
+    exchange(byref(held))
+    return held.value
+
+
+@lru_cache(maxsize=1)
+def _capture_mode_call() -> Any:
+    with suppress(OSError, AttributeError):
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    return None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.cuda.streams import Within, current_stream, stream_for
+from flatbed.cuda.streams import stream_for
 
 CPU = torch.device("cpu")
 ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
@@ -286,7 +286,7 @@ class Mover:
         with torch.cuda.device(self.device.index):  # a number, which torch need not look at
             loaded = Loaded(mapped(batch, pinned))
             for origin in origins:
-                loaded.made.append(recorded(current_stream(origin)))
+                loaded.made.append(recorded(torch.cuda.current_stream(origin)))
         return loaded
 
     def move(self, loaded: Loaded, derive: Callable[[Any], Any] = lambda _: None) -> Moved:
@@ -302,7 +302,7 @@ class Mover:
                     tensors[id(tensor)] = tensor
             return new
 
-        with Within(self.stream):
+        with torch.cuda.stream(self.stream):
             for made in loaded.made:
                 self.stream.wait_event(made)
             batch = mapped(loaded.batch, there)
@@ -319,7 +319,7 @@ class Mover:
     def arrive(self, moved: Moved, current: torch.cuda.Stream | None = None) -> Any:
         """The batch, for the stream that is current: it waits for the copies, and shares their memory."""
         if moved.arrived is not None:
-            current = current_stream(self.device) if current is None else current
+            current = torch.cuda.current_stream(self.device) if current is None else current
             current.wait_event(moved.arrived)
             for tensor in moved.tensors:
                 record_stream(tensor, current)

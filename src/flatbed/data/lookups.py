@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,38 +22,9 @@ IDS = frozenset({*INTEGERS, torch.uint64})
 NAMED = 8  # keys of a batch that an error names
 
 
-class AheadOfTable(Protocol):
-    """Rows of one table for batches to come."""
-
-    @property
-    def brings(self) -> bool:
-        """Whether `bring` takes long enough for a thread of its own."""
-
-    def stage(self, ids: list[Tensor]) -> Any:
-        """In the background, in the order of batches: see what must be read."""
-
-    def bring(self, staged: Any) -> None:
-        """And read it; in the background, too, in the order of batches, but maybe in another thread."""
-
-    def waits(self, staged: Any) -> bool:
-        """Whether `admit` would refuse any batch but the one in front."""
-
-    def admit(self, staged: Any, ids: list[Tensor], *, after: torch.cuda.Event | None, front: bool) -> bool:
-        """Fetch the rows, on the stream that is current; False: not now."""
-
-    def begin(self, staged: Any) -> None:
-        """The batch is about to be handed out."""
-
-    def finish(self, staged: Any, after: torch.cuda.Event | None) -> None:
-        """The loop came back for the next batch."""
-
-    def drop(self, staged: Any) -> None:
-        """The batch will not be handed out, or will not be finished."""
-
-
-def ahead_of(table: Table) -> AheadOfTable:
+def ahead_of(table: Table, depth: int) -> RowPrefetch:
     """What fetches the rows of a table for one iteration."""
-    return RowPrefetch(table)
+    return RowPrefetch(table, depth)
 
 
 @dataclass(slots=True)
@@ -62,7 +33,7 @@ class Lookups:
 
     table: Table
     functions: list[IdsFunction]
-    ahead: AheadOfTable
+    ahead: RowPrefetch
 
     def ids(self, batch: Any) -> list[Tensor]:
         """Of the batch as it is, wherever it is."""

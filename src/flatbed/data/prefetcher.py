@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatbed.cuda.streams import Within, current_stream, stream_for
+from flatbed.cuda.streams import stream_for
 from flatbed.data import lookups
 from flatbed.data.batches import Loaded, Moved, Mover, record_stream, recorded
-from flatbed.data.lookups import AheadOfTable, IdsFunction, Lookups
+from flatbed.data.lookups import IdsFunction, Lookups
 from flatbed.data.sources import Begins, check_source, n_batches
 from flatbed.data.worker import Background, Last, join_stopped
 from flatbed.tables.config import parsed
 from flatbed.tables.embedding import TableModule
+from flatbed.tables.prefetch import RowPrefetch
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:
@@ -98,7 +99,10 @@ class Prefetcher:
     def __iter__(self) -> Prefetched:
         join_stopped(list(self._earlier), LEFT_SECONDS)
         device = self.device
-        asked = [Lookups(table, each, lookups.ahead_of(table)) for table, each in self._functions.items()]
+        asked = [
+            Lookups(table, each, lookups.ahead_of(table, self.depth))
+            for table, each in self._functions.items()
+        ]
         prepare = Preparation(Mover(device), asked)
         # Here and not in the thread: what draws random numbers or forks at its start does so as ever.
         background = prepare.in_background(self._source.begin(self.loader), self.depth)
@@ -139,7 +143,7 @@ class Prefetched(Iterator[Any]):
 class Held:
     """What one table has staged for one batch."""
 
-    ahead: AheadOfTable
+    ahead: RowPrefetch
     staged: Any
     ids: list[Tensor]
     fetched: bool = False
@@ -159,7 +163,7 @@ class Coming:
         """The loop is done with it."""
         while self.held:
             held = self.held.popleft()
-            held.ahead.finish(held.staged, after)
+            held.ahead.finish(held.staged)
 
     def drop(self) -> None:
         """It will not be finished. Each is dropped once, whoever comes."""
@@ -168,7 +172,7 @@ class Coming:
                 held = self.held.popleft()
             except IndexError:
                 return
-            held.ahead.drop(held.staged)
+            held.ahead.finish(held.staged)
 
 
 @dataclass(slots=True)
@@ -180,7 +184,7 @@ class Preparation:
 
     def in_background(self, batches: Iterator[Any], depth: int) -> Background[Coming]:
         """One thread for all of it; a second one where files are read: the loader goes on meanwhile."""
-        if not any(one.ahead.brings for one in self.lookups):
+        if not any(one.ahead.reads_disk for one in self.lookups):
             return Background(batches, self, depth=depth, name=NAME, drop=Coming.drop)
         loading = Background(batches, self.load, depth=1, name=NAME, drop=Coming.drop)
         return Background(loading, self.bring, depth=depth, name=f"{NAME}-rows", drop=Coming.drop)
@@ -206,7 +210,7 @@ class Preparation:
         """In the background: rows from disk."""
         try:
             for held in coming.held:
-                held.ahead.bring(held.staged)
+                held.ahead.read(held.staged)
         except BaseException:
             coming.drop()
             raise
@@ -253,7 +257,7 @@ class Iteration:
             raise StopIteration
         try:
             self.background.start()
-            current = None if self.stream is None else current_stream(self.mover.device)
+            current = None if self.stream is None else torch.cuda.current_stream(self.mover.device)
             after = None if current is None else recorded(current)
             used, self.in_use = self.in_use, None
             if used is not None:
@@ -302,14 +306,13 @@ class Iteration:
         if coming.settled:
             return
         coming.settled = front
-        asked = [
-            held for held in coming.held if not held.fetched and (front or not held.ahead.waits(held.staged))
-        ]
+        asked = [held for held in coming.held if not held.fetched]
         if not asked:
             return
-        with Within(self.stream):
+        with torch.cuda.stream(self.stream):
             for held in asked:
-                held.fetched = held.ahead.admit(held.staged, held.ids, after=after, front=front)
+                held.ahead.admit(held.staged, held.ids)
+                held.fetched = True
 
     def _hand_out(self, current: torch.cuda.Stream | None) -> Any:
         coming = self.in_use = self.coming.popleft()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatbed.cuda import host_memory as memory
 from flatbed.cuda.driver import DriverError
-from flatbed.cuda.streams import Within
+from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import FlatbedError
 
 Array = np.ndarray[Any, Any]
@@ -70,7 +70,7 @@ class CudaLane:
         self.stream = stream
 
     def within(self) -> AbstractContextManager[Any]:
-        return Within(self.stream)
+        return torch.cuda.stream(self.stream)
 
     def send(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -147,7 +147,7 @@ class Ring:
 
 
 _rings: weakref.WeakValueDictionary[torch.device, Ring] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = OrderedLock("staging")
 
 
 def ring_for(device: torch.device) -> Ring:

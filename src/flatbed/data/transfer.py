@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.cuda.streams import current_stream, relax_capture
+from flatbed.cuda.streams import relax_capture
 from flatbed.data import pins
 from flatbed.data.batches import (
     ARRAYS,
@@ -79,7 +79,7 @@ class FeedLane(CudaLane):
         return self._within
 
     def made(self, origins: set[torch.device]) -> list[Any]:
-        return [recorded(current_stream(origin)) for origin in origins]
+        return [recorded(torch.cuda.current_stream(origin)) for origin in origins]
 
     def wait(self, events: list[Any], tensors: list[Tensor]) -> None:
         for event in events:
@@ -88,7 +88,7 @@ class FeedLane(CudaLane):
             record_stream(tensor, self.stream)
 
     def current(self) -> Any:
-        return current_stream(self.device)
+        return torch.cuda.current_stream(self.device)
 
     def reached(self, current: Any, event: Any = None) -> Event:
         event = torch.cuda.Event(blocking=True) if event is None else event  # type: ignore[no-untyped-call,unused-ignore]

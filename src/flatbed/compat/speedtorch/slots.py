@@ -97,7 +97,7 @@ class Slots:
         if held is not None and held.found.rows.device == device and held.same(ids):
             return held
         rows = to_device(ids, device)
-        found = ops.unique(ops.narrow(rows, n_rows), n_rows)
+        found = ops.unique(ops.to_int32_keys(rows, n_rows), n_rows)
         n = len(rows)
         slots = torch.arange(n, device=device)
         first = torch.full((len(found.rows),), max(n - 1, 0), dtype=torch.int64, device=device)

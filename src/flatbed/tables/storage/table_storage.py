@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -12,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 from flatbed.tables import initializers as initial
-from flatbed.tables.cache import Cache, DeviceCache, HostCache, build, slots_for
+from flatbed.tables.cache import Cache, build, slots_for
 from flatbed.tables.config import Config, check_device, fill_state, fill_weights
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.base import Storage
@@ -48,7 +48,7 @@ class TableStorage:
         """Hot records on the computing device, once a batch has come through: `cache_for`."""
         self._retired: list[Any] = []  # CUDA graphs still use their memory
         self._begins_anew = False  # the next layout keeps weights alone
-        self._laying_out = threading.RLock()
+        self._laying_out = OrderedLock("layout")
         self._process = os.getpid()
         if config.path is not None and config.path.exists():
             self._open()
@@ -299,7 +299,7 @@ class TableStorage:
     @property
     def n_unsaved(self) -> int:
         """How many rows of a file have changed since its last checkpoint."""
-        waiting = self.cache.n_waiting if isinstance(self.cache, HostCache) else 0
+        waiting = 0 if self.cache is None else self.cache.n_unsaved
         return self._tier.dirty_rows + waiting if isinstance(self._tier, DiskStorage) else 0
 
     def close(self) -> None:
@@ -336,10 +336,6 @@ class TableStorage:
             return None
         return self._fit_cache(n_ids)
 
-    def has_cache_for(self, n_ids: int) -> bool:
-        """Whether a cache on the GPU is there that so many ids come through: nothing is to be made first."""
-        return isinstance(self.cache, DeviceCache) and self._need_not_grow(n_ids) and not self.waiting
-
     def _need_not_grow(self, n_ids: int) -> bool:
         """Whether a cache that is there will do for so many."""
         return n_ids <= self._fits or self.config.sized
@@ -347,7 +343,7 @@ class TableStorage:
     def _fit_cache(self, n_ids: int) -> Cache | None:
         with self._laying_out:
             tier, cache = self.tier, self.cache
-            if _capturing(self.device) or (isinstance(cache, DeviceCache) and cache.graphs):
+            if _capturing(self.device) or (cache is not None and cache.in_graphs):
                 return cache  # nothing can be made now, or graphs have this one
             n_slots = slots_for(self.config, tier.record, self.device, n_ids)
             n_now = 0 if cache is None else cache.n_slots
@@ -364,12 +360,9 @@ class TableStorage:
         cache = self.cache
         if cache is None:
             return
-        if isinstance(cache, HostCache):
-            cache.retire()
-        else:
-            cache.drop()
+        cache.retire()
         self.cache = None
-        if isinstance(cache, DeviceCache) and cache.graphs:
+        if cache.in_graphs:
             self._retired += [cache, self._tier]
             warnings.warn(
                 "a table that CUDA graphs were captured with has got another place or another cache: capture "
@@ -386,7 +379,7 @@ class TableStorage:
     def abandon_cache(self) -> None:
         """Drop what is in the cache of a table on disk: its rows are to be those of a checkpoint."""
         cache, self.cache = self.cache, None
-        if isinstance(cache, HostCache):
+        if cache is not None:
             cache.abandon()
 
     # ---- consecutive rows

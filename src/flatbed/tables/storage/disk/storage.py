@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.disk.copy_pool import Fill, as_records, empty, take, write_rows
@@ -94,7 +95,7 @@ class DiskStorage:
         self.record, self.n_rows, self.path = identity.record, state.n_rows, held.table.path
         self._state = state
         self._held = held
-        self._lock = threading.RLock()
+        self._lock = OrderedLock("file")
         self._readers = Readers()
         self._sealed: State | None = None  # on the disk, and not yet in the table
         self._decided = False  # by a file of its own
