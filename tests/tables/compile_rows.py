@@ -104,7 +104,14 @@ def cache() -> None:
     for by_frequency in (True, False):
         ptx(cache_kernels.probe, maps, FREQUENCY=by_frequency, BLOCK=512)
         for direct in (True, False):
-            ptx(cache_kernels.select_victims, maps, DIRECT=direct, FREQUENCY=by_frequency, ROUNDS=16, BLOCK=128)
+            ptx(
+                cache_kernels.select_victims,
+                maps,
+                DIRECT=direct,
+                FREQUENCY=by_frequency,
+                ROUNDS=16,
+                BLOCK=128,
+            )
     for words, columns in ((192, 256), (192, 64), (2, 2), (576, 256)):
         shape = {"STRIDE": 8 * words, "WORDS": words, "COLUMNS": columns, "ROWS": 4}
         ptx(cache_kernels.fill_and_write_back, maps, **shape)

@@ -158,4 +158,3 @@ def test_every_rule_compiles() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failed"] == {}
     assert len(found["compiled"]) == 12
-
