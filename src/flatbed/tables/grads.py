@@ -78,10 +78,11 @@ class GradAccumulator:
 
     def compact(self) -> RowGrads | None:
         """Return the sum of all parts without the row -1. Waits for the GPU."""
-        packed = self.packed()
-        if packed is not None:
-            self.parts = [compacted(packed)]
-        return self.parts[0] if self.parts else None
+        with self._lock:
+            packed = self.packed()
+            if packed is not None:
+                self.parts = [compacted(packed)]
+            return self.parts[0] if self.parts else None
 
     def check_capture(self, capturing: bool) -> None:
         """Raise if gradients were recorded inside a captured CUDA graph and are used outside, or reversed."""

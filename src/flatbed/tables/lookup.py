@@ -41,9 +41,9 @@ def prepare_lookup(table: Table, ids: Any, *, for_bag: bool = False, training: b
     elif capturing:
         _check_capture(table, given)
     lead = padding_idx if for_bag else None
-    if training and lead is None:
+    if training and lead is None and isinstance(ids, Tensor):
         for batch in table.prefetched:
-            if batch.matches(given) and batch.cache.protects(batch):
+            if batch.matches(ids) and batch.cache.protects(batch):
                 return batch
     keys = _keys(table, given.flatten(), is_checked=is_checked)
     if training and not capturing:

@@ -185,7 +185,7 @@ class Table(nn.Parameter):
             self._orphaned = True
         self.pending.record(rows, grads, batch)
 
-    def defer_check(self, ids: Tensor, error_slot: Tensor, *, offset: int) -> None:
+    def defer_check(self, ids: Tensor, error_slot: Tensor, *, offset: int = 0) -> None:
         """Remember a lookup whose ids were checked on the GPU, and raise for earlier ones that are known."""
         self.raise_bad_ids(wait=False)
         self.deferred_checks.add(ids, error_slot, offset=offset)
