@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flatbed.kernels import rows as ops
 from flatbed.kernels.cache import (
     COUNTS,
     FREE,
@@ -49,8 +50,22 @@ def disk_cache_of(n_rows: int, n_slots: int, policy: str = "lru") -> DiskCache:
 
 
 def admit(cache: Cache, rows: Any) -> None:
-    device = cache.device if isinstance(cache, GpuCache) else cache.record_device
-    cache.admit(torch.as_tensor(rows, dtype=torch.int64).to(device))
+    cache.admit(torch.as_tensor(rows, dtype=torch.int64, device=cache.record_device))
+
+
+def read(cache: Cache, rows: Any) -> Tensor:
+    rows = torch.as_tensor(rows, device=cache.index_device)
+    if isinstance(cache, GpuCache):
+        return ops.gather(cache.location, rows, RECORD.nbytes).cpu()
+    return cache.gather(rows).cpu()
+
+
+def write(cache: Cache, rows: Any, records: Tensor) -> None:
+    rows = torch.as_tensor(rows, device=cache.index_device)
+    if isinstance(cache, GpuCache):
+        ops.scatter_(cache.location, rows, records.to(cache.device))
+    else:
+        cache.scatter_(rows, records)
 
 
 def cached_rows(cache: Cache) -> set[int]:
@@ -106,15 +121,14 @@ def test_batch_larger_than_the_cache(where: str) -> None:
     admit(cache, range(20))
     assert {3, 4} <= cached_rows(cache) <= set(range(20))
     assert counts(cache) == (2, 20, 0, 0, 15)
-    rows = torch.arange(40, device=cache.device)
-    expected = torch.arange(40, dtype=torch.uint8)[:, None].expand(-1, RECORD.nbytes)
-    assert torch.equal(cache.gather(rows).cpu(), expected)
-    new = torch.full((20, RECORD.nbytes), 200, dtype=torch.uint8)
-    cache.scatter_(rows[:20], new.to(cache.gather(rows[:1]).device))
-    assert torch.equal(cache.gather(rows).cpu(), torch.cat([new, expected[20:]]))
+    expected = torch.arange(40, dtype=torch.uint8)[:, None].repeat(1, RECORD.nbytes)
+    assert torch.equal(read(cache, range(40)), expected)
+    expected[:20] = 200
+    write(cache, range(20), expected[:20])
+    assert torch.equal(read(cache, range(40)), expected)
     assert cache.stats().written == 0
     cache.flush()
-    assert torch.equal(cache.storage.gather(torch.arange(40)), torch.cat([new, expected[20:]]))
+    assert torch.equal(cache.storage.gather(torch.arange(40)), expected)
 
 
 def test_slot_for_every_row(where: str) -> None:
@@ -132,8 +146,7 @@ def test_counts_of_a_small_case(where: str) -> None:
     assert counts(cache) == (0, 2, 0, 0, 0)
     admit(cache, [2, 3, 4])
     assert counts(cache) == (1, 4, 0, 0, 0)
-    rows = torch.tensor([2, 3], device=cache.device)
-    cache.scatter_(rows, cache.gather(rows))
+    write(cache, [2, 3], read(cache, [2, 3]))
     admit(cache, [5, 6, 7, 8])  # evicts all others, of which two have changed
     assert counts(cache) == (1, 8, 4, 2, 0)
     admit(cache, [])
@@ -150,9 +163,8 @@ def test_ids_that_are_not_contiguous(kernel_device: str) -> None:
     unique, number = cache.admit(ids)
     assert cached_rows(cache) == {3, 4}
     weights = cache.lookup(LookupBatch(ids.shape, ids, unique, cache, number))
-    records = cache.gather(ids)
     assert weights is not None
-    assert torch.equal(weights.view(torch.int32), records[:, :12].view(torch.float32).view(torch.int32))
+    assert torch.equal(weights.cpu().view(torch.int32), read(cache, [3, 4, 3])[:, :12].view(torch.int32))
 
 
 # ---- decisions of an index on the host

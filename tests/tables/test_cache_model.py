@@ -194,22 +194,6 @@ class CacheMachine(RuleBasedStateMachine):
         if len(rows):
             assert torch.equal(found, self.wanted(rows)[:, :nbytes])
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.cache is not None)
-    def read(self, data: st.DataObject) -> None:
-        start = data.draw(st.integers(0, self.n_rows))
-        stop = data.draw(st.integers(start, self.n_rows))
-        found = self.cache.read(start, stop)
-        assert torch.equal(found.flatten(), self.wanted(torch.arange(start, stop)).flatten())
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.cache is not None)
-    def write(self, data: st.DataObject) -> None:
-        start = data.draw(st.integers(0, self.n_rows))
-        records = self.records(data.draw(st.integers(0, self.n_rows - start)))
-        self.cache.write_(start, records)
-        self.remember(torch.arange(start, start + len(records)), records)
-
     @rule()
     def flush(self) -> None:
         self.store.settle()

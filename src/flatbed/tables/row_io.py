@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,9 +11,11 @@ from torch import Tensor
 from flatbed.kernels import rows as ops
 from flatbed.kernels.rows import RecordLocation
 from flatbed.tables.cache import location_of
+from flatbed.tables.cache.disk import DiskCache
 from flatbed.tables.grads import RowGrads
 from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.record import WEIGHT
+from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.table_storage import TableStorage
 
 
@@ -45,6 +48,10 @@ class RowIO:
         location, cache = self.location, self.store.cache
         return location if location is None or cache is None else cache.location_for_update(None)
 
+    def _host_access(self) -> Storage | DiskCache:
+        """Return what reads and writes records that kernels do not reach."""
+        return self.store.tier if self.store.cache is None else cast(DiskCache, self.store.cache)
+
     # ---- reading
 
     def lookup(self, batch: LookupBatch) -> Tensor | None:
@@ -66,8 +73,7 @@ class RowIO:
             return ops.gather(location, rows, nbytes)
         if not len(rows):
             return torch.empty((0, nbytes), dtype=torch.uint8, device=store.device)
-        source = store.cache or store.tier
-        wanted = rows.to(source.device)
+        source, wanted = self._host_access(), rows.to("cpu")
         present = wanted >= 0
         records = source.gather(wanted if bool(present.all()) else wanted[present], nbytes)
         if len(records) < len(rows):
@@ -111,8 +117,7 @@ class RowIO:
         if location is not None:
             ops.scatter_(location, rows, records)
             return
-        target = self.store.cache or self.store.tier
-        wanted = rows.to(target.device)
+        target, wanted = self._host_access(), rows.to("cpu")
         present = wanted >= 0
         if bool(present.all()):
             target.scatter_(wanted, records)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flatbed.errors import FlatbedError
 from flatbed.tables import replicas as exchange
 from flatbed.tables.cache import CacheStats
+from flatbed.tables.cache import warm as warm_cache
 from flatbed.tables.config import Config, device_of, with_cache
 from flatbed.tables.deferred_checks import DeferredIdChecks
 from flatbed.tables.grads import GradAccumulator, RowGrads
@@ -307,7 +308,7 @@ class Table(nn.Parameter):
         if cache is None:
             return
         n = min(len(rows), cache.n_slots)
-        cache.warm(rows[:n].flip(0), counts[:n].flip(0))
+        warm_cache(cache, rows[:n].flip(0), counts[:n].flip(0))
 
     def cache_stats(self) -> CacheStats:
         """What the cache has done so far: hits, misses, evictions, bytes moved. Asking waits for the GPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels.dispatch import use_triton
@@ -18,6 +19,7 @@ from flatbed.tables.storage.memory import MemoryStorage
 
 Cache = GpuCache | DiskCache
 BATCHES = 4  # that a cache of the default size holds
+WARM_ROWS = 1 << 16  # that `warm` admits at once
 SHARE = 4  # a cache of the default size takes at most this fraction of the GPU's free memory
 
 
@@ -60,6 +62,17 @@ def build(storage: Storage, n_slots: int, *, policy: str, device: torch.device) 
             f"{storage.n_rows} rows of the table, do not fit on {device}: use fewer with cache_rows or "
             f"cache_bytes ({error})"
         ) from error
+
+
+def warm(cache: Cache, rows: Tensor, counts: Tensor) -> None:
+    """Admit unique rows, the most used last; `counts` says how often each is used."""
+    index = cache.index
+    for some, times in zip(torch.split(rows, WARM_ROWS), torch.split(counts, WARM_ROWS), strict=True):
+        cache.admit(some.to(cache.record_device))
+        if index.policy == "lfu":
+            slots = index.slot_of_row[some.to(cache.index_device)].long()
+            is_cached = slots >= 0
+            index.frequency[slots[is_cached]] += times.to(cache.index_device).float().log2()[is_cached]
 
 
 def location_of(storage: Storage, device: torch.device) -> RecordLocation | None:

@@ -40,7 +40,6 @@ from flatbed.tables.storage.base import Storage
 
 CPU = torch.device("cpu")
 FLUSH_BYTES = 1 << 26  # of records that are written at once
-WARM_ROWS = 1 << 16  # that `warm` admits at once
 
 
 @dataclass(eq=False, slots=True)
@@ -70,9 +69,7 @@ class DiskCache:
     ) -> None:
         self.storage, self.writer = storage, writer
         self.record, self.n_rows = storage.record, storage.n_rows
-        self.device = self.index_device = CPU
-        self.record_device = device
-        self.memory: Tensor | None = None
+        self.index_device, self.record_device = CPU, device
         self.in_graphs = False
         self.index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=CPU)
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
@@ -177,13 +174,13 @@ class DiskCache:
     def _admit(self, rows: Tensor, *, all_or_nothing: bool = False) -> NDArray[np.int64] | None:
         """Bring rows into the cache. Returns their slots if all are cached now."""
         probed = probe(self.index, rows)
-        with self.writer.beside(count_uses, len(probed.hits), self.index, probed):
-            if not len(probed.missing):
-                return probed.slots
-            n_free = self.n_slots - self._n_pinned - int((self._pins[probed.hits] == 0).sum())
-            if all_or_nothing and len(probed.missing) > n_free:
-                return None
-            placement = self._fill(probed, n_free)
+        count_uses(self.index, probed)
+        if not len(probed.missing):
+            return probed.slots
+        n_free = self.n_slots - self._n_pinned - int((self._pins[probed.hits] == 0).sum())
+        if all_or_nothing and len(probed.missing) > n_free:
+            return None
+        placement = self._fill(probed, n_free)
         if len(placement.rows) < len(probed.missing):
             return None
         probed.slots[probed.slots < 0] = placement.slots
@@ -318,18 +315,6 @@ class DiskCache:
             self.records.index_copy_(0, at, records.index_select(0, self._copy_to_device(inside)))
             self._mark_changed(ids[inside], slots[inside].numpy())
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Copy consecutive records."""
-        with self.lock:
-            self.flush()
-            return self.storage.read(start, stop)
-
-    def write_(self, start: int, records: Tensor) -> None:
-        """Replace consecutive records."""
-        with self.lock:
-            self.drop()
-            self.storage.write_(start, records)
-
     def flush(self) -> None:
         """Write changed records to storage, and wait until they are there."""
         with self.lock:
@@ -375,26 +360,9 @@ class DiskCache:
             assert self.location.slot_of_row is not None
             self.location.slot_of_row.fill_(-1)
 
-    def close(self) -> None:
-        """Free the memory of the cache and of its storage."""
-        self.writer.abandon()
-        self.storage.close()
-
-    # ---- statistics, warming
-
     def stats(self) -> CacheStats:
         """Return the counts so far."""
         return CacheStats.of(self.index.counts.tolist(), rows=self.n_slots, nbytes=self.record.nbytes)
-
-    def warm(self, rows: Tensor, counts: Tensor) -> None:
-        """Admit unique rows, the most used last; `counts` says how often each is used."""
-        for some, times in zip(torch.split(rows, WARM_ROWS), torch.split(counts, WARM_ROWS), strict=True):
-            with self._access():
-                self._admit(some)
-            if self.index.policy == "lfu":
-                slots = self.index.slot_of_row[some].long()
-                cached = slots >= 0
-                self.index.frequency[slots[cached]] += times[cached].float().log2()
 
 
 def _words(records: Tensor) -> Tensor:

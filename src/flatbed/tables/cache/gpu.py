@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing, relaxed_capture
-from flatbed.kernels import rows as ops
 from flatbed.kernels.cache import CacheIndex
 from flatbed.kernels.rows import RecordLocation, UniqueRows
 from flatbed.tables.cache.stats import CacheStats
@@ -38,7 +37,6 @@ from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.storage.memory import MemoryStorage
 
 MAX_WINDOW = 1024
-WARM_ROWS = 1 << 16  # that `warm` admits at once
 
 
 class GpuCache:
@@ -47,7 +45,7 @@ class GpuCache:
     def __init__(self, storage: MemoryStorage, n_slots: int, *, policy: str, device: torch.device) -> None:
         self.storage = storage
         self.record, self.n_rows, self.device = storage.record, storage.n_rows, device
-        self.memory: Tensor | None = None
+        self.index_device = self.record_device = device
         self.index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=device)
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.location = RecordLocation(storage.memory, self.records, self.index.slot_of_row, self.index.dirty)
@@ -184,26 +182,6 @@ class GpuCache:
     def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
         """Do nothing: memory has room for every row."""
 
-    def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
-        """Read records, or their first bytes; zeros for the row -1."""
-        self.wait_for_prefetch()
-        return ops.gather(self.location, ids, self.record.nbytes if nbytes is None else nbytes)
-
-    def scatter_(self, ids: Tensor, records: Tensor) -> None:
-        """Replace records, or their first bytes."""
-        self.wait_for_prefetch()
-        ops.scatter_(self.location, ids, records)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Copy consecutive records."""
-        self.flush()
-        return self.storage.read(start, stop)
-
-    def write_(self, start: int, records: Tensor) -> None:
-        """Replace consecutive records."""
-        self.drop()
-        self.storage.write_(start, records)
-
     def flush(self) -> None:
         """Write changed records to storage, and wait until they are there."""
         from flatbed.kernels._triton import cache
@@ -227,23 +205,6 @@ class GpuCache:
         self.index.clear()
         self._oldest_protected = self._n_admissions + 1
 
-    def close(self) -> None:
-        """Free the memory of the cache and of its storage."""
-        self.flush()
-        self.storage.close()
-
-    # ---- statistics, warming
-
     def stats(self) -> CacheStats:
         """Return the counts so far. Waits for the device."""
         return CacheStats.of(self.index.counts.tolist(), rows=self.n_slots, nbytes=self.record.nbytes)
-
-    def warm(self, rows: Tensor, counts: Tensor) -> None:
-        """Admit rows, the most used last; `counts` says how often each is used."""
-        for some, times in zip(torch.split(rows, WARM_ROWS), torch.split(counts, WARM_ROWS), strict=True):
-            some = some.to(self.device)
-            self.admit(some)
-            if self.index.policy == "lfu":
-                slots = self.index.slot_of_row[some].long()
-                cached = slots >= 0
-                self.index.frequency[slots[cached]] += times.to(self.device).float().log2()[cached]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,12 +62,6 @@ class WriteThrough:
     def reading(self, rows: Tensor, *, pin: bool) -> Iterator[Read]:
         """Yield a function that returns the records of rows."""
         yield lambda: (self.storage.gather(rows), np.arange(len(rows)))
-
-    @contextmanager
-    def beside(self, function: Callable[..., None], n: int, *args: Any) -> Iterator[None]:
-        """Call a function before the body."""
-        function(*args)
-        yield
 
     def write(self, slots: NDArray[np.int64], rows: Tensor, copies: HostCopies) -> None:
         """Write the records of evicted rows."""
@@ -130,19 +123,6 @@ class WriteBehind:
             yield lambda: (memory, order.result())
         finally:
             wait([order])
-
-    @contextmanager
-    def beside(self, function: Callable[..., None], n: int, *args: Any) -> Iterator[None]:
-        """Call a function that handles n rows, during the body if they are many."""
-        if n < MANY:
-            function(*args)
-            yield
-            return
-        done = self.storage.aside(function, *args)
-        try:
-            yield
-        finally:
-            done.result()
 
     # ---- writing
 
