@@ -252,6 +252,7 @@ def test_work_on_earlier_batches_is_not_protected(kernel_device: str) -> None:
     cache.begin(first.admission)  # of another prefetcher, out of order
     assert not cache.protects(first)
     assert cache.protects(second)
+    assert cache.oldest([second, first]) is first
     cache.drop()
     assert not cache.protects(second)
     assert not cache.protects(None)

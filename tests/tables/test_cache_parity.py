@@ -348,7 +348,7 @@ def test_prefetched_lookups(
         optimizer, outputs = flatbed.optim.Adam(emb, lr=0.1), []
         for number, batch in enumerate(prefetched(emb.table, lookups, depth)):
             n_used += len(emb.table.prefetched)
-            found = [emb(ids) for ids in batch]
+            found = [emb(batch[0].flatten()), emb(batch[1].view(1, -1))]
             outputs += [one.detach().cpu() for one in found]
             torch.autograd.backward([one.sin().sum() for one in found])
             if number % n_passes == n_passes - 1:

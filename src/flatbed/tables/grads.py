@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class RowGrads:
     shared: bool = False
     """True if it is the mean over all ranks already."""
     batch: LookupBatch | None = None
-    """The lookup that the rows are of; None for a sum over several lookups."""
+    """The lookup that the rows are of; for a sum over several lookups one that stands for all, or None."""
     captured: bool = False
     """True if it is part of a CUDA graph."""
 
@@ -118,5 +118,14 @@ def merge(parts: list[RowGrads], n_rows: int) -> RowGrads:
     found = unique(torch.where(rows == NONE, SENTINEL, rows), n_rows)
     grads = torch.cat([part.grads.to(dtype) for part in parts])
     summed = RowGrads(*segment_sum(grads, found, None), parts[0].task, all(part.shared for part in parts))
-    summed.captured = parts[0].captured
+    summed.captured, summed.batch = parts[0].captured, _oldest_batch(parts)
     return summed
+
+
+def _oldest_batch(parts: list[RowGrads]) -> LookupBatch | None:
+    """Return a batch whose protection in the cache holds for the rows of all parts; None if there is none."""
+    batches = [part.batch for part in parts if part.batch is not None and part.batch.cache is not None]
+    if len(batches) < len(parts) or any(batch.cache is not batches[0].cache for batch in batches):
+        return None
+    oldest = batches[0].cache.oldest(batches)
+    return None if oldest is None else replace(oldest, weights=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,10 +42,10 @@ def prepare_lookup(table: Table, ids: Any, *, for_bag: bool = False, training: b
     elif capturing:
         _check_capture(table, given)
     lead = padding_idx if for_bag else None
-    if training and lead is None and isinstance(ids, Tensor):
+    if training and lead is None and not capturing and isinstance(ids, Tensor):
         for batch in table.prefetched:
             if batch.matches(ids) and batch.cache.protects(batch):
-                return batch
+                return replace(batch, shape=given.shape)
     keys = _keys(table, given.flatten(), is_checked=is_checked)
     if training and not capturing:
         table.deferred_checks.prepare_capture()
@@ -125,7 +126,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
-        return table.access.weights(batch.unique.rows)
+        return table.access.weights(batch.unique.rows, batch)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:

@@ -47,6 +47,7 @@ class RowPrefetch:
 
     def __init__(self, table: Table, depth: int) -> None:
         self.table, self.depth = table, depth
+        self._is_training = torch.is_grad_enabled()  # of this thread: the loader thread has a mode of its own
         self._training_stream: torch.cuda.Stream | None = None
 
     @property
@@ -62,7 +63,7 @@ class RowPrefetch:
     @property
     def _admits(self) -> bool:
         """True if rows are admitted to a cache: in training, on a GPU or under Triton's interpreter."""
-        return torch.is_grad_enabled() and (self._device.type == "cuda" or use_triton(self._device))
+        return self._is_training and (self._device.type == "cuda" or use_triton(self._device))
 
     def stage(self, ids: list[Tensor]) -> PrefetchRequest:
         """Check ids, which are on the host, and find the rows that `read` has to read. Loader thread."""

@@ -43,10 +43,10 @@ class RowIO:
         cache = self.store.cache
         return self.location if cache is None else cache.location_for_update(grads.batch)
 
-    def _ordered_location(self) -> RecordLocation | None:
-        """Return `location` after the current stream was ordered after prefetches."""
+    def _ordered_location(self, batch: LookupBatch | None = None) -> RecordLocation | None:
+        """Return `location`, with the current stream ordered after prefetches that may move the rows."""
         location, cache = self.location, self.store.cache
-        return location if location is None or cache is None else cache.location_for_update(None)
+        return location if location is None or cache is None else cache.location_for_update(batch)
 
     def _host_access(self) -> Storage | DiskCache:
         """Return what reads and writes records that kernels do not reach."""
@@ -59,16 +59,16 @@ class RowIO:
         cache = self.store.cache
         return None if cache is None or batch.cache is not cache else cache.lookup(batch)
 
-    def weights(self, rows: Tensor) -> Tensor:
-        """Read the weights of rows: (n,) → (n, dim), on the computing device."""
+    def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
+        """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
         field = self.store.config.weight
-        return self.gather(rows, field.nbytes).view(field.dtype)
+        return self.gather(rows, field.nbytes, batch=batch).view(field.dtype)
 
-    def gather(self, rows: Tensor, nbytes: int | None = None) -> Tensor:
+    def gather(self, rows: Tensor, nbytes: int | None = None, *, batch: LookupBatch | None = None) -> Tensor:
         """Read records, or their first bytes, to the computing device; zeros for the row -1."""
         store = self.store
         nbytes = store.record.nbytes if nbytes is None else nbytes
-        location = self._ordered_location()
+        location = self._ordered_location(batch)
         if location is not None:
             return ops.gather(location, rows, nbytes)
         if not len(rows):

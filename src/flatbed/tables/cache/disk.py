@@ -168,6 +168,10 @@ class DiskCache:
             torch.cuda.current_stream(self.record_device).wait_event(reservation.ready)
         return ops.unique(keys, self.n_rows), reservation
 
+    def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
+        """Return None: a reservation is for the rows of one batch."""
+        return None
+
     def begin(self, admission: Reservation) -> None:
         """Do nothing: the reservation keeps the batch's rows."""
 

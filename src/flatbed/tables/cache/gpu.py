@@ -75,6 +75,8 @@ class GpuCache:
         """
         if is_capturing(self.device):
             self._enter_graph()
+        elif self.device.type == "cuda":
+            self._training_stream = torch.cuda.current_stream(self.device)
         self.wait_for_prefetch()
         window = self._window if self._fits(len(keys), self._window) else 0
         return self._admit(keys, window, error_slot)
@@ -92,14 +94,16 @@ class GpuCache:
             return self._admit(keys, window, None)
         stream = torch.cuda.current_stream(self.device)
         self._wait_for_training(stream, self._n_admissions + 1 - window)
-        admitted = self._admit(keys, window, None)
-        self._prefetch_done = stream.record_event()
-        return admitted
+        try:
+            return self._admit(keys, window, None)
+        finally:
+            self._prefetch_done = stream.record_event()
 
     def _fits(self, n_ids: int, window: int) -> bool:
         if self.index.direct:
             return True
-        return n_ids + sum(islice(reversed(self._sizes), window)) <= self.n_slots
+        n_kept = sum(islice(reversed(self._sizes), window))
+        return window <= MAX_WINDOW and n_kept + n_ids <= self.n_slots
 
     def _admit(self, keys: Tensor, window: int, error_slot: Tensor | None) -> tuple[UniqueRows, int]:
         from flatbed.kernels._triton import cache
@@ -119,7 +123,7 @@ class GpuCache:
     def _enter_graph(self) -> None:
         """End prefetching for good, since replays run admissions that the host does not see."""
         if not self.in_graphs:
-            self.in_graphs = True
+            self.in_graphs, self._window = True, 0
             if self._prefetch_done is not None:
                 with relaxed_capture():
                     self._prefetch_done.synchronize()
@@ -131,6 +135,11 @@ class GpuCache:
         if batch is None or batch.cache is not self or self.in_graphs:
             return False
         return batch.admission is not None and batch.admission >= max(self._oldest_protected, self._in_hand)
+
+    def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
+        """Return the batch that is protected only if all of these are."""
+        numbers = [-1 if batch.admission is None else batch.admission for batch in batches]
+        return batches[numbers.index(min(numbers))]
 
     def begin(self, admission: int) -> None:
         """Note that the batch with this admission is in hand: work on earlier batches has been issued."""
@@ -144,7 +153,6 @@ class GpuCache:
         if self.device.type != "cuda" or is_capturing(self.device):
             return
         stream = torch.cuda.current_stream(self.device)
-        self._training_stream = stream
         self._unordered.add(stream)
         if self._prefetch_done is not None:
             stream.wait_event(self._prefetch_done)
