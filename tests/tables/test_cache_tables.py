@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import flatbed
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
@@ -195,15 +195,11 @@ def test_saving(storage: str, where: str, tmp_path: Path) -> None:
     twins.cached.table.save(tmp_path / "saved.safetensors")
     assert torch.equal(twins.cached.state_dict()["weight"], twins.plain.state_dict()["weight"])
     twins.train()
-    expected = copy_of(twins)
+    expected = everything(twins.plain)[0]
     twins.cached.table.save(tmp_path / "saved.safetensors")
     twins.cached = flatbed.Embedding.from_table(load_table(tmp_path / "saved.safetensors"))
     assert torch.equal(everything(twins.cached)[0], expected)
     twins.check()
-
-
-def copy_of(twins: Twins) -> Tensor:
-    return everything(twins.plain)[0]
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -265,9 +261,8 @@ def test_growing(storage: str, where: str, tmp_path: Path) -> None:
 def test_another_optimizer(storage: str, kind: str, tmp_path: Path) -> None:
     """Equal state is reset in place; other state needs another layout. Weights stay."""
     twins = Twins(storage, tmp_path).train()
-    before = everything(twins.cached)[0]
     twins.step([8, 9])
-    before = copy_of(twins)
+    before = everything(twins.plain)[0]
     if storage == "disk" and kind == "SGD":  # otherwise refused: the file holds state
         for emb in twins.both:
             emb.table.drop_state()
@@ -365,11 +360,6 @@ def test_warming_is_checked() -> None:
     flatbed.Embedding(10, DIM, storage="device").table.warm([1, 2])
 
 
-def test_stats_without_a_cache() -> None:
-    stats = flatbed.Embedding(10, DIM, cache_rows=0).table.cache_stats()
-    assert (stats.rows, stats.hits, stats.misses, stats.hit_rate) == (0, 0, 0, 0.0)
-
-
 @pytest.mark.parametrize("storage", STORAGES)
 def test_another_size_of_cache(storage: str, where: str, tmp_path: Path) -> None:
     twins = Twins(storage, tmp_path, device=where).train()
@@ -395,13 +385,6 @@ def test_too_few_bytes_for_a_record() -> None:
         step(emb, optimizer, [1, 2])
     emb.table.set_cache(cache_bytes=0)
     step(emb, optimizer, [1, 2])
-
-
-def test_bytes_for_the_cache(tmp_path: Path) -> None:
-    emb = flatbed.Embedding(1000, 8, cache_bytes=10_000)
-    step(emb, flatbed.optim.Adam(emb, lr=0.1), [1, 2])
-    assert emb.table.store.record.nbytes == 128
-    assert emb.table.cache_stats().rows == 78
 
 
 def test_by_default_there_is_none_on_a_cpu() -> None:

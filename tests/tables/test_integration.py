@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import subprocess
 import sys
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,37 +87,6 @@ def test_devices_that_cannot_compute_are_refused() -> None:
     assert torch.equal(emb.weight, before)
 
 
-@pytest.fixture
-def meta_by_default() -> Iterator[None]:
-    """Tensors made without a device have no memory, and raise when they are read."""
-    torch.set_default_device("meta")
-    yield
-    torch.set_default_device(None)
-
-
-@pytest.mark.usefixtures("meta_by_default")
-@pytest.mark.parametrize("storage", STORAGES)
-def test_default_device_is_ignored(storage: str, tmp_path: Path) -> None:
-    path = tmp_path / "table" if storage == "disk" else None
-    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, device="cpu", padding_idx=1)
-    bag = flatbed.EmbeddingBag.from_table(emb.table)
-    for options in ({"max_norm": 1.0}, {"per_row_steps": True}):
-        emb.table.drop_state()
-        optimizer = flatbed.optim.Adam(emb, **options)  # type: ignore[arg-type]
-        for _ in range(2):
-            emb([1, 2, 2]).sum().backward()
-            bag([[1, 3]]).sum().backward()
-            emb.write_rows([2, 2], torch.ones(2, DIM, device="cpu"))
-            assert emb.table.grad is not None
-            optimizer.step()
-            optimizer.zero_grad()
-        emb.table.resize(emb.num_embeddings + 5)
-        optimizer.load_state_dict(optimizer.state_dict())
-        emb.load_state_dict(emb.state_dict())
-    weights = torch.ones(3, 2, device="cpu")
-    assert flatbed.Embedding.from_pretrained(weights)([1]).device.type == "cpu"
-
-
 # ---- optimizers
 
 
@@ -143,24 +110,6 @@ def test_schedulers(name: str, tensor_lr: bool) -> None:
             train(model, optimizer, 1)
             schedule.step(1.0) if name == "plateau" else schedule.step()
     assert_same(ours, theirs)
-
-
-def test_hooks() -> None:
-    emb = flatbed.Embedding(ROWS, DIM)
-    optimizer = flatbed.optim.SGD(emb, lr=1.0)
-    seen: list[str] = []
-
-    def halve(*_: Any) -> None:
-        emb.table.grad.div_(2)  # type: ignore[union-attr]
-        seen.append("before")
-
-    optimizer.register_step_pre_hook(halve)
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    before = emb.weight.clone()
-    emb([1]).sum().backward()
-    optimizer.step()
-    assert seen == ["before", "after"]
-    torch.testing.assert_close(before[1] - emb.weight[1], torch.full((DIM,), 0.5))
 
 
 def test_state_dicts_go_to_torch_and_back() -> None:
@@ -267,20 +216,6 @@ def trained(**options: Any) -> tuple[Embedding, Any]:
     return emb, optimizer
 
 
-def test_views_keep_their_memory() -> None:
-    emb = Embedding(100_000, 4, init=1.0)
-    hidden = torch.ones(2, 4, requires_grad=True)
-    loss = (hidden @ emb.weight.detach().T).sum()
-    shared = torch.from_dlpack(emb.weight.detach())
-    storage = emb.weight.untyped_storage()
-    emb.table.resize(100_001)
-    loss.backward()
-    assert torch.equal(hidden.grad, torch.full((2, 4), 100_000.0))
-    emb.table.close()
-    assert float(shared.sum()) == 400_000
-    assert storage[2] == 128  # of the first 1.0
-
-
 def test_full_disk_stops_a_step_before_it_changes_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,30 +254,6 @@ def test_full_disk_stops_a_step_before_it_changes_anything(
     assert model["one"].table.scalars() == model["two"].table.scalars() == {"step": 1.0}
     assert not torch.equal(model["head"].weight, before[2])
     assert not torch.equal(model["two"].read_rows(range(50)), before[1])
-
-
-def test_losses_of_the_weight_itself_are_refused() -> None:
-    emb, _ = trained()
-    for loss in (lambda: emb.weight.pow(2).sum(), lambda: (emb(torch.arange(3)) @ emb.weight.T).sum()):
-        with pytest.raises(FlatbedError, match="gradients"):
-            loss().backward()
-    emb.requires_grad_(False)
-    assert not (emb.weight * 2).requires_grad
-
-
-def test_deleted_optimizer_is_freed() -> None:
-    emb, optimizer = trained()
-    gone = weakref.ref(optimizer)
-    gc.disable()
-    try:
-        del optimizer
-        assert gone() is None
-    finally:
-        gc.enable()
-    assert emb.table.scalars() == {"step": 1.0}
-    emb(torch.arange(3)).sum().backward()
-    with pytest.raises(FlatbedError, match="no optimizer"):
-        emb(torch.arange(3))
 
 
 @pytest.mark.parametrize("drop", ["optimizer", "module", "grad"])
@@ -388,52 +299,6 @@ def test_gradients_of_frozen_tables_are_dropped() -> None:
 
 
 # ---- loaders and processes
-
-
-REFUSED = -7
-
-
-class Ids(torch.utils.data.Dataset[Tensor]):
-    """A dataset that holds the model."""
-
-    def __init__(self, emb: flatbed.Embedding, use: bool = False) -> None:
-        self.emb, self.use = emb, use
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        if self.use:
-            try:
-                self.emb.read_rows([index])
-            except flatbed.FlatbedError as error:
-                return torch.tensor(REFUSED if "in the training process" in str(error) else 0)
-        repr(self.emb)
-        return torch.tensor([index, index + 1])
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("storage", STORAGES)
-def test_forked_workers(storage: str, tmp_path: Path) -> None:
-    path = tmp_path / "table" if storage == "disk" else None
-    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path)
-    optimizer = flatbed.optim.SGD(emb, lr=0.1)
-    emb([0])
-    before = emb.read_rows(EVERY)
-    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "batch_size": 4}
-    for ids in torch.utils.data.DataLoader(Ids(emb), **options):
-        emb(ids).sum().backward()
-        optimizer.step()
-    expected = before.clone()
-    expected[:9] -= 0.1
-    expected[1:8] -= 0.1  # in two of the pairs
-    torch.testing.assert_close(emb.read_rows(EVERY), expected)
-    for answers in torch.utils.data.DataLoader(Ids(emb, use=True), **options):
-        assert answers.tolist() == [REFUSED] * 4
-    torch.testing.assert_close(emb.read_rows(EVERY), expected)
-    emb([0]).sum().backward()
-    optimizer.step()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
