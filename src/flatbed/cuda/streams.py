@@ -1,15 +1,15 @@
-"""Streams and locks of the package: who owns them, who waits for whom.
+"""Streams and locks of the package: owners, and the order between them.
 
 Streams of one device
 
 | stream | owner | waits for | recorded by |
 |---|---|---|---|
-| training: the user's current stream | training thread | "batches": the batch handed out | batch transfer |
+| training: the user's current stream | training thread | "batches": the batch handed out | `BatchMover` |
 | | | "rows": the admission of that batch | `RowPrefetch.admit` |
 | | | "rows": the last admission, for rows that `protects` does not cover | `GpuCache.prefetch` |
 | | | the last access to a disk cache | `DiskCache._access` |
-| "batches": copies of batches | training thread | its staging buffers, when reused | batch transfer |
-| "rows": admissions ahead of time | training thread | "batches": the ids of the batch | batch transfer |
+| "batches": copies of batches | loader thread | its staging buffers, when reused | `BatchMover` |
+| "rows": admissions ahead of time | training thread | "batches": the ids of the batch | `BatchMover` |
 | | | training: work on rows that an admission may evict | `GpuCache.begin` |
 | | | "files": the records of the batch | `DiskCache.reserve` |
 | "files": records read from disk | loader thread | the last access to the cache | `DiskCache._access` |

@@ -172,7 +172,7 @@ class RowPrefetch:
 
 
 def _unique(ids: Tensor, n_rows: int) -> Tensor:
-    """Return unique ids in order, by numpy: torch would start threads beside the training's."""
+    """Return unique ids in order, by numpy: torch would start more threads."""
     found = np.sort(ids.numpy().astype(np.int32 if n_rows < 2**31 else np.int64))
     first = np.ones(len(found), np.bool_)
     np.not_equal(found[1:], found[:-1], out=first[1:])

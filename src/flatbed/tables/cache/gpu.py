@@ -131,7 +131,7 @@ class GpuCache:
     # ---- order between streams: see the module's docstring
 
     def protects(self, batch: LookupBatch | None) -> bool:
-        """Return True if no prefetch so far moves the rows of this batch, and none to come does unordered."""
+        """Return True if the rows of this batch need no order with prefetches: see the module."""
         if batch is None or batch.cache is not self or self.in_graphs:
             return False
         return batch.admission is not None and batch.admission >= max(self._oldest_protected, self._in_hand)

@@ -108,7 +108,7 @@ class WriteBehind:
         behind = weakref.ref(self)
         storage.count_also(lambda: 0 if (found := behind()) is None else found.n_unsaved)
 
-    # ---- reading, beside which evicted records are written
+    # ---- reading, while evicted records are written
 
     @contextmanager
     def reading(self, rows: Tensor, *, pin: bool) -> Iterator[Read]:
