@@ -17,6 +17,10 @@ if not torch.cuda.is_available():
         import flatbed.kernels._triton.row_stepper  # noqa: F401
     del os.environ["TRITON_INTERPRET"]
 
+from flatbed.cuda import streams
+
+streams.check_lock_order = True
+
 # A shared machine may stall any single example; the suite as a whole has its own limit.
 settings.register_profile("flatbed", deadline=None)
 settings.load_profile("flatbed")

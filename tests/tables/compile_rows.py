@@ -80,11 +80,10 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
 
 
 def others() -> None:
-    for keys, checked in (("*i64", False), ("*i32", True)):
-        ptx(row_kernels.heads, {"sorted_ptr": keys, **COUNTS}, TICKS=checked, BLOCK=1024)
-        ptx(row_kernels.mark, {"sorted_ptr": keys, "lead": "i64", **COUNTS}, CHECKED=checked, BLOCK=1024)
+    for keys, ticks in (("*i64", False), ("*i32", True)):
+        ptx(row_kernels.heads, {"sorted_ptr": keys, **COUNTS}, TICKS=ticks, BLOCK=1024)
+        ptx(row_kernels.mark, {"sorted_ptr": keys, "lead": "i64", **COUNTS}, CHECKED=False, BLOCK=1024)
     ptx(row_kernels.narrow, {"keys_ptr": "*i32"}, BLOCK=1024)
-    ptx(row_kernels.bring, {"keys_ptr": "*i32", "host": "i64"}, BLOCK=1024)
     for kind, wide in (("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)):
         sums = "*fp64" if wide == tl.float64 else "*fp32"
         changed = {"grads_ptr": kind, "sums_ptr": sums, "values_ptr": sums}
@@ -100,21 +99,27 @@ def others() -> None:
 
 
 def cache() -> None:
-    maps = {"slot_of_row_ptr": "*i32", "dirty_ptr": "*i32", "heat_ptr": "*fp32", "ageing": "fp32"}
+    maps = {"slot_of_row_ptr": "*i32", "dirty_ptr": "*i32", "frequency_ptr": "*fp32", "ageing": "fp32"}
     maps |= {"n_missing_ptr": "*i32"}
     for by_frequency in (True, False):
-        ptx(cache_kernels.touch, maps, FREQUENCY=by_frequency, BLOCK=512)
+        ptx(cache_kernels.probe, maps, FREQUENCY=by_frequency, BLOCK=512)
         for direct in (True, False):
-            ptx(cache_kernels.claim, maps, DIRECT=direct, FREQUENCY=by_frequency, ROUNDS=16, BLOCK=128)
+            ptx(
+                cache_kernels.select_victims,
+                maps,
+                DIRECT=direct,
+                FREQUENCY=by_frequency,
+                ROUNDS=16,
+                BLOCK=128,
+            )
     for words, columns in ((192, 256), (192, 64), (2, 2), (576, 256)):
         shape = {"STRIDE": 8 * words, "WORDS": words, "COLUMNS": columns, "ROWS": 4}
-        ptx(cache_kernels.swap, maps, **shape)
+        ptx(cache_kernels.fill_and_write_back, maps, **shape)
         ptx(cache_kernels.flush, maps, **shape)
     for keys in ("*i32", "*i64"):
         shape = {"STRIDE": 1536, "DIM": 48, "COLUMNS": 64, "ROWS": 16}
-        for out, told in (("*bf16", False), ("*i64", True)):
-            changed = {**maps, "ids_ptr": keys, "out_ptr": out}
-            ptx(cache_kernels.look, changed, TYPE=tl.bfloat16, TOLD=told, **shape)
+        changed = {**maps, "ids_ptr": keys, "out_ptr": "*bf16"}
+        ptx(cache_kernels.lookup, changed, TYPE=tl.bfloat16, **shape)
 
 
 EVEN = (128, tl.float32, False), (48, tl.bfloat16, True), (48, tl.float64, False)

@@ -1,12 +1,11 @@
-"""Tables with a row cache, when something fails: nothing is lost, and a full disk stops no checkpoint."""
+"""Cached tables when something fails: nothing is lost, and a full disk stops no checkpoint."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,19 @@ from torch import Tensor
 import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.kernels import cache as decisions
-from flatbed.tables.cache import host
-from flatbed.tables.cache.host import Copies, Leaving
+from flatbed.tables.cache import write_behind
+from flatbed.tables.cache.disk import DiskCache
+from flatbed.tables.cache.write_behind import HostCopies, PendingWrite
 from flatbed.tables.grads import RowGrads
+from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace
 from flatbed.tables.storage.disk.journal import Journal
-from tests.tables.storage.disk.test_files import largest_file
 from tests.tables.tables import everything
 from tests.tables.test_cache_tables import DIM, ROWS, Twins, embedding, step
+from tests.tables.test_disk_files import largest_file
 
-# ---- what can fail
+# ---- reads and writes that fail
 
 
 OUTSIDE: dict[str, Callable[[Any], Any]] = {
@@ -39,46 +40,45 @@ OUTSIDE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def no_space(*_: Any, **__: Any) -> None:
+    raise FlatbedError("no space left")
+
+
 @pytest.mark.parametrize("what", OUTSIDE)
-def test_changed_rows_outlast_a_failure_to_bring_them_home(
+def test_changed_rows_survive_a_failed_write_back(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twins = Twins("disk", tmp_path).train()
     expected = everything(twins.cached)[0]
 
-    def fail(self: DiskStorage, ids: Tensor, records: Tensor) -> None:
-        raise FlatbedError("no space left")
-
     with monkeypatch.context() as patch:
-        patch.setattr(DiskStorage, "scatter_", fail)
+        patch.setattr(DiskStorage, "scatter_", no_space)
         with pytest.raises(FlatbedError, match="no space left"):
             OUTSIDE[what](twins.cached)
     assert torch.equal(everything(twins.cached)[0], expected)
 
 
-def test_rows_that_could_not_be_written_are_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They leave in a thread of their own: whoever comes next hears of it, and nothing is lost."""
+def test_failed_writes_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer thread fails; the next admission tries again and raises, and nothing is lost."""
     twins = Twins("disk", tmp_path, n_slots=4).train()
     emb = twins.cached
-    everything(emb)  # which writes all home
+    everything(emb)  # writes all rows back
     twins.step([1, 2, 8, 29])
     expected = everything(twins.plain)[0]
     cache = emb.table.store.cache
     n_failed = 0
 
-    def fail(self: DiskStorage, ids: Tensor, records: Tensor) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         nonlocal n_failed
         n_failed += 1
         raise FlatbedError("the disk is gone")
 
     with monkeypatch.context() as patch:
         patch.setattr(DiskStorage, "scatter_", fail)
-        cache.come(torch.tensor([10, 11]))  # rows leave for these
+        cache.admit(torch.tensor([10, 11]))  # evicts rows
         for _ in range(2):
             with pytest.raises(FlatbedError, match="the disk is gone"):
-                cache.come(torch.tensor([12]))
+                cache.admit(torch.tensor([12]))
         assert n_failed == 3
     assert torch.equal(everything(emb)[0], expected)
     emb.table.checkpoint()
@@ -87,11 +87,8 @@ def test_rows_that_could_not_be_written_are_tried_again(
 
 
 @pytest.mark.parametrize("many", [1, 1000])
-def test_no_more_rows_are_read_than_can_come(
-    many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a batch that is larger than the cache."""
-    monkeypatch.setattr(host, "MANY", many)
+def test_only_rows_that_fit_are_read(many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "MANY", many)
     twins = Twins("disk", tmp_path, n_slots=4).train()
     cache = twins.cached.table.store.cache
     collect, read = DiskStorage.collect, []
@@ -101,19 +98,18 @@ def test_no_more_rows_are_read_than_can_come(
         return collect(self, ids, into)
 
     monkeypatch.setattr(DiskStorage, "collect", counted)
-    n_here = int((cache.tags.slot_of_row[:20] >= 0).sum())
-    cache.come(torch.arange(20))
-    assert read == [4 - n_here]
+    n_cached = int((cache.index.slot_of_row[:20] >= 0).sum())
+    cache.admit(torch.arange(20))
+    assert read == [4 - n_cached]
     twins.check()
 
 
 @pytest.mark.parametrize("many", [1, 1000])
-def test_rows_that_cannot_be_read(many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a thread of the disk's, or here: all is as it was, though what has changed may be home."""
-    monkeypatch.setattr(host, "MANY", many)
+def test_failed_reads_change_nothing(many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "MANY", many)
     twins = Twins("disk", tmp_path, n_slots=4).train()
     cache = twins.cached.table.store.cache
-    before = cache.tags.slot_of_row.clone(), cache.tags.dirty.clone()
+    before = cache.index.slot_of_row.clone(), cache.index.dirty.clone()
 
     def fail(self: DiskStorage, ids: Tensor, into: Tensor) -> None:
         raise FlatbedError("the disk is gone")
@@ -122,9 +118,9 @@ def test_rows_that_cannot_be_read(many: int, tmp_path: Path, monkeypatch: pytest
         patch.setattr(DiskStorage, "collect", fail)
         for rows in ([10, 11], [12, 13, 14]):
             with pytest.raises(FlatbedError, match="the disk is gone"):
-                cache.come(torch.tensor(rows))
-    assert torch.equal(cache.tags.slot_of_row, before[0])
-    assert torch.equal(cache.tags.dirty, before[1])
+                cache.admit(torch.tensor(rows))
+    assert torch.equal(cache.index.slot_of_row, before[0])
+    assert torch.equal(cache.index.dirty, before[1])
     twins.step([10, 11, 1], [12, 2])
     twins.check()
     twins.cached.table.checkpoint()
@@ -134,30 +130,30 @@ def test_rows_that_cannot_be_read(many: int, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("how", ["flush", "evict"])
 @pytest.mark.parametrize("function", ["evict", "insert"])
-def test_rows_outlast_an_interruption_anywhere(function: str, how: str, tmp_path: Path) -> None:
-    """Before each line of what changes the map, whatever is done next."""
+def test_rows_survive_an_interruption_anywhere(function: str, how: str, tmp_path: Path) -> None:
+    """Interrupted before each line of the functions that change the maps."""
     n_lines = 0
     for number in range(1, 20):
         folder = tmp_path / str(number)
         folder.mkdir()
         emb = embedding("disk", folder, 6)
         emb.write_rows(range(6), torch.randn(6, DIM))
-        emb(torch.arange(2))  # the cache is made
+        emb(torch.arange(2))  # builds the cache
         cache = emb.table.store.cache
-        cache.come(torch.arange(6))
+        cache.admit(torch.arange(6))
         emb.write_rows(range(6), torch.randn(6, DIM))
-        if not interrupted(lambda cache=cache: cache.come(torch.tensor([9, 10])), function, number):
+        if not interrupted(lambda cache=cache: cache.admit(torch.tensor([9, 10])), function, number):
             emb.table.close(discard=True)
             break
         n_lines += 1
         expected = emb.read_rows(range(ROWS)).clone()
-        back = [row for row in range(6) if cache.tags.slot_of_row[row] < 0] or [9, 10]
+        back = [row for row in range(6) if cache.index.slot_of_row[row] < 0] or [9, 10]
         back = [9, 10] if function == "insert" else back
-        cache.come(torch.tensor(back))
+        cache.admit(torch.tensor(back))
         expected[back] = torch.randn(len(back), DIM)
         emb.write_rows(back, expected[back])
         for row in range(11, 23) if how == "evict" else ():
-            cache.come(torch.tensor([row]))
+            cache.admit(torch.tensor([row]))
             assert torch.equal(emb.read_rows(range(ROWS)), expected)
         cache.flush()
         assert torch.equal(emb.read_rows(range(ROWS)), expected)
@@ -168,7 +164,7 @@ def test_rows_outlast_an_interruption_anywhere(function: str, how: str, tmp_path
 
 
 def interrupted(do: Callable[[], Any], function: str, number: int) -> bool:
-    """Whether it came as far as this line of the function."""
+    """Interrupt before a line of a function; returns False if the function has fewer lines."""
     seen = 0
 
     def trace(frame: Any, event: str, given: Any) -> Any:
@@ -191,120 +187,88 @@ def interrupted(do: Callable[[], Any], function: str, number: int) -> bool:
     return False
 
 
-def test_a_forked_process_waits_for_no_thread_of_its_parent(tmp_path: Path) -> None:
+def test_forked_process_waits_for_no_thread_of_its_parent(tmp_path: Path) -> None:
     emb = embedding("disk", tmp_path, 4)
-    flatbed.optim.Adam(emb, lr=0.1)
     emb(torch.arange(4)).sum().backward()
-    cache = emb.table.store.cache
-    cache._leaving = Leaving(torch.empty(0), Copies(torch.empty(0)), 3, Future())  # that nobody will complete
-    cache._process -= 1
-    assert cache.n_unsaved == 0
-    cache._let_leave()
-    assert cache._leaving is None
+    writer = emb.table.store.cache.writer
+    pending = PendingWrite(torch.empty(0), HostCopies(torch.empty(0)), 3, Future())  # never completed
+    writer._pending = pending
+    writer._process -= 1
+    assert writer.n_unsaved == 0
+    writer.abandon()
     emb.table.close(discard=True)
 
 
-def test_a_failed_write_is_heard_of_before_the_step(tmp_path: Path) -> None:
+def test_failed_write_raises_before_the_step(tmp_path: Path) -> None:
     emb = embedding("disk", tmp_path, 8)
     flatbed.optim.Adam(emb, lr=0.1)
     emb(torch.arange(4)).sum().backward()
     cache = emb.table.store.cache
-    cache.make_room(torch.arange(4))
+    cache.reserve_space(torch.arange(4), None)
     failed: Future[None] = Future()
     failed.set_exception(OSError("the disk is gone"))
-    wrong = torch.zeros(1, 3, dtype=torch.uint8)  # what cannot be written now, either
-    cache._leaving = Leaving(torch.tensor([1]), Copies(wrong), 0, failed)
-    with pytest.raises(ValueError, match="expected 1 records"):
-        cache.make_room(torch.arange(4))
-    cache._leaving = None
+    wrong = torch.zeros(1, 3, dtype=torch.uint8)  # cannot be written now, either
+    cache.writer._pending = PendingWrite(torch.tensor([1]), HostCopies(wrong), 0, failed)
+    with pytest.raises(ValueError, match="expected uint8 records"):
+        cache.reserve_space(torch.arange(4), None)
+    cache.writer._pending = None
     emb.table.close(discard=True)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_copies_are_waited_for_whoever_captures_a_graph(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a thread that knows nothing of the GPU, nor of what others capture on it."""
-    said: list[Any] = []
-
-    @contextmanager
-    def within(*what: Any) -> Iterator[None]:
-        said.append(("in", *what))
-        try:
-            yield
-        finally:
-            said.append(("out", *what))
-
-    class Event:
-        def synchronize(self) -> None:
-            said.append("wait")
-            if fails:
-                raise RuntimeError("the GPU is gone")
-
-    gpu, event = torch.device("cuda", 1), Event()
-    monkeypatch.setattr(host, "relaxed_capture", lambda: within("relaxed"), raising=False)
-    monkeypatch.setattr(torch.cuda, "device", within)
-    copies = Copies(torch.zeros(3), event, gpu)  # type: ignore[arg-type]
-    if fails:
-        with pytest.raises(RuntimeError, match="the GPU is gone"):
-            copies.wait()
-    else:
-        copies.wait()
-    assert said == [("in", "relaxed"), ("in", gpu), "wait", ("out", gpu), ("out", "relaxed")]
-    said.clear()
-    Copies(torch.zeros(3)).wait()
-    assert not said, "they are on the host already"
+def reserved(cache: DiskCache, rows: Tensor) -> LookupBatch | None:
+    """A prefetched batch of these rows."""
+    reservation = cache.reserve(rows)
+    found = cache.prefetch(rows, window=0, reservation=reservation)
+    return None if found is None else LookupBatch(rows.shape, rows, found[0], cache, found[1])
 
 
-def test_training_waits_for_nobody_who_moves_other_rows(tmp_path: Path) -> None:
-    """The lock may be held as long as the disk takes; rows that came ahead of time need it not."""
+def step_by_kernels(emb: Any, batch: LookupBatch) -> None:
+    """What a step on a GPU does before its kernels write reserved rows."""
+    grads = RowGrads(batch.keys, torch.empty(0), batch=batch)
+    emb.table.access.reserve_space(grads)
+    emb.table.store.cache._mark_changed(batch.admission.rows, batch.admission.slots)
+
+
+def test_training_on_reserved_rows_takes_no_lock(tmp_path: Path) -> None:
+    """Another thread may hold the lock for as long as the disk takes."""
     emb = embedding("disk", tmp_path, 8)
     flatbed.optim.Adam(emb, lr=0.1)
-    emb(torch.arange(4)).sum().backward()  # the cache is made
-    access, cache = emb.table.access, emb.table.store.cache
-    rows = torch.tensor([1, 5])
-    cache.make_room(rows)  # as every first step does
-    ticket = cache.come_early(rows)
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with cache.lock:
-            held.set()
-            done.wait(20)
-
-    holder = threading.Thread(target=hold, daemon=True)
-    holder.start()
-    assert held.wait(20)
+    emb(torch.arange(4)).sum().backward()
+    cache, rows = emb.table.store.cache, torch.tensor([1, 5])
+    cache.reserve_space(rows, None)  # as the first step does
+    batch = reserved(cache, rows)
+    assert batch is not None
     trained = threading.Event()
 
     def train() -> None:
-        access.make_room(torch.tensor([-1]), ticket)
-        access.place_of(RowGrads(rows, torch.empty(0), ticket=ticket))
+        step_by_kernels(emb, batch)
         trained.set()
 
-    threading.Thread(target=train, daemon=True).start()
-    try:
+    with cache.lock:
+        threading.Thread(target=train, daemon=True).start()
         assert trained.wait(20)
-        assert cache.tags.dirty[cache.tags.slot_of_row[rows].long()].all()
-    finally:
-        done.set()
-        holder.join(20)
+    assert cache.index.dirty[cache.index.slot_of_row[rows].long()].all()
     emb.table.close(discard=True)
 
 
-def test_dropping_changes_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table on a full disk can be closed; its cached rows are dropped with the others."""
+@pytest.mark.parametrize("discard", [False, True])
+def test_tables_on_a_full_disk_can_be_closed(
+    discard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     twins = Twins("disk", tmp_path).train()
 
-    def fail(self: DiskStorage, ids: Tensor, records: Tensor) -> None:
-        raise FlatbedError("no space left")
-
-    monkeypatch.setattr(DiskStorage, "scatter_", fail)
-    twins.cached.table.close(discard=True)
+    monkeypatch.setattr(DiskStorage, "scatter_", no_space)
+    if discard:
+        twins.cached.table.close(discard=True)
+    else:
+        with pytest.warns(UserWarning, match=r"^7 rows of .* changed since its last checkpoint"):
+            twins.cached.table.close()
 
 
 # ---- full disks
 
 
-WIDE = 380  # records of 1,536 bytes: a file for changes begins with room for 682 of them
+WIDE = 380  # records of 1,536 bytes: a new journal has room for 682 of them
 MANY = 3000
 FIRST_ROOM = 682
 
@@ -312,7 +276,7 @@ FIRST_ROOM = 682
 def wide(folder: Path, n_slots: int) -> tuple[Any, Any]:
     emb = flatbed.Embedding(MANY, WIDE, storage="disk", path=folder / "wide", cache_rows=n_slots)
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
-    step(emb, optimizer, [0])  # from here on there is a file for changes
+    step(emb, optimizer, [0])  # creates the journal
     return emb, optimizer
 
 
@@ -331,8 +295,8 @@ def until_full(change: Callable[[int], None], most: int = 20) -> int:
     return most
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
-    """Training stops with an error, at a lookup or at a step; it goes on when there is room again."""
+def test_full_disk_loses_nothing(tmp_path: Path) -> None:
+    """A lookup or a step raises; training goes on when there is room again."""
     emb, optimizer = wide(tmp_path, 500)
     plain = flatbed.Embedding(MANY, WIDE, cache_rows=0)
     other = flatbed.optim.SGD(plain, lr=0.1)
@@ -353,8 +317,8 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["step", "write_rows"])
-def test_a_full_disk_does_not_stop_the_next_checkpoint(how: str, tmp_path: Path) -> None:
-    """Changes are refused while there is no room for them; those that were accepted can be made durable."""
+def test_full_disk_does_not_stop_the_next_checkpoint(how: str, tmp_path: Path) -> None:
+    """Changes without room are refused; changes that were accepted can be made durable."""
     emb, optimizer = wide(tmp_path, 2000)
 
     def change(number: int) -> None:
@@ -367,34 +331,34 @@ def test_a_full_disk_does_not_stop_the_next_checkpoint(how: str, tmp_path: Path)
     with largest_file((tmp_path / "wide.journal").stat().st_size):
         assert until_full(change) == FIRST_ROOM // 100
         optimizer.zero_grad()
-        change(0)  # rows that have changed already need no other room
+        change(0)  # changed rows have their room already
         expected = emb.read_rows(range(MANY))
         emb.table.checkpoint()
     assert torch.equal(emb.read_rows(range(MANY)), expected)
     emb.table.close(discard=True)
 
 
-# ---- the room that changed rows need
+# ---- room in the journal
 
 
 def check_room(emb: Any) -> None:
-    """Every changed row has a place in the file of changes, or room for one."""
+    """Every changed row is in the journal, or the journal has room for it."""
     store = emb.table.store
-    cache, tier = store.cache, store.ensure_layout()
-    n_unsaved = store.unsaved_rows
-    cache.arrive()  # what was sent home
-    waiting = cache.tags.row_of_slot[cache.tags.dirty != 0]
-    owed = waiting[tier.unchanged(waiting)]
-    assert sorted(cache.tags.row_of_slot[cache.owed].tolist()) == sorted(owed.tolist())
-    assert cache.n_owed == len(owed)
-    journal = tier._files.journal
-    assert journal._capacity >= journal.n_slots + cache.n_owed
-    assert store.unsaved_rows == n_unsaved == journal.n_slots + len(owed)
+    cache, storage = store.cache, store.disk
+    n_unsaved = store.n_unsaved
+    with cache.lock:
+        cache.writer.finish()
+    changed = cache.index.row_of_slot[cache.index.dirty != 0]
+    n_unjournaled = int(storage.unchanged(changed).sum())
+    assert cache.n_unsaved == n_unjournaled
+    journal = storage._held.journal
+    assert journal._capacity >= journal.n_slots + n_unjournaled
+    assert store.n_unsaved == n_unsaved == journal.n_slots + n_unjournaled
 
 
 @pytest.mark.parametrize("n_slots", [3, 8, ROWS])
 def test_room_is_kept_for_changed_rows(n_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through steps of any kind, checkpoints, and batches that come ahead of time."""
+    """Steps of any kind, checkpoints, and prefetched batches."""
     reserve = MappedFile.reserve
 
     def exactly(self: MappedFile, size: int) -> None:
@@ -420,25 +384,18 @@ def test_room_is_kept_for_changed_rows(n_slots: int, tmp_path: Path, monkeypatch
         if kind == 4:
             emb.write_rows(ids, torch.randn(len(ids), DIM))
         elif kind == 5:
-            written_by_kernels(emb, torch.unique(ids))
+            batch = reserved(emb.table.store.cache, torch.unique(ids))
+            if batch is not None:
+                step_by_kernels(emb, batch)
+                emb.table.store.cache.release(batch.admission, None)
         else:
             step(emb, optimizer, ids)
         check_room(emb)
         if number % 17 == 16:
             emb.table.checkpoint()
             check_room(emb)
-            assert emb.table.store.unsaved_rows == 0
+            assert emb.table.store.n_unsaved == 0
         elif number % 23 == 22:
-            emb.table.store.flush(drop=number % 2 == 0)
+            emb.table.store.settle(changing=number % 2 == 0)
             check_room(emb)
     emb.table.close(discard=True)
-
-
-def written_by_kernels(emb: Any, rows: Tensor) -> None:
-    """As a step on a GPU does it with rows that came ahead of time."""
-    access, cache = emb.table.access, emb.table.store.cache
-    ticket = cache.come_early(rows)
-    if ticket is not None:
-        access.make_room(torch.tensor([-1]), ticket)
-        access.place_of(RowGrads(rows, torch.empty(0), ticket=ticket))
-        ticket.end()

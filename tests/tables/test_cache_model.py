@@ -1,4 +1,4 @@
-"""Caches against a plain dictionary: whatever is done in whatever order, every row is what it should be."""
+"""Caches against a dictionary: after any sequence of operations, every row is what it should be."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 import flatbed
-from flatbed.tables.cache import DeviceCache, HostCache
-from flatbed.tables.lookup import find
+from flatbed.tables.cache.disk import DiskCache
+from flatbed.tables.cache.gpu import GpuCache
+from flatbed.tables.lookup import prepare_lookup
+from flatbed.tables.prefetch import RowPrefetch
 
 MOST_ROWS = 30
 DIM = 5  # 20 bytes of 32
@@ -38,7 +40,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.draw = torch.Generator().manual_seed(0)
         self.counted: Any = None
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.home_writes: list[int] = []
 
     @initialize(n_rows=st.integers(1, 20), n_slots=st.integers(1, 24), policy=st.sampled_from(["lru", "lfu"]))
     def begin(self, n_rows: int, n_slots: int, policy: str) -> None:
@@ -54,7 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.table = emb.table
         self.store = self.table.store
-        self.nbytes = self.store.ensure_layout().record.nbytes
+        self.nbytes = self.store.tier.record.nbytes
         self.expected = {row: torch.zeros(self.nbytes, dtype=torch.uint8) for row in range(n_rows)}
 
     def teardown(self) -> None:
@@ -66,7 +67,7 @@ class CacheMachine(RuleBasedStateMachine):
             if self.before is not None:
                 os.environ["TRITON_INTERPRET"] = self.before
 
-    # ---- what is known of it
+    # ---- expectations
 
     @property
     def cache(self) -> Any:
@@ -77,7 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
         return len(self.expected)
 
     def ids(self, numbers: list[int]) -> Tensor:
-        """Distinct rows that exist."""
+        """Unique rows in range."""
         return torch.tensor(sorted({number % self.n_rows for number in numbers}), dtype=torch.int64)
 
     def wanted(self, rows: Tensor) -> Tensor:
@@ -90,61 +91,76 @@ class CacheMachine(RuleBasedStateMachine):
     def records(self, n: int) -> Tensor:
         return torch.randint(256, (n, self.nbytes), dtype=torch.uint8, generator=self.draw)
 
-    def here(self) -> dict[int, bool]:
-        """The rows in the cache, and whether they have changed."""
+    def cached(self) -> dict[int, bool]:
+        """The rows in the cache, and True for those that have changed."""
         if self.cache is None:
             return {}
-        tags = self.cache.tags
-        slots = (tags.row_of_slot >= 0).nonzero().flatten()
-        rows, dirty = tags.row_of_slot[slots].tolist(), tags.dirty[slots].tolist()
+        index = self.cache.index
+        slots = (index.row_of_slot >= 0).nonzero().flatten()
+        rows, dirty = index.row_of_slot[slots].tolist(), index.dirty[slots].tolist()
         return {row: bool(changed) for row, changed in zip(rows, dirty, strict=True)}
 
-    def watch(self) -> None:
-        """The cache as it is now is the one that is counted with, and whose writes are seen."""
-        cache = self.cache
-        if cache is self.counted:
-            return
-        self.counted, self.counts = cache, dict.fromkeys(COUNTS, 0)
-        if isinstance(cache, HostCache):
-            send = cache._send_home
+    def count(self, *changes: int) -> None:
+        for name, more in zip(COUNTS, changes, strict=True):
+            self.counts[name] += more
 
-            def seen(slots: Tensor, rows: Tensor, records: Tensor) -> None:
-                assert cache.tags.dirty[slots].all(), "clean rows were written home"
-                self.home_writes += rows.tolist()
-                send(slots, rows, records)
+    def follow_cache(self) -> None:
+        """Begin to count again if the table has another cache."""
+        if self.cache is not self.counted:
+            self.counted, self.counts = self.cache, dict.fromkeys(COUNTS, 0)
 
-            cache._send_home = seen  # type: ignore[method-assign]
-
-    # ---- what can be done
+    # ---- operations
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=25))
-    def come(self, numbers: list[int]) -> None:
-        """A lookup of a training: ids as they occur, some of them several times."""
+    def look_up(self, numbers: list[int]) -> None:
+        """A lookup in training: ids as they occur, some of them several times."""
         ids = torch.tensor([number % self.n_rows for number in numbers], dtype=torch.int64)
         cache = self.store.cache_for(len(ids))
-        self.watch()
-        before, rows = self.here(), set(ids.tolist())
-        self.home_writes = []
-        batch = find(self.table, ids, training=True)
+        self.follow_cache()
+        before, rows = self.cached(), set(ids.tolist())
+        batch = prepare_lookup(self.table, ids, training=True)
         assert batch.cache is cache
         if cache is None:
             return
-        after = self.here()
+        after = self.cached()
         hits = rows & before.keys()
-        gone = before.keys() - after.keys()
-        n_missing = len(rows) - len(hits)
-        n_free = cache.n_slots - len(hits)
-        written = {row for row in gone if before[row]}
-        if isinstance(cache, HostCache):
-            assert sorted(self.home_writes) == sorted(written)
-        assert hits <= after.keys()  # what is used at the time stays
-        assert not any(after[row] for row in after.keys() - before.keys())  # those that came are as at home
-        overflow = max(0, n_missing - n_free)
+        evicted = before.keys() - after.keys()
+        overflow = max(0, len(rows) - cache.n_slots)
+        if self.interpreted and self.storage == "host":  # slots of prefetched batches are kept, too
+            overflow = len(rows - after.keys())
+        assert hits <= after.keys()
+        assert not any(after[row] for row in after.keys() - before.keys())  # admitted rows are unchanged
         assert len(rows & after.keys()) == len(rows) - overflow
-        assert {row: changed for row, changed in before.items() if row not in gone}.items() <= after.items()
-        changes = (len(hits), n_missing, len(gone), len(written), overflow)
-        for name, more in zip(COUNTS, changes, strict=True):
-            self.counts[name] += more
+        kept = {row: changed for row, changed in before.items() if row not in evicted}
+        assert kept.items() <= after.items()
+        n_written = sum(before[row] for row in evicted)
+        self.count(len(hits), len(rows) - len(hits), len(evicted), n_written, overflow)
+
+    @rule(
+        lists=st.lists(st.lists(st.integers(0, MOST_ROWS), max_size=8), max_size=3), depth=st.integers(0, 2)
+    )
+    def prefetch(self, lists: list[list[int]], depth: int) -> None:
+        """Batches that are admitted ahead of time, then looked up and changed in their order."""
+        prefetcher = RowPrefetch(self.table, depth)
+        batches = [torch.tensor([n % self.n_rows for n in numbers], dtype=torch.int64) for numbers in lists]
+        requests = []
+        for ids in batches:
+            requests.append(prefetcher.stage([ids]))
+            prefetcher.read(requests[-1])
+            prefetcher.admit(requests[-1], [ids])
+        for ids, request in zip(batches, requests, strict=True):
+            prefetcher.begin(request)
+            batch = prepare_lookup(self.table, ids, training=True)
+            found = self.table.access.lookup(batch)
+            if found is not None:
+                expected = self.wanted(ids)[:, : DIM * 4].contiguous() if len(ids) else found
+                assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+            self.scatter(ids.tolist())
+            prefetcher.finish(request)
+        assert not self.table.prefetched
+        self.follow_cache()
+        stats = self.table.cache_stats()
+        self.counts = {name: getattr(stats, name) for name in COUNTS}
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=12))
     def scatter(self, numbers: list[int]) -> None:
@@ -156,9 +172,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=25), times=st.integers(1, 3))
     def train(self, numbers: list[int], times: int) -> None:
-        """The same rows are looked up and changed."""
+        """Lookups and changes of the same rows."""
         for _ in range(times):
-            self.come(numbers)
+            self.look_up(numbers)
             self.scatter(numbers)
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=12))
@@ -167,7 +183,7 @@ class CacheMachine(RuleBasedStateMachine):
         values = torch.randn(len(rows), DIM, generator=self.draw)
         self.table.write_rows(rows, values)
         assert torch.equal(self.table.read_rows(rows), values)
-        self.remember(rows, self.table.access.gather(rows))  # the bytes behind a weight are nobody's
+        self.remember(rows, self.table.access.gather(rows))  # the padding behind a weight may change
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=12), short=st.booleans())
     def gather(self, numbers: list[int], short: bool) -> None:
@@ -178,43 +194,27 @@ class CacheMachine(RuleBasedStateMachine):
         if len(rows):
             assert torch.equal(found, self.wanted(rows)[:, :nbytes])
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.cache is not None)
-    def read(self, data: st.DataObject) -> None:
-        start = data.draw(st.integers(0, self.n_rows))
-        stop = data.draw(st.integers(start, self.n_rows))
-        found = self.cache.read(start, stop)
-        assert torch.equal(found.flatten(), self.wanted(torch.arange(start, stop)).flatten())
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.cache is not None)
-    def write(self, data: st.DataObject) -> None:
-        start = data.draw(st.integers(0, self.n_rows))
-        records = self.records(data.draw(st.integers(0, self.n_rows - start)))
-        self.cache.write_(start, records)
-        self.remember(torch.arange(start, start + len(records)), records)
-
     @rule()
     def flush(self) -> None:
-        self.store.flush()
-        assert not any(self.here().values())
-        self.all_at_home()
+        self.store.settle()
+        assert not any(self.cached().values())
+        self.check_storage()
 
     @rule()
     def drop(self) -> None:
-        self.store.flush(drop=True)
-        assert not self.here()
-        self.all_at_home()
+        self.store.settle(changing=True)
+        assert not self.cached()
+        self.check_storage()
 
-    def all_at_home(self) -> None:
+    def check_storage(self) -> None:
         every = torch.arange(self.n_rows)
-        assert torch.equal(self.store.ensure_layout().gather(every), self.wanted(every))
+        assert torch.equal(self.store.tier.gather(every), self.wanted(every))
 
     @rule(n_slots=st.integers(0, 24), policy=st.sampled_from(["lru", "lfu", None]))
     def another_cache(self, n_slots: int, policy: str | None) -> None:
         self.table.set_cache(n_slots, policy=policy)
         assert self.cache is None
-        self.all_at_home()
+        self.check_storage()
 
     @rule(more=st.integers(1, 5))
     @precondition(lambda self: self.n_rows < MOST_ROWS - 5)
@@ -223,59 +223,59 @@ class CacheMachine(RuleBasedStateMachine):
             self.expected[row] = torch.zeros(self.nbytes, dtype=torch.uint8)
         self.table.resize(self.n_rows)
         assert self.cache is None
-        self.all_at_home()
+        self.check_storage()
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), min_size=1, max_size=20))
     def warm(self, numbers: list[int]) -> None:
         ids = torch.tensor([number % self.n_rows for number in numbers])
         self.store.cache_for(len(ids))
-        self.watch()
-        before = self.here()
+        self.follow_cache()
+        before = self.cached()
         self.table.warm(ids)
         if self.cache is None:
             return
         rows, times = torch.unique(ids, return_counts=True)
         chosen = set(rows[times.argsort(descending=True, stable=True)][: self.cache.n_slots].tolist())
-        after = self.here()
+        after = self.cached()
         gone = before.keys() - after.keys()
-        assert chosen <= after.keys()
+        overflow = len(chosen - after.keys())
+        assert overflow == 0 or self.interpreted  # slots of prefetched batches are kept
         hits = len(chosen & before.keys())
-        changes = (hits, len(chosen) - hits, len(gone), sum(before[row] for row in gone), 0)
-        for name, more in zip(COUNTS, changes, strict=True):
-            self.counts[name] += more
+        changes = (hits, len(chosen) - hits, len(gone), sum(before[row] for row in gone), overflow)
+        self.count(*changes)
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
-    def each_in_its_place(self) -> None:
-        """The two maps are inverse to each other, and nothing free has changed."""
+    def maps_are_inverse(self) -> None:
+        """`slot_of_row` and `row_of_slot` are inverse to each other, and free slots are clean."""
         if not hasattr(self, "table") or self.cache is None:
             return
-        kind = DeviceCache if self.interpreted and self.storage == "host" else HostCache
+        kind = GpuCache if self.interpreted and self.storage == "host" else DiskCache
         assert type(self.cache) is kind
-        tags = self.cache.tags
-        slots = (tags.row_of_slot >= 0).nonzero().flatten()
-        assert torch.equal(tags.slot_of_row[tags.row_of_slot[slots]].long(), slots)
-        rows = (tags.slot_of_row >= 0).nonzero().flatten()
-        assert torch.equal(tags.row_of_slot[tags.slot_of_row[rows].long()], rows)
+        index = self.cache.index
+        slots = (index.row_of_slot >= 0).nonzero().flatten()
+        assert torch.equal(index.slot_of_row[index.row_of_slot[slots]].long(), slots)
+        rows = (index.slot_of_row >= 0).nonzero().flatten()
+        assert torch.equal(index.row_of_slot[index.slot_of_row[rows].long()], rows)
         assert len(rows) == len(slots)
-        assert not tags.dirty[tags.row_of_slot < 0].any()
-        assert len(tags.slot_of_row) == self.n_rows
-        assert tags.direct == (self.cache.n_slots == self.n_rows)
+        assert not index.dirty[index.row_of_slot < 0].any()
+        assert len(index.slot_of_row) == self.n_rows
+        assert index.direct == (self.cache.n_slots == self.n_rows)
 
     @invariant()
     def every_row_is_what_it_should_be(self) -> None:
         if not hasattr(self, "table"):
             return
-        if isinstance(self.cache, HostCache):
-            self.cache.arrive()
-        home = self.store.ensure_layout().gather(torch.arange(self.n_rows))
+        if isinstance(self.cache, DiskCache):
+            self.cache.writer.finish()
+        stored = self.store.tier.gather(torch.arange(self.n_rows))
         for row, expected in self.expected.items():
-            slot = -1 if self.cache is None else int(self.cache.tags.slot_of_row[row])
-            record = home[row] if slot < 0 else self.cache.records[slot]
+            slot = -1 if self.cache is None else int(self.cache.index.slot_of_row[row])
+            record = stored[row] if slot < 0 else self.cache.records[slot]
             assert torch.equal(record, expected), row
-            if slot >= 0 and not self.cache.tags.dirty[slot]:
-                assert torch.equal(home[row], expected), row
+            if slot >= 0 and not self.cache.index.dirty[slot]:
+                assert torch.equal(stored[row], expected), row
 
     @invariant()
     def counts_add_up(self) -> None:
@@ -291,19 +291,19 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class OnDisk(CacheMachine):
-    """The same over a file."""
+    """A table on disk."""
 
     storage = "disk"
 
     @rule()
     def checkpoint(self) -> None:
         self.table.checkpoint()
-        assert self.store.unsaved_rows == 0
-        assert not any(self.here().values())
+        assert self.store.n_unsaved == 0
+        assert not any(self.cached().values())
 
 
 class ByKernels(CacheMachine):
-    """The same where kernels decide."""
+    """A table on the host whose cache is driven by kernels."""
 
     interpreted = True
 
@@ -312,7 +312,7 @@ TestHostMemory = CacheMachine.TestCase
 TestHostMemory.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
 TestDisk = OnDisk.TestCase
 TestDisk.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
-TestKernels = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is not there")(
+TestKernels = pytest.mark.skipif(torch.cuda.is_available(), reason="without the interpreter")(
     ByKernels.TestCase
 )
 TestKernels.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)

@@ -1,4 +1,4 @@
-"""Lookup, backward and step as one CUDA graph: every replay is the step that would have been taken."""
+"""Lookup, backward and step in one CUDA graph, and training beside late streams: the same bits as eager."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 import flatbed
 from flatbed import FlatbedError
+from flatbed.cuda.streams import stream_for
 from flatbed.tables.grads import GradAccumulator
 
 N_ROWS, DIM, N_IDS, N_STEPS = 300, 8, 96, 12
-SIZES = [0, 40, 150, 1000]  # of caches: none, smaller than a batch, than the table, and larger
+SIZES = [0, 40, 150, 1000]  # of caches: none, smaller than a batch, smaller than the table, larger
 
 
 class Model(nn.Module):
@@ -67,7 +68,7 @@ def eagerly(model: Model, optimizer: Any) -> None:
 
 
 def captured(model: Model, optimizer: Any, ids: Tensor) -> torch.cuda.CUDAGraph:
-    """A graph of a step on these ids, wherever they are."""
+    """A graph of a step on these ids."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(model, optimizer, ids)
@@ -90,16 +91,20 @@ def replayed(model: Model, optimizer: Any) -> None:
     torch.cuda.synchronize()
 
 
-def ahead_of_time(model: Model, optimizer: Any) -> None:
-    """Replays, with a prefetcher that brings rows at times of its own."""
+def beside_a_prefetcher(model: Model, optimizer: Any) -> None:
+    """Replays of batches that a prefetcher hands out; the capture is in the middle of its iteration."""
     given = batches()
-    static = given[0].cuda()
-    for ids in given[:3]:
-        step(model, optimizer, ids.cuda())
-    graph = captured(model, optimizer, static)
-    asked = {model.items: lambda b: b, model.users: lambda b: b}
-    for n, ids in enumerate(flatbed.Prefetcher(given[3:], asked, depth=2)):
+    lookups = {model.items: lambda b: b, model.users: lambda b: b}
+    graph, static = None, given[0].cuda()
+    for n, ids in enumerate(flatbed.Prefetcher(given, lookups, depth=2)):
         torch.cuda._sleep(400_000 * (n % 3))
+        if n < 3:
+            step(model, optimizer, ids)
+            continue
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                step(model, optimizer, static)
         static.copy_(ids)
         graph.replay()
     torch.cuda.synchronize()
@@ -110,7 +115,7 @@ def adam(model: Model) -> Any:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", [replayed, ahead_of_time])
+@pytest.mark.parametrize("how", [replayed, beside_a_prefetcher])
 @pytest.mark.parametrize("cache_rows", SIZES)
 def test_replays_are_steps(cache_rows: int, how: Callable[..., None]) -> None:
     for ours, theirs in zip(trained(cache_rows, how, adam), trained(0, eagerly, adam), strict=True):
@@ -135,7 +140,7 @@ def test_replays_under_other_rules(rule: str) -> None:
 
 @pytest.mark.gpu
 def test_ids_in_pinned_memory() -> None:
-    """A replay reads them anew; who writes them waits until it has."""
+    """Every replay reads them again."""
 
     def from_the_host(model: Model, optimizer: Any) -> None:
         given = batches()
@@ -186,7 +191,7 @@ def test_eager_steps_between_replays() -> None:
 
 
 @pytest.mark.gpu
-def test_bad_ids_in_a_replay_are_told_later() -> None:
+def test_bad_ids_in_a_replay_raise_later() -> None:
     model = Model(150)
     optimizer = adam(model)
     static = batches()[0].cuda()
@@ -198,7 +203,7 @@ def test_bad_ids_in_a_replay_are_told_later() -> None:
     for read in (lambda: model.items.read_rows([1]), model.users.table.cache_stats):
         with pytest.raises(IndexError, match=f"ids out of range for a table of {N_ROWS} rows"):
             read()
-    assert torch.equal(everything(model)[0], before)  # and nothing was written anywhere
+    assert torch.equal(everything(model)[0], before)
     static.fill_(-1)
     graph.replay()
     with pytest.raises(IndexError, match="out of range"):
@@ -207,7 +212,7 @@ def test_bad_ids_in_a_replay_are_told_later() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_what_cannot_be_captured(tmp_path: Any) -> None:
+def test_lookups_that_cannot_be_captured(tmp_path: Any) -> None:
     disk = flatbed.Embedding(N_ROWS, DIM, device="cuda", storage="disk", path=tmp_path / "a.bed")
     fresh = flatbed.Embedding(N_ROWS, DIM, device="cuda")
     used = flatbed.Embedding(N_ROWS, DIM, device="cuda")
@@ -217,22 +222,22 @@ def test_what_cannot_be_captured(tmp_path: Any) -> None:
         emb(ids).sum().backward()
     optimizer.step()
     wrong = [
-        (disk, ids, "rows on disk are read by the host"),
-        (fresh, ids, "take a training step with it before the capture"),
-        (used, ids.cpu(), "must be on the GPU, or in pinned memory"),
+        (disk, ids, "on disk"),
+        (fresh, ids, "take a training step"),
+        (used, ids.cpu(), "on the GPU, or in pinned memory"),
     ]
     for emb, given, message in wrong:
         with pytest.raises(FlatbedError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
             emb(given)
     used(ids).sum().backward()
-    optimizer.step()  # nothing is left of it
+    optimizer.step()
 
 
 def test_gradients_of_a_graph_stay_in_it() -> None:
     pending = GradAccumulator(10)
     pending.record(torch.tensor([1]), torch.ones(1, 2))
     pending.check_capture(capturing=False)
-    with pytest.raises(FlatbedError, match=r"capture lookup, backward and optimizer\.step\(\) in one"):
+    with pytest.raises(FlatbedError, match="in one CUDA graph"):
         pending.check_capture(capturing=True)
     assert not pending.parts
     pending.check_capture(capturing=True)
@@ -243,12 +248,11 @@ def test_gradients_of_a_graph_stay_in_it() -> None:
 
 def with_delays(depth: int) -> Callable[..., None]:
     def run(model: Model, optimizer: Any) -> None:
-        asked = {model.items: lambda b: b, model.users: lambda b: [b, b.flip(0)]}
-        prefetched = iter(flatbed.Prefetcher(batches(7) * 3, asked, depth=depth))
-        iteration = prefetched._iteration
-        streams = [torch.cuda.current_stream(), iteration.stream, iteration.mover.stream]
+        lookups = {model.items: lambda b: b, model.users: lambda b: [b, b.flip(0)]}
+        device = torch.device("cuda", torch.cuda.current_device())
+        streams = [torch.cuda.current_stream(), stream_for(device, "rows"), stream_for(device, "batches")]
         chance = torch.Generator().manual_seed(depth)
-        for ids in prefetched:
+        for ids in flatbed.Prefetcher(batches(7) * 3, lookups, depth=depth):
             for stream in streams:
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(int(torch.randint(0, 600_000, (), generator=chance)))
@@ -261,7 +265,7 @@ def with_delays(depth: int) -> Callable[..., None]:
 @pytest.mark.parametrize("cache_rows", [None, 40, 150, 300, 320, 1000])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_training_while_streams_are_late(depth: int, cache_rows: int | None) -> None:
-    """Random pauses on every stream, and many rows in common between batches that follow each other."""
+    """Random pauses in every stream, and many common rows of consecutive batches."""
 
     def plainly(model: Model, optimizer: Any) -> None:
         for ids in batches(7) * 3:
@@ -282,18 +286,18 @@ def test_accumulated_gradients_while_streams_are_late() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def early(model: Model, optimizer: Any) -> None:
-        asked = {model.items: lambda b: b, model.users: lambda b: [b, b.flip(0)]}
-        several(model, optimizer, flatbed.Prefetcher(batches(4), asked, depth=3))
+    def prefetched(model: Model, optimizer: Any) -> None:
+        lookups = {model.items: lambda b: b, model.users: lambda b: [b, b.flip(0)]}
+        several(model, optimizer, flatbed.Prefetcher(batches(4), lookups, depth=3))
 
-    ours = trained(150, early, adam)
+    ours = trained(150, prefetched, adam)
     theirs = trained(0, lambda model, optimizer: several(model, optimizer, batches(4)), adam)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
 
 
 class Shop(nn.Module):
-    """A bag and two lookups of a table, whose batches are of several sizes."""
+    """A bag and two lookups of a table, for batches of several sizes."""
 
     def __init__(self, storage: str, folder: Any, cache_rows: int | None) -> None:
         super().__init__()
@@ -313,15 +317,15 @@ class Shop(nn.Module):
         return loss
 
 
-def days(model: Shop, optimizer: Any, *, depth: int) -> None:
-    """Epochs with an evaluation in the middle, one cut short, gradients of two batches for each step."""
+def mixed_epochs(model: Shop, optimizer: Any, *, depth: int) -> None:
+    """Epochs with an evaluation in the middle, one ended early, gradients of two batches for each step."""
     chance = torch.Generator().manual_seed(3)
     sizes = [20, 20, 70, 96, 20, 96, 96, 20]
     given = [(torch.rand(n, generator=chance) ** 2 * N_ROWS).long() for n in sizes]
-    asked = {model.items: lambda b: [b, b.flip(0) // 2], model.bag: lambda b: b}
+    lookups = {model.items: lambda b: [b, b.flip(0) // 2], model.bag: lambda b: b}
 
     def over(batches: Any) -> Any:
-        return flatbed.Prefetcher(batches, asked, depth=depth) if depth else (ids.cuda() for ids in batches)
+        return flatbed.Prefetcher(batches, lookups, depth=depth) if depth else (ids.cuda() for ids in batches)
 
     for epoch in range(4):
         for n, ids in enumerate(over(given)):
@@ -348,12 +352,12 @@ def days(model: Shop, optimizer: Any, *, depth: int) -> None:
 @pytest.mark.parametrize("storage", ["host", "disk"])
 @pytest.mark.parametrize("cache_rows", [None, 60, 250, 1000])
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_days_at_work(depth: int, cache_rows: int | None, storage: str, tmp_path: Any) -> None:
+def test_mixed_epochs(depth: int, cache_rows: int | None, storage: str, tmp_path: Any) -> None:
     results = []
     for rows, ahead in ((cache_rows, depth), (0, 0)):
         model = Shop(storage, tmp_path, rows)
         optimizer = flatbed.optim.Adam(model, lr=0.05)
-        days(model, optimizer, depth=ahead)
+        mixed_epochs(model, optimizer, depth=ahead)
         every = torch.arange(N_ROWS)
         found = [table.read_rows(every).cpu() for table in flatbed.tables(model)]
         found += [table.read_state("exp_avg_sq", every).cpu() for table in flatbed.tables(model)]

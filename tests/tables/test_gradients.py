@@ -1,7 +1,8 @@
-"""Gradients of tables: of repeated ids, of several lookups and passes, of bags, clipped and scaled."""
+"""Gradients of tables: equal ids, several lookups, passes and threads, bags, clipping, scaling."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_accumulated_over_backward_passes(pattern: str, where: str) -> None:
 
 @pytest.mark.parametrize("counts", [(1, 20), (20, 1), (3, 17, 18), (40,), (1,) * 40], ids=str)
 def test_many_lookups_are_added_in_torch_s_order(counts: tuple[int, ...]) -> None:
-    """First within a backward pass, then to what was there."""
+    """First within a backward pass, then over passes."""
     weight = weights()
     emb, theirs = (
         Setup().embedding(weight),
@@ -98,16 +99,33 @@ def test_accumulated_steps(storage: str, where: str, tmp_path: Path) -> None:
             found = expected.gradients(lookups, grads)
             total = found if n == 0 else total + found
             touched += lookups
-        optimizer.step()  # the next pass begins anew, with or without zero_grad
+        optimizer.step()  # uses up the gradients
         expected.apply(expected.rows(touched), total)
     assert_same(emb, expected, where)
+
+
+def test_backward_passes_in_several_threads() -> None:
+    emb = Setup().embedding(weights())
+    optimizer = flatbed.optim.SGD(emb)
+    ids = torch.arange(N_ROWS)
+
+    def run() -> None:
+        for _ in range(50):
+            emb(ids).sum().backward()
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(run) for _ in range(4)]:
+            done.result()
+    assert emb.table.owner is optimizer
+    assert torch.equal(emb.table.grad_rows, ids)
+    assert torch.equal(emb.table.grad, torch.full((N_ROWS, DIM), 200.0))
 
 
 # ---- bags
 
 
 def bag_of(case: str) -> dict[str, Any]:
-    """What bags are called with: ids, and offsets where some bags are empty."""
+    """Arguments of a bag: ids, and offsets with empty bags."""
     ids = torch.randint(N_ROWS, (11,))
     offsets = torch.tensor([0, 0, 3, 7, 7])  # the first and the fourth are empty
     if case == "two-dimensional":
@@ -186,7 +204,6 @@ def near(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
 def test_clipped_with_dense_parameters(max_norm: float, where: str) -> None:
-    """As clip_grad_norm_ over the layer's gradients and the packed one of the table."""
     case = BY_NAME["adam"]
     emb, layer, theirs, expected = both(where)
     ours = case.ours(nn.ModuleList([emb, layer]), max_norm=max_norm)
@@ -196,7 +213,7 @@ def test_clipped_with_dense_parameters(max_norm: float, where: str) -> None:
         packed = expected.dense
         norm = nn.utils.clip_grad_norm_([*theirs.parameters(), packed], max_norm)
         ours.step()
-        assert emb.table.grad is None  # used up
+        assert emb.table.grad is None
         ours.zero_grad()
         near(ours.grad_norm, norm)
         dense.step()

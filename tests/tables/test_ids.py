@@ -189,12 +189,12 @@ def test_what_is_to_be_looked_at_does_not_pile_up() -> None:
     table = flatbed.Embedding(ROWS, DIM).table
     ids = torch.tensor([[1, 2], [ROWS, 4]])
     for _ in range(10):
-        table.suspect(ids, torch.tensor([NO_ERROR]))
+        table.defer_check(ids, torch.tensor([NO_ERROR]))
     assert len(table.deferred_checks) == 1
-    table.suspect(ids, torch.tensor([2]))
+    table.defer_check(ids, torch.tensor([2]))
     with pytest.raises(IndexError, match=r"id 50 at position \(1, 0\)"):
-        table.suspect(ids, torch.tensor([NO_ERROR]))
-    table.suspect(ids, torch.tensor([2]))
+        table.defer_check(ids, torch.tensor([NO_ERROR]))
+    table.defer_check(ids, torch.tensor([2]))
     with pytest.raises(IndexError):
         table.raise_bad_ids()
     table.raise_bad_ids()

@@ -1,4 +1,4 @@
-"""Tables among everything else: modules, schedulers, state dicts, loaders, frameworks, the process's end."""
+"""Tables with modules, schedulers, state dicts, loaders, processes and frameworks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import flatbed
+from flatbed import Embedding, FlatbedError, optim
+from flatbed.tables.storage.disk import DiskStorage
 from tests.tables.models import DIM, EVERY, ROWS, Model, assert_same, pair
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +24,7 @@ STORAGES = ("host", "device", "disk")
 
 
 def train(model: nn.Module, optimizer: Any, n_steps: int = 3) -> None:
-    """On all rows: torch's optimizers touch them all."""
+    """Train all rows, as torch's dense optimizers do."""
     for _ in range(n_steps):
         optimizer.zero_grad()
         model(EVERY).pow(2).sum().backward()
@@ -32,7 +34,7 @@ def train(model: nn.Module, optimizer: Any, n_steps: int = 3) -> None:
 # ---- modules
 
 
-def test_a_table_is_not_a_parameter() -> None:
+def test_table_is_not_a_parameter() -> None:
     model = Model(flatbed.Embedding(ROWS, DIM))
     assert [name for name, _ in model.named_parameters()] == ["head.weight", "head.bias"]
     assert list(model.state_dict()) == ["emb.weight", "head.weight", "head.bias"]
@@ -43,8 +45,8 @@ def test_a_table_is_not_a_parameter() -> None:
         torch.optim.Adam(model.emb.parameters())
 
 
-def test_a_table_shared_by_modules_counts_once() -> None:
-    """Two towers, and a bag deep inside, over the same rows."""
+def test_table_shared_by_modules_counts_once() -> None:
+    """Two towers and a nested bag over the same rows."""
     first = flatbed.Embedding(ROWS, DIM, padding_idx=2)
     second = flatbed.Embedding.from_table(first.table)
     bag = flatbed.EmbeddingBag.from_table(first.table, mode="sum")
@@ -60,13 +62,6 @@ def test_a_table_shared_by_modules_counts_once() -> None:
     optimizer.step()
     assert (before - first.weight)[:, 0].tolist() == [0, 4, 0, 1] + [0] * 12
     assert torch.equal(first.weight, second.weight)
-
-
-def test_a_module_for_a_table_must_fit() -> None:
-    with pytest.raises(TypeError):
-        flatbed.Embedding.from_table(flatbed.Embedding(2, 2).table, mode="sum")
-    with pytest.raises(ValueError, match="mode"):
-        flatbed.EmbeddingBag.from_table(flatbed.Embedding(2, 2).table, mode="median")
 
 
 def test_changes_of_dtype_leave_the_table_alone() -> None:
@@ -92,37 +87,6 @@ def test_devices_that_cannot_compute_are_refused() -> None:
     assert torch.equal(emb.weight, before)
 
 
-@pytest.fixture
-def meta_by_default() -> Iterator[None]:
-    """Tensors that are made without saying where have no memory, and fail when they are read."""
-    torch.set_default_device("meta")
-    yield
-    torch.set_default_device(None)
-
-
-@pytest.mark.usefixtures("meta_by_default")
-@pytest.mark.parametrize("storage", STORAGES)
-def test_the_default_device_is_for_users_only(storage: str, tmp_path: Path) -> None:
-    path = tmp_path / "table" if storage == "disk" else None
-    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, device="cpu", padding_idx=1)
-    bag = flatbed.EmbeddingBag.from_table(emb.table)
-    for options in ({"max_norm": 1.0}, {"per_row_steps": True}):
-        emb.table.drop_state()
-        optimizer = flatbed.optim.Adam(emb, **options)  # type: ignore[arg-type]
-        for _ in range(2):
-            emb([1, 2, 2]).sum().backward()
-            bag([[1, 3]]).sum().backward()
-            emb.write_rows([2, 2], torch.ones(2, DIM, device="cpu"))
-            assert emb.table.grad is not None
-            optimizer.step()
-            optimizer.zero_grad()
-        emb.table.resize(emb.num_embeddings + 5)
-        optimizer.load_state_dict(optimizer.state_dict())
-        emb.load_state_dict(emb.state_dict())
-    weights = torch.ones(3, 2, device="cpu")
-    assert flatbed.Embedding.from_pretrained(weights)([1]).device.type == "cpu"
-
-
 # ---- optimizers
 
 
@@ -146,60 +110,6 @@ def test_schedulers(name: str, tensor_lr: bool) -> None:
             train(model, optimizer, 1)
             schedule.step(1.0) if name == "plateau" else schedule.step()
     assert_same(ours, theirs)
-
-
-def test_closures() -> None:
-    ours, theirs = pair()
-    losses = []
-    for model, optimizer in (
-        (ours, flatbed.optim.Adam(ours, lr=0.1)),
-        (theirs, torch.optim.Adam(theirs.parameters(), lr=0.1)),
-    ):
-
-        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(EVERY).pow(2).sum()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            with torch.no_grad():
-                losses.append(optimizer.step(closure))
-    torch.testing.assert_close(losses[:3], losses[3:])
-    assert_same(ours, theirs)
-
-
-def test_hooks() -> None:
-    emb = flatbed.Embedding(ROWS, DIM)
-    optimizer = flatbed.optim.SGD(emb, lr=1.0)
-    seen: list[str] = []
-
-    def halve(*_: Any) -> None:
-        emb.table.grad.div_(2)  # type: ignore[union-attr]
-        seen.append("before")
-
-    optimizer.register_step_pre_hook(halve)
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    before = emb.weight.clone()
-    emb([1]).sum().backward()
-    optimizer.step()
-    assert seen == ["before", "after"]
-    torch.testing.assert_close(before[1] - emb.weight[1], torch.full((DIM,), 0.5))
-
-
-def test_the_profiler() -> None:
-    emb = flatbed.Embedding(ROWS, DIM)
-    optimizer = flatbed.optim.Adam(emb)
-    emb([1]).sum().backward()
-    with torch.profiler.profile(acc_events=True) as profiler:
-        optimizer.step()
-    assert any("Optimizer.step#Adam.step" in event.key for event in profiler.key_averages())
-
-
-def test_repr_of_an_optimizer() -> None:
-    text = repr(flatbed.optim.Adam(Model(flatbed.Embedding(ROWS, DIM)), max_norm=1.0))
-    assert text.startswith("Adam (\nParameter Group 0")
-    assert "max_norm: 1.0" in text
 
 
 def test_state_dicts_go_to_torch_and_back() -> None:
@@ -240,7 +150,7 @@ def test_state_dicts_go_to_torch_and_back() -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("options", [{}, {"per_row_steps": True}, {"amsgrad": True}], ids=str)
-def test_a_state_dict_resumes_bitwise(storage: str, options: Any, tmp_path: Path) -> None:
+def test_state_dict_resumes_bitwise(storage: str, options: Any, tmp_path: Path) -> None:
     def made(name: str) -> tuple[Model, Any]:
         path = tmp_path / name if storage == "disk" else None
         model = Model(flatbed.Embedding(ROWS, DIM, storage=storage, path=path))
@@ -267,7 +177,7 @@ def test_a_state_dict_resumes_bitwise(storage: str, options: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("wrong", ["shape", "transposed", "missing", "groups", "option"])
-def test_a_state_dict_that_does_not_fit_changes_nothing(wrong: str) -> None:
+def test_state_dict_that_does_not_fit_changes_nothing(wrong: str) -> None:
     ours, theirs = pair()
     optimizer = flatbed.optim.Adam(ours, lr=0.1)
     train(ours, optimizer)
@@ -295,69 +205,106 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(wrong: str) -> None:
     train(ours, optimizer, 1)
 
 
-def test_an_empty_state_dict_begins_anew() -> None:
-    ours, _ = pair()
-    optimizer = flatbed.optim.Adam(ours, lr=0.1)
-    empty = optimizer.state_dict()
-    train(ours, optimizer)
-    optimizer.load_state_dict(empty)
-    assert not ours.emb.table.read_state("exp_avg", EVERY).any()
-    assert float(optimizer.state[ours.emb.table]["step"]) == 0
+# ---- steps and gradients
+
+
+def trained(**options: Any) -> tuple[Embedding, Any]:
+    emb = Embedding(10, 4, **options)
+    optimizer = optim.Adam(emb, lr=0.1)
+    emb(torch.arange(5)).sum().backward()
+    optimizer.step()
+    return emb, optimizer
+
+
+def test_full_disk_stops_a_step_before_it_changes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.ModuleDict(
+        {
+            "one": Embedding(50, 4),
+            "two": Embedding(50, 4, storage="disk", path=tmp_path / "t.bed"),
+            "head": nn.Linear(4, 1),
+        }
+    )
+    optimizer = optim.Adam(model, lr=0.1)
+
+    def backward() -> None:
+        ids = torch.arange(20)
+        model["head"](model["one"](ids) + model["two"](ids)).sum().backward()
+
+    backward()
+    before = [
+        model["one"].read_rows(range(50)),
+        model["two"].read_rows(range(50)),
+        model["head"].weight.clone(),
+    ]
+    room = DiskStorage.make_room
+
+    def full(self: DiskStorage, ids: Tensor) -> None:
+        raise FlatbedError("no space left")
+
+    monkeypatch.setattr(DiskStorage, "make_room", full)
+    with pytest.raises(FlatbedError, match="no space left"):
+        optimizer.step()
+    now = [model["one"].read_rows(range(50)), model["two"].read_rows(range(50)), model["head"].weight]
+    assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+    assert model["one"].table.scalars() == model["two"].table.scalars() == {"step": 0.0}
+    monkeypatch.setattr(DiskStorage, "make_room", room)
+    optimizer.step()
+    assert model["one"].table.scalars() == model["two"].table.scalars() == {"step": 1.0}
+    assert not torch.equal(model["head"].weight, before[2])
+    assert not torch.equal(model["two"].read_rows(range(50)), before[1])
+
+
+@pytest.mark.parametrize("drop", ["optimizer", "module", "grad"])
+def test_dropping_gradients_hides_no_bad_ids(drop: str) -> None:
+    """Ids on a GPU are checked by the step at the latest."""
+    emb, optimizer = trained()
+    before = emb.weight.detach().clone()
+    emb.table.defer_check(torch.tensor([1, 99]), torch.tensor([1]))
+    if drop == "optimizer":
+        optimizer.zero_grad()
+    elif drop == "module":
+        emb.zero_grad()
+    else:
+        emb.table.grad = None
+    with pytest.raises(IndexError, match="id 99 at position 1 is out of range for a table of 10 rows"):
+        optimizer.step()
+    assert torch.equal(emb.weight, before)
+    emb([1]).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("storage", ["host", "device", "disk"])
+def test_growing_before_a_pending_layout(storage: str, tmp_path: Path) -> None:
+    emb = Embedding(20, 4, storage=storage, path=tmp_path / "t.bed" if storage == "disk" else None)
+    before = emb.read_rows(range(20)).clone()
+    optim.Adam(emb)
+    emb.table.resize(30)
+    assert torch.equal(emb.read_rows(range(20)), before)
+    assert torch.equal(emb.read_rows(range(30)), Embedding(30, 4).read_rows(range(30)))
+
+
+def test_gradients_of_frozen_tables_are_dropped() -> None:
+    emb, optimizer = trained()
+    before = emb.weight.detach().clone()
+    emb([1]).sum().backward()
+    emb.requires_grad_(False)
+    optimizer.step()
+    emb.requires_grad_(True)
+    emb([2]).sum().backward()
+    optimizer.step()
+    assert torch.equal(emb.weight[1], before[1])
+    assert not torch.equal(emb.weight[2], before[2])
 
 
 # ---- loaders and processes
 
 
-REFUSED = -7
-
-
-class Ids(torch.utils.data.Dataset[Tensor]):
-    """A dataset that holds on to the model, as careless ones do."""
-
-    def __init__(self, emb: flatbed.Embedding, use: bool = False) -> None:
-        self.emb, self.use = emb, use
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        if self.use:
-            try:
-                self.emb.read_rows([index])
-            except flatbed.FlatbedError as error:
-                return torch.tensor(REFUSED if "in the training process" in str(error) else 0)
-        repr(self.emb)
-        return torch.tensor([index, index + 1])
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize("storage", STORAGES)
-def test_forked_workers(storage: str, tmp_path: Path) -> None:
-    path = tmp_path / "table" if storage == "disk" else None
-    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path)
-    optimizer = flatbed.optim.SGD(emb, lr=0.1)
-    emb([0])
-    before = emb.read_rows(EVERY)
-    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "batch_size": 4}
-    for ids in torch.utils.data.DataLoader(Ids(emb), **options):
-        emb(ids).sum().backward()
-        optimizer.step()
-    expected = before.clone()
-    expected[:9] -= 0.1
-    expected[1:8] -= 0.1  # in two of the pairs
-    torch.testing.assert_close(emb.read_rows(EVERY), expected)
-    for answers in torch.utils.data.DataLoader(Ids(emb, use=True), **options):
-        assert answers.tolist() == [REFUSED] * 4
-    torch.testing.assert_close(emb.read_rows(EVERY), expected)
-    emb([0]).sum().backward()
-    optimizer.step()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("storage", STORAGES)
-def test_no_use_of_a_table_works_in_a_forked_child(storage: str, tmp_path: Path) -> None:
+def test_tables_raise_in_a_forked_child(storage: str, tmp_path: Path) -> None:
     path = tmp_path / "table" if storage == "disk" else None
     emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path)
     bag = flatbed.EmbeddingBag.from_table(emb.table)
@@ -392,7 +339,7 @@ def test_no_use_of_a_table_works_in_a_forked_child(storage: str, tmp_path: Path)
 
 EXIT = """
 import sys, torch, flatbed
-sys.kept = []  # alive until the very end
+sys.kept = []  # alive until the interpreter exits
 for storage in ("host", "device", "disk"):
     emb = flatbed.Embedding(1000, 8, storage=storage, path=sys.argv[1] if storage == "disk" else None)
     optimizer = flatbed.optim.Adam(emb)

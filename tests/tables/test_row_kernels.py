@@ -1,4 +1,4 @@
-"""The kernels on rows alone, interpreted or on a GPU, against their references in torch operations."""
+"""Kernels on rows, interpreted or on a GPU, against their references in torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatbed.kernels import rows as ops
 from flatbed.kernels.rows import (
     NONE,
     SENTINEL,
-    Setup,
+    RecordLocation,
     UniqueRows,
     gather,
     scatter_,
@@ -41,7 +41,7 @@ KEYS = {
 
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on, operations take their reference form."""
+    """Make operations use their torch reference."""
     monkeypatch.setattr(ops, "use_triton", lambda device: False)
 
 
@@ -52,7 +52,7 @@ def found_by_torch(keys: Tensor, bad: Tensor | None = None) -> UniqueRows:
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_distinct(name: str, kernel_device: str) -> None:
+def test_unique(name: str, kernel_device: str) -> None:
     keys = KEYS[name]
     bad = torch.full((1,), NO_ERROR, device=kernel_device)
     found, expected = unique(keys.to(kernel_device), N_ROWS, bad), found_by_torch(keys)
@@ -82,12 +82,14 @@ def test_both_forms_agree(name: str, kernel_device: str, monkeypatch: pytest.Mon
     assert torch.equal(found.rows[: len(expected.rows)], expected.rows)
     assert torch.equal(found.inverse, expected.inverse)
     assert torch.equal(marks[0], marks[1])
-    assert torch.equal(marks[2], marks[3])  # an earlier one stays
+    assert torch.equal(marks[2], marks[3])  # an earlier position stays
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", DIMS)
-def test_sum_runs(dim: int, dtype: torch.dtype, kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segment_sum(
+    dim: int, dtype: torch.dtype, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = list(KEYS)[DIMS.index(dim) + 2]
     keys = KEYS[name][:80]
     grads = torch.randn(len(keys), dim).to(kernel_device, dtype)
@@ -102,7 +104,7 @@ def test_sum_runs(dim: int, dtype: torch.dtype, kernel_device: str, monkeypatch:
         assert torch.equal(rows[:n].cpu(), expected_rows)
         assert (rows[n:] == NONE).all()
         assert not sums[rows == NONE].any()
-        assert torch.equal(sums[:n].cpu(), expected)  # added up in the same order
+        assert torch.equal(sums[:n].cpu(), expected)  # in the same order
 
 
 def test_sum_of_nothing(kernel_device: str) -> None:
@@ -120,19 +122,28 @@ def test_gather_and_scatter(nbytes: int, kernel_device: str) -> None:
         rows = torch.tensor(listed, dtype=torch.int64, device=kernel_device)
         expected = torch.where(rows.cpu()[:, None] < 0, 0, memory[rows.cpu()])
         for beginning in (nbytes, 2, 12, nbytes - 6):
-            assert torch.equal(gather(Setup(held), rows, beginning).cpu(), expected[:, :beginning])
+            assert torch.equal(gather(RecordLocation(held), rows, beginning).cpu(), expected[:, :beginning])
         new = torch.randint(256, (len(rows), nbytes), dtype=torch.uint8)
-        scatter_(Setup(held), rows, new.to(kernel_device))
+        scatter_(RecordLocation(held), rows, new.to(kernel_device))
         memory[rows.cpu()[rows.cpu() >= 0]] = new[rows.cpu() >= 0]
         assert torch.equal(held.cpu(), memory)
+
+
+def test_rows_that_are_not_contiguous(kernel_device: str) -> None:
+    memory = torch.randint(256, (N_ROWS, 64), dtype=torch.uint8, device=kernel_device)
+    rows = torch.tensor([[3, 9], [7, 9], [1, 9]], device=kernel_device)[:, 0]
+    assert torch.equal(gather(RecordLocation(memory), rows, 64), memory[[3, 7, 1]])
+    scatter_(RecordLocation(memory), rows, torch.zeros(3, 64, dtype=torch.uint8, device=kernel_device))
+    assert not memory[[3, 7, 1]].any()
+    assert unique(rows, N_ROWS).rows[:3].tolist() == [1, 3, 7]
 
 
 def test_more_rows_than_programs(kernel_device: str) -> None:
     memory = torch.randint(256, (700, 1536), dtype=torch.uint8, device=kernel_device)
     rows = torch.randperm(700, device=kernel_device)
-    found = gather(Setup(memory), rows, 1536)
+    found = gather(RecordLocation(memory), rows, 1536)
     assert torch.equal(found, memory[rows])
-    scatter_(Setup(memory), rows.flip(0), found)
+    scatter_(RecordLocation(memory), rows.flip(0), found)
     assert torch.equal(memory[rows.flip(0)], found)
 
 
@@ -147,7 +158,7 @@ def test_squares(n: int, dtype: torch.dtype, kernel_device: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests compile and run the same kernels")
 def test_every_rule_compiles() -> None:
-    # A process of its own: in this one Triton interprets, which takes much that the compiler does not.
+    # In another process: in this one Triton interprets, and accepts code that the compiler refuses.
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     environment.pop("TRITON_INTERPRET", None)
     script = Path(__file__).with_name("compile_rows.py")
@@ -158,19 +169,3 @@ def test_every_rule_compiles() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failed"] == {}
     assert len(found["compiled"]) == 12
-
-
-@pytest.mark.parametrize("n", [1, 100, 4096, 5000])
-def test_bytes_are_filled_and_copied(n: int, kernel_device: str) -> None:
-    from flatbed.kernels._triton import row_kernels
-
-    source = torch.arange(n + 32, device=kernel_device).to(torch.uint8)
-    target = torch.full((n + 32,), 7, dtype=torch.uint8, device=kernel_device)
-    grid = (-(-n // 4096),)
-    row_kernels.copy_bytes[grid](n, source.data_ptr() + 16, target.data_ptr() + 16, BLOCK=4096)
-    expected = torch.full_like(target, 7)
-    expected[16 : 16 + n] = source[16 : 16 + n]
-    assert torch.equal(target, expected)
-    row_kernels.fill_bytes[grid](n, target.data_ptr() + 16, 255, BLOCK=4096)
-    expected[16 : 16 + n] = 255
-    assert torch.equal(target, expected)

@@ -80,7 +80,8 @@ def snapshot(model: nn.Module, optimizers: Any) -> dict[str, Any]:
     """Everything that training depends on, by name."""
     found: dict[str, Any] = {}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        found[name] = value.detach().clone()
+        if not isinstance(value, flatbed.Table):
+            found[name] = value.detach().clone()
     for i, table in enumerate(tables(model)):
         _ = table.store.ensure_layout()
         for field in table.store.record.fields:

@@ -1,40 +1,112 @@
-"""Streams beside the training's, one for each purpose; and the calls of torch's that cost least."""
+"""Streams and locks of the package: owners, and the order between them.
+
+Streams of one device
+
+| stream | owner | waits for | recorded by |
+|---|---|---|---|
+| training: the user's current stream | training thread | "batches": the batch handed out | `BatchMover` |
+| | | "rows": the admission of that batch | `RowPrefetch.admit` |
+| | | "rows": the last admission, for rows that `protects` does not cover | `GpuCache.prefetch` |
+| | | the last access to a disk cache | `DiskCache._access` |
+| "batches": copies of batches | loader thread | its staging buffers, when reused | `BatchMover` |
+| "rows": admissions ahead of time | training thread | "batches": the ids of the batch | `BatchMover` |
+| | | training: work on rows that an admission may evict | `GpuCache.begin` |
+| | | "files": the records of the batch | `DiskCache.reserve` |
+| "files": records read from disk | loader thread | the last access to the cache | `DiskCache._access` |
+| | | training: work on released rows | `RowPrefetch.finish` |
+
+CUDA graphs are captured in the user's stream. From the first captured lookup on, a table's rows are not
+prefetched to the GPU: see `tables.cache.gpu`.
+
+Locks, in the order in which a thread may take them (`LOCK_ORDER`)
+
+| lock | guards |
+|---|---|
+| "layout" | `TableStorage`: allocation, growth, and replacement of storage and cache |
+| "cache" | `DiskCache`: index and records |
+| "write-behind" | `WriteBehind`: count of changed rows that are not in the journal |
+| "file" | `DiskStorage`: file and journal |
+| "gradients" | `GradAccumulator`: recorded gradients; backward passes run in several threads |
+| "staging" | pinned staging memory |
+| "streams" | the named streams below |
+| "progress" | the progress bar |
+
+A thread that holds a lock takes only locks further down. `FLATBED_DEBUG_LOCKS=1` checks that at every
+`OrderedLock`. The condition of `DiskStorage`'s readers is taken last, and nothing is taken under it.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import lru_cache
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 
-URGENT = ("rows",)
-"""What little there is of it goes first: the next step waits for it."""
+from flatbed.cuda import driver
 
-_held: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
-_lock = threading.Lock()
-_known: dict[tuple[int, ...], torch.cuda.Stream] = {}
-"""By what torch knows them by. It never gives one back."""
+HIGH_PRIORITY = ("rows",)  # short kernels that the next step waits for
+
+LOCK_ORDER = (
+    "layout",
+    "cache",
+    "write-behind",
+    "file",
+    "gradients",
+    "staging",
+    "streams",
+    "progress",
+)
+check_lock_order = os.environ.get("FLATBED_DEBUG_LOCKS") == "1"
+_held = threading.local()
+
+
+class OrderedLock:
+    """A reentrant lock with a place in `LOCK_ORDER`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._rank = LOCK_ORDER.index(name)
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if check_lock_order:
+            held: list[OrderedLock] = _held.__dict__.setdefault("locks", [])
+            above = next((lock for lock in held if lock._rank > self._rank), None)
+            if above is not None and self not in held:
+                self._lock.release()
+                raise AssertionError(f"the lock {self.name!r} was taken under {above.name!r}: see LOCK_ORDER")
+            held.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        if check_lock_order:
+            held: list[OrderedLock] = _held.__dict__.setdefault("locks", [])
+            if held and held[-1] is self:
+                held.pop()
+        self._lock.release()
+
+
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_lock = OrderedLock("streams")
 
 
 def stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """The stream for a purpose, always the same: what is made for a stream is used again.
+    """Return the stream for a purpose, always the same one for a device.
 
-    torch hands out the same 32 streams in turns. Ours are different ones.
+    torch hands out 32 streams in turn; streams for different purposes are different here.
     """
     with _lock:
         key = (device, purpose)
-        if key not in _held:
-            others = {stream.cuda_stream for stream in _held.values()}
-            _held[key] = another_than(device, others, priority=-1 if purpose in URGENT else 0)
-        return _held[key]
+        if key not in _streams:
+            others = {stream.cuda_stream for stream in _streams.values()}
+            _streams[key] = distinct_stream(device, others, priority=-1 if purpose in HIGH_PRIORITY else 0)
+        return _streams[key]
 
 
-def another_than(device: torch.device, handles: set[int], *, priority: int = 0) -> torch.cuda.Stream:
-    """A stream that is none of these; after a few turns any will do."""
+def distinct_stream(device: torch.device, handles: set[int], *, priority: int = 0) -> torch.cuda.Stream:
+    """Return a stream with none of these handles; any stream after 64 attempts."""
     for _ in range(64):
         stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call,unused-ignore]
         if stream.cuda_stream not in handles:
@@ -42,88 +114,22 @@ def another_than(device: torch.device, handles: set[int], *, priority: int = 0) 
     return stream
 
 
-# ---- while others capture graphs
+def is_capturing(device: torch.device) -> bool:
+    """Return True if the current stream is capturing a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def relax_capture() -> None:
-    """Let this thread allocate and wait while another one captures a graph, which that does not concern."""
-    exchange = _exchange_capture_mode()
-    if exchange is not None:
-        exchange(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED, of this thread alone
+    """Let this thread allocate and wait from now on, while another thread captures a graph."""
+    driver.exchange_capture_mode(driver.CAPTURE_RELAXED)
 
 
 @contextmanager
 def relaxed_capture() -> Iterator[bool]:
-    """The same for as long as it takes, in any thread: even in one that captures a graph itself. Yields
-    whether there is such a thing.
-    """
-    exchange, mode = _exchange_capture_mode(), ctypes.c_int(2)
-    if exchange is None:
-        yield False
-        return
-    exchange(ctypes.byref(mode))  # which is, from here on, what it was before
+    """Let the body allocate and wait, also in a thread that captures a graph. Yields False without CUDA."""
+    before = driver.exchange_capture_mode(driver.CAPTURE_RELAXED)
     try:
-        yield True
+        yield before is not None
     finally:
-        exchange(ctypes.byref(mode))
-
-
-@lru_cache(maxsize=1)
-def _exchange_capture_mode() -> Any:
-    if torch.version.cuda is None:
-        return None
-    with suppress(OSError, AttributeError):
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    return None
-
-
-# ---- several times a batch, where every microsecond counts
-
-
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same as `torch.cuda.current_stream`, but each stream is one object, and made once."""
-    index: int | None = device.index
-    if index is None:
-        return torch.cuda.current_stream(device)
-    key = torch._C._cuda_getCurrentStream(index)
-    stream = _known.get(key)
-    if stream is None:
-        if len(_known) >= 1024:  # streams of others, made anew again and again
-            _known.clear()
-        stream = _known[key] = torch.cuda.current_stream(device)
-    return stream
-
-
-class Within:
-    """The same as `torch.cuda.stream`, by few calls if the stream is of the current device; None: nothing."""
-
-    __slots__ = ("_before", "_otherwise", "_stream")
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
-        self._before: tuple[int, int, int] | None = None
-        self._otherwise: Any = None
-
-    def __enter__(self) -> None:
-        stream = self._stream
-        if stream is None:
-            return
-        index = stream.device_index
-        if torch._C._cuda_getDevice() != index:
-            self._otherwise = torch.cuda.stream(stream)
-            self._otherwise.__enter__()
-            return
-        before = torch._C._cuda_getCurrentStream(index)
-        torch._C._cuda_setStream(
-            stream_id=stream.stream_id, device_index=index, device_type=stream.device_type
-        )
-        self._before = before
-
-    def __exit__(self, *error: object) -> None:
-        before, otherwise = self._before, self._otherwise
         if before is not None:
-            self._before = None
-            torch._C._cuda_setStream(stream_id=before[0], device_index=before[1], device_type=before[2])
-        elif otherwise is not None:
-            self._otherwise = None
-            otherwise.__exit__(*error)
+            driver.exchange_capture_mode(before)

@@ -7,7 +7,6 @@ at a time.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatbed.cuda.streams import stream_for
+from flatbed.cuda.streams import OrderedLock, stream_for
 from flatbed.data.batches import record_stream
 
 CHUNK_BYTES = 32 << 20  # torch's threads fill a chunk together, and starting them takes a while
@@ -103,7 +102,7 @@ class StagingRing:
 
 
 _rings: weakref.WeakValueDictionary[torch.device, StagingRing] = weakref.WeakValueDictionary()
-_rings_lock = threading.Lock()
+_rings_lock = OrderedLock("staging")
 
 
 def ring_for(device: torch.device) -> StagingRing:

@@ -1,7 +1,7 @@
-"""A row cache's decisions: which rows are in which slots, and who makes room for rows that come.
+"""Index of a row cache, and its decisions: which rows are in which slots, and which slots to free.
 
-Given twice, as all operations: for torch, where a caller may do things in between, and in `_triton.cache`
-for GPUs, where nothing waits for the host.
+The numpy functions here serve caches whose index is on the host. `_triton.cache` has the kernels for an
+index on a GPU.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 POLICIES = ("lru", "lfu")
 HALF_LIFE = 4  # for "lfu": a use counts half after as many misses as would fill the cache so many times
-ROUNDS = 16  # how often a row that comes looks at slots at random, before all are looked at
-WAYS = 8  # how many slots are looked at for each row that comes
-SAMPLE = 4096  # scores that tell which are low
+ROUNDS = 16  # random draws of slots for a missing row, before a kernel tries all slots in order
+WAYS = 8  # slots that are compared for each missing row
+SAMPLE = 4096  # scores from which the threshold of low scores is estimated
 FREE = -(1 << 62)  # the stamp of a slot that was never used
 COUNTS = ("hits", "misses", "evictions", "written", "overflow")
 
 
 class CacheIndex:
-    """Which row is in which slot, when it was last used, and whether it has changed since it was at home.
+    """Which row is in which slot, when the slot was last used, and whether its record has changed.
 
-    `slot_of_row` and `row_of_slot` are inverse to each other; -1 stands for none. The current tick is that of
-    the batch at hand: what carries it stays. With a slot for every row, each has its own.
+    `slot_of_row` and `row_of_slot` are inverse to each other; -1 stands for none. `clock` counts admissions;
+    a slot's stamp is the clock of its last use. With a slot for every row, row i has slot i.
     """
 
     def __init__(self, n_rows: int, n_slots: int, *, policy: str, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class CacheIndex:
         self.n_slots = n_slots
         self.direct = n_slots >= n_rows
         self.hand = 0
-        """Where to look next for slots, if the host decides."""
+        """The next slot to compare, for an index on the host."""
         self.slot_of_row = torch.full((n_rows,), -1, dtype=torch.int32, device=device)
         self.row_of_slot = torch.full((n_slots,), -1, dtype=torch.int64, device=device)
         self.stamp = torch.full((n_slots,), FREE, dtype=torch.int64, device=device)
@@ -44,8 +44,8 @@ class CacheIndex:
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
 
-    def forget(self) -> None:
-        """Nothing is here any more."""
+    def clear(self) -> None:
+        """Empty all slots without writing anything back."""
         self.slot_of_row.fill_(-1)
         self.row_of_slot.fill_(-1)
         self.stamp.fill_(FREE)
@@ -60,95 +60,101 @@ class CacheIndex:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a batch's rows came upon."""
+    """Which rows of a batch are in the cache."""
 
     slots: NDArray[np.int64]
-    """Where they are; -1 for those that are not here."""
+    """For every row its slot; -1 for missing rows."""
     hits: NDArray[np.int64]
-    """Slots of those that are."""
+    """Slots of the cached rows."""
     missing: NDArray[np.int64]
-    """Rows that are not, in order."""
+    """Missing rows, in order."""
     now: float
-    """The time in which uses age, when they came."""
+    """The time in which uses age, at this batch."""
     tick: int
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Rows that come, the slots they get, and which rows must go home from these (-1: none)."""
+    """Missing rows and the slots that they get."""
 
     rows: NDArray[np.int64]
     slots: NDArray[np.int64]
     victims: NDArray[np.int64]
+    """Changed rows in these slots, which must be written back; -1 for none."""
     old: NDArray[np.int64]
-    """The rows that are in these slots until then (-1: none)."""
+    """All rows in these slots; -1 for none."""
 
 
-def probe(tags: CacheIndex, rows: Tensor) -> ProbeResult:
-    """Touch the rows that are here, and find out which are not. Rows are distinct and exist.
+# Numpy instead of torch, which would start threads on all cores for each of these small steps.
 
-    The uses are yet to be counted (`count_uses`), before the next batch comes.
+
+def probe(index: CacheIndex, rows: Tensor) -> ProbeResult:
+    """Stamp cached rows and find the missing ones. Rows are unique and in range.
+
+    The caller calls `count_uses` before the next admission.
     """
-    # numpy, since torch would have all cores at work for each of these small steps, beside the training.
-    counts, wanted = tags.counts.numpy(), rows.numpy()
-    tags.clock += 1
-    tick = int(tags.clock)
-    slots = tags.slot_of_row.numpy()[wanted].astype(np.int64)  # once: numpy would do so for each use of them
-    here = slots >= 0
-    hits, missing = slots[here], wanted[~here]
-    tags.stamp.numpy()[hits] = tick
-    now = float(counts[1] * tags.ageing)
+    counts, wanted = index.counts.numpy(), rows.numpy()
+    index.clock += 1
+    tick = int(index.clock)
+    slots = index.slot_of_row.numpy()[wanted].astype(np.int64)  # numpy would convert int32 at every use
+    cached = slots >= 0
+    hits, missing = slots[cached], wanted[~cached]
+    index.stamp.numpy()[hits] = tick
+    now = float(counts[1] * index.ageing)
     counts[:2] += (len(hits), len(missing))
     return ProbeResult(slots, hits, missing, now, tick)
 
 
-def select_victims(tags: CacheIndex, sought: ProbeResult, *, window: int = 0) -> Placement:
-    """Slots for rows that are missing, in order: for fewer if there are no more, the others stay at home.
+def select_victims(
+    index: CacheIndex, probed: ProbeResult, *, pinned: NDArray[np.int32] | None = None
+) -> Placement:
+    """Choose slots for missing rows, in order: for fewer rows if there are not enough slots.
 
-    Slots of this batch and of the last `window` batches are kept. Beside times of use and counts nothing
-    changes until `evict`: whoever moves the records may fail.
+    Slots of this batch and slots with a positive count in `pinned` are kept. Only stamps and counts change
+    here: moving the records may still fail.
     """
-    missing, tick = sought.missing, sought.tick
-    given = missing if tags.direct else _slots_for(tags, len(missing), tick, tick - window)
-    coming = missing[: len(given)]
-    old = tags.row_of_slot.numpy()[given]
-    old = np.where(tags.slot_of_row.numpy()[old] == given, old, -1)  # an interruption may have left others
-    victims = np.where(tags.dirty.numpy()[given] != 0, old, -1)
+    missing = probed.missing
+    slots = missing if index.direct else _select_slots(index, len(missing), probed.tick, pinned)
+    rows = missing[: len(slots)]
+    old = index.row_of_slot.numpy()[slots]
+    old = np.where(index.slot_of_row.numpy()[old] == slots, old, -1)  # an interruption may have left others
+    victims = np.where(index.dirty.numpy()[slots] != 0, old, -1)
     n_evicted, n_written = int((old >= 0).sum()), int((victims >= 0).sum())
-    tags.counts.numpy()[2:] += (n_evicted, n_written, len(missing) - len(coming))
-    return Placement(coming, given, victims, old)
+    index.counts.numpy()[2:] += (n_evicted, n_written, len(missing) - len(rows))
+    return Placement(rows, slots, victims, old)
 
 
-def count_uses(tags: CacheIndex, sought: ProbeResult) -> None:
-    """For "lfu": the rows that were here were used once more."""
-    if tags.policy == "lfu":
-        frequency = tags.frequency.numpy()
-        frequency[sought.hits] = _one_more(frequency[sought.hits], np.float32(sought.now))
+def count_uses(index: CacheIndex, probed: ProbeResult) -> None:
+    """Count one use of each cached row, for "lfu"."""
+    if index.policy == "lfu":
+        frequency = index.frequency.numpy()
+        frequency[probed.hits] = _add_use(frequency[probed.hits], np.float32(probed.now))
 
 
-def evict(tags: CacheIndex, arrivals: Placement) -> None:
-    """The records that were in the slots of arrivals are safe elsewhere: nothing is there any more.
+def evict(index: CacheIndex, placement: Placement) -> None:
+    """Empty the slots of a placement, whose changed records are safe elsewhere.
 
-    In this order, and `insert` in its own: interrupted between any two lines, a slot is clean, or its row's.
+    The order of the lines matters here and in `insert`: after an interruption between any two of them, a
+    slot is clean, or it belongs to its row.
     """
-    old = arrivals.old
-    tags.dirty.numpy()[arrivals.slots] = 0
-    tags.slot_of_row.numpy()[old[old >= 0]] = -1
-    tags.row_of_slot.numpy()[arrivals.slots] = -1
+    old = placement.old
+    index.dirty.numpy()[placement.slots] = 0
+    index.slot_of_row.numpy()[old[old >= 0]] = -1
+    index.row_of_slot.numpy()[placement.slots] = -1
 
 
-def insert(tags: CacheIndex, arrivals: Placement) -> None:
-    """The records of arrivals are in their slots, which were let go before."""
-    slots, rows = arrivals.slots, arrivals.rows
-    tags.stamp.numpy()[slots] = int(tags.clock)
-    if tags.policy == "lfu":
-        tags.frequency.numpy()[slots] = int(tags.counts[1]) * tags.ageing
-    tags.row_of_slot.numpy()[slots] = rows
-    tags.slot_of_row.numpy()[rows] = slots
+def insert(index: CacheIndex, placement: Placement) -> None:
+    """Assign slots, which `evict` has emptied, to rows whose records are in them."""
+    slots, rows = placement.slots, placement.rows
+    index.stamp.numpy()[slots] = int(index.clock)
+    if index.policy == "lfu":
+        index.frequency.numpy()[slots] = int(index.counts[1]) * index.ageing
+    index.row_of_slot.numpy()[slots] = rows
+    index.slot_of_row.numpy()[rows] = slots
 
 
-def _one_more(frequency: NDArray[np.float32], now: np.float32) -> NDArray[np.float32]:
-    """log2(2^heat + 2^now), by functions that numpy has vector instructions for."""
+def _add_use(frequency: NDArray[np.float32], now: np.float32) -> NDArray[np.float32]:
+    """Return log2(2^frequency + 2^now), by functions for which numpy has vector instructions."""
     high = np.maximum(frequency, now)
     low = np.minimum(frequency, now)
     low -= high
@@ -159,21 +165,26 @@ def _one_more(frequency: NDArray[np.float32], now: np.float32) -> NDArray[np.flo
     return low
 
 
-def _slots_for(tags: CacheIndex, n_rows: int, tick: int, floor: int) -> NDArray[np.int64]:
-    """Slots that are to go: of the next ones around the cache, `WAYS` times as many as needed, those with the
-    lowest scores. Fewer if no more can.
-    """
-    stamp = tags.stamp.numpy()
-    scores = tags.frequency.numpy() if tags.policy == "lfu" else stamp
+def _select_slots(
+    index: CacheIndex, n_rows: int, tick: int, pinned: NDArray[np.int32] | None
+) -> NDArray[np.int64]:
+    """Choose slots for n_rows, with the lowest scores among the next `WAYS` times as many slots."""
+    stamp = index.stamp.numpy()
+    scores = index.frequency.numpy() if index.policy == "lfu" else stamp
     chosen = []
-    n_left, n_unseen = n_rows, tags.n_slots
+    n_left, n_unseen = n_rows, index.n_slots
     while n_left and n_unseen:
         n_seen = min(WAYS * n_left, n_unseen)
-        parts = _around(tags.hand, n_seen, tags.n_slots)
-        tags.hand = (tags.hand + n_seen) % tags.n_slots
+        parts = _circular(index.hand, n_seen, index.n_slots)
+        index.hand = (index.hand + n_seen) % index.n_slots
         n_unseen -= n_seen
-        found = [np.flatnonzero(stamp[part] < floor) + part.start for part in parts]
-        seen = found[0] if len(found) == 1 else np.concatenate(found)
+        found = []
+        for part in parts:
+            free = stamp[part] < tick
+            if pinned is not None:
+                free &= pinned[part] == 0
+            found.append(np.flatnonzero(free) + part.start)
+        seen = np.concatenate(found)
         if n_left < len(seen):
             seen = _lowest(seen, scores[seen], n_left)
         stamp[seen] = tick
@@ -183,8 +194,8 @@ def _slots_for(tags: CacheIndex, n_rows: int, tick: int, floor: int) -> NDArray[
 
 
 def _lowest(slots: NDArray[np.int64], scores: NDArray[Any], n: int) -> NDArray[np.int64]:
-    """So many of more slots, those with the lowest scores: of very many as good as these, since to find out
-    exactly would take longer than all else that is decided here.
+    """Choose n slots with low scores. Among very many slots a sample sets the threshold: an exact selection
+    would take longer than the rest of the admission.
     """
     apart = max(1, len(scores) // SAMPLE)
     some = scores[::apart]
@@ -197,7 +208,7 @@ def _lowest(slots: NDArray[np.int64], scores: NDArray[Any], n: int) -> NDArray[n
     return order
 
 
-def _around(first: int, n: int, n_slots: int) -> list[slice]:
-    """So many slots from one on, and on from the beginning after the last."""
+def _circular(first: int, n: int, n_slots: int) -> list[slice]:
+    """Return n slots from `first` on, wrapping around at the end."""
     whole = slice(first, min(first + n, n_slots))
     return [whole] if first + n <= n_slots else [whole, slice(0, first + n - n_slots)]

@@ -1,4 +1,4 @@
-"""Which of its two forms an operation takes on a device: Triton's, or torch's."""
+"""Choice between the Triton and the torch version of an operation."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import torch
 
 
 def use_triton(device: torch.device) -> bool:
-    """Triton for GPUs, and for the CPU under its interpreter; torch operations for the rest."""
+    """Return True for GPUs with Triton, and for the CPU under Triton's interpreter."""
     if device.type == "cuda":
-        return _triton_is_there()
+        return _has_triton()
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
-def _triton_is_there() -> bool:
+def _has_triton() -> bool:
     try:
         import flatbed.kernels._triton.launch  # noqa: F401
     except ImportError:
         warnings.warn(
-            "Triton is not installed, so that flatbed runs many small kernels instead of one", stacklevel=3
+            "Triton is not installed: flatbed runs many small torch operations instead of one kernel",
+            stacklevel=3,
         )
         return False
     return True

@@ -1,8 +1,8 @@
-"""Operations on rows: find the distinct ones, move them, sum up their gradients.
+"""Operations on rows: find the unique ones, move their records, sum their gradients.
 
-Each is given twice: for torch, which is the reference and the way on a CPU, and in `_triton.rows` for GPUs.
-There nothing may wait for the GPU, so that results are as long as they can be at most; the row -1 stands for
-"none", and its gradient is zero.
+Each operation has a torch version, which is the reference and runs on a CPU, and kernels in `_triton.rows`.
+The kernels never wait for the GPU, so results have the greatest possible length. The row -1 fills the rest;
+its gradient is zero.
 """
 
 from __future__ import annotations
@@ -16,88 +16,89 @@ from flatbed.kernels.dispatch import use_triton
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 NONE = -1
-SENTINEL = -(1 << 63)  # a key that is sorted before all ids and stands for no row
-NARROW = (1 << 31) - 1  # rows up to which keys can be int32, which are sorted in half the time
+SENTINEL = -(1 << 63)  # a key that sorts before all ids and stands for no row
+INT32_ROWS = (1 << 31) - 1  # tables of at most so many rows have int32 keys, which sort in half the time
 
 
 @dataclass(frozen=True, slots=True)
 class UniqueRows:
-    """The distinct rows among ids, in ascending order."""
+    """The unique rows among ids, in ascending order."""
 
     rows: Tensor
     """int64; -1 for a key that is no row."""
     inverse: Tensor
-    """For every id, where its row stands in `rows`."""
+    """For every id, the position of its row in `rows`."""
     order: Tensor | None = None
-    """The ids' positions, sorted by row; equal ones in their own order."""
+    """The ids' positions, sorted by row; a stable sort."""
     starts: Tensor | None = None
-    """Where each row's run begins in `order`; one more at the end."""
+    """Where each row's segment begins in `order`; one more at the end."""
     rank: Tensor | None = None
-    """For every place in `order`, where its row stands in `rows`."""
+    """For every element of `order`, the position of its row in `rows`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordLocation:
-    """Where the records of rows are, (n, record) of uint8: at home, unless a cache has them."""
+    """Where the records of rows are, (n, record) of uint8: in a cache, otherwise in storage."""
 
     memory: Tensor | None
-    """All of them, on the computing device or on the host where its kernels can reach it. None if they
-    cannot: the cache has all that are asked for."""
+    """The storage: on the computing device, or on the host where its kernels reach it. None if they do not:
+    then kernels are given cached rows only."""
     cached: Tensor | None = None
     slot_of_row: Tensor | None = None
-    """Where each row is in the cache; -1: at home."""
+    """The slot of each row in the cache; -1 for rows in storage only."""
     dirty: Tensor | None = None
-    """For each record in the cache, whether it has changed since it was at home."""
+    """For each slot, 1 if its record has changed since it was read from storage."""
 
     @property
     def stride(self) -> int:
-        """From a record to the next."""
+        """The distance between two records in bytes."""
         held = self.memory if self.cached is None else self.cached
         assert held is not None
         return held.stride(0)
 
     @property
     def near(self) -> bool:
-        """Whether most of it is in the computing device's own memory."""
+        """True if most accesses are to the computing device's own memory."""
         held = self.memory if self.cached is None else self.cached
         return held is not None and held.is_cuda
 
 
-def unique(keys: Tensor, n_rows: int, bad: Tensor | None = None) -> UniqueRows:
-    """Find the distinct rows. Keys out of range (and the leading one) become -1; with `bad`, a tensor of one
-    int64, the least position of a key that is out of range is stored there, if there is one.
+def unique(keys: Tensor, n_rows: int, error_slot: Tensor | None = None) -> UniqueRows:
+    """Find the unique rows. Keys out of range, and the sentinel, become the row -1.
+
+    The least position of a key out of range is stored in `error_slot`, a tensor of one int64.
     """
     if use_triton(keys.device):
         from flatbed.kernels._triton import rows
 
-        return rows.unique(keys, n_rows, bad)
+        return rows.unique(keys, n_rows, error_slot)
     found, inverse = torch.unique(keys, sorted=True, return_inverse=True)
     in_range = (found >= 0) & (found < n_rows)
-    if bad is not None:
-        wrong = ((keys < 0) | (keys >= n_rows)) & (keys != lead_of(keys))
-        positions = torch.where(wrong, torch.arange(len(keys), device=keys.device), bad)
-        bad.copy_(torch.minimum(bad, positions.min()) if len(keys) else bad)
+    if error_slot is not None and len(keys):
+        wrong = ((keys < 0) | (keys >= n_rows)) & (keys != sentinel_of(keys))
+        positions = torch.where(wrong, torch.arange(len(keys), device=keys.device), error_slot)
+        error_slot.copy_(torch.minimum(error_slot, positions.min()))
     return UniqueRows(torch.where(in_range, found, NONE).to(torch.int64), inverse)
 
 
-def narrow(ids: Tensor, n_rows: int) -> Tensor:
-    """Ids, (n,), as keys that are sorted in half the time, where that pays and they fit; -1: no row."""
-    if n_rows > NARROW or ids.dtype != torch.int64 or not use_triton(ids.device):
+def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
+    """Convert ids, (n,), to int32 keys where kernels sort them and they fit; -1 for an id that is no row."""
+    if n_rows > INT32_ROWS or ids.dtype != torch.int64 or not use_triton(ids.device):
         return ids
     from flatbed.kernels._triton import rows
 
-    return rows.narrow(ids, n_rows)
+    return rows.to_int32_keys(ids, n_rows)
 
 
-def lead_of(keys: Tensor) -> int:
-    """The key of no row: the least there is."""
-    return SENTINEL if keys.dtype == torch.int64 else torch.iinfo(keys.dtype).min
+def sentinel_of(keys: Tensor) -> int:
+    """Return the key that stands for no row and sorts first: the least value of the dtype."""
+    return torch.iinfo(keys.dtype).min
 
 
 def segment_sum(grads: Tensor, found: UniqueRows, padding_idx: int | None) -> tuple[Tensor, Tensor]:
-    """The rows with the sum of their gradients: (n_ids, dim) → (n,), (n, dim), at least in fp32.
+    """Sum the gradients of each row: (n_ids, dim) → rows (n,) and sums (n, dim), at least in fp32.
 
-    Summed in the order of the ids, as torch does for an embedding. The padding row becomes -1, with zeros.
+    Gradients are added in the order of the ids, as in torch's embedding. The padding row becomes -1.
     """
     padding = NONE if padding_idx is None else padding_idx
     if use_triton(grads.device):
@@ -106,22 +107,22 @@ def segment_sum(grads: Tensor, found: UniqueRows, padding_idx: int | None) -> tu
         return rows.segment_sum(grads, found, padding)
     wide = torch.promote_types(grads.dtype, torch.float32)
     sums = torch.ops.aten.embedding_dense_backward(grads.to(wide), found.inverse, len(found.rows), -1, False)
-    return without(found.rows, sums, padding)
+    return mask_row(found.rows, sums, padding)
 
 
-def without(rows: Tensor, grads: Tensor, row: int) -> tuple[Tensor, Tensor]:
-    """The same with one row left out; and the gradient of no row is zero."""
+def mask_row(rows: Tensor, grads: Tensor, row: int) -> tuple[Tensor, Tensor]:
+    """Replace one row by -1, and set the gradients of all rows -1 to zero."""
     kept = torch.where(rows == row, NONE, rows)
     return kept, torch.where((kept >= 0).unsqueeze(1), grads, grads.new_zeros(()))
 
 
-def gather(place: RecordLocation, rows: Tensor, nbytes: int) -> Tensor:
-    """The first bytes of the records of these rows, on the device of `rows`; zeros where there is no row."""
+def gather(location: RecordLocation, rows: Tensor, nbytes: int) -> Tensor:
+    """Read the first bytes of records, on the device of `rows`; zeros for the row -1."""
     if use_triton(rows.device):
         from flatbed.kernels._triton import rows as kernels
 
-        return kernels.gather(place, rows, nbytes)
-    memory = _all_at_home(place)
+        return kernels.gather(location, rows, nbytes)
+    memory = _memory_of(location)
     word = _word(nbytes)
     found = memory[:, :nbytes].view(word).index_select(0, rows.clamp(min=0))
     if bool((rows < 0).any()):
@@ -129,14 +130,14 @@ def gather(place: RecordLocation, rows: Tensor, nbytes: int) -> Tensor:
     return found.view(torch.uint8)
 
 
-def scatter_(place: RecordLocation, rows: Tensor, records: Tensor) -> None:
-    """Write records, or their beginnings, to these rows, which are distinct; those of no row go nowhere."""
+def scatter_(location: RecordLocation, rows: Tensor, records: Tensor) -> None:
+    """Write records, or their first bytes, to unique rows; the row -1 is skipped."""
     if use_triton(rows.device):
         from flatbed.kernels._triton import rows as kernels
 
-        kernels.scatter_(place, rows, records)
+        kernels.scatter_(location, rows, records)
         return
-    memory = _all_at_home(place)
+    memory = _memory_of(location)
     present = rows >= 0
     if not bool(present.all()):
         rows, records = rows[present], records[present]
@@ -144,12 +145,12 @@ def scatter_(place: RecordLocation, rows: Tensor, records: Tensor) -> None:
     memory[:, :nbytes].view(_word(nbytes)).index_copy_(0, rows, records.view(_word(nbytes)))
 
 
-def _all_at_home(place: RecordLocation) -> Tensor:
-    assert place.memory is not None
-    assert place.cached is None
-    return place.memory
+def _memory_of(location: RecordLocation) -> Tensor:
+    assert location.memory is not None
+    assert location.cached is None
+    return location.memory
 
 
 def _word(nbytes: int) -> torch.dtype:
-    """What is copied at a time: torch moves elements, and a byte takes it as long as eight."""
+    """Return the widest dtype to copy with: torch takes as long for a byte as for eight."""
     return next(dtype for dtype in WORDS if nbytes % dtype.itemsize == 0)

@@ -125,7 +125,7 @@ class OwnedTables:
             packs.append(table.pending.packed())
         for member, pack in zip(self.members, packs, strict=True):
             if pack is not None:
-                member.table.access.make_room(pack.rows, pack.ticket)
+                member.table.access.reserve_space(pack)
         return packs
 
     def _follow_groups(self) -> None:

@@ -171,10 +171,9 @@ class TableSteps:
     def _launch(self, index: int, pack: RowGrads, settings: Settings) -> None:
         table = self.members[index].table
         store, access = table.store, table.access
-        place = access.place_of(pack)
+        place = access.location_for_update(pack)
         if place is not None:
-            fetched = pack.fetched
-            weights = None if fetched is None or fetched.edition != store.generation else fetched.weights
+            weights = pack.weights(store.generation)
             self._kernels.update(index, pack.rows, pack.grads, place, settings, weights=weights)
             store.writes += 1
             return
@@ -217,11 +216,11 @@ class TableSteps:
             size = max(1, len(pack.rows))
         for start in range(0, max(1, len(pack.rows)), size):  # a step without rows counts as well
             rows, grads = pack.rows[start : start + size], pack.grads[start : start + size]
-            taken = access.take(rows)
+            taken = access.read_fields(rows)
             for part, numbers in _alike(taken, member.row_scalars):
                 seed = next(self._seeds) if settings.stochastic_rounding else None
                 after = self._run(member, taken, part, grads=grads, numbers=before | numbers, seed=seed)
-            access.put_(rows, taken)
+            access.write_fields_(rows, taken)
         for name, value in member.scalars.items():
             value.fill_(after[name])
 

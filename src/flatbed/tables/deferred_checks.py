@@ -1,53 +1,70 @@
-"""Ids that are on a GPU: their range is checked there, and what was found is asked for without waiting."""
+"""Range checks for GPU ids. Kernels record the first bad position; the host raises later, without waiting."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
+from flatbed.kernels.rows import to_int32_keys
 from flatbed.tables.ids import out_of_range
 from flatbed.tables.storage.table_storage import TableStorage
 
 NO_ERROR = (1 << 63) - 1
-"""The place of the first bad id, where there is none."""
+
+_captured: list[DeferredIdChecks] | None = None
+
+
+@contextmanager
+def checks_in_capture() -> Iterator[list[DeferredIdChecks]]:
+    """Collect the checks of all tables that are looked up while a CUDA graph is captured in the body."""
+    global _captured
+    _captured = found = []
+    try:
+        yield found
+    finally:
+        _captured = None
 
 
 class DeferredIdChecks:
-    """The batches of a table whose range was checked on the GPU, and of which the host does not know yet."""
+    """Lookups of a table whose ids were checked on the GPU, and whose results the host has not read yet."""
 
     def __init__(self, store: TableStorage) -> None:
         self.store = store
-        self._batches: list[PendingCheck] = []
-        self._graph_bad: Tensor | None = None
+        self._pending: list[PendingCheck] = []
+        self._graph_slot: Tensor | None = None
         self._in_graphs = False
+        self._replayed: PendingCheck | None = None
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._pending)
 
     def error_slot(self, *, capturing: bool) -> Tensor:
-        """Where kernels write the place of the first bad id; graphs have one in common."""
+        """Return a tensor where kernels record the first bad position; all CUDA graphs share one."""
         if not capturing:
             return torch.full((1,), NO_ERROR, dtype=torch.int64, device=self.store.device)
-        if self._graph_bad is None:
+        if self._graph_slot is None:
             raise FlatbedError("take a training step with this table before the capture of a CUDA graph")
         self._in_graphs = True
-        return self._graph_bad
+        if _captured is not None and self not in _captured:
+            _captured.append(self)
+        return self._graph_slot
 
-    # ---- lookups
-
-    def add(self, ids: Tensor, bad: Tensor) -> None:
-        """Remember a batch, and where the place of its first bad id will be."""
-        self._batches.append(PendingCheck(ids, bad, self.store.config.n_rows))
+    def add(self, ids: Tensor, error_slot: Tensor, *, offset: int = 0) -> None:
+        """Remember a lookup; `offset` is subtracted from the recorded position."""
+        self._pending.append(PendingCheck(ids, error_slot, n_rows=self.store.config.n_rows, offset=offset))
 
     def error(self, *, wait: bool) -> IndexError | None:
-        """What to raise if ids were out of range, as far as is known; batches after those are dropped."""
-        batches, self._batches = self._batches, []
-        for batch in batches:
-            if not (wait or batch.known):
-                self._batches.append(batch)
+        """Return the first error that is known; with `wait`, of all lookups. Later lookups are dropped."""
+        pending, self._pending = self._pending, []
+        for check in pending:
+            if not (wait or check.is_known):
+                self._pending.append(check)
                 continue
-            error = batch.error()
+            error = check.error()
             if error is not None:
                 return error
         return None
@@ -55,54 +72,66 @@ class DeferredIdChecks:
     # ---- CUDA graphs
 
     def prepare_capture(self) -> None:
-        """Make what a CUDA graph needs of the table before it is captured."""
-        if self._graph_bad is None and self.store.device.type == "cuda":
-            self._graph_bad = torch.full((1,), NO_ERROR, dtype=torch.int64, device=self.store.device)
-
-    def of_graphs(self, bad: Tensor) -> bool:
-        """Whether this is the place that graphs have in common."""
-        return bad is self._graph_bad
+        """Allocate and load what a captured lookup needs: neither is possible during a capture."""
+        if self._graph_slot is None and self.store.device.type == "cuda":
+            self._graph_slot = torch.full((1,), NO_ERROR, dtype=torch.int64, device=self.store.device)
+            to_int32_keys(self._graph_slot, self.store.config.n_rows)
 
     def check_graphs(self) -> None:
         """Raise if a CUDA graph was replayed with ids out of range. Waits for the GPU, if there was one."""
-        bad = self._graph_bad
-        if bad is None or not self._in_graphs:
+        if self._graph_slot is not None and self._in_graphs:
+            self._raise_graph_error(int(self._graph_slot))
+
+    def raise_replayed(self) -> None:
+        """Raise for the replay before the last one; the GPU still works on the last one."""
+        assert self._graph_slot is not None
+        before, self._replayed = self._replayed, PendingCheck(None, self._graph_slot)
+        if before is not None:
+            self._raise_graph_error(before.wait())
+
+    def _raise_graph_error(self, position: int) -> None:
+        if position == NO_ERROR:
             return
-        at = int(bad)
-        if at != NO_ERROR:
-            bad.fill_(NO_ERROR)
-            n_rows = self.store.config.n_rows
-            raise IndexError(
-                f"a CUDA graph was replayed with ids out of range for a table of {n_rows} rows "
-                f"(0 to {n_rows - 1}), the first of them at position {at} of its lookup: they "
-                f"were taken for rows of zeros, and got no gradient"
-            )
+        assert self._graph_slot is not None
+        self._graph_slot.fill_(NO_ERROR)
+        self._replayed = None
+        n_rows = self.store.config.n_rows
+        raise IndexError(
+            f"a CUDA graph was replayed with ids out of range for a table of {n_rows} rows "
+            f"(0 to {n_rows - 1}), the first of them at position {position} of its lookup: they were "
+            f"read as rows of zeros, and got no gradient"
+        )
 
 
 class PendingCheck:
-    """A batch of ids on a GPU, and the place of the first bad one, on its way to the host."""
+    """A lookup of GPU ids; the position of its first bad id is being copied to the host."""
 
-    def __init__(self, ids: Tensor, bad: Tensor, n_rows: int) -> None:
-        self.ids = ids.clone() if ids.is_cuda else ids  # the user may write others into them
-        self.n_rows = n_rows
-        self.bad = bad
-        self.arrived: torch.cuda.Event | None = None
-        if bad.is_cuda:
-            self.bad = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
-            self.bad.copy_(bad, non_blocking=True)
-            self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call,unused-ignore]
-            self.arrived.record()
+    def __init__(self, ids: Tensor | None, error_slot: Tensor, *, n_rows: int = 0, offset: int = 0) -> None:
+        self.ids = ids.clone() if ids is not None and ids.is_cuda else ids  # the user may overwrite them
+        self.n_rows, self.offset = n_rows, offset
+        self.position = error_slot
+        self.copied: torch.cuda.Event | None = None
+        if error_slot.is_cuda:
+            self.position = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
+            self.position.copy_(error_slot, non_blocking=True)
+            self.copied = torch.cuda.current_stream(error_slot.device).record_event()
 
     @property
-    def known(self) -> bool:
-        """Whether the place has arrived."""
-        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call,unused-ignore]
+    def is_known(self) -> bool:
+        """True if the position is on the host."""
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call,unused-ignore]
+
+    def wait(self) -> int:
+        """Return the position of the first bad id, or NO_ERROR."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return int(self.position)
 
     def error(self) -> IndexError | None:
-        """What to raise, if anything. Waits."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        at = int(self.bad)
-        if at == NO_ERROR:
+        """Return the error to raise, if any. Waits."""
+        position = self.wait()
+        if position == NO_ERROR:
             return None
+        assert self.ids is not None
+        at = position - self.offset
         return out_of_range(int(self.ids.flatten()[at]), at, tuple(self.ids.shape), self.n_rows)

@@ -15,7 +15,7 @@ from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import build_config
 from flatbed.tables.ids import as_ids
-from flatbed.tables.lookup import fetched, find, looked_up, recording
+from flatbed.tables.lookup import gather, lookup, needs_grad, prepare_lookup
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.table import Table, make
 from flatbed.tables.view import WeightView
@@ -245,12 +245,12 @@ class Embedding(TableModule):
 
     def _forward(self, input: Any) -> Tensor:
         table = self.table
-        record = recording(table, training=self.training)
-        batch = find(table, input, training=record)
+        record = needs_grad(table, training=self.training)
+        batch = prepare_lookup(table, input, training=record)
         if record:
-            return looked_up(table, batch)
-        rows = table.access.weights(batch.found.rows)
-        return rows.index_select(0, batch.found.inverse).view(*batch.shape, self.embedding_dim)
+            return lookup(table, batch)
+        rows = table.access.weights(batch.unique.rows)
+        return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
 class EmbeddingBag(TableModule):
@@ -309,13 +309,13 @@ class EmbeddingBag(TableModule):
 
     def _forward(self, input: Any, offsets: Any, per_sample_weights: Tensor | None) -> Tensor:
         table = self.table
-        record = recording(table, training=self.training)
-        batch = find(table, input, lead=True, training=record)
+        record = needs_grad(table, training=self.training)
+        batch = prepare_lookup(table, input, for_bag=True, training=record)
         device = table.store.device
         if len(batch.shape) not in (1, 2):
             raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(batch.shape)}")
-        found = batch.found
-        rows = fetched(table, found.rows) if record else table.access.weights(found.rows)
+        found = batch.unique
+        rows = gather(table, batch) if record else table.access.weights(found.rows)
         if offsets is not None:
             offsets = as_ids(offsets).to(device)
         if per_sample_weights is not None:

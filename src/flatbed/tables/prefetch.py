@@ -1,199 +1,178 @@
-"""Rows of batches to come, brought to where they will be used while the batch before is at work."""
+"""Rows of coming batches, brought to where lookups find them while earlier batches are trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.cuda.streams import Within, current_stream, stream_for
+from flatbed.cuda.streams import is_capturing, stream_for
 from flatbed.errors import FlatbedError
-from flatbed.kernels.rows import narrow, unique
-from flatbed.tables.cache import DeviceCache, HostCache, Reservation
-from flatbed.tables.cache.reservation import version_of
+from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.rows import to_int32_keys
+from flatbed.tables.cache.disk import DiskCache, Reservation
 from flatbed.tables.ids import as_ids, check_range
+from flatbed.tables.lookup_batch import LookupBatch, version_of
 from flatbed.tables.table import Table
 
-AT_ONCE = 1024  # rows that are read while the training thread has to wait, if it wants to read, too
+READ_ROWS = 1024  # read from disk at once, on a CPU: the training thread may have to wait for it
 
 
 @dataclass(slots=True)
-class Staged:
-    """One batch's lookups in one table."""
+class PrefetchRequest:
+    """The lookups of one batch in one table."""
 
-    n_ids: int
-    to_read: Tensor | None = None
-    """Rows that are to be read from disk into the system's memory."""
-    to_bring: Sequence[Tensor] = ()
-    """For each lookup the rows that are to be brought from disk into the cache."""
-    tickets: list[Reservation] = field(default_factory=list)
-    ready: bool = False
-    """Whether lookups can make use of the tickets."""
-    begun: bool = False
-    doubtful: Sequence[Tensor] = ()
-    """Ids for which the table has no rows yet."""
+    ids: list[Tensor]
+    """On the host, flat."""
+    error: IndexError | None = None
+    """Set if ids were out of range when the request was staged."""
+    rows: list[Tensor] = field(default_factory=list)
+    """For each lookup the unique rows to read from disk."""
+    reservations: list[tuple[DiskCache, Reservation] | None] = field(default_factory=list)
+    """For each lookup the disk cache and its reservation, if it has one."""
+    batches: list[LookupBatch] = field(default_factory=list)
+    """Prefetched lookups."""
 
 
 class RowPrefetch:
-    """Rows of one table for batches to come.
+    """Prefetches rows of one table, for one iteration of a loader.
 
-    Nothing here changes what a lookup gives: it is faster when the rows have come before it.
+    It never changes the result of a lookup. `depth` is the number of batches between the one in hand and the
+    last one prefetched.
     """
 
-    def __init__(self, table: Table, depth: int = 2) -> None:
-        self.table = table
-        self.depth = depth
-        self._training: torch.cuda.Stream | None = None
-        self._side: torch.cuda.Stream | None = None  # in which batches come early
-        self._source: torch.cuda.Stream | None = None  # in which their ids come
+    def __init__(self, table: Table, depth: int) -> None:
+        self.table, self.depth = table, depth
+        self._is_training = torch.is_grad_enabled()  # of this thread: the loader thread has a mode of its own
+        self._training_stream: torch.cuda.Stream | None = None
 
     @property
-    def device(self) -> torch.device:
-        """Where the table computes."""
+    def _device(self) -> torch.device:
         return self.table.store.device
 
     @property
     def reads_disk(self) -> bool:
-        """Whether rows are read from disk, which takes a while."""
+        """True if `read` takes long enough for a thread of its own."""
         config = self.table.store.config
-        return config.storage == "disk" and (self._only_reads or config.cache_rows != 0)
+        return config.storage == "disk" and (not self._admits or config.cache_rows != 0)
 
     @property
-    def _only_reads(self) -> bool:
-        """Into the system's memory, since no cache is to have them."""
-        return self.device.type == "cpu" or not torch.is_grad_enabled()
+    def _admits(self) -> bool:
+        """True if rows are admitted to a cache: in training, on a GPU or under Triton's interpreter."""
+        return self._is_training and (self._device.type == "cuda" or use_triton(self._device))
 
-    def stage(self, ids: list[Tensor]) -> Staged:
-        """Look at ids on the host, and find the rows that `bring` is to read."""
-        wanted = [as_ids(one).flatten() for one in ids]
+    def stage(self, ids: list[Tensor]) -> PrefetchRequest:
+        """Check ids, which are on the host, and find the rows that `read` has to read. Loader thread."""
+        request = PrefetchRequest([as_ids(one).flatten() for one in ids])
+        n_rows = self.table.num_embeddings
         try:
-            for one in wanted:
-                check_range(one, self.table.num_embeddings)
-        except IndexError:
-            return Staged(0, doubtful=wanted)  # the table may have grown by then
-        staged = Staged(sum(one.numel() for one in wanted))
-        if staged.n_ids and self.reads_disk:
-            n_rows = self.table.num_embeddings
-            if self._only_reads:
-                staged.to_read = _distinct(torch.cat(wanted), n_rows)
-            else:
-                staged.to_bring = [_distinct(one, n_rows) for one in wanted]
-        return staged
+            for one in request.ids:
+                check_range(one, n_rows)
+        except IndexError as error:
+            request.error = error
+            return request
+        if self.reads_disk:
+            request.rows = [_unique(one, n_rows) for one in request.ids if one.numel() or self._admits]
+        return request
 
-    def read(self, staged: Staged) -> None:
-        """Read from disk what must be. For one thread, batch after batch."""
-        to_read, staged.to_read = staged.to_read, None
-        to_bring, staged.to_bring = staged.to_bring, ()
-        if to_read is not None:
-            self._read(to_read)
-        if to_bring:
-            store = self.table.store
-            cache = store.cache or store.cache_for(staged.n_ids)  # not another one: it may be in use
-            if isinstance(cache, HostCache):
-                with Within(stream_for(self.device, "files")):
-                    self._bring(cache, to_bring, staged)
-
-    def _read(self, rows: Tensor) -> None:
-        """Into the system's memory. The file may be replaced meanwhile, which is no reason to stop."""
-        for some in torch.split(rows, AT_ONCE):
-            with suppress(FlatbedError):
-                self.table.store.ensure_layout().gather(some)
-
-    def _bring(self, cache: HostCache, wanted: Sequence[Tensor], staged: Staged) -> None:
-        """All or nothing, since a lookup uses rows that are here without looking."""
-        try:
-            for rows in wanted:
-                ticket = cache.come_early(rows)
-                if ticket is None:
-                    self.drop(staged)
-                    return
-                staged.tickets.append(ticket)
-                ticket.done = stream_for(self.device, "files").record_event()
-        except FlatbedError:
-            self.drop(staged)
-            if not cache.retired:  # else the file was replaced
-                raise
-
-    def admit(self, staged: Staged, ids: list[Tensor]) -> None:
-        """Bring the rows of ids on the computing device into its cache, in the current stream."""
-        store = self.table.store
-        if staged.ready or self.device.type == "cpu" or staged.n_ids == 0 or not torch.is_grad_enabled():
+    def read(self, request: PrefetchRequest) -> None:
+        """Read rows from disk into the cache, or into the system's page cache. Loader thread, in order."""
+        rows, request.rows = request.rows, []
+        if not rows:
             return
-        cache = store.cache_for(staged.n_ids)
-        if isinstance(cache, HostCache):
-            self._complete(cache, staged, ids)
-        elif isinstance(cache, DeviceCache):
-            if cache.graphs or not cache.has_room(staged.n_ids):
-                return
-            if self._side is None and self.device.type == "cuda":
-                self._side, self._source = current_stream(self.device), stream_for(self.device, "batches")
-            after = None
-            if self.device.type == "cuda":
-                training = self._training or torch.cuda.default_stream(self.device)
-                after = training.record_event()
-            staged.tickets = [cache.come_early(one, after, self._side, ids_from=self._source) for one in ids]
-        staged.ready = True
+        store = self.table.store
+        if not self._admits:
+            for some in torch.split(torch.cat(rows), READ_ROWS):
+                with suppress(FlatbedError):  # the file may be replaced meanwhile
+                    store.ensure_layout().gather(some)
+            return
+        # The cache that is there, if any: replacing it here would take it from the training thread.
+        found = store.cache or store.cache_for(sum(one.numel() for one in request.ids))
+        if found is None:
+            return
+        cache = cast(DiskCache, found)  # the kind that tables on disk have
+        with torch.cuda.stream(stream_for(self._device, "files") if self._device.type == "cuda" else None):
+            for some in rows:
+                try:
+                    reservation = cache.reserve(some)
+                except FlatbedError:
+                    self.finish(request)
+                    if not cache.retired:  # otherwise the file was replaced
+                        raise
+                    return
+                request.reservations.append(None if reservation is None else (cache, reservation))
 
-    def _keys(self, ids: Tensor) -> Tensor:
-        return narrow(as_ids(ids).reshape(-1), self.table.num_embeddings)
+    def admit(self, request: PrefetchRequest, ids: list[Tensor]) -> None:
+        """Admit rows to the cache in the current stream. Training thread.
 
-    def _complete(self, cache: HostCache, staged: Staged, ids: list[Tensor]) -> None:
-        """The rows are on their way; what remains is the order of the ids."""
-        stream = current_stream(self.device)
-        for ticket, one in zip(staged.tickets, ids, strict=False):
-            assert ticket.done is not None
-            stream.wait_event(ticket.done)
-            ticket.ids, ticket.version, ticket.keys = one, version_of(one), self._keys(one)
-            ticket.found = unique(ticket.keys, self.table.num_embeddings)
-            ticket.done = stream.record_event()
+        `ids` are the same ids on the computing device; the current stream is ordered after their copy.
+        """
+        n_ids = sum(one.numel() for one in request.ids)
+        if request.error is not None or not n_ids or not self._admits:
+            return
+        cache = self.table.store.cache_for(n_ids)
+        if cache is None:
+            return
+        window = (self.depth + 2) * len(ids) - 1
+        reservations = request.reservations or [None] * len(ids)
+        for one, reserved in zip(ids, reservations, strict=True):
+            keys = to_int32_keys(as_ids(one).reshape(-1), self.table.num_embeddings)
+            reservation = reserved[1] if reserved is not None and reserved[0] is cache else None
+            found = cache.prefetch(keys, window=window, reservation=reservation)
+            if found is not None:
+                batch = LookupBatch(one.shape, keys, found[0], cache, found[1], one, version_of(one))
+                if self._device.type == "cuda":
+                    batch.ready = torch.cuda.current_stream(self._device).record_event()
+                request.batches.append(batch)
 
-    def begin(self, staged: Staged) -> None:
-        """The batch is about to be handed out, to the current stream."""
-        staged.begun = True
-        if self.device.type == "cuda":
-            self._training = current_stream(self.device)
-        for ids in staged.doubtful:
-            try:
-                check_range(ids, self.table.num_embeddings)
-            except IndexError as error:
-                raise IndexError(f"the ids function for {self.table!r}: {error}") from None
-        cache = staged.tickets[0].cache if staged.tickets else None
-        if isinstance(cache, DeviceCache) and cache.graphs:
-            return  # they find the rows there, and nothing else
-        if staged.ready and staged.tickets:
-            if self.device.type == "cuda":
-                stream = current_stream(self.device)
-                for ticket in staged.tickets:
-                    ticket.record_stream(stream)
-            self.table.tickets.extend(staged.tickets)
+    def begin(self, request: PrefetchRequest) -> None:
+        """Order the current stream after the admission, and let lookups find it. Training thread.
 
-    def finish(self, staged: Staged) -> None:
-        """The batch is done with, or will not be handed out."""
-        if staged.begun and self.device.type == "cuda":
-            after = current_stream(self.device).record_event()
-            for ticket in staged.tickets:
-                if isinstance(ticket.cache, HostCache):
-                    ticket.cache.done_with(after)
-        self.drop(staged)
+        Raises IndexError if staged ids are out of range; the table may have grown since they were staged.
+        """
+        if request.error is not None:
+            for ids in request.ids:
+                try:
+                    check_range(ids, self.table.num_embeddings)
+                except IndexError as error:
+                    raise IndexError(f"the lookups of {self.table!r}: {error}") from None
+        if self._device.type == "cuda":
+            stream = self._training_stream = torch.cuda.current_stream(self._device)
+            for batch in request.batches:
+                if batch.ready is not None:
+                    stream.wait_event(batch.ready)
+                batch.record_stream(stream)
+        if request.batches:
+            request.batches[0].cache.begin(request.batches[0].admission)
+        self.table.prefetched.extend(request.batches)
 
-    def drop(self, staged: Staged) -> None:
-        """The batch will not be looked up any more."""
-        gone = staged.tickets
-        staged.tickets = []
-        if gone and isinstance(gone[0].cache, HostCache) and self.device.type == "cuda":
-            gone[0].cache.done_with(None)
-        for ticket in gone:
-            ticket.end()
-            if ticket in self.table.tickets:
-                self.table.tickets.remove(ticket)
+    def finish(self, request: PrefetchRequest) -> None:
+        """Let the rows be evicted after the training work issued so far. Any thread; idempotent."""
+        batches, request.batches = request.batches, []
+        for batch in batches:
+            with suppress(ValueError):
+                self.table.prefetched.remove(batch)
+        reservations, request.reservations = request.reservations, []
+        after = self._issued_work() if any(reservations) else None
+        for reserved in reservations:
+            if reserved is not None:
+                cache, reservation = reserved
+                cache.release(reservation, after)
+
+    def _issued_work(self) -> torch.cuda.Event | None:
+        """Record an event in the training stream, unless it is capturing a graph."""
+        if self._training_stream is None:
+            return None
+        with torch.cuda.stream(self._training_stream):
+            return None if is_capturing(self._device) else self._training_stream.record_event()
 
 
-def _distinct(ids: Tensor, n_rows: int) -> Tensor:
-    """In order; numpy sorts in this thread alone, and leaves the others to the training."""
+def _unique(ids: Tensor, n_rows: int) -> Tensor:
+    """Return unique ids in order, by numpy: torch would start more threads."""
     found = np.sort(ids.numpy().astype(np.int32 if n_rows < 2**31 else np.int64))
     first = np.ones(len(found), np.bool_)
     np.not_equal(found[1:], found[:-1], out=first[1:])

@@ -1,105 +1,81 @@
-"""Rows by number, wherever they are: in a cache, or at home, within reach of kernels or read by the host."""
+"""Rows by number: read and written on the computing device, in the cache or in storage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from flatbed.kernels import rows as ops
-from flatbed.kernels.dispatch import use_triton
 from flatbed.kernels.rows import RecordLocation
-from flatbed.tables.cache import Cache, DeviceCache, HostCache, Reservation
+from flatbed.tables.cache import location_of
+from flatbed.tables.cache.disk import DiskCache
 from flatbed.tables.grads import RowGrads
+from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.table_storage import TableStorage
 
 
 class RowIO:
-    """The way of lookups and steps to the rows of a store, on the computing device.
+    """Access of lookups and steps to the rows of a `TableStorage`.
 
-    It knows the store, not the other way round: a table that goes takes its memory along at once.
+    It refers to the storage, and not the other way round: a table that is deleted frees its memory at once.
     """
 
     def __init__(self, store: TableStorage) -> None:
         self.store = store
 
-    # ---- where they are
+    # ---- locations
 
     @property
-    def place(self) -> RecordLocation | None:
-        """Where kernels and operations of the computing device find all records, if they can."""
-        store = self.store
-        storage, cache = store.ensure_layout(), store.cache
-        if isinstance(cache, DeviceCache):
-            return cache.place
-        if cache is not None or storage.memory is None:
-            return None
-        storage.check()
-        if storage.device == store.device or (storage.reach == store.device and use_triton(store.device)):
-            return RecordLocation(storage.memory)
-        return None
-
-    def place_of(self, pack: RowGrads) -> RecordLocation | None:
-        """Where kernels find these rows to change them; None if they cannot."""
-        cache = self.store.cache
-        if cache is None or not cache.covers(pack.ticket):
-            self.wait()
-            return self.place
-        if isinstance(cache, HostCache):
-            assert pack.ticket is not None
-            cache.changed(pack.ticket)
-        return cache.place
-
-    def wait(self) -> None:
-        """Let what is issued next see rows as they are: see `DeviceCache.wait`."""
-        cache = self.store.cache
-        if isinstance(cache, DeviceCache):
-            cache.wait()
-
-    @property
-    def _front(self) -> Storage | Cache:
-        """The cache if there is one, otherwise the storage."""
+    def location(self) -> RecordLocation | None:
+        """Where kernels and operations find the records of all rows; None if they do not reach them."""
         storage, cache = self.store.ensure_layout(), self.store.cache
-        return storage if cache is None else cache
+        if cache is None:
+            return location_of(storage, self.store.device)
+        return None if cache.location is None or cache.location.memory is None else cache.location
+
+    def location_for_update(self, grads: RowGrads) -> RecordLocation | None:
+        """Return where kernels find these rows to change them; None if the host must move the records."""
+        cache = self.store.cache
+        return self.location if cache is None else cache.location_for_update(grads.batch)
+
+    def _ordered_location(self, batch: LookupBatch | None = None) -> RecordLocation | None:
+        """Return `location`, with the current stream ordered after prefetches that may move the rows."""
+        location, cache = self.location, self.store.cache
+        return location if location is None or cache is None else cache.location_for_update(batch)
+
+    def _host_access(self) -> Storage | DiskCache:
+        """Return what reads and writes records that kernels do not reach."""
+        return self.store.ensure_layout() if self.store.cache is None else cast(DiskCache, self.store.cache)
 
     # ---- reading
 
-    def look(self, keys: Tensor, ticket: Reservation | None, cache: Cache | None) -> Tensor | None:
-        """The weights of ids whose rows have come through the cache, (n,) → (n, dim), if kernels can."""
-        store = self.store
-        field = store.config.weight
-        if isinstance(cache, DeviceCache) and cache is store.cache:
-            if not cache.covers(ticket):
-                cache.wait()
-            elif ticket is not None and ticket.done is not None:
-                torch.cuda.current_stream(store.device).wait_event(ticket.done)
-            return cache.look(keys, field.dtype, field.count)
-        if isinstance(cache, HostCache) and cache is store.cache and cache.covers(ticket):
-            return cache.look(keys, ticket, field.dtype, field.count)
-        return None
+    def lookup(self, batch: LookupBatch) -> Tensor | None:
+        """Read the weights of a batch's ids, (n,) → (n, dim), in one kernel; None if there is none for it."""
+        cache = self.store.cache
+        return None if cache is None or batch.cache is not cache else cache.lookup(batch)
 
-    def weights(self, rows: Tensor) -> Tensor:
-        """The weights of rows: (n,) → (n, dim), on the computing device."""
+    def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
+        """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
         field = self.store.config.weight
-        return self.gather(rows, field.nbytes).view(field.dtype)
+        return self.gather(rows, field.nbytes, batch=batch).view(field.dtype)
 
-    def gather(self, rows: Tensor, nbytes: int | None = None) -> Tensor:
-        """Records on the computing device; zeros for the row -1."""
+    def gather(self, rows: Tensor, nbytes: int | None = None, *, batch: LookupBatch | None = None) -> Tensor:
+        """Read records, or their first bytes, to the computing device; zeros for the row -1."""
         store = self.store
         nbytes = store.record.nbytes if nbytes is None else nbytes
-        place = self.place
-        if place is not None:
-            self.wait()
-            return ops.gather(place, rows, nbytes)
+        location = self._ordered_location(batch)
+        if location is not None:
+            return ops.gather(location, rows, nbytes)
         if not len(rows):
             return torch.empty((0, nbytes), dtype=torch.uint8, device=store.device)
-        front = self._front
-        wanted = rows.to(front.device)
+        source, wanted = self._host_access(), rows.to("cpu")
         present = wanted >= 0
-        records = front.gather(wanted if bool(present.all()) else wanted[present], nbytes)
+        records = source.gather(wanted if bool(present.all()) else wanted[present], nbytes)
         if len(records) < len(rows):
             whole = torch.zeros((len(rows), nbytes), dtype=torch.uint8, device=records.device)
             records = whole.index_copy_(0, present.nonzero().flatten().to(records.device), records)
@@ -107,76 +83,69 @@ class RowIO:
             return records
         return records.pin_memory().to(store.device, non_blocking=True)
 
-    def take(self, rows: Tensor) -> dict[str, Tensor]:
-        """All fields of rows that exist, as tensors of their own on the computing device."""
-        store = self.store
-        storage = store.ensure_layout()
-        if store.cache is None and storage.memory is not None and storage.device == store.device:
-            storage.check()
-            views = {f.name: store.record.view(storage.memory, f.name) for f in store.record.fields}
+    def read_fields(self, rows: Tensor) -> dict[str, Tensor]:
+        """Read all fields of rows in range, as tensors of their own on the computing device."""
+        record, memory = self.store.record, self._torch_memory()
+        if memory is not None:
+            views = {f.name: record.view(memory, f.name) for f in record.fields}
             return {name: view.index_select(0, rows) for name, view in views.items()}
         records = self.gather(rows)
-        return {f.name: store.record.view(records, f.name).contiguous() for f in store.record.fields}
+        return {f.name: record.view(records, f.name).contiguous() for f in record.fields}
+
+    def _torch_memory(self) -> Tensor | None:
+        """Return the storage's memory if it is on the computing device and no cache is in front of it."""
+        location = None if self.store.cache is not None else self.location
+        memory = None if location is None else location.memory
+        return memory if memory is not None and memory.device == self.store.device else None
 
     # ---- writing
 
-    def make_room(self, rows: Tensor, ticket: Reservation | None = None) -> None:
-        """See that these rows can be written: a full disk is to stop a step before it has begun.
-
-        With the ticket of a batch that came ahead of time, the host need not ask the GPU which they are.
-        """
+    def reserve_space(self, grads: RowGrads) -> None:
+        """Raise if a full disk has no room for changes of these rows, before a step begins."""
         if self.store.config.storage != "disk":
             return
-        cache = self.store.cache
-        known = ticket.rows if ticket is not None and cache is not None and cache.covers(ticket) else None
-        if known is None:
-            known = rows.cpu()
-            known = known[known >= 0]
-        if isinstance(cache, HostCache):
-            cache.make_room(known)
-        else:
-            self.store.make_room(known)
+        if self.store.cache is not None:
+            self.store.cache.reserve_space(grads.rows, grads.batch)
+            return
+        rows = grads.rows.cpu()
+        self.store.make_room(rows[rows >= 0])
 
     def scatter_(self, rows: Tensor, records: Tensor) -> None:
-        """Replace records; those of the row -1 go nowhere."""
+        """Replace the records of unique rows; the row -1 is skipped."""
         self.store.writes += 1
-        place = self.place
-        if place is not None:
-            self.wait()
-            ops.scatter_(place, rows, records)
+        location = self._ordered_location()
+        if location is not None:
+            ops.scatter_(location, rows, records)
             return
-        front = self._front
-        wanted = rows.to(front.device)
+        target, wanted = self._host_access(), rows.to("cpu")
         present = wanted >= 0
         if bool(present.all()):
-            front.scatter_(wanted, records)
+            target.scatter_(wanted, records)
         else:
-            front.scatter_(wanted[present], records[present.to(records.device)])
+            target.scatter_(wanted[present], records[present.to(records.device)])
 
-    def put_(self, rows: Tensor, fields: Mapping[str, Tensor]) -> None:
-        """The inverse of `take`."""
-        store = self.store
+    def write_fields_(self, rows: Tensor, fields: Mapping[str, Tensor]) -> None:
+        """Replace fields of unique rows: the inverse of `read_fields`."""
+        store, memory = self.store, self._torch_memory()
         store.writes += 1
-        storage = store.ensure_layout()
-        if store.cache is None and storage.memory is not None and storage.device == store.device:
+        if memory is not None:
             for name, values in fields.items():
-                store.record.view(storage.memory, name).index_copy_(0, rows, values)
+                store.record.view(memory, name).index_copy_(0, rows, values)
             return
         records = torch.zeros((len(rows), store.record.nbytes), dtype=torch.uint8, device=store.device)
         for name, values in fields.items():
             store.record.view(records, name).copy_(values)
         self.scatter_(rows, records)
 
-    def put_weights_(self, rows: Tensor, values: Tensor) -> None:
-        """Replace the weights of rows, which are distinct; their state stays."""
+    def write_weights_(self, rows: Tensor, values: Tensor) -> None:
+        """Replace the weights of unique rows; their state stays."""
         store = self.store
         store.writes += 1
-        place, field = self.place, store.config.weight
-        if place is None:
-            self.put_(rows, self.take(rows) | {WEIGHT: values})
+        location, field = self._ordered_location(), store.config.weight
+        if location is None:
+            self.write_fields_(rows, self.read_fields(rows) | {WEIGHT: values})
             return
-        self.wait()
-        # The bytes between a weight and what comes next are nobody's.
+        # The bytes between the weight and the next field are padding.
         beginnings = torch.zeros((len(rows), store.record.padded), dtype=torch.uint8, device=store.device)
         beginnings[:, : field.nbytes].view(field.dtype).copy_(values)
-        ops.scatter_(place, rows, beginnings)
+        ops.scatter_(location, rows, beginnings)

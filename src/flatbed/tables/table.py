@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
 from flatbed.tables import copying, replicas, saving
-from flatbed.tables.cache import CacheStats, Reservation
-from flatbed.tables.cache.reservation import version_of
+from flatbed.tables.cache import CacheStats
+from flatbed.tables.cache import warm as warm_cache
 from flatbed.tables.config import Config, device_of, with_cache
 from flatbed.tables.deferred_checks import DeferredIdChecks
-from flatbed.tables.grads import CachedWeights, GradAccumulator, RowGrads
+from flatbed.tables.grads import GradAccumulator, RowGrads
 from flatbed.tables.ids import as_ids, as_values, check_range, most_used, to_device
+from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.record import Field
 from flatbed.tables.row_grad import RowGrad
 from flatbed.tables.row_io import RowIO
@@ -69,7 +70,7 @@ class Table(nn.Parameter):
         table._orphaned = False
         table.deferred_checks = DeferredIdChecks(table.store)
         table._exchanges = 0
-        table.tickets = []
+        table.prefetched = []
         table.numbers = {}
         return table
 
@@ -77,8 +78,8 @@ class Table(nn.Parameter):
     _orphaned: bool
     deferred_checks: DeferredIdChecks
     _exchanges: int
-    tickets: list[Reservation]
-    """Of batches that are at hand, and whose rows came ahead of time."""
+    prefetched: list[LookupBatch]
+    """Lookups of the batches in hand that were prepared ahead of time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """All is done by `__new__`, as tensors have it."""
@@ -222,22 +223,16 @@ class Table(nn.Parameter):
         """With several ranks: the mean over all of them, which must all be here."""
         replicas.average_grads(self)
 
-    def record(
-        self,
-        rows: Tensor,
-        grads: Tensor,
-        fetched: CachedWeights | None = None,
-        ticket: Reservation | None = None,
-    ) -> None:
-        """Called in backward."""
+    def record(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
+        """Record the gradients of a lookup. Called in backward, in any thread."""
         if self.owner is None:
             self._orphaned = True
-        self.pending.record(rows, grads, fetched, ticket)
+        self.pending.record(rows, grads, batch)
 
-    def suspect(self, ids: Tensor, bad: Tensor) -> None:
-        """Remember a batch whose range was checked on the GPU. Without steps, too, they must not pile up."""
+    def defer_check(self, ids: Tensor, error_slot: Tensor, *, offset: int = 0) -> None:
+        """Remember a lookup whose ids were checked on the GPU, and raise for earlier ones that are known."""
         self.raise_bad_ids(wait=False)
-        self.deferred_checks.add(ids, bad)
+        self.deferred_checks.add(ids, error_slot, offset=offset)
 
     def raise_bad_ids(self, *, wait: bool = True) -> None:
         """Raise if ids of a lookup were out of range, as far as is known; all gradients are dropped then."""
@@ -328,7 +323,7 @@ class Table(nn.Parameter):
             found = ", ".join(self.state_names) or "none (an optimizer that has the table brings it)"
             raise KeyError(f"there is no state {name!r}; found {found}")
         wanted = self._checked(ids)
-        taken = self.access.take(wanted.flatten())[name]
+        taken = self.access.read_fields(wanted.flatten())[name]
         return taken.reshape(*wanted.shape, taken.shape[1])
 
     @torch.no_grad()
@@ -343,7 +338,7 @@ class Table(nn.Parameter):
                 0, inverse, torch.arange(len(rows), device=rows.device), "amax"
             )
             rows, values = unique, values[last.to(values.device)]
-        self.access.put_weights_(rows, values.to(self.store.device, self.store.config.dtype))
+        self.access.write_weights_(rows, values.to(self.store.device, self.store.config.dtype))
 
     def _checked(self, ids: Any) -> Tensor:
         wanted = as_ids(ids)
@@ -362,7 +357,7 @@ class Table(nn.Parameter):
         if cache is None:
             return
         n = min(len(rows), cache.n_slots)
-        cache.warm(rows[:n].flip(0), counts[:n].flip(0))
+        warm_cache(cache, rows[:n].flip(0), counts[:n].flip(0))
 
     def cache_stats(self) -> CacheStats:
         """What the cache has done so far: hits, misses, evictions, bytes moved. Asking waits for the GPU."""
@@ -376,13 +371,6 @@ class Table(nn.Parameter):
         """Another size of cache, or another policy; it begins empty. 0: none; nothing given: the default."""
         chosen = self.store.config.cache_policy if policy is None else policy
         self.store.change_cache(with_cache(self.store.config, cache_rows, cache_bytes, chosen))
-
-    def ticket(self, ids: Tensor) -> Reservation | None:
-        """What is known of these ids ahead of time, if it still holds."""
-        for ticket in self.tickets:
-            if ticket.matches(ids) and ticket.version == version_of(ids) and ticket.cache.covers(ticket):
-                return ticket
-        return None
 
     def resize(self, num_embeddings: int) -> None:
         """Grow to so many rows. Rows and state stay; new rows begin from (seed, row).

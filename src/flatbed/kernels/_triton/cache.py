@@ -1,127 +1,105 @@
-"""Launches of the row cache's kernels."""
+"""Launches of the GPU cache's kernels."""
 
 from __future__ import annotations
 
 import functools
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from flatbed.kernels._triton import cache_kernels
 from flatbed.kernels._triton.launch import TYPES, Bound
-from flatbed.kernels._triton.rows import WRITERS, addresses, power, tile
+from flatbed.kernels._triton.rows import WRITERS, addresses, power, tile, unique
 from flatbed.kernels.cache import ROUNDS, CacheIndex
-from flatbed.kernels.rows import RecordLocation
+from flatbed.kernels.rows import RecordLocation, UniqueRows
 
-SWAPPERS = 96  # programs at most, for both ways over the bus at once; one record of 1,536 bytes at a time
-TOUCH, CLAIM = 512, 128  # rows per program
+MOVERS = 96  # programs at most, for both ways over the bus at once; one record of 1,536 bytes at a time
+PROBE, SELECT = 512, 128  # rows per program
 
 
 class AdmitScratch:
-    """What one batch's passage through a cache needs beside its rows."""
+    """Temporary memory of one admission, and the clock that the admission advances."""
 
-    def __init__(self, tags: CacheIndex, n: int) -> None:
-        device = tags.clock.device
-        self.clock = tags.clock
+    def __init__(self, index: CacheIndex, n: int) -> None:
+        device = index.clock.device
+        self.clock = index.clock
         self.n_missing = torch.empty(1, dtype=torch.int32, device=device)
         self.missing, self.slots, self.victims = (
             torch.empty(n, dtype=torch.int64, device=device) for _ in range(3)
         )
 
 
-def begin(turn: AdmitScratch) -> None:
-    """Let the clock tick, if finding the rows has not."""
-    cache_kernels.begin[(1,)](turn.clock, turn.n_missing)
+def admit(
+    index: CacheIndex,
+    keys: Tensor,
+    location: RecordLocation,
+    *,
+    window: int = 0,
+    error_slot: Tensor | None = None,
+) -> UniqueRows:
+    """Find the unique rows of keys and bring them into the cache: unique, probe, select victims, move.
 
-
-def admit(tags: CacheIndex, rows: Tensor, turn: AdmitScratch, place: RecordLocation, *, window: int) -> None:
-    """Bring rows into the cache; the clock has ticked, and -1 is no row."""
-    n = len(rows)
+    Slots of this and of the last `window` admissions are not evicted. Rows without a slot stay in storage.
+    """
+    n = len(keys)
+    scratch = AdmitScratch(index, n)
+    found = unique(keys, len(index.slot_of_row), error_slot, scratch)
     if n == 0:
-        return
-    by_frequency = tags.policy == "lfu"
-    frequency = tags.frequency if by_frequency else tags.stamp  # some memory
-    cache_kernels.touch[(-(-n // TOUCH),)](
-        rows, turn.missing, turn.n_missing, tags.slot_of_row, tags.stamp, frequency, tags.clock, tags.counts,
-        n, len(tags.slot_of_row), tags.ageing, FREQUENCY=by_frequency, BLOCK=TOUCH,
+        return found
+    by_frequency = index.policy == "lfu"
+    frequency = index.frequency if by_frequency else index.stamp  # not read with "lru"
+    cache_kernels.probe[(-(-n // PROBE),)](
+        found.rows, scratch.missing, scratch.n_missing,
+        index.slot_of_row, index.stamp, frequency, index.clock, index.counts,
+        n, len(index.slot_of_row), index.ageing, FREQUENCY=by_frequency, BLOCK=PROBE,
     )  # fmt: skip
-    cache_kernels.claim[(-(-n // CLAIM),)](
-        turn.missing, turn.n_missing, turn.slots, turn.victims,
-        tags.slot_of_row, tags.row_of_slot, tags.stamp, frequency, tags.dirty, tags.clock, tags.counts,
-        window, tags.n_slots, tags.ageing,
-        DIRECT=tags.direct, FREQUENCY=by_frequency, ROUNDS=ROUNDS, BLOCK=CLAIM, num_warps=4,
+    cache_kernels.select_victims[(-(-n // SELECT),)](
+        scratch.missing, scratch.n_missing, scratch.slots, scratch.victims,
+        index.slot_of_row, index.row_of_slot, index.stamp, frequency, index.dirty, index.clock, index.counts,
+        window, index.n_slots, index.ageing,
+        DIRECT=index.direct, FREQUENCY=by_frequency, ROUNDS=ROUNDS, BLOCK=SELECT, num_warps=4,
     )  # fmt: skip
-    swap(place, turn, n)
+    fill_and_write_back(location, scratch, n)
+    return found
 
 
-class Lists(Protocol):
-    """Rows that come, the slots that they get, and the rows that leave these; -1: none."""
-
-    @property
-    def missing(self) -> Tensor: ...
-    @property
-    def slots(self) -> Tensor: ...
-    @property
-    def victims(self) -> Tensor: ...
-    @property
-    def n_missing(self) -> Tensor: ...
-
-
-def swap(place: RecordLocation, lists: Lists, n: int) -> None:
-    """Read the records that are missing, `n` at most, and write home those that they replace."""
-    words = place.stride // 8
+def fill_and_write_back(location: RecordLocation, scratch: AdmitScratch, n: int) -> None:
+    """Read the missing records, `n` at most, and write back the changed ones that they replace."""
+    words = location.stride // 8
     columns = min(power(words), 256)
     n_rows = tile(columns, 256)
-    assert place.memory is not None
-    assert place.cached is not None
-    cache_kernels.swap[(min(SWAPPERS, -(-n // n_rows)),)](
-        place.memory.data_ptr(), place.cached.data_ptr(), lists.missing, lists.slots, lists.victims,
-        lists.n_missing, STRIDE=place.stride, WORDS=words, COLUMNS=columns, ROWS=n_rows, num_warps=4,
+    memory, cached, *_ = addresses(location, scratch.missing)
+    cache_kernels.fill_and_write_back[(min(MOVERS, -(-n // n_rows)),)](
+        memory, cached, scratch.missing, scratch.slots, scratch.victims, scratch.n_missing,
+        STRIDE=location.stride, WORDS=words, COLUMNS=columns, ROWS=n_rows, num_warps=4,
     )  # fmt: skip
 
 
-def flush(tags: CacheIndex, place: RecordLocation) -> None:
-    """Write home what has changed."""
-    words = place.stride // 8
+def flush(index: CacheIndex, location: RecordLocation) -> None:
+    """Write changed records back; they stay in the cache."""
+    words = location.stride // 8
     columns = min(power(words), 64)
     n_rows = tile(columns, 512)
-    assert place.memory is not None
-    assert place.cached is not None
-    cache_kernels.flush[(min(WRITERS, -(-tags.n_slots // n_rows)),)](
-        place.memory.data_ptr(), place.cached.data_ptr(), tags.row_of_slot, tags.dirty, tags.n_slots,
-        STRIDE=place.stride, WORDS=words, COLUMNS=columns, ROWS=n_rows, num_warps=4,
+    memory, cached, *_ = addresses(location, index.row_of_slot)
+    cache_kernels.flush[(min(WRITERS, -(-index.n_slots // n_rows)),)](
+        memory, cached, index.row_of_slot, index.dirty, index.n_slots,
+        STRIDE=location.stride, WORDS=words, COLUMNS=columns, ROWS=n_rows, num_warps=4,
     )  # fmt: skip
-    tags.dirty.zero_()
+    index.dirty.zero_()
 
 
-def look(place: RecordLocation, ids: Tensor, dim: int, dtype: torch.dtype, n_rows: int) -> Tensor:
-    """The weights of ids, (n,) → (n, dim)."""
-    n = len(ids)
+def lookup(location: RecordLocation, ids: Tensor, dim: int, dtype: torch.dtype, n_rows: int) -> Tensor:
+    """Read the weights of ids, (n,) → (n, dim)."""
+    ids, n = ids.contiguous(), len(ids)
     out = torch.empty((n, dim), dtype=dtype, device=ids.device)
-    if n == 0:
-        return out
-    memory, cached, slot_of_row, _ = addresses(place, ids)
-    at_once = max(1, 1024 // power(dim))
-    launch = _look(place.stride, dtype, dim, at_once)
-    launch(-(-n // at_once), ids.device, memory, cached, slot_of_row, ids, out, n, n_rows, 0)
+    if n:
+        memory, cached, slot_of_row, _ = addresses(location, ids)
+        at_once = max(1, 1024 // power(dim))
+        launch = _lookup(location.stride, dtype, dim, at_once)
+        launch(-(-n // at_once), ids.device, memory, cached, slot_of_row, ids, out, n, n_rows)
     return out
 
 
-def look_there(
-    place: RecordLocation, ids: Tensor, told: Tensor, seen: Tensor, dim: int, dtype: torch.dtype, n_rows: int
-) -> None:
-    """The same into memory that is known when it runs: its address is in `told`, (2,) of int64, and so is a
-    number that goes to `seen`, (1,), in memory of the host that kernels reach.
-    """
-    memory, cached, slot_of_row, _ = addresses(place, ids)
-    at_once = max(1, 1024 // power(dim))
-    cache_kernels.look[(-(-len(ids) // at_once),)](
-        memory, cached, slot_of_row, ids, told, len(ids), n_rows, seen.data_ptr(),
-        STRIDE=place.stride, TYPE=TYPES[dtype], DIM=dim, COLUMNS=power(dim), ROWS=at_once, TOLD=True,
-    )  # fmt: skip
-
-
 @functools.cache
-def _look(stride: int, dtype: torch.dtype, dim: int, at_once: int) -> Bound:
-    return Bound(cache_kernels.look, (stride, TYPES[dtype], dim, power(dim), at_once, False))
+def _lookup(stride: int, dtype: torch.dtype, dim: int, at_once: int) -> Bound:
+    return Bound(cache_kernels.lookup, (stride, TYPES[dtype], dim, power(dim), at_once))

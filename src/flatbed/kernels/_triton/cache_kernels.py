@@ -1,4 +1,4 @@
-"""Kernels of the row cache: who is here, who goes, and both ways over the bus at once."""
+"""Kernels of the GPU cache: probe, select victims, move records both ways over the bus in one pass."""
 
 from __future__ import annotations
 
@@ -9,25 +9,18 @@ from flatbed.kernels._triton.row_kernels import field
 
 
 @triton.jit
-def begin(clock_ptr, n_missing_ptr):
-    """Another batch is about to come."""
-    tl.store(clock_ptr, tl.load(clock_ptr) + 1)
-    tl.store(n_missing_ptr, 0)
-
-
-@triton.jit
-def warmer(frequency, now):
-    """A use now, added to the uses before: log2(2**heat + 2**now). Time is counted in misses."""
+def add_use(frequency, now):
+    """Add one use to a decayed count: log2(2**frequency + 2**now). Time is counted in misses."""
     more = tl.maximum(frequency, now)
     return more + tl.log2(1.0 + tl.exp2(-tl.abs(frequency - now)))
 
 
 @triton.jit(do_not_specialize=["n", "n_rows", "ageing"])
-def touch(
-    rows_ptr, missing_ptr, n_missing_ptr, slot_of_row_ptr, stamp_ptr, heat_ptr, clock_ptr, counts_ptr,
+def probe(
+    rows_ptr, missing_ptr, n_missing_ptr, slot_of_row_ptr, stamp_ptr, frequency_ptr, clock_ptr, counts_ptr,
     n, n_rows, ageing, FREQUENCY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stamp the slots of rows that are here; list the others."""
+    """Stamp the slots of cached rows and list the missing rows."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows_ptr + i, mask=i < n, other=-1)
     known = (row >= 0) & (row < n_rows)
@@ -36,9 +29,9 @@ def touch(
     tick = tl.load(clock_ptr)
     tl.store(stamp_ptr + slot, tl.zeros([BLOCK], tl.int64) + tick, mask=hit)
     if FREQUENCY:
-        frequency = tl.load(heat_ptr + slot, mask=hit, other=0.0)
+        frequency = tl.load(frequency_ptr + slot, mask=hit, other=0.0)
         now = tl.load(counts_ptr + 1).to(tl.float32) * ageing
-        tl.store(heat_ptr + slot, warmer(frequency, now), mask=hit)
+        tl.store(frequency_ptr + slot, add_use(frequency, now), mask=hit)
     miss = known & (slot < 0)
     n_here = tl.sum(miss.to(tl.int32), 0)
     n_hits = tl.sum(hit.to(tl.int32), 0)
@@ -52,16 +45,16 @@ def touch(
 
 
 @triton.jit
-def cooler(
-    best, least, offset, tick, floor, open_, n_slots, stamp_ptr, heat_ptr, FREQUENCY: tl.constexpr,
+def sample_victim(
+    best, least, offset, tick, floor, open_, n_slots, stamp_ptr, frequency_ptr, FREQUENCY: tl.constexpr,
 ):  # fmt: skip
-    """Of four slots at random, and the best so far, the one that is to go; -1 if none of them may."""
+    """Return the slot with the lowest score of four random ones and the best so far; -1 if all are kept."""
     drawn = tl.randint4x(tick, offset)
     for k in tl.static_range(4):
         slot = (drawn[k].to(tl.uint32, bitcast=True).to(tl.int64)) % n_slots
         stamp = tl.load(stamp_ptr + slot, mask=open_, other=0)
         if FREQUENCY:
-            score = tl.load(heat_ptr + slot, mask=open_, other=0.0)
+            score = tl.load(frequency_ptr + slot, mask=open_, other=0.0)
         else:
             score = stamp
         better = open_ & (stamp < floor) & (score < least)
@@ -71,17 +64,17 @@ def cooler(
 
 
 @triton.jit(do_not_specialize=["window", "n_slots", "ageing"])
-def claim(
+def select_victims(
     missing_ptr, n_missing_ptr, slots_ptr, victims_ptr,
-    slot_of_row_ptr, row_of_slot_ptr, stamp_ptr, heat_ptr, dirty_ptr, clock_ptr, counts_ptr,
+    slot_of_row_ptr, row_of_slot_ptr, stamp_ptr, frequency_ptr, dirty_ptr, clock_ptr, counts_ptr,
     window, n_slots, ageing,
     DIRECT: tl.constexpr, FREQUENCY: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A slot for each row that is missing, and whose it was, if that row has to go home.
+    """Give each missing row a slot, and list the changed rows that these slots held.
 
-    Slots of this batch carry the current tick, those of the last `window` batches one that is not older
-    than that: they stay. Whoever raises a slot's stamp first has it. A row for which nothing is left gets
-    the slot -1, and stays at home.
+    Slots of this batch carry the current tick; those of the last `window` admissions carry a tick that is at
+    most `window` older. Both are kept. The program that raises a slot's stamp first owns the slot. A row
+    gets the slot -1, and stays in storage, if every slot is kept.
     """
     first = tl.program_id(0) * BLOCK
     n = tl.load(n_missing_ptr)
@@ -93,7 +86,7 @@ def claim(
         now = tl.load(counts_ptr + 1).to(tl.float32) * ageing
         floor = tick - window
         slot = tl.zeros([BLOCK], tl.int64) - 1
-        if DIRECT:  # there is a slot for every row
+        if DIRECT:  # every row has its own slot
             slot = tl.where(open_, row, slot)
             tl.store(stamp_ptr + slot, tl.zeros([BLOCK], tl.int64) + tick, mask=open_)
             open_ = open_ & (i < 0)
@@ -108,9 +101,10 @@ def claim(
             least = none
             offset = row * (2 * ROUNDS) + 2 * turn
             for half in tl.static_range(2):
-                best, least = cooler(
-                    best, least, offset + half, tick, floor, open_, n_slots, stamp_ptr, heat_ptr, FREQUENCY
-                )
+                best, least = sample_victim(
+                    best, least, offset + half, tick, floor, open_,
+                    n_slots, stamp_ptr, frequency_ptr, FREQUENCY,
+                )  # fmt: skip
             wanted = open_ & (best >= 0)
             before = tl.atomic_max(stamp_ptr + best, tl.zeros([BLOCK], tl.int64) + tick, mask=wanted)
             won = wanted & (before < floor)
@@ -119,7 +113,7 @@ def claim(
             left = tl.sum(open_.to(tl.int32), 0)
             turn += 1
         at = tl.zeros([], tl.int64)
-        while (left > 0) & (at < n_slots):  # nearly all are in use: look at every one
+        while (left > 0) & (at < n_slots):  # nearly all slots are kept: try every one
             best = (row + at) % n_slots
             stamp = tl.load(stamp_ptr + best, mask=open_, other=0)
             wanted = open_ & (stamp < floor)
@@ -139,7 +133,7 @@ def claim(
         tl.store(row_of_slot_ptr + slot, row, mask=taken)
         tl.store(dirty_ptr + slot, tl.zeros([BLOCK], tl.int32), mask=taken)
         if FREQUENCY:
-            tl.store(heat_ptr + slot, tl.zeros([BLOCK], tl.float32) + now, mask=taken)
+            tl.store(frequency_ptr + slot, tl.zeros([BLOCK], tl.float32) + now, mask=taken)
         written = gone & (dirty != 0)
         tl.store(slots_ptr + i, slot, mask=i < n)
         tl.store(victims_ptr + i, tl.where(written, old, -1), mask=i < n)
@@ -155,11 +149,11 @@ def claim(
 
 
 @triton.jit(do_not_specialize=["memory", "cached"])
-def swap(
+def fill_and_write_back(
     memory, cached, missing_ptr, slots_ptr, victims_ptr, n_missing_ptr,
     STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Read each missing record from home and write the one that it replaces to its own; a word is 8 bytes."""
+    """Read each missing record from storage and write back the record that it replaces; a word is 8 bytes."""
     n = tl.load(n_missing_ptr)
     column = tl.arange(0, COLUMNS)[None, :]
     for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
@@ -168,16 +162,17 @@ def swap(
         slot = tl.load(slots_ptr + i, mask=i < n, other=-1)
         victim = tl.load(victims_ptr + i, mask=i < n, other=-1)
         here = field(cached + slot * STRIDE, 0, tl.int64)
-        home = field(memory + row * STRIDE, 0, tl.int64)
-        away = field(memory + victim * STRIDE, 0, tl.int64)
+        stored = field(memory + row * STRIDE, 0, tl.int64)
+        victim_record = field(memory + victim * STRIDE, 0, tl.int64)
         for start in tl.static_range(0, WORDS, COLUMNS):
             inside = start + column < WORDS
-            comes = (slot >= 0) & inside
-            goes = (victim >= 0) & inside
-            new = tl.load(home + start + column, mask=comes)
-            old = tl.load(here + start + column, mask=goes)
-            tl.store(away + start + column, old, mask=goes)  # before the new one, which is still on its way
-            tl.store(here + start + column, new, mask=comes)
+            fills = (slot >= 0) & inside
+            evicts = (victim >= 0) & inside
+            new = tl.load(stored + start + column, mask=fills)
+            old = tl.load(here + start + column, mask=evicts)
+            # The victim is stored first: the read of the new record is still in flight.
+            tl.store(victim_record + start + column, old, mask=evicts)
+            tl.store(here + start + column, new, mask=fills)
 
 
 @triton.jit(do_not_specialize=["memory", "cached", "n_slots"])
@@ -185,34 +180,25 @@ def flush(
     memory, cached, row_of_slot_ptr, dirty_ptr, n_slots,
     STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write home what has changed; it stays here, too. The marks stay: other warps may yet look at them."""
+    """Write changed records to storage. The caller clears `dirty`, since other warps may still read it."""
     column = tl.arange(0, COLUMNS)[None, :]
     for first in range(tl.program_id(0) * ROWS, n_slots, tl.num_programs(0) * ROWS):
         slot = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
         dirty = tl.load(dirty_ptr + slot, mask=slot < n_slots, other=0) != 0
         row = tl.load(row_of_slot_ptr + slot, mask=dirty, other=-1)
         here = field(cached + slot * STRIDE, 0, tl.int64)
-        home = field(memory + row * STRIDE, 0, tl.int64)
+        stored = field(memory + row * STRIDE, 0, tl.int64)
         for start in tl.static_range(0, WORDS, COLUMNS):
             inside = (row >= 0) & (start + column < WORDS)
-            tl.store(home + start + column, tl.load(here + start + column, mask=inside), mask=inside)
+            tl.store(stored + start + column, tl.load(here + start + column, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["memory", "cached", "n", "n_rows", "seen"])
-def look(
-    memory, cached, slot_of_row_ptr, ids_ptr, out_ptr, n, n_rows, seen,
+@triton.jit(do_not_specialize=["memory", "cached", "n", "n_rows"])
+def lookup(
+    memory, cached, slot_of_row_ptr, ids_ptr, out_ptr, n, n_rows,
     STRIDE: tl.constexpr, TYPE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    TOLD: tl.constexpr = False,
 ):  # fmt: skip
-    """The weights of ids, wherever they are; zeros for an id that is no row.
-
-    TOLD: at `out_ptr` are the address of the output, a multiple of 16, and a number that the host is told, at
-    `seen`: all kernels before this one are done.
-    """
-    if TOLD:
-        if tl.program_id(0) == 0:
-            tl.store(seen.to(tl.pointer_type(tl.int64)), tl.load(out_ptr + 1))
-        out_ptr = tl.multiple_of(tl.load(out_ptr), 16).to(tl.pointer_type(TYPE))
+    """Read the weights of ids from the cache or from storage; zeros for an id that is no row."""
     column = tl.arange(0, COLUMNS)[None, :]
     i = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     row = tl.load(ids_ptr + i, mask=i < n, other=-1).to(tl.int64)

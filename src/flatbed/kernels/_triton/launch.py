@@ -1,12 +1,12 @@
-"""Compiled kernels, and launches that cost little."""
+"""Cached kernel launches through Triton's own launcher.
+
+Triton's `kernel[grid](...)` inspects the type, value and alignment of every argument. The classes here do
+that once per kind of arguments and keep the compiled kernel.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import re
-import struct
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flatbed.cuda.streams import another_than, relaxed_capture
+from flatbed.cuda.streams import distinct_stream, relaxed_capture
 from flatbed.kernels._triton import elementary
 
 TYPES = {
@@ -29,18 +29,14 @@ TYPES = {
 
 @functools.cache
 def element(function: Callable[..., Any]) -> Any:
-    """A rule's function, compiled: it is written without Triton, which importing flatbed must not load."""
+    """Compile a rule's function, which is written without Triton so that importing flatbed stays light."""
     for name, value in (("tl", tl), ("sqrt", elementary.sqrt)):
         function.__globals__.setdefault(name, value)
     return triton.jit(function)
 
 
 class Kernel:
-    """A kernel and its compiled forms.
-
-    Triton's own launch looks at the type and alignment of every argument. Ours are tables of our own and
-    never differ in either, so that a compiled form can be launched as it is, with addresses for tensors.
-    """
+    """A kernel whose arguments never change type or alignment, and its compiled forms."""
 
     def __init__(self, function: Any, *, num_warps: int) -> None:
         self.function = function
@@ -48,12 +44,14 @@ class Kernel:
         self.compiled: dict[Any, Any] = {}
 
     def bind(self, n_programs: int, constants: tuple[Any, ...], *args: Any) -> Callable[..., None]:
-        """A launch with these arguments, to be repeated. It takes the stream, and numbers and addresses
-        (on the CPU: tensors) in place of the last arguments.
+        """Return a launch with these arguments, in the current stream.
+
+        The launch takes the stream's handle, which is not used, and values in place of the last arguments:
+        numbers and addresses (tensors under the interpreter).
         """
         device = args[0].device
         if n_programs == 0:
-            return _nothing
+            return lambda stream, *last: None
         if device.type != "cuda":  # the interpreter
 
             def interpret(stream: int, *last: Any) -> None:
@@ -66,169 +64,48 @@ class Kernel:
                 self.compiled[key] = self.function.warmup(
                     *args, *constants, num_warps=self.num_warps, grid=(n_programs,)
                 )
-            compiled = self.compiled[key]
-            launch = compiled[(n_programs, 1, 1)]  # loads it, too
+            run = self.compiled[key][(n_programs, 1, 1)]  # loads the module, too
         fixed = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
 
-        def through_triton(stream: int, *last: Any) -> None:
-            launch(*fixed[: len(fixed) - len(last)], *last, *constants)
+        def launch(stream: int, *last: Any) -> None:
+            run(*fixed[: len(fixed) - len(last)], *last, *constants)
 
-        return _direct(compiled, n_programs, args, through_triton) or through_triton
+        return launch
 
 
 class Bound:
     """A kernel with its constants, launched with other arguments each time.
 
-    Triton's own launch looks at every argument's value. Here its kind is enough, as long as all addresses are
-    multiples of 16; if they are not, Triton looks.
+    Compiled once per types of the arguments, for addresses that are multiples of 16. Other addresses go
+    through `kernel[grid]`, which inspects them.
     """
 
     def __init__(self, function: Any, constants: tuple[Any, ...], *, num_warps: int = 4) -> None:
         self.function, self.constants, self.num_warps = function, constants, num_warps
-        self.compiled: dict[Any, Callable[..., None]] = {}
+        self.compiled: dict[Any, Any] = {}
 
     def __call__(self, n_programs: int, device: torch.device, *args: Any) -> None:
         if device.type != "cuda":
             self.function[(n_programs,)](*args, *self.constants)
             return
-        values: list[Any] = []
-        kinds: list[Any] = [device.index]
-        low = 0
-        for arg in args:
-            if isinstance(arg, Tensor):
-                address = arg.data_ptr()
-                low |= address
-                values.append(address)
-                kinds.append(arg.dtype)
-            else:
-                values.append(arg)
-                kinds.append(arg.bit_length() > 31 if isinstance(arg, int) else float)
-        if torch._C._cuda_getDevice() != device.index:
-            with torch.cuda.device(device):
-                self._launch(n_programs, device, args, values, tuple(kinds), low)
-        else:
-            self._launch(n_programs, device, args, values, tuple(kinds), low)
-
-    def _launch(
-        self,
-        n_programs: int,
-        device: torch.device,
-        args: tuple[Any, ...],
-        values: list[Any],
-        kinds: tuple[Any, ...],
-        low: int,
-    ) -> None:
-        if low & 15:
-            self.function[(n_programs,)](*args, *self.constants, num_warps=self.num_warps)
-            return
-        launch = self.compiled.get(kinds)
-        if launch is None:
-            launch = self.compiled[kinds] = self._prepared(n_programs, args)
-        launch(n_programs, torch._C._cuda_getCurrentRawStream(device.index), values)
-
-    def _prepared(self, n_programs: int, args: tuple[Any, ...]) -> Callable[..., None]:
-        constants = self.constants
-        compiled = self.function.warmup(*args, *constants, num_warps=self.num_warps, grid=(n_programs,))
-        compiled[(n_programs, 1, 1)]  # loads it
-
-        def through_triton(n_programs: int, stream: int, values: list[Any]) -> None:
-            compiled[(n_programs, 1, 1)](*values, *constants)
-
-        call = _launch_kernel_holding_on()
-        n_hidden = hidden_parameters(compiled, len(args))
-        if call is None or n_hidden is None:
-            return through_triton
-        function = ctypes.c_void_p(compiled.function)
-        n_threads, shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
-        # Eight bytes for each parameter, of which the kernel reads as many as it has.
-        packing = struct.Struct("<" + "".join("f4x" if isinstance(arg, float) else "q" for arg in args))
-        held = (ctypes.c_uint64 * (len(args) + n_hidden))()
-        begin = ctypes.addressof(held)
-        pointers = (ctypes.c_void_p * len(held))(*(begin + 8 * i for i in range(len(held))))
-        pack, in_use = packing.pack_into, threading.Lock()
-        take, give = in_use.acquire, in_use.release
-
-        def directly(n_programs: int, stream: int, values: list[Any]) -> None:
-            if not take(False):  # another thread has it
-                through_triton(n_programs, stream, values)
+        with torch.cuda.device(device):
+            values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+            if any(isinstance(arg, Tensor) and value % 16 for arg, value in zip(args, values, strict=True)):
+                self.function[(n_programs,)](*args, *self.constants, num_warps=self.num_warps)
                 return
-            try:
-                pack(held, 0, *values)
-                failed = call(function, n_programs, 1, 1, n_threads, 1, 1, shared, stream, pointers, None)
-            finally:
-                give()
-            if failed:
-                through_triton(n_programs, stream, values)
-
-        return directly
+            kinds = (device.index, *map(_kind, args))
+            compiled = self.compiled.get(kinds)
+            if compiled is None:
+                compiled = self.compiled[kinds] = self.function.warmup(
+                    *args, *self.constants, num_warps=self.num_warps, grid=(n_programs,)
+                )
+            compiled[(n_programs, 1, 1)](*values, *self.constants)
 
 
-def hidden_parameters(compiled: Any, n_args: int) -> int | None:
-    """How many parameters a kernel has beside ours: pointers to memory that ours do not use."""
-    entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm.get("ptx", ""), re.DOTALL)
-    if entry is None or getattr(compiled.metadata, "num_ctas", 1) != 1:
-        return None
-    n_hidden = len(re.findall(r"\.param", entry[1])) - n_args
-    return n_hidden if n_hidden >= 0 else None
-
-
-def _nothing(stream: int, *last: Any) -> None:
-    pass
-
-
-@functools.cache
-def _launch_kernel_holding_on() -> Any:
-    """The same without letting another thread take over, which would cost more than the launch."""
-    return _launch_kernel(ctypes.PyDLL)
-
-
-@functools.cache
-def _launch_kernel(library: Any = ctypes.CDLL) -> Any:
-    """The driver's own launch, if there is one to be had."""
-    if torch.version.cuda is None:
-        return None
-    try:
-        launch = library("libcuda.so.1").cuLaunchKernel
-    except (OSError, AttributeError):
-        return None
-    sizes = [ctypes.c_uint] * 7
-    pointers = [ctypes.c_void_p] * 3
-    launch.argtypes = [ctypes.c_void_p, *sizes, *pointers]
-    return launch
-
-
-def _direct(
-    compiled: Any, n_programs: int, args: tuple[Any, ...], otherwise: Callable[..., None]
-) -> Callable[..., None] | None:
-    """A launch by the driver, without Triton's Python in between: 3 µs instead of 10.
-
-    Kernels have parameters of Triton's beside ours, pointers to memory that ours do not use. Where the
-    number of parameters cannot be made out, or the driver declines, Triton's way is taken.
-    """
-    launch, n_hidden = _launch_kernel(), hidden_parameters(compiled, len(args))
-    if launch is None or n_hidden is None:
-        return None
-    values = [*map(_c_value, args), *(ctypes.c_uint64(0) for _ in range(n_hidden))]
-    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    function = ctypes.c_void_p(compiled.function)
-    n_threads, shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
-    n_args = len(args)
-
-    def directly(stream: int, *last: Any) -> None:
-        for at, value in enumerate(last, n_args - len(last)):
-            values[at].value = value
-        if launch(function, n_programs, 1, 1, n_threads, 1, 1, shared, stream, pointers, None):
-            otherwise(
-                stream, *last
-            )  # a thread without a context, for example: Triton will see to it, or say so
-
-    return directly
-
-
-def _c_value(arg: Any) -> Any:
+def _kind(arg: Any) -> Any:
     if isinstance(arg, Tensor):
-        return ctypes.c_uint64(arg.data_ptr())
-    return ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int32(arg)
+        return arg.dtype
+    return arg.bit_length() > 31 if isinstance(arg, int) else float
 
 
 def address(tensor: Tensor) -> Any:
@@ -238,15 +115,15 @@ def address(tensor: Tensor) -> Any:
 
 @contextmanager
 def outside_of_capture(device: torch.device, after: torch.cuda.Event | None) -> Iterator[bool]:
-    """What is issued here, after an event, is done when it ends, though the current stream is capturing.
+    """Run the body's work at once, after an event, although the current stream is capturing a graph.
 
-    Yields whether that can be had: a stream aside, and a thread that may wait for it.
+    Yields False where the driver does not allow that; the body's work is part of the graph then.
     """
     with relaxed_capture() as relaxed:
         if not relaxed:
             yield False
             return
-        aside = another_than(device, {torch.cuda.current_stream(device).cuda_stream})  # which is capturing
+        aside = distinct_stream(device, {torch.cuda.current_stream(device).cuda_stream})
         with torch.cuda.stream(aside):
             if after is not None:
                 aside.wait_event(after)
@@ -255,24 +132,22 @@ def outside_of_capture(device: torch.device, after: torch.cuda.Event | None) -> 
 
 
 class Stream:
-    """The stream that a step is issued to. It may be another one each time, and it may be capturing."""
+    """The stream that a step is issued to. It can differ from step to step, and it can be capturing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.capturing = False
-        self.handle = self._home = self._current()
+        self.handle = self._first = self._current()
 
     def _current(self) -> int:
-        if self.device.type != "cuda":
-            return 0
-        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
 
     def enter(self, memory: Callable[[], list[Tensor]]) -> None:
-        """Look where we are. Memory that a foreign stream uses must not be given away before it is done."""
+        """Note the current stream. Memory used in another stream than the first is recorded for it."""
         if self.device.type != "cuda":
             return
-        self.capturing = torch._C._cuda_isCurrentStreamCapturing()
+        self.capturing = torch.cuda.is_current_stream_capturing()
         self.handle = self._current()
-        if self.handle != self._home and not self.capturing:
+        if self.handle != self._first and not self.capturing:
             for tensor in memory():
                 tensor.record_stream(torch.cuda.current_stream(self.device))

@@ -1,24 +1,30 @@
-"""Which cache a table gets, and how large."""
+"""Factory of caches: the kind and the size that a table gets. Only this file asks for kinds of storage."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels.dispatch import use_triton
-from flatbed.tables.cache.device import DeviceCache
-from flatbed.tables.cache.host import HostCache
+from flatbed.kernels.rows import RecordLocation
+from flatbed.tables.cache.disk import DiskCache
+from flatbed.tables.cache.gpu import GpuCache
+from flatbed.tables.cache.write_behind import WriteBehind, WriteThrough
 from flatbed.tables.config import Config
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.memory import MemoryStorage
 
-Cache = DeviceCache | HostCache
-BATCHES = 4  # that a cache has room for, if nobody says how large it should be
-SHARE = 4  # of the GPU's free memory, at most one part in so many
+Cache = GpuCache | DiskCache
+BATCHES = 4  # that a cache of the default size holds
+WARM_ROWS = 1 << 16  # that `warm` admits at once
+SHARE = 4  # a cache of the default size takes at most this fraction of the GPU's free memory
 
 
 def slots_for(config: Config, record: Record, device: torch.device, n_ids: int) -> int:
-    """How many records are to be kept, given a batch of so many ids; 0: no cache."""
+    """Return how many records the cache holds, given a batch of n_ids; 0 for no cache."""
     if config.storage == "device":
         return 0
     if config.cache_rows is not None:
@@ -38,17 +44,42 @@ def slots_for(config: Config, record: Record, device: torch.device, n_ids: int) 
     return max(0, min(BATCHES * n_ids, config.n_rows, room // record.nbytes))
 
 
-def build(home: Storage, n_slots: int, *, policy: str, device: torch.device) -> Cache:
-    """A cache over a tier: kernels decide, if they reach its records."""
-    home.check()
+def build(storage: Storage, n_slots: int, *, policy: str, device: torch.device) -> Cache:
+    """Build a cache: with its index on the device if kernels reach the storage, otherwise on the host."""
     try:
         with torch.inference_mode(False):
-            if home.reach == device and use_triton(device):
-                return DeviceCache(home, n_slots, policy=policy, device=device)
-            return HostCache(home, n_slots, policy=policy, device=device)
+            if isinstance(storage, MemoryStorage):
+                storage.check()
+                if storage.reach == device and use_triton(device):
+                    return GpuCache(storage, n_slots, policy=policy, device=device)
+            writer = (
+                WriteBehind(storage, n_slots) if isinstance(storage, DiskStorage) else WriteThrough(storage)
+            )
+            return DiskCache(storage, n_slots, policy=policy, device=device, writer=writer)
     except torch.OutOfMemoryError as error:
         raise FlatbedError(
-            f"a cache of {n_slots} rows of {home.record.nbytes} bytes, and 4 bytes for each of the "
-            f"{home.n_rows} rows of the table, do not fit on {device}: use fewer with cache_rows or "
+            f"a cache of {n_slots} rows of {storage.record.nbytes} bytes, and 4 bytes for each of the "
+            f"{storage.n_rows} rows of the table, do not fit on {device}: use fewer with cache_rows or "
             f"cache_bytes ({error})"
         ) from error
+
+
+def warm(cache: Cache, rows: Tensor, counts: Tensor) -> None:
+    """Admit unique rows, the most used last; `counts` says how often each is used."""
+    index = cache.index
+    for some, times in zip(torch.split(rows, WARM_ROWS), torch.split(counts, WARM_ROWS), strict=True):
+        cache.admit(some.to(cache.record_device))
+        if index.policy == "lfu":
+            slots = index.slot_of_row[some.to(cache.index_device)].long()
+            is_cached = slots >= 0
+            index.frequency[slots[is_cached]] += times.to(cache.index_device).float().log2()[is_cached]
+
+
+def location_of(storage: Storage, device: torch.device) -> RecordLocation | None:
+    """Return where kernels and operations of a device find the records of a storage; None if they cannot."""
+    if not isinstance(storage, MemoryStorage):
+        return None
+    storage.check()
+    if storage.device == device or (storage.reach == device and use_triton(device)):
+        return RecordLocation(storage.memory)
+    return None

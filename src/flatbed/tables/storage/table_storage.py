@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +13,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from flatbed.cuda.streams import OrderedLock, is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 from flatbed.tables import initializers as initial
-from flatbed.tables.cache import Cache, DeviceCache, build, slots_for
+from flatbed.tables.cache import Cache, build, slots_for
 from flatbed.tables.config import Config, check_device, fill_state, fill_weights
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.base import CPU, Fill, Storage, row_blocks
@@ -55,7 +55,7 @@ class TableStorage:
         self._captured: list[Any] = []  # memory that CUDA graphs still use
         self._storage: Storage | None = None
         self._is_closed = False
-        self._lock = threading.RLock()
+        self._lock = OrderedLock("layout")
         self._process = os.getpid()
         if config.path is not None and config.path.exists():
             storage, self.config = open_storage(config)
@@ -351,18 +351,13 @@ class TableStorage:
             return None
         return self._fit_cache(n_ids)
 
-    def has_cache_for(self, n_ids: int) -> bool:
-        """True if a cache on the GPU exists that is large enough for so many ids."""
-        is_ready = isinstance(self.cache, DeviceCache) and self._is_large_enough(n_ids)
-        return is_ready and not self.relayout_pending
-
     def _is_large_enough(self, n_ids: int) -> bool:
         return n_ids <= self._cache_batch or self.config.sized
 
     def _fit_cache(self, n_ids: int) -> Cache | None:
         with self._lock:
             storage, cache = self.ensure_layout(), self.cache
-            if _is_capturing(self.device) or (cache is not None and cache.in_graphs):
+            if is_capturing(self.device) or (cache is not None and cache.in_graphs):
                 return cache  # nothing can be allocated now, or CUDA graphs use this one
             n_slots = slots_for(self.config, storage.record, self.device, n_ids)
             n_now = 0 if cache is None else cache.n_slots
@@ -451,7 +446,3 @@ def _in_turn(*fills: Fill) -> Fill:
             one(start, stop, records)
 
     return fill
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
@@ -59,7 +59,7 @@ class DiskStorage:
         self.record, self.n_rows, self.path = identity.record, state.n_rows, files.table.path
         self._state = state
         self._files = files
-        self._lock = threading.RLock()
+        self._lock = OrderedLock("file")
         self._readers = Readers()
         self._sealed: State | None = None  # in the journal, durable, and not yet in the table
         self._has_decision = False  # of the sealed state: another file says whether it holds

@@ -1,4 +1,4 @@
-"""Gradients of ids that occur often: long runs are summed in chunks, the same way wherever they lie."""
+"""Sums of the gradients of equal ids: long segments are summed in chunks that depend on nothing else."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BATCHES: dict[str, list[int]] = {
 
 
 def keys_of(lengths: list[int], draw: torch.Generator) -> Tensor:
-    """Ids in some order; the rows are not consecutive."""
+    """Shuffled ids of rows that are not consecutive."""
     rows = torch.randperm(N_ROWS, generator=draw)[: len(lengths)].sort().values
     keys = rows.repeat_interleave(torch.tensor(lengths))
     return keys[torch.randperm(len(keys), generator=draw)]
 
 
 def expected(grads: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """One after the other in the order of the ids, in chunks that are then added up in order."""
+    """Sum in the order of the ids, in chunks that are then summed in order."""
     wide = torch.promote_types(grads.dtype, torch.float32)
     rows, sums = torch.unique(keys), []
     for row in rows:
@@ -62,7 +62,7 @@ def check(keys: Tensor, dim: int, dtype: torch.dtype, device: str, padding_idx: 
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_runs(name: str, kernel_device: str) -> None:
+def test_segments(name: str, kernel_device: str) -> None:
     draw = torch.Generator().manual_seed(0)
     check(keys_of(BATCHES[name], draw), 3, torch.float32, kernel_device)
 
@@ -72,7 +72,7 @@ def test_ids_that_are_all_equal(n: int, kernel_device: str) -> None:
     check(torch.full((n,), 7), 1, torch.float32, kernel_device)
 
 
-def test_a_run_of_thousand_among_others(kernel_device: str) -> None:
+def test_segment_of_thousand_ids(kernel_device: str) -> None:
     draw = torch.Generator().manual_seed(2)
     check(keys_of([10, 1000, 3], draw), 2, torch.float32, kernel_device)
 
@@ -89,7 +89,6 @@ def test_dtypes_and_dims(dtype: torch.dtype, dim: int, kernel_device: str) -> No
 
 @pytest.mark.parametrize("padding", ["long", "short", "absent"])
 def test_the_padding_row(padding: str, kernel_device: str) -> None:
-    """It is nobody, and has no gradient, however often it occurs."""
     draw = torch.Generator().manual_seed(4)
     keys = keys_of([65, 200, 1, 70], draw)
     rows = torch.unique(keys)
@@ -102,8 +101,8 @@ def test_nothing(kernel_device: str) -> None:
     check(torch.empty(0, dtype=torch.int64), 4, torch.float32, kernel_device)
 
 
-def test_ids_that_are_none(kernel_device: str) -> None:
-    """A long run of them has no sum, and those behind it are what they should be."""
+def test_keys_of_no_row(kernel_device: str) -> None:
+    """A long segment of the sentinel has no sum, and does not disturb later rows."""
     keys = torch.cat([torch.full((100,), SENTINEL), torch.full((70,), 3), torch.full((2,), 9)])
     keys = keys[torch.randperm(len(keys), generator=torch.Generator().manual_seed(5))]
     grads = torch.randn(len(keys), 2)
@@ -116,7 +115,6 @@ def test_ids_that_are_none(kernel_device: str) -> None:
 
 
 def test_the_sum_of_a_row_depends_on_its_own_ids_alone(kernel_device: str) -> None:
-    """So that a batch can be split by rows, or others be added, without another bit."""
     grads = torch.randn(150, 3)
     alone = torch.full((150,), 20)
     sums = []
@@ -130,7 +128,7 @@ def test_the_sum_of_a_row_depends_on_its_own_ids_alone(kernel_device: str) -> No
 
 
 def test_the_reference_adds_in_the_order_of_ids() -> None:
-    """Torch's own, on a CPU, does so without chunks: short runs have the same bits."""
+    """torch's own, on a CPU, does so without chunks: short segments have the same bits."""
     draw = torch.Generator().manual_seed(6)
     keys = keys_of([1, 63, 64, 7], draw)
     grads = torch.randn(len(keys), 3)

@@ -1,0 +1,374 @@
+"""Cache whose index is on the host: over table files, and over memory that kernels cannot address.
+
+The host decides here, since kernels cannot read a file. Records are in the memory of the computing device.
+
+A `Reservation` keeps the rows of a prefetched batch in their slots until it is released. Training on reserved
+rows takes no lock: another thread may hold the lock for as long as the disk takes. Every other access holds
+the lock, and is ordered after the one before on the device, too, since threads use different streams.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flatbed.cuda.streams import OrderedLock
+from flatbed.kernels import rows as ops
+from flatbed.kernels.cache import (
+    CacheIndex,
+    Placement,
+    ProbeResult,
+    count_uses,
+    evict,
+    insert,
+    probe,
+    select_victims,
+)
+from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.rows import RecordLocation, UniqueRows
+from flatbed.tables.cache.stats import CacheStats
+from flatbed.tables.cache.write_behind import HostCopies, WriteBehind, WriteThrough
+from flatbed.tables.lookup_batch import LookupBatch
+from flatbed.tables.storage.base import Storage
+
+CPU = torch.device("cpu")
+FLUSH_BYTES = 1 << 26  # of records that are written at once
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Rows that stay in their slots until `DiskCache.release`."""
+
+    rows: Tensor
+    """Unique rows, on the host."""
+    slots: NDArray[np.int64]
+    epoch: int
+    """Of the cache: after a change of epoch the slots are others."""
+    ready: torch.cuda.Event | None
+    """Recorded when the records have been copied to the device."""
+
+
+class DiskCache:
+    """Records of hot rows on `record_device`, their index on the host, and live reservations."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        n_slots: int,
+        *,
+        policy: str,
+        device: torch.device,
+        writer: WriteBehind | WriteThrough,
+    ) -> None:
+        self.storage, self.writer = storage, writer
+        self.record, self.n_rows = storage.record, storage.n_rows
+        self.index_device, self.record_device = CPU, device
+        self.in_graphs = False
+        self.index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=CPU)
+        self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
+        self.lock = OrderedLock("cache")
+        self.epoch = 0
+        self.retired = False
+        """True once the table has another cache."""
+        self._pins = np.zeros(n_slots, np.int32)  # live reservations of each slot
+        self._n_pinned = 0  # slots with any
+        self._released: deque[tuple[Reservation, torch.cuda.Event | None]] = deque()
+        self._last: torch.cuda.Event | None = None  # end of the last access
+        self.location: RecordLocation | None = None
+        """For kernels, which are given cached rows only."""
+        if device.type == "cuda":
+            maps = self.index.slot_of_row.to(device), self.index.dirty.to(device)
+            self.location = RecordLocation(None, self.records, *maps)
+
+    @property
+    def n_slots(self) -> int:
+        return self.index.n_slots
+
+    @property
+    def n_unsaved(self) -> int:
+        """Changed rows that a crash or an exit would lose, and that the journal does not count."""
+        return self.writer.n_unsaved
+
+    @contextmanager
+    def _access(self) -> Iterator[None]:
+        """Hold the lock, and order the current stream after the access before."""
+        with self.lock:
+            on_gpu = self.record_device.type == "cuda"
+            stream = torch.cuda.current_stream(self.record_device) if on_gpu else None
+            if stream is not None and self._last is not None:
+                stream.wait_event(self._last)
+            self._unpin_released(stream)
+            try:
+                yield
+            finally:
+                if stream is not None:
+                    self._last = stream.record_event()
+
+    # ---- admission and reservations
+
+    def admit(self, keys: Tensor, error_slot: Tensor | None = None) -> tuple[UniqueRows, None]:
+        """Find the unique rows of a batch and bring them into the cache. Waits for the device."""
+        unique = ops.unique(keys, self.n_rows, error_slot)
+        rows = unique.rows.to(CPU)
+        with self._access():
+            self._admit(rows[rows >= 0])
+        return unique, None
+
+    def reserve(self, rows: Tensor) -> Reservation | None:
+        """Bring unique rows, which are on the host, into the cache and keep them there.
+
+        Returns None if they do not fit beside other reservations.
+        """
+        with self._access():
+            slots = None if self.retired else self._admit(rows, all_or_nothing=True)
+            if slots is None:
+                return None
+            self._n_pinned += int((self._pins[slots] == 0).sum())
+            self._pins[slots] += 1
+            on_gpu = self.record_device.type == "cuda"
+            ready = torch.cuda.current_stream(self.record_device).record_event() if on_gpu else None
+            return Reservation(rows, slots, self.epoch, ready)
+
+    def release(self, reservation: Reservation, after: torch.cuda.Event | None) -> None:
+        """Let the rows be evicted after an event. Takes no lock: the garbage collector may call this."""
+        self._released.append((reservation, after))
+
+    def _unpin_released(self, stream: torch.cuda.Stream | None) -> None:
+        while self._released:
+            reservation, after = self._released.popleft()
+            if stream is not None and after is not None:
+                stream.wait_event(after)
+            if reservation.epoch == self.epoch:
+                self._pins[reservation.slots] -= 1
+                self._n_pinned -= int((self._pins[reservation.slots] == 0).sum())
+
+    def protects(self, batch: LookupBatch | None) -> bool:
+        """Return True if the rows of this batch are in reserved slots."""
+        if batch is None or batch.cache is not self or batch.admission is None:
+            return False
+        return bool(batch.admission.epoch == self.epoch)
+
+    def prefetch(
+        self, keys: Tensor, *, window: int, reservation: Reservation | None
+    ) -> tuple[UniqueRows, Reservation] | None:
+        """Find the unique rows of a batch whose rows are reserved, in the current stream.
+
+        Returns None without a reservation. `window` is for tables in memory.
+        """
+        if reservation is None or reservation.epoch != self.epoch:
+            return None
+        if reservation.ready is not None:
+            torch.cuda.current_stream(self.record_device).wait_event(reservation.ready)
+        return ops.unique(keys, self.n_rows), reservation
+
+    def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
+        """Return None: a reservation is for the rows of one batch."""
+        return None
+
+    def begin(self, admission: Reservation) -> None:
+        """Do nothing: the reservation keeps the batch's rows."""
+
+    def _admit(self, rows: Tensor, *, all_or_nothing: bool = False) -> NDArray[np.int64] | None:
+        """Bring rows into the cache. Returns their slots if all are cached now."""
+        probed = probe(self.index, rows)
+        count_uses(self.index, probed)
+        if not len(probed.missing):
+            return probed.slots
+        n_free = self.n_slots - self._n_pinned - int((self._pins[probed.hits] == 0).sum())
+        if all_or_nothing and len(probed.missing) > n_free:
+            return None
+        placement = self._fill(probed, n_free)
+        if len(placement.rows) < len(probed.missing):
+            return None
+        probed.slots[probed.slots < 0] = placement.slots
+        return probed.slots
+
+    def _fill(self, probed: ProbeResult, n_free: int) -> Placement:
+        """Read missing rows, n_free at most; meanwhile select slots and write their changed records back."""
+        self.writer.finish()
+        missing = torch.from_numpy(probed.missing[:n_free])
+        with self.writer.reading(missing, pin=self.record_device.type == "cuda") as read:
+            placement = select_victims(self.index, probed, pinned=self._pins if self._n_pinned else None)
+            changed = placement.victims >= 0
+            slots = placement.slots[changed]
+            if len(slots):
+                copies = self._copy_to_host(*self._to_device(slots))
+                self.writer.write(slots, torch.from_numpy(placement.victims[changed]), copies)
+            records, order = read()
+        n = len(placement.rows)
+        if n < len(order):
+            records, order = records[torch.from_numpy(order < n)], order[order < n]
+        self._replace(placement, records, order)
+        return placement
+
+    def _replace(self, placement: Placement, records: Tensor, order: NDArray[np.int64]) -> None:
+        """Copy records, in this order, into slots. An interruption leaves no record in another row's slot."""
+        old = placement.old[placement.old >= 0]
+        slots, rows, evicted = self._to_device(placement.slots[order], placement.rows[order], old)
+        records = self._copy_to_device(records)
+        evict(self.index, placement)
+        _words(self.records).index_copy_(0, slots, _words(records))
+        if self.location is not None:
+            assert self.location.slot_of_row is not None
+            self.location.slot_of_row.index_fill_(0, evicted, -1)
+            self.location.slot_of_row.index_copy_(0, rows, slots.to(torch.int32))
+        insert(self.index, placement)
+
+    # ---- copies between host and device
+
+    def _copy_to_host(self, slots: Tensor) -> HostCopies:
+        """Copy records of slots, which are on the device."""
+        found = _words(self.records).index_select(0, slots).view(torch.uint8)
+        if not found.is_cuda:
+            return HostCopies(found)
+        pinned = torch.empty(found.shape, dtype=torch.uint8, device=CPU, pin_memory=True)
+        pinned.copy_(found, non_blocking=True)
+        done = torch.cuda.current_stream(self.record_device).record_event()
+        return HostCopies(pinned, done, self.record_device)
+
+    def _copy_to_device(self, tensor: Tensor) -> Tensor:
+        if self.record_device.type != "cuda" or not tensor.numel():
+            return tensor.to(self.record_device)
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self.record_device, non_blocking=True)
+
+    def _to_device(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
+        """Copy arrays to the device, all in one copy."""
+        if self.record_device.type != "cuda":
+            return [torch.from_numpy(array) for array in arrays]
+        lengths = [len(array) for array in arrays]
+        pinned = torch.empty(sum(lengths), dtype=torch.int64, device=CPU, pin_memory=True)
+        np.concatenate(arrays, out=pinned.numpy())
+        return [*torch.split(pinned.to(self.record_device, non_blocking=True), lengths)]
+
+    # ---- rows
+
+    def lookup(self, batch: LookupBatch) -> Tensor | None:
+        """Read the weights of a reserved batch's ids, (n,) → (n, dim), if kernels are available."""
+        if self.location is None or not use_triton(self.record_device) or not self.protects(batch):
+            return None
+        from flatbed.kernels._triton import cache
+
+        weight = self.record.weight
+        return cache.lookup(self.location, batch.keys, weight.count, weight.dtype, self.n_rows)
+
+    def location_for_update(self, batch: LookupBatch | None) -> RecordLocation | None:
+        """Return where kernels find the rows of a reserved batch to change them; None for other rows."""
+        if batch is None or not self.protects(batch) or self.location is None:
+            return None
+        self._mark_changed(batch.admission.rows, batch.admission.slots)
+        return self.location
+
+    def _mark_changed(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
+        dirty = self.index.dirty.numpy()
+        clean = np.flatnonzero(dirty[slots] == 0)
+        self.writer.mark_changed(rows[torch.from_numpy(clean)], slots[clean])
+        dirty[slots[clean]] = 1
+
+    def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
+        """Raise if the disk has no room for changes of rows, before a step begins to change them.
+
+        The host knows the rows of a reserved batch without asking the device.
+        """
+        if batch is not None and self.protects(batch):
+            rows = batch.admission.rows
+        else:
+            rows = rows.to(CPU)
+            rows = rows[rows >= 0]
+        if not self.writer.has_space(len(rows)):
+            with self.lock:
+                self.writer.reserve_space(rows, self.index.slot_of_row[rows].numpy())
+
+    def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
+        """Read records, or their first bytes, to the computing device; ids are on the host."""
+        nbytes = self.record.nbytes if nbytes is None else nbytes
+        with self._access():
+            self.writer.finish()
+            slots = self.index.slot_of_row[ids].long()
+            cached = slots >= 0
+            held = self.records[:, :nbytes]
+            if bool(cached.all()):
+                return held.index_select(0, self._copy_to_device(slots))
+            out = torch.empty((len(ids), nbytes), dtype=torch.uint8, device=self.record_device)
+            inside, outside = cached.nonzero().flatten(), (~cached).nonzero().flatten()
+            found = held.index_select(0, self._copy_to_device(slots[cached]))
+            out.index_copy_(0, self._copy_to_device(inside), found)
+            stored = self.storage.gather(ids[outside], nbytes)
+            return out.index_copy_(0, self._copy_to_device(outside), self._copy_to_device(stored))
+
+    def scatter_(self, ids: Tensor, records: Tensor) -> None:
+        """Replace records; those in storage first, since that may fail."""
+        with self._access():
+            self.writer.finish()
+            self.reserve_space(ids, None)
+            slots = self.index.slot_of_row[ids].long()
+            cached = slots >= 0
+            records = records.to(self.record_device)
+            if not bool(cached.all()):
+                outside = (~cached).nonzero().flatten()
+                self.storage.scatter_(ids[outside], records[self._copy_to_device(outside)].to(CPU))
+            inside = cached.nonzero().flatten()
+            at = self._copy_to_device(slots[inside])
+            self.records.index_copy_(0, at, records.index_select(0, self._copy_to_device(inside)))
+            self._mark_changed(ids[inside], slots[inside].numpy())
+
+    def flush(self) -> None:
+        """Write changed records to storage, and wait until they are there."""
+        with self.lock:
+            if self.record_device.type == "cuda":
+                torch.cuda.synchronize(self.record_device)
+            dirty = self.index.dirty.nonzero().flatten()
+            for slots in torch.split(dirty, max(1, FLUSH_BYTES // self.record.nbytes)):
+                copies = self._copy_to_host(self._copy_to_device(slots))
+                self.writer.write(slots.numpy(), self.index.row_of_slot[slots], copies)
+                self.writer.finish()
+                self.index.dirty[slots] = 0
+            self.writer.finish()
+            self.writer.clear()
+
+    def drop(self) -> None:
+        """Write changed records to storage, and empty the cache. Reservations end."""
+        with self._access():
+            self.flush()
+            self._clear()
+
+    def retire(self) -> None:
+        """Drop the cache for good: the table is about to have another one."""
+        with self.lock:
+            self.drop()
+            self.retired = True
+
+    def abandon(self) -> None:
+        """Empty the cache for good, without writing changed records back."""
+        with self._access():
+            if self.record_device.type == "cuda":
+                torch.cuda.synchronize(self.record_device)
+            self.writer.abandon()
+            self._clear()
+            self.writer.clear()
+            self.retired = True
+
+    def _clear(self) -> None:
+        self.epoch += 1
+        self._pins[:] = 0
+        self._n_pinned = 0
+        self.index.clear()
+        if self.location is not None:
+            assert self.location.slot_of_row is not None
+            self.location.slot_of_row.fill_(-1)
+
+    def stats(self) -> CacheStats:
+        """Return the counts so far."""
+        return CacheStats.of(self.index.counts.tolist(), rows=self.n_slots, nbytes=self.record.nbytes)
+
+
+def _words(records: Tensor) -> Tensor:
+    """View records as int64: torch takes as long for a byte as for eight."""
+    return records.view(torch.int64)

@@ -1,0 +1,218 @@
+"""Cache whose index and records are on the computing device, over storage that its kernels can address.
+
+**Content never changes a result.** A row's record is in the slot that the index names, otherwise in storage.
+Every kernel that reads or writes a row asks the index first. So the only hazard is an admission that moves a
+row while work in another stream uses the row.
+
+**Streams.** Admissions run in the training stream, or ahead of time in the stream "rows" (`prefetch`).
+Admissions are numbered in the order in which the host issues them. Admission T with a window W does not
+evict slots used by admissions T - W to T - 1. It is issued with W > 0 only if the ids of all of them fit
+into the cache together, so that all their rows are in slots.
+
+- Training work on the batch with admission t needs no order with prefetches, if `protects(t)`: no later
+  admission could evict the batch's rows (t >= `_oldest_protected`), and the batch is the one in hand
+  (t >= `_in_hand`). It is ordered after admission t itself by `begin`.
+- All other work (older batches, ids that were not prefetched, `read_rows`, `flush`) calls
+  `wait_for_prefetch`: the current stream waits for the last prefetch, and the next prefetch waits for the
+  current stream.
+- Prefetch T waits for the training work on batches before T - W, whose rows it may evict: `begin` records an
+  event for each batch in hand.
+- CUDA graphs run admissions that the host does not count. From the first captured admission on, nothing is
+  prefetched and nothing is protected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from flatbed.cuda.streams import is_capturing, relaxed_capture
+from flatbed.kernels.cache import CacheIndex
+from flatbed.kernels.rows import RecordLocation, UniqueRows
+from flatbed.tables.cache.stats import CacheStats
+from flatbed.tables.lookup_batch import LookupBatch
+from flatbed.tables.storage.memory import MemoryStorage
+
+MAX_WINDOW = 1024
+
+
+class GpuCache:
+    """Records of hot rows, their index, and the order between training and prefetches."""
+
+    def __init__(self, storage: MemoryStorage, n_slots: int, *, policy: str, device: torch.device) -> None:
+        self.storage = storage
+        self.record, self.n_rows, self.device = storage.record, storage.n_rows, device
+        self.index_device = self.record_device = device
+        self.index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=device)
+        self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
+        self.location = RecordLocation(storage.memory, self.records, self.index.slot_of_row, self.index.dirty)
+        self.in_graphs = False
+        """True once a CUDA graph has captured an admission."""
+        self.n_unsaved = 0
+        self._n_admissions = 0
+        self._sizes: deque[int] = deque(maxlen=MAX_WINDOW)  # ids of the last admissions
+        self._window = 0
+        self._oldest_protected = 1
+        self._in_hand = 0
+        self._begun: deque[tuple[int, torch.cuda.Event]] = deque()  # admission, end of work on earlier ones
+        self._training_stream: torch.cuda.Stream | None = None
+        self._unordered: set[torch.cuda.Stream] = set()  # that the next prefetch waits for
+        self._prefetch_done: torch.cuda.Event | None = None
+
+    @property
+    def n_slots(self) -> int:
+        return self.index.n_slots
+
+    # ---- admission
+
+    def admit(self, keys: Tensor, error_slot: Tensor | None = None) -> tuple[UniqueRows, int]:
+        """Find the unique rows of a batch and bring them into the cache, in the current stream.
+
+        Returns the number of the admission, too.
+        """
+        if is_capturing(self.device):
+            self._enter_graph()
+        elif self.device.type == "cuda":
+            self._training_stream = torch.cuda.current_stream(self.device)
+        self.wait_for_prefetch()
+        window = self._window if self._fits(len(keys), self._window) else 0
+        return self._admit(keys, window, error_slot)
+
+    def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
+        """Admit a batch ahead of time, in the current stream, which is not the training stream.
+
+        Returns None if the ids do not fit beside those of the last `window` admissions. `reservation` is for
+        tables on disk.
+        """
+        if self.in_graphs or not self._fits(len(keys), window):
+            return None
+        self._window = window
+        if self.device.type != "cuda":
+            return self._admit(keys, window, None)
+        stream = torch.cuda.current_stream(self.device)
+        self._wait_for_training(stream, self._n_admissions + 1 - window)
+        try:
+            return self._admit(keys, window, None)
+        finally:
+            self._prefetch_done = stream.record_event()
+
+    def _fits(self, n_ids: int, window: int) -> bool:
+        if self.index.direct:
+            return True
+        n_kept = sum(islice(reversed(self._sizes), window))
+        return window <= MAX_WINDOW and n_kept + n_ids <= self.n_slots
+
+    def _admit(self, keys: Tensor, window: int, error_slot: Tensor | None) -> tuple[UniqueRows, int]:
+        from flatbed.kernels._triton import cache
+
+        n, before = len(keys), self._oldest_protected
+        number = self._n_admissions = self._n_admissions + (n > 0)
+        self._oldest_protected = number + 1  # until the kernels are issued
+        unique = cache.admit(self.index, keys, self.location, window=window, error_slot=error_slot)
+        if n == 0:
+            self._oldest_protected = before
+        else:
+            self._sizes.append(n)
+            if self.index.direct or n <= self.n_slots:
+                self._oldest_protected = max(before, number - window)
+        return unique, number
+
+    def _enter_graph(self) -> None:
+        """End prefetching for good, since replays run admissions that the host does not see."""
+        if not self.in_graphs:
+            self.in_graphs, self._window = True, 0
+            if self._prefetch_done is not None:
+                with relaxed_capture():
+                    self._prefetch_done.synchronize()
+
+    # ---- order between streams: see the module's docstring
+
+    def protects(self, batch: LookupBatch | None) -> bool:
+        """Return True if the rows of this batch need no order with prefetches: see the module."""
+        if batch is None or batch.cache is not self or self.in_graphs:
+            return False
+        return batch.admission is not None and batch.admission >= max(self._oldest_protected, self._in_hand)
+
+    def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
+        """Return the batch that is protected only if all of these are."""
+        numbers = [-1 if batch.admission is None else batch.admission for batch in batches]
+        return batches[numbers.index(min(numbers))]
+
+    def begin(self, admission: int) -> None:
+        """Note that the batch with this admission is in hand: work on earlier batches has been issued."""
+        self._in_hand = max(self._in_hand, admission)  # several prefetchers may take turns
+        if self.device.type == "cuda":
+            self._training_stream = torch.cuda.current_stream(self.device)
+            self._begun.append((self._in_hand, self._training_stream.record_event()))
+
+    def wait_for_prefetch(self) -> None:
+        """Order the current stream after all prefetches, and the next prefetch after the current stream."""
+        if self.device.type != "cuda" or is_capturing(self.device):
+            return
+        stream = torch.cuda.current_stream(self.device)
+        self._unordered.add(stream)
+        if self._prefetch_done is not None:
+            stream.wait_event(self._prefetch_done)
+
+    def _wait_for_training(self, stream: torch.cuda.Stream, oldest_kept: int) -> None:
+        """Wait for work on rows that an admission may move: all but those of `oldest_kept` and later."""
+        while self._unordered:
+            stream.wait_stream(self._unordered.pop())
+        if self._prefetch_done is not None:
+            stream.wait_event(self._prefetch_done)
+        while self._begun and self._begun[0][0] < oldest_kept:
+            self._begun.popleft()
+        if self._begun:
+            stream.wait_event(self._begun[0][1])
+        elif self._training_stream is not None:
+            stream.wait_stream(self._training_stream)
+
+    # ---- rows
+
+    def lookup(self, batch: LookupBatch) -> Tensor:
+        """Read the weights of a batch's ids, (n,) → (n, dim)."""
+        from flatbed.kernels._triton import cache
+
+        if not self.protects(batch):
+            self.wait_for_prefetch()
+        weight = self.record.weight
+        return cache.lookup(self.location, batch.keys, weight.count, weight.dtype, self.n_rows)
+
+    def location_for_update(self, batch: LookupBatch | None) -> RecordLocation:
+        """Return where kernels find rows to change them; `batch` is the one that the rows are of, if any."""
+        if not self.protects(batch):
+            self.wait_for_prefetch()
+        return self.location
+
+    def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
+        """Do nothing: memory has room for every row."""
+
+    def flush(self) -> None:
+        """Write changed records to storage, and wait until they are there."""
+        from flatbed.kernels._triton import cache
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        cache.flush(self.index, self.location)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def drop(self) -> None:
+        """Write changed records to storage, and empty the cache."""
+        self.flush()
+        self.abandon()
+
+    retire = drop
+
+    def abandon(self) -> None:
+        """Empty the cache without writing changed records back."""
+        self.wait_for_prefetch()
+        self.index.clear()
+        self._oldest_protected = self._n_admissions + 1
+
+    def stats(self) -> CacheStats:
+        """Return the counts so far. Waits for the device."""
+        return CacheStats.of(self.index.counts.tolist(), rows=self.n_slots, nbytes=self.record.nbytes)
