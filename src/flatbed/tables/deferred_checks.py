@@ -22,7 +22,8 @@ _captured: list[DeferredIdChecks] | None = None
 def checks_in_capture() -> Iterator[list[DeferredIdChecks]]:
     """Collect the checks of all tables that are looked up while a CUDA graph is captured in the body."""
     global _captured
-    _captured = found = []
+    found: list[DeferredIdChecks] = []
+    _captured = found
     try:
         yield found
     finally:
