@@ -424,8 +424,6 @@ def _go_back(table: Table, tier: DiskStorage) -> None:
         store._tier = tier = DiskStorage.open(tier.path)
         store.version += 1
     scalars = dict(tier.meta.get("scalars", {}))
+    store.set_scalars(scalars)
     if owner is None:
-        store.scalars, store.claimed = scalars, not store.record.state
-    else:
-        setter: Any = owner
-        setter.set_table_scalars(table, scalars)
+        store.claimed = not store.record.state

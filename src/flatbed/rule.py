@@ -16,7 +16,7 @@ Scalars = tuple[float, ...]
 
 MAX_STATES = 4  # tensors of state per parameter
 MAX_SCALARS = 2
-MAX_NUMBERS = 8  # what `prepare` reads of a group; and what it hands to `update`
+MAX_COEFFICIENTS = 8  # hyperparameters that `prepare` reads, and coefficients that it hands to `update`
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Rule:
     master weights, rounding, averages) is not the rule's matter: `g` is the gradient as it should be used.
     """
 
-    numbers: tuple[str, ...]
+    hyperparameters: tuple[str, ...]
     """The hyperparameters that `prepare` reads, in its order; beta1 and beta2 are found in `betas`."""
 
     state: Mapping[str, str | None]
@@ -84,7 +84,7 @@ class Rule:
     for_tables: str | None = None
     """If it cannot update other parameters than tables: what to use for those."""
 
-    sees_to_maximize: bool = False
+    handles_maximize: bool = False
     """Whether `reference` looks after `maximize` by itself."""
 
     def __post_init__(self) -> None:
@@ -94,8 +94,8 @@ class Rule:
         for what, count, most in (
             ("tensors of state", len(self.state), MAX_STATES),
             ("numbers of state", len(self.scalars), MAX_SCALARS),
-            ("hyperparameters", len(self.numbers), MAX_NUMBERS),
-            ("coefficients", self.n_coefficients, MAX_NUMBERS),
+            ("hyperparameters", len(self.hyperparameters), MAX_COEFFICIENTS),
+            ("coefficients", self.n_coefficients, MAX_COEFFICIENTS),
         ):
             if count > most:
                 raise ValueError(f"a rule may have {most} {what}; found {count}")
@@ -105,7 +105,7 @@ class Rule:
         return sum(
             1 << bit
             for bit, option in enumerate(self.state.values())
-            if option is None or number(group, option) > 0
+            if option is None or hyperparameter(group, option) > 0
         )
 
     def state_names(self, group: Group) -> tuple[str, ...]:
@@ -120,16 +120,16 @@ class Rule:
         return tuple(
             name
             for name, option in self.row_scalars.items()
-            if (option is None or number(group, option) != 0) and (self.has(group) or not self.state)
+            if (option is None or hyperparameter(group, option) != 0) and (self.has(group) or not self.state)
         )
 
     def first_value(self, group: Group, name: str) -> float:
         """What a tensor or number of state holds before the first step."""
         value = self.initial.get(name, 0.0)
-        return number(group, value) if isinstance(value, str) else value
+        return hyperparameter(group, value) if isinstance(value, str) else value
 
 
-def number(group: Group, name: str) -> Any:
+def hyperparameter(group: Group, name: str) -> Any:
     """A group's hyperparameter: a number, or a tensor of one."""
     if name in ("beta1", "beta2"):
         return group["betas"][name == "beta2"]

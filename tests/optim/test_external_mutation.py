@@ -276,7 +276,7 @@ def test_state_that_is_not_this_optimizers_is_refused(where: str, case: str) -> 
         elif case == "integers":
             state["exp_avg"] = state["exp_avg"].long()
     optimizer = flatbed.optim.Adam(model.parameters())
-    with pytest.raises(flatbed.FlatbedError, match=r"lacks 'exp_avg|is torch\.int64|another optimizer"):
+    with pytest.raises(flatbed.FlatbedError, match=r"lacks 'exp_avg|torch\.int64|another optimizer"):
         optimizer.load_state_dict(saved)
     assert not optimizer.state_dict()["state"]
     optimizer.step()
@@ -348,26 +348,3 @@ def test_names_inside_flat_parameters(where: str) -> None:
     model(torch.ones(2, 3, device=where)).sum().backward()
     model[1].bias.grad[0] = float("nan")
     assert optimizer.nonfinite() == ["1.bias"]
-
-
-def test_a_captured_table_does_not_hide_that_the_eager_one_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of a captured step that stay where they are, and an eager step with them."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    if torch.cuda.is_available():
-        pytest.skip("test_gpu has the same with a real graph")
-    p = nn.Parameter(torch.zeros(4))
-    optimizer = flatbed.optim.SGD([p], lr=1.0)
-    eager = torch.ones(4)
-    p.grad = eager
-    optimizer.step()
-    stepper: Any = optimizer._steppers[0][0]
-    staged: list[list[int]] = []
-    monkeypatch.setattr(stepper, "_stage", staged.append)
-    monkeypatch.setattr(stepper._stream, "capturing", True)
-    captured = torch.full((4,), 2.0)
-    p.grad = captured
-    stepper.place([captured], frozenset(), optimizer._look()[1])
-    assert staged == [[captured.data_ptr()]]
-    monkeypatch.setattr(stepper._stream, "capturing", False)
-    optimizer.step()
-    assert torch.equal(p.detach(), torch.full((4,), -3.0))

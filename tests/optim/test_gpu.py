@@ -368,7 +368,7 @@ def test_steps_on_two_streams() -> None:
                 p.grad = torch.randn(p.shape, device=CUDA, generator=generator)
                 q.grad = p.grad.clone()
             if step % 3 == 0:
-                a._watch = None  # everything anew
+                a._plan = None
             a.step()
             junk = [torch.full((256,), -1, dtype=torch.int64, device=CUDA) for _ in range(32)]
             nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)

@@ -83,14 +83,14 @@ def test_signatures(case: Case) -> None:
 
 @pytest.mark.parametrize("case", TORCH_CASES, ids=lambda c: c.name)
 def test_fused_kernels_are_used_where_torch_has_them(case: Case) -> None:
-    assert (case.kind.rule.fused is not None) == ("fused" in inspect.signature(case.torch_kind).parameters)
+    assert (case.kind._rule.fused is not None) == ("fused" in inspect.signature(case.torch_kind).parameters)
 
 
 def test_every_optimizer_is_in_the_table() -> None:
     for_parameters = {
         name
         for name in flatbed.optim.__all__
-        if name != "from_torch" and getattr(flatbed.optim, name).rule.for_tables is None
+        if name != "from_torch" and getattr(flatbed.optim, name)._rule.for_tables is None
     }
     assert {case.kind.__name__ for case in CASES} == for_parameters
 
@@ -107,7 +107,7 @@ def test_bitwise(case: Case, model: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [c for c in CASES if c.kind.rule.fused is not None], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in CASES if c.kind._rule.fused is not None], ids=lambda c: c.name)
 def test_bitwise_without_fused_kernels(case: Case, dtype: torch.dtype) -> None:
     check(case.without_fused(), "mixed", dtype, gaps=case.options.get("momentum", 0) == 0)
 

@@ -26,3 +26,9 @@ def _triton_is_there() -> bool:
         )
         return False
     return True
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Tell if the current CUDA stream is being captured into a graph; never true for other devices."""
+    started = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call,unused-ignore]
+    return started and torch.cuda.is_current_stream_capturing()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
+from flatbed.kernels.step import StepOptions
 from flatbed.tables.view import WeightView
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -206,27 +207,17 @@ def check_max_norm(max_norm: Any) -> None:
         raise ValueError(f"max_norm must be a number ≥ 0, or None for no clipping; found {max_norm!r}")
 
 
-def check_settings(
-    *,
-    max_norm: float | None,
-    ema_decay: Any,
-    state_dtype: torch.dtype | None,
-    master_weights: bool,
-    stochastic_rounding: bool,
-    **switches: bool,
-) -> None:
-    """The options that torch's optimizers do not have."""
-    switches |= {"master_weights": master_weights, "stochastic_rounding": stochastic_rounding}
-    for name, value in switches.items():
-        if not isinstance(value, bool):
+def check_options(options: StepOptions) -> None:
+    """Raise for wrong values of the options that torch's optimizers do not have."""
+    for name in ("skip_nonfinite", "master_weights", "stochastic_rounding", "per_row_steps"):
+        if not isinstance(value := getattr(options, name), bool):
             raise TypeError(f"{name} must be True or False; found {value!r}")
-    check_max_norm(max_norm)
-    if ema_decay is not None and not (isinstance(ema_decay, numbers.Real) and 0 <= float(ema_decay) < 1):
-        raise ValueError(f"ema_decay must be in [0, 1), or None; found {ema_decay!r}")
-    if state_dtype is not None and state_dtype not in STATE_DTYPES:
+    check_max_norm(options.max_norm)
+    decay, dtype = options.ema_decay, options.state_dtype
+    if decay is not None and not (isinstance(decay, numbers.Real) and 0 <= float(decay) < 1):
+        raise ValueError(f"ema_decay must be in [0, 1), or None; found {decay!r}")
+    if dtype is not None and dtype not in STATE_DTYPES:
         allowed = ", ".join(map(str, STATE_DTYPES))
-        raise ValueError(f"state_dtype must be one of {allowed} (fp16 is too narrow); found {state_dtype!r}")
-    if master_weights and stochastic_rounding:
-        raise ValueError(
-            "master_weights=True keeps what stochastic_rounding=True would leave to chance: choose one"
-        )
+        raise ValueError(f"state_dtype must be one of {allowed} (fp16 is too narrow); found {dtype!r}")
+    if options.master_weights and options.stochastic_rounding:
+        raise ValueError("master_weights=True makes stochastic_rounding=True useless: choose one")

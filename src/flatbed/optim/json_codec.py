@@ -125,7 +125,7 @@ def optimizer_parts(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Ten
 
 def plain_state(optimizer: Optimizer) -> dict[str, Any]:
     """The state dict of any optimizer; tables, if it has some, are saved by themselves."""
-    without_tables = getattr(optimizer, "state_dict_without_tables", optimizer.state_dict)
+    without_tables = getattr(optimizer, "_state_dict_without_tables", optimizer.state_dict)
     return dict(without_tables())
 
 
@@ -174,4 +174,4 @@ def load_all(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """The inverse of `plain_state`: tables stay as they are."""
-    getattr(optimizer, "load_state_dict_without_tables", optimizer.load_state_dict)(state)
+    getattr(optimizer, "_load_state_dict_without_tables", optimizer.load_state_dict)(state)

@@ -212,9 +212,8 @@ def read_in(table: Table, found: Contents) -> None:
             _overwrite(store, record, fill=fill, whole=_covers(found.record, record))
     if adopted:
         store.claimed, store.scalars = False, dict(scalars)
-        table.numbers = {}  # of an optimizer that is gone
     elif owner is not None and found.record.state:
-        owner.set_table_scalars(table, dict(scalars))
+        store.set_scalars(scalars)
 
 
 def _covers(source: Record, target: Record) -> bool:

@@ -33,7 +33,7 @@ class TableStorage:
         self.config = config
         self.device = device
         self.record = Record((config.weight,))
-        self.scalars: dict[str, float] = {}
+        self.scalars: dict[str, float | Tensor] = {}  # optimizer state that is one number per table
         """The table's numbers of optimizer state as they were saved."""
         self.claimed = True
         """Whether the state is that of an optimizer of this process. If it came from a file or was copied,
@@ -116,7 +116,7 @@ class TableStorage:
     def _make(self, record: Record) -> Storage:
         if self.config.storage == "disk":
             assert self.config.path is not None
-            meta = self._meta({})
+            meta = self._meta()
             return DiskStorage.create(
                 self.config.path, record, self.config.n_rows, fill=self._filler(record), meta=meta
             )
@@ -199,7 +199,7 @@ class TableStorage:
                 record.view(records, name).copy_(old.record.view(before, name))
 
         if isinstance(old, DiskStorage):
-            self._tier = old.rebuilt(record, fill=carry, meta=self._meta(self.scalars))
+            self._tier = old.rebuilt(record, fill=carry, meta=self._meta())
         else:
             self._tier = self._moved(old, record, carry)
         self.record = record
@@ -238,7 +238,7 @@ class TableStorage:
     def _grow(self, old: Storage, n_before: int) -> None:
         self.forget_cache()
         if isinstance(old, DiskStorage):
-            old.resize(self.config.n_rows, fill=self._filler(old.record), meta=self._meta(self.scalars))
+            old.resize(self.config.n_rows, fill=self._filler(old.record), meta=self._meta())
             return
         self.settle()
         new = self._make(old.record)
@@ -278,8 +278,16 @@ class TableStorage:
         self.scalars = dict(tier.meta.get("scalars", {}))
         self.claimed = not tier.record.state
 
-    def _meta(self, scalars: Mapping[str, float]) -> dict[str, Any]:
-        return {"table": self.config.describe(), "scalars": dict(scalars)}
+    def _meta(self) -> dict[str, Any]:
+        scalars = {name: float(value) for name, value in self.scalars.items()}
+        return {"table": self.config.describe(), "scalars": scalars}
+
+    def set_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Continue from these scalars: in place, since kernels and `optimizer.state` hold the tensors."""
+        held, self.scalars = self.scalars, dict(scalars)
+        for name, value in held.items():
+            if name in scalars and isinstance(value, Tensor):
+                self.scalars[name] = value.fill_(scalars[name])
 
     @property
     def disk(self) -> DiskStorage:
@@ -291,10 +299,10 @@ class TableStorage:
             )
         return tier
 
-    def checkpoint(self, scalars: Mapping[str, float]) -> None:
+    def checkpoint(self) -> None:
         """Make rows and numbers of state durable, all or nothing."""
         self.settle()
-        self.disk.checkpoint(self._meta(scalars))
+        self.disk.checkpoint(self._meta())
 
     @property
     def n_unsaved(self) -> int:
