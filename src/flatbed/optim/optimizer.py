@@ -58,7 +58,6 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, params: ParamsT, options: dict[str, Any], **extras: Any) -> None:
         unknown = [name for name in extras if name not in Extras.__annotations__]
         checks.check_known(type(self), unknown, Extras.__annotations__)
-        checks.check_params(params)
         not_options = ("self", "params", "extras", "__class__")
         defaults = {name: value for name, value in options.items() if name not in not_options}
         checks.check_group(defaults)
@@ -67,8 +66,6 @@ class Optimizer(torch.optim.Optimizer):
         self._reset()
         if isinstance(params, nn.Module):
             params = named_trainables(params)
-        elif isinstance(params, list | tuple):
-            checks.check_members([one for one in params if not isinstance(one, dict)])
         try:
             super().__init__(params, defaults)
         except ValueError as error:
@@ -107,13 +104,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own."""
-        checks.check_new_group(param_group, self.param_groups)
-        if own := [name for name in param_group if name in Extras.__annotations__]:
-            raise ValueError(
-                f"{', '.join(own)}: an option of the whole optimizer, not of a param group; found in a group"
-            )
-        merged = {**self.defaults, **{k: v for k, v in param_group.items() if k != "params"}}
-        checks.check_group(merged)
         n_before = len(self.param_groups)
         super().add_param_group(param_group)
         try:
@@ -125,6 +115,10 @@ class Optimizer(torch.optim.Optimizer):
             self._own_tables(n_before)
 
     def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
+        for group in added:
+            checks.check_group(group)
+            if own := [name for name in group if name in Extras.__annotations__]:
+                raise ValueError(f"{own[0]} is an option of the whole optimizer; found in a param group")
         for name, param, _ in named_params(added, number):
             if isinstance(param, Table):
                 check_table(self._spec, self, name, param, self.param_groups[number])
@@ -261,7 +255,6 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
-            checks.check_closure(closure)
             with torch.enable_grad():
                 loss = closure()
         if self._averages_in_model:
@@ -295,8 +288,15 @@ class Optimizer(torch.optim.Optimizer):
     def _rebuild(self, *, everything: bool = False, loaded: bool = False) -> Plan:
         if self._owns_tables:
             self._tables.sync(self._spec, self.param_groups, self.state)
-        options = {"previous": self._plan, "everything": everything, "loaded": loaded}
-        plan = build_plan(self._spec, self.param_groups, self.state, self._stats, **options)
+        plan = build_plan(
+            self._spec,
+            self.param_groups,
+            self.state,
+            self._stats,
+            previous=self._plan,
+            everything=everything,
+            loaded=loaded,
+        )
         self._drop_plan()
         self._plan = plan
         return plan

@@ -133,7 +133,7 @@ class SlotBuilder:
     def _add_scalars(self, slot: ParamSlot, held: dict[str, Any]) -> None:
         rule, device = self.spec.rule, slot.param.device
         for name in rule.scalars:
-            value = (self.private.get(id(held), {}) if name.startswith("_") else held).get(name)
+            value: Any = (self.private.get(id(held), {}) if name.startswith("_") else held).get(name)
             if value is None and name.startswith("_"):  # state of torch's has been through a step
                 value = float(any(isinstance(held.get(key), Tensor) for key in rule.state))
             if value is None:

@@ -52,10 +52,10 @@ def state_fields(spec: OptimizerSpec, group: Group, table: Table) -> tuple[Field
     rule, config = spec.rule, table.store.config
     dtype = torch.promote_types(config.dtype, torch.float32)
     count = 1 if rule.rowwise else config.dim
-    tensors = [(name, dtype, count) for name in rule.state_names(group)]
     scalars = rule.scalars_of_rows(group, per_row_steps=spec.options.per_row_steps)
-    fields = [*tensors, *((name, torch.float32, 1) for name in scalars)]
-    return tuple(Field(name, *kind, float(rule.first_value(group, name))) for name, *kind in fields)
+    kinds: dict[str, tuple[torch.dtype, int]] = {name: (dtype, count) for name in rule.state_names(group)}
+    kinds |= {name: (torch.float32, 1) for name in scalars}
+    return tuple(Field(name, *kind, float(rule.first_value(group, name))) for name, kind in kinds.items())
 
 
 def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group: Group) -> None:
@@ -118,7 +118,7 @@ class OptimizerTables:
         rule, store = spec.rule, slot.table.store
         # Kernels count in fp32, as torch does. Scalars of torch's own classes may need more.
         dtype = torch.float64 if rule.update is None else torch.float32
-        scalars = {}
+        scalars: dict[str, Any] = {}
         for name in rule.scalars:
             if name not in slot.row_scalars:
                 value = store.scalars.get(name, rule.first_value(group, name))
