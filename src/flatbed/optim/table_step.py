@@ -53,8 +53,8 @@ def state_fields(spec: OptimizerSpec, group: Group, table: Table) -> tuple[Field
     dtype = torch.promote_types(config.dtype, torch.float32)
     count = 1 if rule.rowwise else config.dim
     scalars = rule.scalars_of_rows(group, per_row_steps=spec.options.per_row_steps)
-    kinds: dict[str, tuple[torch.dtype, int]] = {name: (dtype, count) for name in rule.state_names(group)}
-    kinds |= {name: (torch.float32, 1) for name in scalars}
+    kinds: dict[str, tuple[torch.dtype, int]] = dict.fromkeys(rule.state_names(group), (dtype, count))
+    kinds |= dict.fromkeys(scalars, (torch.float32, 1))
     return tuple(Field(name, *kind, float(rule.first_value(group, name))) for name, kind in kinds.items())
 
 
