@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 import flatbed
 from tests.cases import build
 from tests.optim.devices import assert_equal, assert_models_equal
-from tests.optim.test_dropin import give_grads, pair
+from tests.optim.test_dropin import adam_pair, give_grads, pair, train_both
 from tests.optim.test_precision import low
 
 # ---- memory of parameters
@@ -78,14 +78,9 @@ def test_param_groups_replaced_as_a_list(where: str) -> None:
 def test_state_moved_by_data(where: str) -> None:
     """As offloading does it: away, and back to somewhere else."""
     ours, theirs = pair(where)
-    a, b = (
-        flatbed.optim.Adam(ours.parameters(), lr=0.01),
-        optim.Adam(theirs.parameters(), lr=0.01, fused=True),
-    )
+    a, b = adam_pair(ours, theirs)
     for step in range(3):
-        give_grads(ours, theirs, seed=step)
-        a.step()
-        b.step()
+        train_both(ours, theirs, a, b, [step])
         for state in a.state.values():
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key].data = state[key].data.clone()
@@ -293,9 +288,7 @@ def test_momentum_switched_off_and_on_after_loading(where: str) -> None:
     a.load_state_dict(copy.deepcopy(b.state_dict()))
     for step, momentum in enumerate((0.0, 0.9, 0.9)):
         a.param_groups[0]["momentum"] = b.param_groups[0]["momentum"] = momentum
-        give_grads(ours, theirs, seed=step)
-        a.step()
-        b.step()
+        train_both(ours, theirs, a, b, [step])
     assert_models_equal(ours, theirs, "tolerant")
 
 
@@ -306,19 +299,14 @@ def test_numbers_of_numpy(where: str, lr: Any) -> None:
         flatbed.optim.Adam(ours.parameters(), lr=lr),
         optim.Adam(theirs.parameters(), lr=float(lr), fused=True),
     )
-    give_grads(ours, theirs)
-    a.step()
-    b.step()
+    train_both(ours, theirs, a, b)
     a.load_state_dict(a.state_dict())
     assert_models_equal(ours, theirs, where)
 
 
 def test_a_scale_without_a_verdict(where: str) -> None:
     ours, theirs = pair(where)
-    a, b = (
-        flatbed.optim.Adam(ours.parameters(), lr=0.01),
-        optim.Adam(theirs.parameters(), lr=0.01, fused=True),
-    )
+    a, b = adam_pair(ours, theirs)
     give_grads(ours, theirs)
     for model, optimizer in ((ours, a), (theirs, b)):
         for p in model.parameters():

@@ -81,11 +81,6 @@ def test_signatures(case: Case) -> None:
     ]
 
 
-@pytest.mark.parametrize("case", TORCH_CASES, ids=lambda c: c.name)
-def test_fused_kernels_are_used_where_torch_has_them(case: Case) -> None:
-    assert (case.kind._rule.fused is not None) == ("fused" in inspect.signature(case.torch_kind).parameters)
-
-
 def test_every_optimizer_is_in_the_table() -> None:
     for_parameters = {
         name
@@ -126,16 +121,6 @@ def test_groups_with_different_options(pair: tuple[Case, Case], dtype: torch.dty
     theirs, ours = second.torch_kind(groups(left), **second.same_rounding(dtype)), second.kind(groups(right))
     train(theirs, left)
     train(ours, right)
-    assert_same(left, right)
-    assert_same_state(theirs, ours)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_scheduled(case: Case) -> None:
-    left, right = build("mixed"), build("mixed")
-    theirs, ours = case.theirs(left.parameters(), **case.same_rounding()), case.ours(right.parameters())
-    for optimizer, model in ((theirs, left), (ours, right)):
-        train(optimizer, model, scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8))
     assert_same(left, right)
     assert_same_state(theirs, ours)
 

@@ -72,21 +72,6 @@ def test_fp32_parameters_need_no_master(where: str) -> None:
     assert list(optimizer.state[next(model.parameters())]) == ["step", "exp_avg", "exp_avg_sq"]
 
 
-def test_weights_written_by_hand_reach_the_master(where: str) -> None:
-    model = build("mixed", where).bfloat16()
-    optimizer = flatbed.optim.SGD(model.parameters(), lr=0.0, master_weights=True)
-    give_grads(model)
-    optimizer.step()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(0.5)
-    optimizer.step()
-    assert all((p == 0.5).all() for p in model.parameters())
-    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.state_dict().items()})
-    optimizer.step()
-    assert not any(p.any() for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     "options", [{"master_weights": True}, {"ema_decay": 0.9}, {"state_dtype": torch.bfloat16}]
 )

@@ -79,16 +79,6 @@ def test_an_optimizer_that_is_gone() -> None:
         emb([1])
 
 
-def test_tables_do_not_keep_optimizers_alive() -> None:
-    model = Model(made())
-    optimizer = flatbed.optim.Adam(model)
-    model([1]).sum().backward()
-    optimizer.step()
-    del optimizer
-    gc.collect()
-    assert model.emb.table.owner is None  # type: ignore[union-attr]
-
-
 # ---- another optimizer
 
 
@@ -260,18 +250,6 @@ def test_a_failed_optimizer_changes_nothing(groups: int, wrong: str, tmp_path: P
     owner.step()
 
 
-def test_add_param_group_that_fails_changes_nothing() -> None:
-    first, second = made(), made(dtype=torch.bfloat16)
-    owner = flatbed.optim.Adam([second.table])
-    optimizer = flatbed.optim.Adam([first.table], master_weights=True)
-    with pytest.raises(ValueError, match="has no room for master weights"):
-        optimizer.add_param_group({"params": [second.table]})
-    assert len(optimizer.param_groups) == 1
-    assert second.table.owner is owner
-    backward(first)
-    optimizer.step()
-
-
 def test_state_of_its_own_needs_an_optimizer_of_its_kind() -> None:
     emb = made()
     optimizer = flatbed.optim.Adam(emb)
@@ -340,16 +318,6 @@ def test_max_norm_and_grad_norm_count_tables() -> None:
         b.step()
         torch.testing.assert_close(a.grad_norm, norm)
         assert_same(ours, theirs)
-
-
-def test_norms_of_a_model_of_tables_alone() -> None:
-    emb = made(init=2.0)
-    optimizer = flatbed.optim.SGD(emb, lr=1.0, max_norm=1.0)
-    assert optimizer.grad_norm is None
-    emb([1]).sum().backward()
-    optimizer.step()
-    assert float(optimizer.grad_norm) == 2.0  # type: ignore[arg-type]
-    torch.testing.assert_close(emb.weight[1], torch.full((DIM,), 1.5))
 
 
 def test_gradients_that_are_not_finite() -> None:
@@ -444,21 +412,6 @@ def test_a_step_uses_the_gradient_up(zero: str) -> None:
         if zero != "nobody":
             (model if zero == "model" else optimizer).zero_grad()
     assert emb.weight[1].tolist() == [-3.0] * DIM
-
-
-def test_a_gradient_is_used_once() -> None:
-    """Steps without a lookup, as those of the other half of an adversarial pair, leave the table alone."""
-    model = Model(made(init="zeros"))
-    emb: Any = model.emb
-    optimizer = flatbed.optim.SGD(model, lr=1.0)
-    emb([1]).sum().backward()
-    optimizer.step()
-    model.zero_grad()
-    model.head(torch.ones(1, DIM)).sum().backward()
-    head = model.head.weight.detach().clone()
-    optimizer.step()
-    assert emb.weight[1].tolist() == [-1.0] * DIM
-    assert not torch.equal(model.head.weight, head)
 
 
 def test_a_step_without_gradients_does_nothing() -> None:
