@@ -90,16 +90,9 @@ def prepare(
     row_ptr = table_ptr + parameter * COLUMNS
     grad = tl.load(grads_ptr + parameter, mask=valid, other=0)
     line_ptr = hyperparameters_ptr + tl.load(row_ptr + GROUP, mask=valid, other=0) * LINE
-    h = (
-        tl.load(line_ptr + 1, mask=valid, other=0.5),
-        tl.load(line_ptr + 2, mask=valid, other=0.5),
-        tl.load(line_ptr + 3, mask=valid, other=0.5),
-        tl.load(line_ptr + 4, mask=valid, other=0.5),
-        tl.load(line_ptr + 5, mask=valid, other=0.5),
-        tl.load(line_ptr + 6, mask=valid, other=0.5),
-        tl.load(line_ptr + 7, mask=valid, other=0.5),
-        tl.load(line_ptr + 8, mask=valid, other=0.5),
-    )
+    h = ()
+    for i in tl.static_range(1, LINE):
+        h = h + (tl.load(line_ptr + i, mask=valid, other=0.5),)  # noqa: RUF005
     first_ptr = pointer(tl.load(row_ptr + SCALARS, mask=valid, other=0), tl.float32, 1)
     second_ptr = pointer(tl.load(row_ptr + (SCALARS + 1), mask=valid, other=0), tl.float32, 1)
     first = tl.zeros([LANES], tl.float64)
@@ -169,34 +162,22 @@ def load_as(ptr, mask, TYPE: tl.constexpr):
 @triton.jit
 def load_line(line_ptr, TYPE: tl.constexpr):
     """The rule's part of a line of hyperparameters or coefficients."""
-    return (
-        tl.load(line_ptr + 1).to(TYPE),
-        tl.load(line_ptr + 2).to(TYPE),
-        tl.load(line_ptr + 3).to(TYPE),
-        tl.load(line_ptr + 4).to(TYPE),
-        tl.load(line_ptr + 5).to(TYPE),
-        tl.load(line_ptr + 6).to(TYPE),
-        tl.load(line_ptr + 7).to(TYPE),
-        tl.load(line_ptr + 8).to(TYPE),
-    )
+    values = ()
+    for i in tl.static_range(1, LINE):
+        values = values + (tl.load(line_ptr + i).to(TYPE),)  # noqa: RUF005
+    return values
 
 
 @triton.jit
 def load_state(ptrs, absent, mask, HAS: tl.constexpr, TYPE: tl.constexpr):
     """The tensors of state that exist, by the bits of HAS; `absent` stands for the others."""
-    s0 = absent
-    s1 = absent
-    s2 = absent
-    s3 = absent
-    if HAS & 1:
-        s0 = load_as(ptrs[0], mask, TYPE)
-    if HAS & 2:
-        s1 = load_as(ptrs[1], mask, TYPE)
-    if HAS & 4:
-        s2 = load_as(ptrs[2], mask, TYPE)
-    if HAS & 8:
-        s3 = load_as(ptrs[3], mask, TYPE)
-    return s0, s1, s2, s3
+    state = ()
+    for i in tl.static_range(4):
+        if HAS >> i & 1:
+            state = state + (load_as(ptrs[i], mask, TYPE),)  # noqa: RUF005
+        else:
+            state = state + (absent,)  # noqa: RUF005
+    return state
 
 
 @triton.jit
@@ -209,23 +190,13 @@ def store_state(
         more = noise
         if HAS & 12:
             more = tl.randint(seed + 2, position).to(tl.uint32, bitcast=True)
-        if HAS & 1:
-            tl.store(ptrs[0], round_stochastically(state[0], noise), mask=mask)
-        if HAS & 2:
-            tl.store(ptrs[1], round_stochastically(state[1], noise >> 16), mask=mask)
-        if HAS & 4:
-            tl.store(ptrs[2], round_stochastically(state[2], more), mask=mask)
-        if HAS & 8:
-            tl.store(ptrs[3], round_stochastically(state[3], more >> 16), mask=mask)
-    else:
-        if HAS & 1:
-            tl.store(ptrs[0], state[0].to(TYPE), mask=mask)
-        if HAS & 2:
-            tl.store(ptrs[1], state[1].to(TYPE), mask=mask)
-        if HAS & 4:
-            tl.store(ptrs[2], state[2].to(TYPE), mask=mask)
-        if HAS & 8:
-            tl.store(ptrs[3], state[3].to(TYPE), mask=mask)
+        noises = (noise, noise >> 16, more, more >> 16)
+    for i in tl.static_range(4):
+        if HAS >> i & 1:
+            if STOCHASTIC:
+                tl.store(ptrs[i], round_stochastically(state[i], noises[i]), mask=mask)
+            else:
+                tl.store(ptrs[i], state[i].to(TYPE), mask=mask)
 
 
 @triton.jit
@@ -269,12 +240,9 @@ def update_block(
     g_ptr = pointer(grad, GRAD_TYPE, VECTOR if FULL else 1) + at
     master_ptr = pointer(tl.load(row_ptr + MASTER), COMPUTE, VECTOR) + at
     ema_ptr = pointer(tl.load(row_ptr + EMA), COMPUTE, VECTOR) + at
-    state_ptrs = (
-        pointer(tl.load(row_ptr + STATES), STATE_TYPE, VECTOR) + at,
-        pointer(tl.load(row_ptr + (STATES + 1)), STATE_TYPE, VECTOR) + at,
-        pointer(tl.load(row_ptr + (STATES + 2)), STATE_TYPE, VECTOR) + at,
-        pointer(tl.load(row_ptr + (STATES + 3)), STATE_TYPE, VECTOR) + at,
-    )
+    state_ptrs = ()
+    for i in tl.static_range(4):
+        state_ptrs = state_ptrs + (pointer(tl.load(row_ptr + (STATES + i)), STATE_TYPE, VECTOR) + at,)  # noqa: RUF005
     g = load_as(g_ptr, mask, COMPUTE)
     p = load_as(master_ptr if HAS_MASTER else p_ptr, mask, COMPUTE)
     state = load_state(state_ptrs, p, mask, HAS, COMPUTE)
