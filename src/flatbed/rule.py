@@ -74,8 +74,8 @@ class Rule:
     """True if torch makes the state at construction instead of at the first gradient."""
 
     row_scalars: Mapping[str, str | None] = field(default_factory=dict)
-    """The scalars that every row of a table has for itself; with the hyperparameter that must be set, if
-    any. All others are one per table."""
+    """The scalars that are in the record of each row of a table; with the hyperparameter that must be set,
+    if any. All others are one per table."""
 
     rowwise: bool = False
     """True if tensors of state have one value per row of a table. `update` gets the mean of the row's squared

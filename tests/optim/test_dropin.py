@@ -1,4 +1,4 @@
-"""What people do with an optimizer beside calling step: all of it works, and trains as torch does."""
+"""Uses of an optimizer besides `step`: schedulers, hooks, groups, copies; results equal torch's."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_state_set_by_hand_is_used(where: str) -> None:
     assert_models_equal(ours, theirs, where)
 
 
-def test_clearing_the_state_starts_anew(where: str) -> None:
+def test_clearing_the_state_starts_again(where: str) -> None:
     ours, theirs = pair(where)
     a, b = adam_pair(ours, theirs)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""What users and other libraries change between steps: the next step knows, or it says so."""
+"""Changes of parameters, state and groups between steps: the next step uses them or raises."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_parameters_of_another_shape_in_the_same_memory(where: str, change: str)
         optimizer.step()
         outcomes.append((p.detach().clone(), memory.clone()))
     assert torch.equal(outcomes[0][0], outcomes[1][0])
-    assert torch.equal(outcomes[0][1], outcomes[1][1])  # nothing beside the parameter was written
+    assert torch.equal(outcomes[0][1], outcomes[1][1])  # nothing outside the parameter was written
 
 
 def test_swapped_parameters_and_future_conversion(where: str) -> None:

@@ -249,7 +249,7 @@ def test_state_is_not_made_inside_a_graph() -> None:
 
 
 def test_graphs_survive_what_happens_to_the_optimizer() -> None:
-    """New parameters, a loaded checkpoint: the graph goes on with what it captured."""
+    """New parameters, a loaded checkpoint: the graph keeps what it captured."""
     model, late = small_model(), nn.Linear(3, 3, device=CUDA)
     optimizer = flatbed.optim.SGD(model.parameters(), lr=0.5)
     give_grads(model)

@@ -97,7 +97,7 @@ def test_every_optimizer_is_in_the_table() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_bitwise(case: Case, model: str, dtype: torch.dtype) -> None:
-    """How gradients come and go is paired with the models rather than crossed."""
+    """Patterns of missing gradients are paired with the models rather than crossed."""
     check(case, model, dtype, set_to_none=model != "tied", gaps=model in ("mixed", "rnn"))
 
 

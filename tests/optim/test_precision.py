@@ -109,7 +109,7 @@ def test_state_dtype(where: str, state_dtype: torch.dtype) -> None:
                 b.state[q][key].copy_(b.state[q][key].to(state_dtype))
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert a.state[p]["exp_avg"].dtype == state_dtype
-        cut_off = state_dtype == torch.bfloat16  # or rounded by chance
+        cut_off = state_dtype == torch.bfloat16  # or rounded stochastically
         torch.testing.assert_close(p, q, rtol=1e-3 if cut_off else 1e-5, atol=1e-3 if cut_off else 1e-6)
 
 
@@ -171,7 +171,7 @@ def test_mixed_dtypes_in_one_optimizer(where: str) -> None:
 
 
 def test_stochastic_rounding_is_unbiased(where: str) -> None:
-    """A step far below half a unit in the last place: lost by rounding, kept on average by chance."""
+    """A step far below half a unit in the last place: lost by rounding, kept on average by stochastic rounding."""
     n = 4096
     p = nn.Parameter(torch.ones(n, dtype=torch.bfloat16, device=where))
     optimizer = flatbed.optim.SGD([p], lr=1.0, stochastic_rounding=True)

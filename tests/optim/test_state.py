@@ -166,7 +166,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(where: str) -> None:
         assert after["param_groups"] == before["param_groups"]
         for key, state in before["state"].items():
             assert all(torch.equal(state[name], after["state"][key][name]) for name in state)
-    steps(model, optimizer, range(2, 3))  # and it goes on
+    steps(model, optimizer, range(2, 3))  # training continues
 
 
 def test_hooks_of_state_dicts() -> None:

@@ -1,4 +1,4 @@
-"""Which optimizer a table belongs to, and what it does with the gradients."""
+"""Ownership of tables by optimizers, and the use of their gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def backward(emb: Any, ids: Any = (1, 2)) -> None:
     emb(torch.tensor(ids)).pow(2).sum().backward()
 
 
-# ---- nobody's table
+# ---- tables without an optimizer
 
 
 def test_gradients_without_an_optimizer_are_an_error_at_the_next_training_lookup() -> None:
@@ -53,7 +53,7 @@ def test_an_optimizer_that_comes_later_uses_the_gradients() -> None:
     assert emb.weight[:4, 0].tolist() == [0, -1, -1, 0]
 
 
-def test_whoever_drops_the_gradients_knows_of_them() -> None:
+def test_dropped_gradients_need_no_optimizer() -> None:
     """Training by hand."""
     emb = made(init="zeros")
     for _ in range(3):
@@ -400,16 +400,16 @@ def test_rows_that_were_dropped_do_not_move() -> None:
     assert torch.equal(emb.weight, before)
 
 
-@pytest.mark.parametrize("zero", ["model", "optimizer", "nobody"])
+@pytest.mark.parametrize("zero", ["model", "optimizer", "neither"])
 def test_a_step_uses_the_gradient_up(zero: str) -> None:
-    """`model.zero_grad()` does not know of tables: the next backward pass begins anew all the same."""
+    """`model.zero_grad()` does not know of tables: the next backward pass starts from zero all the same."""
     model = Model(made(init="zeros"))
     emb: Any = model.emb
     optimizer = flatbed.optim.SGD(model, lr=1.0)
     for _ in range(3):
         emb([1]).sum().backward()
         optimizer.step()
-        if zero != "nobody":
+        if zero != "neither":
             (model if zero == "model" else optimizer).zero_grad()
     assert emb.weight[1].tolist() == [-3.0] * DIM
 
@@ -436,7 +436,7 @@ def one_step(model: nn.Module, optimizer: flatbed.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("other", [flatbed.optim.SGD, partial(flatbed.optim.Adam, amsgrad=True)])
-def test_a_file_is_not_made_anew_for_another_optimizer(other: Any, tmp_path: Path) -> None:
+def test_a_file_is_not_rewritten_for_another_optimizer(other: Any, tmp_path: Path) -> None:
     """In a living process as in a new one: what was saved would be gone."""
     model = model_on_disk(tmp_path)
     optimizer = flatbed.optim.Adam(model, lr=0.1)
@@ -445,8 +445,8 @@ def test_a_file_is_not_made_anew_for_another_optimizer(other: Any, tmp_path: Pat
     expected = model[0].read_rows(range(50)).clone()
     with pytest.raises(FlatbedError, match=r"holds optimizer state of its own .*drop_state"):
         other(model, lr=0.1)
-    one_step(model, optimizer)  # the first one goes on
-    again = flatbed.optim.Adam(model, lr=0.1)  # with the same kind of state, anew
+    one_step(model, optimizer)  # the first one still trains
+    again = flatbed.optim.Adam(model, lr=0.1)  # the same kind of state, from zero
     one_step(model, again)
     model[0].table.close(discard=True)
     model = model_on_disk(tmp_path)
@@ -458,7 +458,7 @@ def test_a_file_is_not_made_anew_for_another_optimizer(other: Any, tmp_path: Pat
     model[0].table.close(discard=True)
 
 
-def test_an_optimizer_that_was_never_used_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_an_optimizer_that_was_never_used_does_not_matter(tmp_path: Path) -> None:
     model = model_on_disk(tmp_path)
     flatbed.optim.Adam(model, lr=0.1)
     one_step(model, flatbed.optim.SGD(model, lr=0.1))

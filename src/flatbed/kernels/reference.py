@@ -163,11 +163,11 @@ class Bucket:
     fused: bool
     slots: list[int]
     scalars: Tensor
-    chunks: dict[tuple[int, ...], list[Chunk]] = field(default_factory=dict)  # by slots with gradients
+    chunks: dict[tuple[int, ...], list[BucketChunk]] = field(default_factory=dict)  # by slots with gradients
 
 
 @dataclass(slots=True)
-class Chunk:
+class BucketChunk:
     """The slots of a bucket that are updated by one call."""
 
     slots: list[int]
@@ -266,7 +266,7 @@ class TorchStepper:
                     self._copy_back(chunk, tensors, options)
             _write(bucket.scalars, columns, after)
 
-    def _chunks(self, bucket: Bucket, columns: list[int], at_once: bool) -> list[Chunk]:
+    def _chunks(self, bucket: Bucket, columns: list[int], at_once: bool) -> list[BucketChunk]:
         key = (at_once, *columns)
         chunks = bucket.chunks.get(key)
         if chunks is None:
@@ -284,12 +284,12 @@ class TorchStepper:
             chunks = bucket.chunks[key] = [self._chunk(part) for part in parts]
         return chunks
 
-    def _chunk(self, indices: list[int]) -> Chunk:
+    def _chunk(self, indices: list[int]) -> BucketChunk:
         slots = [self.slots[i] for i in indices]
         state = {name: [slot.state[name] for slot in slots] for name in slots[0].state}
-        return Chunk(indices, [slot.param for slot in slots], state)
+        return BucketChunk(indices, [slot.param for slot in slots], state)
 
-    def _tensors(self, chunk: Chunk, wide: bool, *, copied: bool) -> Tensors:
+    def _tensors(self, chunk: BucketChunk, wide: bool, *, copied: bool) -> Tensors:
         params, state = chunk.params, chunk.state
         grads: list[Tensor] = [self._grads[i] for i in chunk.slots]  # type: ignore[misc]
         if wide:
@@ -320,7 +320,7 @@ class TorchStepper:
         torch._foreach_copy_(copies, grads)
         return copies
 
-    def _copy_back(self, chunk: Chunk, tensors: Tensors, options: StepOptions) -> None:
+    def _copy_back(self, chunk: BucketChunk, tensors: Tensors, options: StepOptions) -> None:
         for column, i in enumerate(chunk.slots):
             slot, value = self.slots[i], tensors.params[column]
             seed = int(self.step_stats[STEPS]) * 1_000_003 + i

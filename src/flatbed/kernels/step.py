@@ -96,7 +96,7 @@ class Scaling:
     found_inf: Tensor | None
 
     def to(self, device: torch.device) -> Scaling:
-        """The same values on the device of a step."""
+        """Copy the values to the device of a step."""
         scale, found_inf = (
             None if t is None else t.to(device, non_blocking=True) for t in (self.scale, self.found_inf)
         )

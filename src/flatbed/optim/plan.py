@@ -16,11 +16,9 @@ from flatbed.kernels.dispatch import is_capturing, use_triton
 from flatbed.kernels.reference import TorchStepper
 from flatbed.kernels.step import STEPS, DenseStepper, Grads, ParamSlot, stride_of
 from flatbed.optim.master_weights import MasterWeights
-from flatbed.optim.state_builder import OptimizerSpec, build_slots, publish_state
+from flatbed.optim.state_builder import Groups, OptimizerSpec, build_slots, publish_state
 from flatbed.rule import Rule
 from flatbed.tables.table import Table
-
-Groups = list[dict[str, Any]]
 
 
 class StepStats:

@@ -17,6 +17,7 @@ from flatbed.optim import checks
 from flatbed.rule import Group, Rule
 from flatbed.tables.table import Table
 
+Groups = list[dict[str, Any]]
 LOW = (torch.bfloat16, torch.float16)
 MASTER, EMA = "master_weight", "ema"  # keys of state that torch does not have
 

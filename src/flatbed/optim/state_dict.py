@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from flatbed.errors import FlatbedError
-from flatbed.optim.state_builder import EMA, MASTER, OptimizerSpec
+from flatbed.optim.state_builder import EMA, MASTER, Groups, OptimizerSpec
 from flatbed.optim.table_step import TableSlot
 from flatbed.tables.embedding import whole_field, write_field
 from flatbed.tables.table import Table
 
-Groups = list[dict[str, Any]]
 StateDict = dict[str, Any]
 
 ROUNDS = "rounding_steps"  # a key that torch does not have: the steps so far, which choose the noise

@@ -15,7 +15,7 @@ from flatbed.kernels.dispatch import is_capturing, use_triton
 from flatbed.kernels.reference import Update, begin_step, update_rows
 from flatbed.kernels.rows import RecordLocation
 from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions
-from flatbed.optim.state_builder import LOW, OptimizerSpec, named_tables
+from flatbed.optim.state_builder import LOW, Groups, OptimizerSpec, named_tables
 from flatbed.rule import Group, Rule
 from flatbed.tables.grads import RowGrads, compacted
 from flatbed.tables.record import Field
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 4 << 20  # of weights: temporaries of an update should stay in the CPU's caches
 
-Groups = list[dict[str, Any]]
-
 
 @dataclass(slots=True)
 class TableSlot:
@@ -39,7 +37,7 @@ class TableSlot:
     table: Table
     group: int
     row_scalars: tuple[str, ...]
-    """The scalars that each row has for itself, in its record."""
+    """The scalars that are in the record of each row."""
 
     @property
     def scalars(self) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def count_rows(
     record, hyperparameters_ptr, there, PREPARE: tl.constexpr, N_SCALARS: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Advance the scalars that each row keeps for itself; return the rows' coefficients."""
+    """Advance the scalars in the records of rows; return the rows' coefficients."""
     first_ptr = field(record, FIRST, tl.float32)
     second_ptr = field(record, SECOND, tl.float32)
     one = tl.load(first_ptr, mask=there, other=0.0).to(tl.float64)

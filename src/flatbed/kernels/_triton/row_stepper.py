@@ -47,7 +47,7 @@ class TritonRows:
         self.layouts = layouts
         self.device = step_stats.device
         table = np.zeros((len(layouts), COLUMNS), np.int64)
-        unused = torch.zeros((), device=self.device)  # for scalars that each row has for itself
+        unused = torch.zeros((), device=self.device)  # stands for scalars that are in the records
         for line, layout in zip(table, layouts, strict=True):
             line[GROUP] = layout.group
             for column, name in enumerate(rule.scalars):

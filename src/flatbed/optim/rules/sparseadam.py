@@ -1,4 +1,4 @@
-"""SparseAdam: Adam as torch has it for the rows of a batch, with eps beside the uncorrected root."""
+"""SparseAdam: Adam as torch has it for the rows of a batch, with eps added to the uncorrected root."""
 
 from __future__ import annotations
 
