@@ -171,7 +171,7 @@ def test_mixed_dtypes_in_one_optimizer(where: str) -> None:
 
 
 def test_stochastic_rounding_is_unbiased(where: str) -> None:
-    """A step far below half a unit in the last place: lost by rounding, kept on average by stochastic rounding."""
+    """A step far below half a unit in the last place: lost by rounding, kept on average if stochastic."""
     n = 4096
     p = nn.Parameter(torch.ones(n, dtype=torch.bfloat16, device=where))
     optimizer = flatbed.optim.SGD([p], lr=1.0, stochastic_rounding=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -28,19 +28,21 @@ class StepStats:
         self.vectors: dict[tuple[str, torch.device], Tensor] = {}
         self._first_step = 0
 
-    def vector(self, kind: str, device: torch.device) -> Tensor:
-        """The statistics of one device. The first of a device continues those of another one."""
-        if (kind, device) not in self.vectors:
-            found = next((v for (other, _), v in self.vectors.items() if other == kind), None)
-            if found is None:
-                found = torch.zeros(4, dtype=torch.float64, device="cpu")
-                found[STEPS] = self._first_step
-            self.vectors[kind, device] = found.to(device, copy=True)
-        return self.vectors[kind, device]
+    def of(self, kind: str, devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
+        """The statistics of these devices. A new device continues those of a former one."""
+        held = {device: vector for (other, device), vector in self.vectors.items() if other == kind}
+        start = torch.zeros(4, dtype=torch.float64, device="cpu")
+        start[STEPS] = self._first_step
+        known = next(iter(held.values()), start)
+        found = {device: held.get(device, known.to(device, copy=True)) for device in devices}
+        if found:
+            self.vectors = {key: vector for key, vector in self.vectors.items() if key[0] != kind}
+            self.vectors |= {(kind, device): vector for device, vector in found.items()}
+        return found
 
     @property
     def latest(self) -> Tensor | None:
-        """The statistics of the last step. Steps of tables alone do not occur where there are slots."""
+        """The statistics of the last step: those of parameters, if there are any in the plan."""
         return next((self.vectors[key] for key in sorted(self.vectors, key=lambda key: key[0])), None)
 
     @property
@@ -185,11 +187,12 @@ def build_plan(
     by_device: dict[torch.device, list[int]] = {}
     for i, slot in enumerate(slots):
         by_device.setdefault(slot.param.device, []).append(i)
+    vectors = stats.of("params", by_device)
     devices = []
     for device, indices in by_device.items():
         stepper = _stepper_class(spec.rule, device)
         own = [slots[i] for i in indices]
-        devices.append(DeviceSlots(stepper(spec.rule, groups, own, stats.vector("params", device)), indices))
+        devices.append(DeviceSlots(stepper(spec.rule, groups, own, vectors[device]), indices))
     for slot in slots:
         publish_state(state, slot)
     masters = MasterWeights(slots)

@@ -191,9 +191,9 @@ class OptimizerTables:
             by_device: dict[torch.device, list[TableSlot]] = {}
             for slot in self.slots:
                 by_device.setdefault(slot.table.store.device, []).append(slot)
+            vectors = stats.of("tables", by_device)
             self._steppers = [
-                TableStepper(spec.rule, groups, slots, stats.vector("tables", device))
-                for device, slots in by_device.items()
+                TableStepper(spec.rule, groups, slots, vectors[device]) for device, slots in by_device.items()
             ]
             self._built_from = key
         given = {id(slot): pack for slot, pack in zip(self.slots, packs, strict=True)}
