@@ -130,7 +130,7 @@ def load_table_state(spec: OptimizerSpec, slot: TableSlot, held: dict[str, Any])
             write_field(table, field.name, torch.ones(table.num_embeddings, 1, device="cpu"))
     names = [name for name in spec.rule.scalars if name not in slot.row_scalars]
     hidden = {name: 1.0 for name in names if held and name.startswith("_")}
-    table.store.scalars = hidden | {name: float(held[name]) for name in names if name in held}
+    table.store.scalars = {**hidden, **{name: float(held[name]) for name in names if name in held}}
 
 
 def warn_of_losses(spec: OptimizerSpec, state_dict: StateDict) -> None:
