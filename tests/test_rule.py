@@ -14,11 +14,11 @@ import flatbed
     ("change", "message"),
     [
         ({"state": dict.fromkeys("abcde")}, "4 tensors of state; found 5"),
-        ({"scalars": ("step", "a", "b")}, "2 numbers of state; found 3"),
-        ({"numbers": tuple("abcdefghi")}, "8 hyperparameters; found 9"),
+        ({"scalars": ("step", "a", "b")}, "2 scalars; found 3"),
+        ({"hyperparameters": tuple("abcdefghi")}, "8 hyperparameters; found 9"),
         ({"n_coefficients": 9}, "8 coefficients; found 9"),
     ],
 )
 def test_more_than_the_tables_hold_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"a rule may have {message}"):
-        replace(flatbed.optim.Adam.rule, **change)
+        replace(flatbed.optim.Adam._rule, **change)

@@ -1,4 +1,4 @@
-"""What an optimizer is, as a value: hyperparameters, names of its state, how one element is updated."""
+"""An optimizer as a value: hyperparameters, names of its state, and the update of one element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Scalars = tuple[float, ...]
 
 MAX_STATES = 4  # tensors of state per parameter
 MAX_SCALARS = 2
-MAX_NUMBERS = 8  # what `prepare` reads of a group; and what it hands to `update`
+MAX_COEFFICIENTS = 8  # hyperparameters that `prepare` reads, and coefficients that it hands to `update`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Rule:
     """One optimizer's arithmetic, twice: as torch operations on lists of tensors, and for one element.
 
     `reference` runs on any device. `prepare` and `update` are plain functions that Triton compiles on
-    first use, with `tl` in their globals. What all optimizers share (maximize, clipping, loss scaling,
-    master weights, rounding, averages) is not the rule's matter: `g` is the gradient as it should be used.
+    first use, with `tl` in their globals. The steppers handle what all optimizers share: maximize, clipping,
+    loss scaling, master weights, rounding, averages.
     """
 
-    numbers: tuple[str, ...]
+    hyperparameters: tuple[str, ...]
     """The hyperparameters that `prepare` reads, in its order; beta1 and beta2 are found in `betas`."""
 
     state: Mapping[str, str | None]
@@ -51,7 +51,7 @@ class Rule:
     """Updates lists of tensors whose scalars are equal; returns the scalars after the step."""
 
     prepare: Callable[..., Any] | None = None
-    """Triton, once per parameter and step, in fp64: (numbers, scalars) → (scalars, coefficients)."""
+    """Triton, once per parameter and step, in fp64: (hyperparameters, scalars) → (scalars, coefficients)."""
 
     n_coefficients: int = 0
     """How many coefficients `prepare` returns."""
@@ -62,40 +62,40 @@ class Rule:
     Without it the reference runs everywhere."""
 
     scalars: tuple[str, ...] = ("step",)
-    """The numbers of state by torch's keys. One that begins with _ is not shown to the user."""
+    """The state that is one number, by torch's keys. One that begins with _ is not in `optimizer.state`."""
 
     initial: Mapping[str, float | str] = field(default_factory=dict)
     """First values of state that does not start at 0: a number, or the name of a hyperparameter."""
 
     fused: Callable[[Group, Tensors, Scalars], Scalars] | None = None
-    """The same by torch's fused CPU kernel, where it has one. It looks after `maximize` by itself."""
+    """The step by torch's fused CPU kernel, where torch has one. It handles `maximize`."""
 
     eager: bool = False
-    """Whether torch makes the state at construction instead of at the first gradient."""
+    """True if torch makes the state at construction instead of at the first gradient."""
 
     row_scalars: Mapping[str, str | None] = field(default_factory=dict)
-    """The numbers of state that every row of a table has for itself; with the hyperparameter that must be
-    set, if any. All others are one per table."""
+    """The scalars that are in the record of each row of a table; with the hyperparameter that must be set,
+    if any. All others are one per table."""
 
     rowwise: bool = False
-    """Whether tensors of state have one value per row of a table. `update` gets the mean of the row's squared
+    """True if tensors of state have one value per row of a table. `update` gets the mean of the row's squared
     gradients as the state after the last."""
 
     for_tables: str | None = None
-    """If it cannot update other parameters than tables: what to use for those."""
+    """For an optimizer of tables alone: the remedy for other parameters."""
 
-    sees_to_maximize: bool = False
-    """Whether `reference` looks after `maximize` by itself."""
+    handles_maximize: bool = False
+    """True if `reference` handles `maximize`."""
 
     def __post_init__(self) -> None:
-        """What the kernels' tables have no room for is refused where it is written, not on a GPU."""
+        """Raise here, not on a GPU, for what the kernels' tables have no room for."""
         if self.update is None:
             return
         for what, count, most in (
             ("tensors of state", len(self.state), MAX_STATES),
-            ("numbers of state", len(self.scalars), MAX_SCALARS),
-            ("hyperparameters", len(self.numbers), MAX_NUMBERS),
-            ("coefficients", self.n_coefficients, MAX_NUMBERS),
+            ("scalars", len(self.scalars), MAX_SCALARS),
+            ("hyperparameters", len(self.hyperparameters), MAX_COEFFICIENTS),
+            ("coefficients", self.n_coefficients, MAX_COEFFICIENTS),
         ):
             if count > most:
                 raise ValueError(f"a rule may have {most} {what}; found {count}")
@@ -105,7 +105,7 @@ class Rule:
         return sum(
             1 << bit
             for bit, option in enumerate(self.state.values())
-            if option is None or number(group, option) > 0
+            if option is None or hyperparameter(group, option) > 0
         )
 
     def state_names(self, group: Group) -> tuple[str, ...]:
@@ -114,22 +114,22 @@ class Rule:
         return tuple(name for bit, name in enumerate(self.state) if has >> bit & 1)
 
     def scalars_of_rows(self, group: Group, *, per_row_steps: bool) -> tuple[str, ...]:
-        """The numbers of state that a table has in every record."""
+        """The scalars that a table has in every record."""
         if per_row_steps:
             return self.scalars
         return tuple(
             name
             for name, option in self.row_scalars.items()
-            if (option is None or number(group, option) != 0) and (self.has(group) or not self.state)
+            if (option is None or hyperparameter(group, option) != 0) and (self.has(group) or not self.state)
         )
 
     def first_value(self, group: Group, name: str) -> float:
-        """What a tensor or number of state holds before the first step."""
+        """The value of a tensor or scalar of state before the first step."""
         value = self.initial.get(name, 0.0)
-        return number(group, value) if isinstance(value, str) else value
+        return hyperparameter(group, value) if isinstance(value, str) else value
 
 
-def number(group: Group, name: str) -> Any:
+def hyperparameter(group: Group, name: str) -> Any:
     """A group's hyperparameter: a number, or a tensor of one."""
     if name in ("beta1", "beta2"):
         return group["betas"][name == "beta2"]

@@ -38,7 +38,6 @@ NO_MISTAKE = {
         "flatbed.Table.scalars",
         "flatbed.optim.*.nonfinite",
         "flatbed.optim.*.state_dict",
-        "flatbed.optim.*.state_dict_without_tables",
         "flatbed.word2vec.Corpus.__len__",
         "flatbed.word2vec.Corpus.fingerprint",
         "flatbed.word2vec.Settings.to_dict",

@@ -20,7 +20,7 @@ from flatbed.kernels._triton.launch import element  # noqa: E402
 
 POINTERS = {
     **dict.fromkeys(("table_ptr", "grads_ptr"), "*i64"),
-    **dict.fromkeys(("numbers_ptr", "coefficients_ptr", "shared_ptr", "partials_ptr"), "*fp64"),
+    **dict.fromkeys(("hyperparameters_ptr", "coefficients_ptr", "stats_ptr", "partials_ptr"), "*fp64"),
     **dict.fromkeys(("scale_ptr", "found_inf_ptr"), "*fp32"),
     **dict.fromkeys(("ema_weight", "max_norm"), "fp32"),
     "blocks_ptr": "*i32",
@@ -40,9 +40,9 @@ def ptx(function, **constants):
 def main(names: list[str]) -> None:
     found = {}
     for name in names:
-        if name == "from_torch" or getattr(optim, name).rule.for_tables is not None:
+        if name == "from_torch" or getattr(optim, name)._rule.for_tables is not None:
             continue
-        rule = getattr(optim, name).rule
+        rule = getattr(optim, name)._rule
         update = ptx(
             step.update,
             RULE=element(rule.update),

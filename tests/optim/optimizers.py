@@ -36,13 +36,13 @@ class Case:
         (pytorch/pytorch#191763).
         """
         spoiled = self.torch_kind is optim.SGD and dtype in (torch.bfloat16, torch.float16)
-        fused = self.kind.rule.fused is not None and whole and not spoiled
+        fused = self.kind._rule.fused is not None and whole and not spoiled
         return {"fused": True} if fused else {"foreach": False}
 
     def without_fused(self) -> Case:
         """The same as plain torch operations, whether torch has a fused kernel or not."""
-        rule = replace(self.kind.rule, fused=None)
-        return replace(self, kind=type(self.kind.__name__, (self.kind,), {"rule": rule}))
+        rule = replace(self.kind._rule, fused=None)
+        return replace(self, kind=type(self.kind.__name__, (self.kind,), {"_rule": rule}))
 
 
 class PlainLion(optim.Optimizer):

@@ -27,6 +27,6 @@ def test_every_rule_compiles_to_wide_loads_and_stores() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 10
     for name, counts in found.items():
-        # 512 elements for 128 threads: one access each, of gradient and parameter beside the state.
+        # 512 elements for 128 threads: one access each, of gradient and parameter besides the state.
         assert counts["loads"] == counts["states"] + 2, name
         assert counts["stores"] == counts["states"] + 1, name

@@ -1,4 +1,4 @@
-"""What users and other libraries change between steps: the next step knows, or it says so."""
+"""Changes of parameters, state and groups between steps: the next step uses them or raises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 import flatbed
 from tests.cases import build
 from tests.optim.devices import assert_equal, assert_models_equal
-from tests.optim.test_dropin import give_grads, pair
+from tests.optim.test_dropin import adam_pair, give_grads, pair, train_both
 from tests.optim.test_precision import low
 
 # ---- memory of parameters
@@ -41,7 +41,7 @@ def test_parameters_of_another_shape_in_the_same_memory(where: str, change: str)
         optimizer.step()
         outcomes.append((p.detach().clone(), memory.clone()))
     assert torch.equal(outcomes[0][0], outcomes[1][0])
-    assert torch.equal(outcomes[0][1], outcomes[1][1])  # nothing beside the parameter was written
+    assert torch.equal(outcomes[0][1], outcomes[1][1])  # nothing outside the parameter was written
 
 
 def test_swapped_parameters_and_future_conversion(where: str) -> None:
@@ -78,14 +78,9 @@ def test_param_groups_replaced_as_a_list(where: str) -> None:
 def test_state_moved_by_data(where: str) -> None:
     """As offloading does it: away, and back to somewhere else."""
     ours, theirs = pair(where)
-    a, b = (
-        flatbed.optim.Adam(ours.parameters(), lr=0.01),
-        optim.Adam(theirs.parameters(), lr=0.01, fused=True),
-    )
+    a, b = adam_pair(ours, theirs)
     for step in range(3):
-        give_grads(ours, theirs, seed=step)
-        a.step()
-        b.step()
+        train_both(ours, theirs, a, b, [step])
         for state in a.state.values():
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key].data = state[key].data.clone()
@@ -276,7 +271,7 @@ def test_state_that_is_not_this_optimizers_is_refused(where: str, case: str) -> 
         elif case == "integers":
             state["exp_avg"] = state["exp_avg"].long()
     optimizer = flatbed.optim.Adam(model.parameters())
-    with pytest.raises(flatbed.FlatbedError, match=r"lacks 'exp_avg|is torch\.int64|another optimizer"):
+    with pytest.raises(flatbed.FlatbedError, match=r"lacks 'exp_avg|torch\.int64|another optimizer"):
         optimizer.load_state_dict(saved)
     assert not optimizer.state_dict()["state"]
     optimizer.step()
@@ -293,9 +288,7 @@ def test_momentum_switched_off_and_on_after_loading(where: str) -> None:
     a.load_state_dict(copy.deepcopy(b.state_dict()))
     for step, momentum in enumerate((0.0, 0.9, 0.9)):
         a.param_groups[0]["momentum"] = b.param_groups[0]["momentum"] = momentum
-        give_grads(ours, theirs, seed=step)
-        a.step()
-        b.step()
+        train_both(ours, theirs, a, b, [step])
     assert_models_equal(ours, theirs, "tolerant")
 
 
@@ -306,19 +299,14 @@ def test_numbers_of_numpy(where: str, lr: Any) -> None:
         flatbed.optim.Adam(ours.parameters(), lr=lr),
         optim.Adam(theirs.parameters(), lr=float(lr), fused=True),
     )
-    give_grads(ours, theirs)
-    a.step()
-    b.step()
+    train_both(ours, theirs, a, b)
     a.load_state_dict(a.state_dict())
     assert_models_equal(ours, theirs, where)
 
 
 def test_a_scale_without_a_verdict(where: str) -> None:
     ours, theirs = pair(where)
-    a, b = (
-        flatbed.optim.Adam(ours.parameters(), lr=0.01),
-        optim.Adam(theirs.parameters(), lr=0.01, fused=True),
-    )
+    a, b = adam_pair(ours, theirs)
     give_grads(ours, theirs)
     for model, optimizer in ((ours, a), (theirs, b)):
         for p in model.parameters():
@@ -348,26 +336,3 @@ def test_names_inside_flat_parameters(where: str) -> None:
     model(torch.ones(2, 3, device=where)).sum().backward()
     model[1].bias.grad[0] = float("nan")
     assert optimizer.nonfinite() == ["1.bias"]
-
-
-def test_a_captured_table_does_not_hide_that_the_eager_one_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of a captured step that stay where they are, and an eager step with them."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    if torch.cuda.is_available():
-        pytest.skip("test_gpu has the same with a real graph")
-    p = nn.Parameter(torch.zeros(4))
-    optimizer = flatbed.optim.SGD([p], lr=1.0)
-    eager = torch.ones(4)
-    p.grad = eager
-    optimizer.step()
-    stepper: Any = optimizer._steppers[0][0]
-    staged: list[list[int]] = []
-    monkeypatch.setattr(stepper, "_stage", staged.append)
-    monkeypatch.setattr(stepper._stream, "capturing", True)
-    captured = torch.full((4,), 2.0)
-    p.grad = captured
-    stepper.place([captured], frozenset(), optimizer._look()[1])
-    assert staged == [[captured.data_ptr()]]
-    monkeypatch.setattr(stepper._stream, "capturing", False)
-    optimizer.step()
-    assert torch.equal(p.detach(), torch.full((4,), -3.0))

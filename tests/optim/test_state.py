@@ -16,7 +16,7 @@ import flatbed
 from tests.cases import build
 from tests.optim.devices import assert_equal, assert_models_equal, is_exact
 from tests.optim.optimizers import CASES, Case
-from tests.optim.test_dropin import give_grads
+from tests.optim.test_dropin import adam_pair, give_grads
 from tests.optim.test_precision import low
 
 TORCH = [getattr(optim, name, None) for name in flatbed.optim.__all__]
@@ -119,17 +119,6 @@ def test_state_shows_views_of_few_buffers(where: str) -> None:
         assert len(storages) == 1
 
 
-def test_step_counts_lie_side_by_side(kernel_device: str) -> None:
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)]).to(kernel_device)
-    optimizer = flatbed.optim.NAdam(model.parameters())
-    give_grads(model)
-    optimizer.step()
-    for key in ("step", "mu_product"):
-        storages = [optimizer.state[p][key].untyped_storage() for p in model.parameters()]
-        assert len({storage.data_ptr() for storage in storages}) == 1
-        assert storages[0].nbytes() == 4 * 40
-
-
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}])
 def test_loading_does_not_round_moments_to_the_parameters_dtype(where: str, options: Any) -> None:
     """Torch's own loading would: a bf16 model with fp32 moments loses them at every resumption."""
@@ -177,7 +166,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(where: str) -> None:
         assert after["param_groups"] == before["param_groups"]
         for key, state in before["state"].items():
             assert all(torch.equal(state[name], after["state"][key][name]) for name in state)
-    steps(model, optimizer, range(2, 3))  # and it goes on
+    steps(model, optimizer, range(2, 3))  # training continues
 
 
 def test_hooks_of_state_dicts() -> None:
@@ -230,10 +219,7 @@ def test_the_first_step_is_known_across_a_checkpoint(where: str) -> None:
 
 def test_loading_across_devices_and_strides(where: str) -> None:
     ours, theirs = build("conv", where), build("conv", "cpu")
-    a, b = (
-        flatbed.optim.Adam(ours.parameters(), lr=0.01),
-        optim.Adam(theirs.parameters(), lr=0.01, fused=True),
-    )
+    a, b = adam_pair(ours, theirs)
     steps(theirs, b, range(2))
     saved = copy.deepcopy(b.state_dict())
     for state in saved["state"].values():
@@ -266,13 +252,6 @@ def test_checkpoints_of_other_optimizers_are_refused(source: Any, into: Any) -> 
         optimizer.load_state_dict(theirs.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert not optimizer.state_dict()["state"]
-
-
-def test_what_is_no_state_dict_of_an_optimizer() -> None:
-    model = build("mixed")
-    optimizer = flatbed.optim.Adam(model.parameters())
-    with pytest.raises(ValueError, match="found no state and no param_groups among 'scale'"):
-        optimizer.load_state_dict(model.state_dict())
 
 
 def test_repr_shows_what_was_asked_for() -> None:

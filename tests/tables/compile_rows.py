@@ -21,7 +21,7 @@ from flatbed.kernels._triton.launch import element  # noqa: E402
 from flatbed.kernels._triton.rows import power  # noqa: E402
 
 TYPES = {
-    **dict.fromkeys(("coefficients_ptr", "numbers_ptr", "shared_ptr", "partials_ptr"), "*fp64"),
+    **dict.fromkeys(("coefficients_ptr", "hyperparameters_ptr", "stats_ptr", "partials_ptr"), "*fp64"),
     **dict.fromkeys(("grads_ptr", "sums_ptr", "values_ptr"), "*fp32"),
     **dict.fromkeys(("slot_of_row_ptr", "dirty_ptr"), "*i32"),
     **dict.fromkeys(("memory", "cached", "padding", "n_rows"), "i64"),
@@ -44,7 +44,7 @@ def ptx(function: Any, changed: dict[str, str] | None = None, **constants: Any) 
 
 
 def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
-    rule = getattr(optim, name).rule
+    rule = getattr(optim, name)._rule
     numbers = len(rule.scalars) if per_row else 0
     nbytes = weight.primitive_bitwidth // 8
     size = max(4, nbytes) * (1 if rule.rowwise else dim)
@@ -66,13 +66,12 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
         SECOND=at[-1] + 16,
         ROWWISE=rule.rowwise,
         WEIGHT=weight,
-        **dict.fromkeys(("GRAD", "STATE", "COMPUTE"), tl.float64 if weight == tl.float64 else tl.float32),
+        **dict.fromkeys(("STATE", "COMPUTE"), tl.float64 if weight == tl.float64 else tl.float32),
         PER_ROW=bool(numbers),
         STOCHASTIC=weight == tl.bfloat16,
         STAGED=per_row,
         FETCHED=not per_row,
         CACHED=dim == 128,
-        LINE=9,
         DIM=dim,
         COLUMNS=power(dim),
         ROWS=512 // power(dim),

@@ -71,7 +71,7 @@ OF_ROWS = [
 ]
 ALL_CASES = [*CASES, *OF_ROWS]
 BY_NAME = {case.name: case for case in ALL_CASES}
-COUNTING = [case for case in ALL_CASES if "step" in case.kind.rule.scalars]
+COUNTING = [case for case in ALL_CASES if "step" in case.kind._rule.scalars]
 
 
 def same_rounding(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, bool]:

@@ -115,7 +115,7 @@ def test_counts(name: str, where: str) -> None:
         emb(torch.tensor(ids, dtype=torch.long)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    count = "step" if "step" in optimizer.rule.scalars else "_seen"
+    count = "step" if "step" in optimizer._rule.scalars else "_seen"
     expected = torch.zeros(N_ROWS, 1)
     expected[0], expected[5] = (2.0, 1.0) if count == "step" else (1.0, 1.0)
     assert torch.equal(emb.table.read_state(count, torch.arange(N_ROWS)).cpu(), expected)

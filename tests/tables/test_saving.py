@@ -167,8 +167,10 @@ def test_scalars_are_kept_exactly_and_do_not_clash(tmp_path: Path) -> None:
     emb = embedding("host", tmp_path)
     keeper = Keeper()
     numbers = {"step": 16777217.0, "product": 0.1, "huge": 1e300, "zero": 0.0, "most": float("inf")}
-    emb.table.numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
     emb.table.attach(keeper, [Field("step", torch.float32, 1, 2.0), Field("exp_avg", torch.float32, DIM)])
+    emb.table.store.scalars = {
+        name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()
+    }
     emb.table.save(tmp_path / "t.safetensors")
     raw = safetensors.torch.load_file(tmp_path / "t.safetensors")
     assert raw["step"].shape == (ROWS, 1)

@@ -30,7 +30,7 @@ def optimizer_parts(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Ten
 def plain_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state dict of any optimizer, without its tables."""
     if isinstance(optimizer, FlatbedOptimizer):
-        return dict(optimizer.state_dict_without_tables())
+        return dict(optimizer._state_dict_without_tables())
     return dict(optimizer.state_dict())
 
 
@@ -80,6 +80,6 @@ def load_all(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a state of `plain_state`; tables stay as they are."""
     if isinstance(optimizer, FlatbedOptimizer):
-        optimizer.load_state_dict_without_tables(state)
+        optimizer._load_state_dict_without_tables(state)
     else:
         optimizer.load_state_dict(state)

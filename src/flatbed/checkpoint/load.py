@@ -158,4 +158,4 @@ def _revert(table: Table) -> None:
     if table.owner is None:
         table.store.adopt_state(scalars)
     else:
-        table.owner.set_table_scalars(table, scalars)
+        table.store.set_scalars(scalars)

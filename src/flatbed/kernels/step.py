@@ -1,4 +1,4 @@
-"""What a step is given: parameters with their places, and what is asked of it."""
+"""Inputs of an optimizer step (parameters with state, options, loss scaling), and the stepper protocol."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from flatbed.layout import dense_stride, is_dense
 
-# Entries of the fp64 vector that all steps on one device share.
+# Entries of the fp64 vector `step_stats`, which all steps of one device share.
 SKIP, NORM, SKIPPED, STEPS = range(4)
 
 Grads = Sequence[Tensor | None]
-"""One per row; None where a parameter has no gradient."""
+"""One gradient per slot; None where a parameter has none."""
 
 
 @dataclass(slots=True)
 class ParamSlot:
-    """One parameter, where its state lies, and what its gradient is like.
+    """One parameter as the step sees it: its state, and the dtype of its gradient.
 
-    State, master and average are dense and have the parameter's order of dimensions.
+    State, master weight and average are dense and have the parameter's order of dimensions.
     """
 
     name: str
@@ -33,26 +33,28 @@ class ParamSlot:
     scalars: dict[str, Tensor] = field(default_factory=dict)
     master: Tensor | None = None
     ema: Tensor | None = None
+    published: dict[str, Tensor] | None = None
+    """The parameter's entry of `optimizer.state`."""
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """One for all tensors of state."""
+        """The dtype of all tensors of state."""
         return next((t.dtype for t in self.state.values()), self.param.dtype)
 
 
 def stride_of(param: Tensor) -> tuple[int, ...]:
-    """The parameter's stride; if it has holes, the dense one nearest to it."""
+    """The parameter's stride; if it has holes, the dense stride nearest to it."""
     shape, stride = tuple(param.shape), param.stride()
     return stride if is_dense(shape, stride) else dense_stride(shape, stride)
 
 
 def is_whole(param: Tensor) -> bool:
-    """Whether a parameter has no holes."""
+    """Tell if a parameter has no holes."""
     return is_dense(tuple(param.shape), param.stride())
 
 
 def in_order(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient in the order of its parameter's elements; a copy, if it is not."""
+    """The gradient in the order of its parameter's elements; a copy where the orders differ."""
     stride = stride_of(param)
     if grad.stride() == stride or grad.numel() <= 1:
         return grad
@@ -61,31 +63,40 @@ def in_order(param: Tensor, grad: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Settings:
-    """What all steps have in common; the user may change it between them."""
+class StepOptions:
+    """Options of a whole optimizer, beyond torch's. Only `max_norm` may change between steps."""
 
     max_norm: float | None = None
     skip_nonfinite: bool = False
+    master_weights: bool = False
     stochastic_rounding: bool = False
-    stochastic_state: bool = False
-    """Round bf16 state by chance: a second moment that moves by a thousandth would else not move at all."""
+    state_dtype: torch.dtype | None = None
     ema_decay: float | None = None
+    per_row_steps: bool = False
 
     @property
-    def normed(self) -> bool:
-        """Whether the norm of all gradients is needed."""
+    def needs_norm(self) -> bool:
+        """Tell if a step measures the norm of all gradients."""
         return self.max_norm is not None or self.skip_nonfinite
+
+    @property
+    def stochastic_state(self) -> bool:
+        """Tell if state is rounded stochastically.
+
+        A bf16 second moment that changes by a thousandth per step would otherwise never change.
+        """
+        return self.state_dtype == torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What a GradScaler hands over."""
+    """The scale and the overflow flag of a GradScaler."""
 
     scale: Tensor | None
     found_inf: Tensor | None
 
     def to(self, device: torch.device) -> Scaling:
-        """The same, on the device of a step."""
+        """Copy the values to the device of a step."""
         scale, found_inf = (
             None if t is None else t.to(device, non_blocking=True) for t in (self.scale, self.found_inf)
         )
@@ -93,24 +104,25 @@ class Scaling:
 
 
 class Stepper(Protocol):
-    """Runs a rule over the parameters of one device. The calls of a step come in this order."""
+    """Applies a rule to the parameters or tables of one device. A step calls the methods in this order."""
 
-    rows: list[ParamSlot]
     device: torch.device
-    addressed: bool
-    """Whether it goes by addresses, and not by the tensors themselves."""
 
     @property
     def captured(self) -> bool:
-        """Whether CUDA graphs hold launches of this stepper."""
+        """Tell if CUDA graphs hold launches of this stepper."""
 
-    def place(self, grads: Grads, unordered: frozenset[int], addresses: list[int] | None) -> None:
-        """Take gradients. Those in `unordered` do not lie in the order of their parameter's elements.
-        Addresses are given when some are not those of the last step; a missing gradient's is 0.
-        """
+    def squares(self, options: StepOptions) -> Tensor:
+        """A vector on the device whose sum is the squared norm of the gradients, still scaled."""
 
-    def squares(self, settings: Settings, scaling: Scaling | None) -> Tensor:
-        """A vector on the device whose sum is the squared norm of the gradients as they are."""
+    def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
+        """Update. `squares` holds the sums of all steppers where there are several."""
 
-    def update(self, settings: Settings, scaling: Scaling | None, squares: Tensor | None) -> None:
-        """Step. `squares` are those of all devices, if there are several."""
+
+class DenseStepper(Stepper, Protocol):
+    """A stepper of parameters."""
+
+    slots: list[ParamSlot]
+
+    def set_grads(self, grads: Grads, unordered: frozenset[int]) -> None:
+        """Take one gradient per slot. Those in `unordered` differ from their parameter in element order."""

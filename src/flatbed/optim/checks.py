@@ -1,17 +1,18 @@
-"""What an optimizer is given, looked at once at the door."""
+"""Argument validation for optimizers."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
+from flatbed.kernels.step import StepOptions
 from flatbed.tables.view import WeightView
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -45,7 +46,7 @@ LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Hyperparameters within the ranges torch allows, and nothing asked for that cannot be had."""
+    """Raise for hyperparameters outside the ranges that torch allows, and for unsupported ones."""
     for name, (good, range_) in LIMITS.items():
         if name not in group:
             continue
@@ -90,75 +91,16 @@ def check_known(kind: type, unknown: Iterable[str], extras: Iterable[str]) -> No
         raise TypeError(f"{kind.__name__} has no option {named}; it has {', '.join([*own, *extras])}")
 
 
-def check_closure(closure: Any) -> None:
-    """Raise for what cannot be called, such as a loss."""
-    if not callable(closure):
-        raise TypeError(
-            f"closure must be a function that computes the loss again; found {type(closure).__name__}: call "
-            f"loss.backward(), and then step()"
-        )
-
-
 def check_set_to_none(set_to_none: Any) -> None:
-    """Raise for parameters, or a module, in its place."""
+    """Raise for parameters or a module in place of the flag, which would be taken for True."""
     if not isinstance(set_to_none, bool):
         raise TypeError(
             f"set_to_none must be True or False; found {type(set_to_none).__name__}: call zero_grad()"
         )
 
 
-def check_params(params: Any) -> None:
-    """Raise for what is no list of parameters, or of groups of them."""
-    if isinstance(params, Tensor):
-        raise TypeError(
-            f"params must be a module, or an iterable of Tensors or dicts, but got "
-            f"{torch.typename(params)}: put it in a list"
-        )
-    wrong = isinstance(params, str | bytes | Mapping) or not isinstance(params, Iterable)
-    if wrong and not isinstance(params, nn.Module):
-        raise TypeError(
-            f"params must be a module, an iterable of parameters or of (name, parameter), or of groups; "
-            f"found {type(params).__name__}: give the module itself"
-        )
-
-
-def check_members(params: Any) -> None:
-    """Raise for what is no parameter among those of a group."""
-    for one in params if isinstance(params, list | tuple) else ():
-        param = one[1] if isinstance(one, tuple) and len(one) == 2 else one
-        if not isinstance(param, Tensor):
-            module = isinstance(param, nn.Module)
-            remedy = "its .parameters(), or its .table if it has one" if module else "parameters"
-            raise TypeError(f"a {type(param).__name__} is among the parameters, and is none: give {remedy}")
-
-
-def check_new_group(group: Any, known: Sequence[Mapping[str, Any]]) -> None:
-    """Raise for what is no param group, and for parameters that are in another one already."""
-    if not isinstance(group, dict) or "params" not in group:
-        found = (
-            f"a dict with {', '.join(group) or 'nothing'}"
-            if isinstance(group, dict)
-            else type(group).__name__
-        )
-        raise TypeError(f"a param group is a dict with 'params', {{'params': […], 'lr': 0.1}}; found {found}")
-    if isinstance(group["params"], nn.Module | str | Mapping):
-        raise TypeError(
-            f"'params' of a group are parameters; found {type(group['params']).__name__}: give its "
-            f".parameters(), or [its .table]"
-        )
-    check_members(group["params"])
-    taken = {id(param): number for number, other in enumerate(known) for param in other["params"]}
-    for i, one in enumerate(group["params"] if isinstance(group["params"], list | tuple) else ()):
-        param = one[1] if isinstance(one, tuple) else one
-        if id(param) in taken:
-            raise ValueError(
-                f"some parameters appear in more than one parameter group: number {i} of the new one is in "
-                f"group {taken[id(param)]} already; leave it out"
-            )
-
-
 def check_param(param: Tensor, name: str) -> None:
-    """Parameters that no step could update are refused when they are handed over."""
+    """Raise for parameters that no step can update."""
     if isinstance(param, WeightView):
         raise TypeError(f"parameter {name} is a view of a table's weights: give emb.table instead")
     if type(param).__module__.startswith("torch.distributed") or hasattr(param, "device_mesh"):
@@ -176,7 +118,7 @@ def check_param(param: Tensor, name: str) -> None:
 
 
 def check_grad(param: Tensor, grad: Tensor, name: str) -> None:
-    """Everything about a gradient that would stop a step half way stops it before it begins."""
+    """Raise for gradients that no step can use."""
     if grad.layout != torch.strided:
         raise FlatbedError(
             f"the gradient of parameter {name} is sparse ({grad.layout}); build the layer with sparse=False, "
@@ -187,7 +129,7 @@ def check_grad(param: Tensor, grad: Tensor, name: str) -> None:
     for what, dtype in (("parameter", param.dtype), ("gradient of parameter", grad.dtype)):
         if dtype not in DTYPES:
             raise FlatbedError(
-                f"the {what} {name} is {dtype}; found none of float32, bfloat16, float16, float64"
+                f"the {what} {name} is {dtype}; expected float32, bfloat16, float16 or float64"
             )
     if grad.shape != param.shape or grad.device != param.device:
         raise FlatbedError(
@@ -201,32 +143,23 @@ def check_grad(param: Tensor, grad: Tensor, name: str) -> None:
 
 
 def check_max_norm(max_norm: Any) -> None:
-    """Zero is allowed, as in torch; infinity only measures."""
+    """Raise for what is no norm. Zero is allowed, as in torch; infinity only measures."""
     if max_norm is not None and not (isinstance(max_norm, numbers.Real) and float(max_norm) >= 0):
         raise ValueError(f"max_norm must be a number ≥ 0, or None for no clipping; found {max_norm!r}")
 
 
-def check_settings(
-    *,
-    max_norm: float | None,
-    ema_decay: Any,
-    state_dtype: torch.dtype | None,
-    master_weights: bool,
-    stochastic_rounding: bool,
-    **switches: bool,
-) -> None:
-    """The options that torch's optimizers do not have."""
-    switches |= {"master_weights": master_weights, "stochastic_rounding": stochastic_rounding}
-    for name, value in switches.items():
-        if not isinstance(value, bool):
+def check_options(options: StepOptions) -> None:
+    """Raise for wrong values of the options that torch's optimizers do not have."""
+    for name in ("skip_nonfinite", "master_weights", "stochastic_rounding", "per_row_steps"):
+        if not isinstance(value := getattr(options, name), bool):
             raise TypeError(f"{name} must be True or False; found {value!r}")
-    check_max_norm(max_norm)
-    if ema_decay is not None and not (isinstance(ema_decay, numbers.Real) and 0 <= float(ema_decay) < 1):
-        raise ValueError(f"ema_decay must be in [0, 1), or None; found {ema_decay!r}")
-    if state_dtype is not None and state_dtype not in STATE_DTYPES:
+    check_max_norm(options.max_norm)
+    decay: Any = options.ema_decay
+    dtype = options.state_dtype
+    if decay is not None and not (isinstance(decay, numbers.Real) and 0 <= float(decay) < 1):
+        raise ValueError(f"ema_decay must be in [0, 1), or None; found {decay!r}")
+    if dtype is not None and dtype not in STATE_DTYPES:
         allowed = ", ".join(map(str, STATE_DTYPES))
-        raise ValueError(f"state_dtype must be one of {allowed} (fp16 is too narrow); found {state_dtype!r}")
-    if master_weights and stochastic_rounding:
-        raise ValueError(
-            "master_weights=True keeps what stochastic_rounding=True would leave to chance: choose one"
-        )
+        raise ValueError(f"state_dtype must be one of {allowed} (fp16 is too narrow); found {dtype!r}")
+    if options.master_weights and options.stochastic_rounding:
+        raise ValueError("master_weights=True makes stochastic_rounding=True useless: choose one")

@@ -110,14 +110,14 @@ def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: An
     extras = {name: options.pop(name) for name in list(options) if name in Extras.__annotations__}
     found = probe_state(kind, options)
     rule = Rule(
-        numbers=(),
+        hyperparameters=(),
         state=dict.fromkeys(found.tensors),
         scalars=("_seen", "_begun", *found.numbers),
         reference=TorchRule(kind, options, found),
         initial={name: first for name, first in found.tensors.items() if first is not None},
         row_scalars={"_seen": None} if found.rows_are_new else {},
-        sees_to_maximize=True,
+        handles_maximize=True,
     )
-    made = type(kind.__name__, (Optimizer,), {"rule": rule, "__module__": __name__, "__doc__": kind.__doc__})
+    made = type(kind.__name__, (Optimizer,), {"_rule": rule, "__module__": __name__, "__doc__": kind.__doc__})
     optimizer: Optimizer = made(params, found.defaults, **extras)
     return optimizer

@@ -1,4 +1,4 @@
-"""Parameters that were written to, and the fp32 masters that have to follow."""
+"""fp32 master weights of low-precision parameters, and how they learn of writes to the parameters."""
 
 from __future__ import annotations
 
@@ -8,45 +8,44 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import ParamSlot
 
 
 class MasterWeights:
-    """The rows that have a master, and their parameters' versions after the last step."""
+    """The slots that have a master, and their parameters' versions after the last step."""
 
-    def __init__(self, rows: Sequence[ParamSlot]) -> None:
-        self.rows = [row for row in rows if row.master is not None]
+    def __init__(self, slots: Sequence[ParamSlot]) -> None:
+        self.slots = [slot for slot in slots if slot.master is not None]
         self.versions: list[int] = []
 
-    def note(self) -> None:
-        """From here on, a parameter of another version has been written to."""
-        self.versions = [row.param._version for row in self.rows]
+    def record_versions(self) -> None:
+        """Record that masters and parameters agree: a parameter of another version has been written to."""
+        self.versions = [slot.param._version for slot in self.slots]
 
-    def follow(self) -> None:
-        """A parameter that was written to since the last step has the last word."""
+    def sync_from_params(self) -> None:
+        """Update the masters of parameters that were written to since the last step."""
         written = [
-            row
-            for row, version in zip(self.rows, self.versions, strict=True)
-            # A flat parameter's version tells nothing of writes to its views.
-            if row.param._version != version or type(row.param) not in (Tensor, nn.Parameter)
+            slot
+            for slot, version in zip(self.slots, self.versions, strict=True)
+            # A flat parameter's version does not count writes to its views.
+            if slot.param._version != version or type(slot.param) not in (Tensor, nn.Parameter)
         ]
-        if not written:
-            return
-        if any(row.param.is_cuda for row in written) and torch.cuda.is_current_stream_capturing():
+        if any(is_capturing(slot.param.device) for slot in written):
             raise FlatbedError(
-                "parameters were written to since the last step, and their fp32 masters would follow at "
-                "every replay: call optimizer.refresh_masters() before the capture"
+                "parameters were written to since the last step, and every replay would update their fp32 "
+                "masters: call optimizer.refresh_masters() before the capture"
             )
-        _take_over(written)
+        _sync(written)
 
-    def take_over(self) -> None:
-        """Let all masters follow."""
-        _take_over(self.rows)
+    def sync_all(self) -> None:
+        """Update all masters."""
+        _sync(self.slots)
 
 
-def _take_over(rows: list[ParamSlot]) -> None:
-    """Where a parameter is not its master, rounded, the parameter counts."""
-    for row in rows:
-        master = cast(Tensor, row.master)
-        master.copy_(torch.where(master.to(row.param.dtype) == row.param, master, row.param.float()))
+def _sync(slots: list[ParamSlot]) -> None:
+    """Set a master to its parameter wherever the parameter is not the rounded master."""
+    for slot in slots:
+        master = cast(Tensor, slot.master)
+        master.copy_(torch.where(master.to(slot.param.dtype) == slot.param, master, slot.param.float()))

@@ -1,33 +1,53 @@
-"""From param groups to rows: where each parameter's state lies, made or moved where need be."""
+"""Slots of parameters and their state: kept where it fits, created or copied where it does not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import use_triton
-from flatbed.kernels.reference import TorchStepper
-from flatbed.kernels.step import STEPS, ParamSlot, Stepper, stride_of
-from flatbed.layout import overlaps_itself
+from flatbed.kernels.step import ParamSlot, StepOptions, stride_of
+from flatbed.layout import ALIGNMENT, Spec, overlaps_itself, plan
 from flatbed.optim import checks
-from flatbed.optim.state import EMA, MASTER, State, arenas
 from flatbed.rule import Group, Rule
 from flatbed.tables.table import Table
 
-if TYPE_CHECKING:
-    from flatbed.optim.optimizer import Optimizer
-
+Groups = list[dict[str, Any]]
 LOW = (torch.bfloat16, torch.float16)
+MASTER, EMA = "master_weight", "ema"  # keys of state that torch does not have
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimizer's class name, rule, options and default hyperparameters."""
+
+    name: str
+    rule: Rule
+    options: StepOptions
+    defaults: Group
+
+
+def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str, Tensor, int]]:
+    """All parameters and tables with a name for messages and the number of their group."""
+    for number, group in enumerate(groups, first):
+        given = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param, number
+
+
+def named_tables(groups: Sequence[Group], first: int = 0) -> list[tuple[str, Table, int]]:
+    """The tables among all parameters."""
+    return [(name, p, number) for name, p, number in named_params(groups, first) if isinstance(p, Table)]
 
 
 @dataclass(slots=True)
-class Want:
-    """A tensor of state that has to be made, what it starts with, and who takes it."""
+class MissingTensor:
+    """A tensor of state to be made, its first value, and the function that takes it."""
 
     key: str
     shape: tuple[int, ...]
@@ -39,222 +59,190 @@ class Want:
 
 
 @dataclass
-class Builder:
-    """Collects what is missing, so that it can be made in few large buffers once all of it is known."""
+class SlotBuilder:
+    """Collects what is missing, so that it can be allocated in few large buffers."""
 
-    optimizer: Optimizer
-    anew: bool
-    wants: list[Want] = field(default_factory=list)
-    rows: list[ParamSlot] = field(default_factory=list)
+    spec: OptimizerSpec
+    loaded: bool
+    private: dict[int, dict[str, Tensor]]
+    """Scalars that torch does not know, by the id of their parameter's entry of `optimizer.state`."""
+    missing: list[MissingTensor] = field(default_factory=list)
+    slots: list[ParamSlot] = field(default_factory=list)
 
-    def add(self, name: str, param: Tensor, number: int, grad: Tensor | None) -> None:
-        """One parameter that has a gradient or state."""
-        group = self.optimizer.param_groups[number]
-        held = self.optimizer.state.get(param, {})
-        row = ParamSlot(name, param, number, param.dtype if grad is None else grad.dtype)
+    def add(self, slot: ParamSlot, group: Group, held: dict[str, Any]) -> None:
+        """Add one parameter, given its present state."""
+        name, param, options = slot.name, slot.param, self.spec.options
         if overlaps_itself(tuple(param.shape), param.stride()):
-            raise FlatbedError(
-                f"parameter {name} is expanded: several of its elements are one place in memory"
-            )
-        if self.optimizer.settings.stochastic_rounding and param.dtype == torch.float16:
+            raise FlatbedError(f"parameter {name} is expanded: several of its elements share memory")
+        if options.stochastic_rounding and param.dtype == torch.float16:
             raise FlatbedError(
                 f"stochastic_rounding is for bf16; parameter {name} is fp16: use master_weights=True for it"
             )
-        if self.anew:
-            self._refuse_foreign(row, held)
-        self._add_tensors(row, group, held)
-        self._add_scalars(row, group, held)
-        # What is missing in a checkpoint starts at the weights of the first step, which may be loaded later.
-        if self.optimizer.master_weights and param.dtype in LOW and (MASTER in held or not self.anew):
-            self._want(row, MASTER, held.get(MASTER), torch.float32, param, _setter(row, "master"))
-        if self.optimizer.settings.ema_decay is not None and (EMA in held or not self.anew):
+        if self.loaded:
+            self._refuse_foreign(slot, held)
+        self._add_tensors(slot, group, held)
+        self._add_scalars(slot, held)
+        # What a checkpoint lacks starts at the weights of the next step, which may be loaded later.
+        if options.master_weights and param.dtype in LOW and (MASTER in held or not self.loaded):
+            self._add(slot, MASTER, held.get(MASTER), torch.float32, param, partial(setattr, slot, "master"))
+        if options.ema_decay is not None and (EMA in held or not self.loaded):
             dtype = torch.promote_types(param.dtype, torch.float32)
-            self._want(row, EMA, held.get(EMA), dtype, param, _setter(row, "ema"))
-        self.rows.append(row)
+            self._add(slot, EMA, held.get(EMA), dtype, param, partial(setattr, slot, "ema"))
+        self.slots.append(slot)
 
-    def _refuse_foreign(self, row: ParamSlot, held: dict[str, Any]) -> None:
-        """A checkpoint has the keys of its optimizer: all of them, and no others."""
-        rule = self.optimizer.rule
+    def _refuse_foreign(self, slot: ParamSlot, held: dict[str, Any]) -> None:
+        """Raise unless a checkpoint's state has all keys of this optimizer and no others."""
+        rule = self.spec.rule
         shown = [name for name in rule.scalars if not name.startswith("_")]
         odd = [key for key in held if key not in (*rule.state, *shown, MASTER, EMA)]
         lacking = [name for name in shown if held.get(name) is None] if set(held) - {MASTER, EMA} else []
         if odd or lacking:
-            what = f"has {', '.join(map(repr, odd))}" if odd else f"lacks {', '.join(map(repr, lacking))}"
+            found = f"has {', '.join(map(repr, odd))}" if odd else f"lacks {', '.join(map(repr, lacking))}"
             raise FlatbedError(
-                f"the checkpoint's state of parameter {row.name} {what}: it is of another optimizer than "
-                f"{type(self.optimizer).__name__}"
+                f"the checkpoint's state of parameter {slot.name} {found}: it belongs to another optimizer "
+                f"than {self.spec.name}. Build that one"
             )
 
-    def _add_tensors(self, row: ParamSlot, group: Group, held: dict[str, Any]) -> None:
-        rule = self.optimizer.rule
+    def _add_tensors(self, slot: ParamSlot, group: Group, held: dict[str, Any]) -> None:
+        rule = self.spec.rule
         names = rule.state_names(group)
         if any(held.get(key) is not None for key in (*rule.state, *rule.scalars)):
             for name in names:
                 if rule.state[name] is None and held.get(name) is None:
                     found = ", ".join(map(repr, held))
                     raise FlatbedError(
-                        f"the state of parameter {row.name} lacks '{name}' and has {found}: it is another "
-                        f"optimizer's. Clear it (`del optimizer.state[p]`) to begin anew"
+                        f"the state of parameter {slot.name} lacks '{name}' and has {found}: it belongs to "
+                        f"another optimizer. Clear it (`del optimizer.state[p]`) to start again"
                     )
-        dtype = self._state_dtype(row, [held[name] for name in names if isinstance(held.get(name), Tensor)])
+        dtype = self._state_dtype(slot, [held[name] for name in names if isinstance(held.get(name), Tensor)])
         for name in names:
-            first = self.optimizer.rule.first_value(self.optimizer.defaults, name)
-            row.state[name] = row.param  # keeps the order of names
-            self._want(row, name, held.get(name), dtype, first, _item_setter(row.state, name))
+            first = rule.first_value(self.spec.defaults, name)
+            slot.state[name] = slot.param  # keeps the order of names
+            self._add(slot, name, held.get(name), dtype, first, partial(slot.state.__setitem__, name))
 
-    def _state_dtype(self, row: ParamSlot, held: list[Tensor]) -> torch.dtype:
-        """As asked; or as it is, which may be more precise than the parameter; or as torch would make it."""
-        if self.optimizer.state_dtype is not None:
-            return self.optimizer.state_dtype
-        if self.optimizer.master_weights and row.param.dtype in LOW:
+    def _state_dtype(self, slot: ParamSlot, held: list[Tensor]) -> torch.dtype:
+        """The dtype asked for; otherwise the wider one of the present state's and the parameter's."""
+        if self.spec.options.state_dtype is not None:
+            return self.spec.options.state_dtype
+        if self.spec.options.master_weights and slot.param.dtype in LOW:
             return torch.float32
-        dtype = row.param.dtype
+        dtype = slot.param.dtype
         for other in held:
             dtype = torch.promote_types(dtype, other.dtype)
         return dtype
 
-    def _add_scalars(self, row: ParamSlot, group: Group, held: dict[str, Any]) -> None:
-        known = isinstance(held, State)
-        for name in self.optimizer.rule.scalars:
-            value = held.get(name)
-            if name.startswith("_"):
-                value = held.hidden.get(name) if known else None  # type: ignore[attr-defined]
-                if value is None:  # state from elsewhere has been through a step
-                    known_state = (held.get(key) for key in self.optimizer.rule.state)
-                    value = float(any(isinstance(old, Tensor) for old in known_state))
+    def _add_scalars(self, slot: ParamSlot, held: dict[str, Any]) -> None:
+        rule, device = self.spec.rule, slot.param.device
+        for name in rule.scalars:
+            value: Any = (self.private.get(id(held), {}) if name.startswith("_") else held).get(name)
+            if value is None and name.startswith("_"):  # state of torch's has been through a step
+                value = float(any(isinstance(held.get(key), Tensor) for key in rule.state))
             if value is None:
-                value = self.optimizer.rule.first_value(self.optimizer.defaults, name)
-            row.scalars[name] = row.param  # keeps the order of names
-            if isinstance(value, Tensor) and not self.anew and _is_number(value, row.param.device):
-                row.scalars[name] = value
+                value = rule.first_value(self.spec.defaults, name)
+            slot.scalars[name] = slot.param  # keeps the order of names
+            kind = (value.dim(), value.dtype, value.device) if isinstance(value, Tensor) else None
+            if kind == (0, torch.float32, device) and not self.loaded:
+                slot.scalars[name] = value
                 continue
-            take = _item_setter(row.scalars, name)
-            self.wants.append(Want(name, (), (), torch.float32, row.param.device, value, take))
+            take = partial(slot.scalars.__setitem__, name)
+            self.missing.append(MissingTensor(name, (), (), torch.float32, device, value, take))
 
-    def _want(
+    def _add(
         self,
-        row: ParamSlot,
+        slot: ParamSlot,
         key: str,
         old: Any,
         dtype: torch.dtype,
         first: Tensor | float,
         take: Callable[[Tensor], None],
     ) -> None:
-        """Keep the tensor there is, if it is of the right kind; else make one and fill it."""
-        shape, stride = tuple(row.param.shape), stride_of(row.param)
-        if old is not None and not isinstance(old, Tensor):
-            raise FlatbedError(
-                f"state '{key}' of parameter {row.name} should be a tensor; found {type(old).__name__}"
-            )
-        if old is not None and not old.is_floating_point():
-            raise FlatbedError(
-                f"state '{key}' of parameter {row.name} is {old.dtype}, and no number with a point"
-            )
-        if old is not None and tuple(old.shape) != shape:
-            raise FlatbedError(
-                f"state '{key}' of parameter {row.name} has shape {tuple(old.shape)}, the parameter {shape}"
-            )
-        if old is not None and not self.anew:
+        """Keep the present tensor if it fits; otherwise note that one is to be made and filled."""
+        shape, stride, device = tuple(slot.param.shape), stride_of(slot.param), slot.param.device
+        if old is not None:
+            if not isinstance(old, Tensor) or not old.is_floating_point():
+                found = old.dtype if isinstance(old, Tensor) else type(old).__name__
+                raise FlatbedError(
+                    f"state '{key}' of parameter {slot.name} must be a float tensor; found {found}"
+                )
+            if tuple(old.shape) != shape:
+                raise FlatbedError(
+                    f"state '{key}' of parameter {slot.name} has shape {tuple(old.shape)}; expected {shape}"
+                )
             kind = (old.dtype, old.device, old.stride() if old.numel() > 1 else stride)
-            if kind == (dtype, row.param.device, stride) and old.data_ptr() % 16 == 0:
+            if not self.loaded and kind == (dtype, device, stride) and old.data_ptr() % 16 == 0:
                 take(old)
                 return
-        self.wants.append(
-            Want(key, shape, stride, dtype, row.param.device, first if old is None else old, take)
-        )
+        value = first if old is None else old
+        self.missing.append(MissingTensor(key, shape, stride, dtype, device, value, take))
 
-    def make(self) -> None:
-        """Make all that is missing."""
-        if not self.wants:
-            return
-        numbers = [want for want in self.wants if want.key in self.optimizer.rule.scalars]
-        tensors = [want for want in self.wants if want.key not in self.optimizer.rule.scalars]
-        made = [
-            tensor
-            for wants in (numbers, tensors)
-            for tensor in arenas([((w.key, w.dtype, w.device), w.shape, w.stride) for w in wants])
-        ]
-        for want, tensor in zip(numbers + tensors, made, strict=True):
-            if isinstance(want.value, Tensor):
-                tensor.copy_(want.value, non_blocking=True)
-            elif want.value != 0:
-                tensor.fill_(want.value)
-            want.take(tensor)
+    def allocate(self) -> None:
+        """Make and fill all that is missing."""
+        scalars = [one for one in self.missing if not one.shape and one.key in self.spec.rule.scalars]
+        tensors = [one for one in self.missing if one.key not in self.spec.rule.scalars]
+        for missing in (scalars, tensors):
+            for one, tensor in zip(missing, _zeros(missing), strict=True):
+                if isinstance(one.value, Tensor):
+                    tensor.copy_(one.value, non_blocking=True)
+                elif one.value != 0:
+                    tensor.fill_(one.value)
+                one.take(tensor)
 
 
-def build_rows(optimizer: Optimizer, *, everything: bool, anew: bool) -> list[ParamSlot]:
-    """Rows for all parameters with gradient or state. Every gradient is looked at before anything is made."""
-    listed = [
-        (name, param, number, param.grad)
-        for name, param, number in optimizer._everything(optimizer.param_groups, 0)
-        if not isinstance(param, Table)
+def _zeros(missing: list[MissingTensor]) -> list[Tensor]:
+    """Zeros as views of few large buffers: tensors of one key, dtype and device lie side by side."""
+    if not missing:
+        return []
+    specs = [
+        Spec(one.key, one.shape, one.stride, one.dtype.itemsize, (one.key, one.dtype, one.device))
+        for one in missing
     ]
-    for name, param, _, grad in listed:
+    layout = plan(specs, alignment=ALIGNMENT if any(one.shape for one in missing) else 1)
+    buffers = []
+    for buffer in layout.buffers:
+        _, dtype, device = cast(tuple[str, torch.dtype, torch.device], buffer.key)
+        buffers.append(torch.zeros(buffer.numel, dtype=dtype, device=device))
+    return [buffers[s.buffer].as_strided(s.shape, s.stride, s.offset) for s in layout.segments]
+
+
+def build_slots(
+    spec: OptimizerSpec,
+    groups: Sequence[Group],
+    state: dict[Any, Any],
+    *,
+    previous: Sequence[ParamSlot] = (),
+    everything: bool = False,
+    loaded: bool = False,
+) -> list[ParamSlot]:
+    """Slots for all parameters with a gradient or state. Gradients are checked before anything is made."""
+    dense = [found for found in named_params(groups) if not isinstance(found[1], Table)]
+    grads = [param.grad for _, param, _ in dense]
+    for (name, param, _), grad in zip(dense, grads, strict=True):
         if grad is not None:
             checks.check_param(param, name)
             checks.check_grad(param, grad, name)
-    builder = Builder(optimizer, anew)
-    for name, param, number, grad in listed:
-        if everything or grad is not None or optimizer.state.get(param):
-            builder.add(name, param, number, grad)
-    builder.make()
-    return builder.rows
+    private = {id(slot.published): slot.scalars for slot in previous if slot.published is not None}
+    builder = SlotBuilder(spec, loaded, private)
+    for (name, param, number), grad in zip(dense, grads, strict=True):
+        held = state.get(param, {})
+        if everything or grad is not None or held:
+            slot = ParamSlot(name, param, number, param.dtype if grad is None else grad.dtype)
+            builder.add(slot, groups[number], held)
+    builder.allocate()
+    return builder.slots
 
 
-def keep_state(states: Any, row: ParamSlot) -> None:
-    """Show a row's tensors under the parameter's state, by torch's keys and in its order."""
-    shown = {name: value for name, value in row.scalars.items() if not name.startswith("_")}
-    shown.update(row.state)
-    for key, value in ((MASTER, row.master), (EMA, row.ema)):
+def publish_state(state: dict[Any, Any], slot: ParamSlot) -> None:
+    """Show a slot's tensors in `optimizer.state`, by torch's keys and in torch's order."""
+    shown = {name: value for name, value in slot.scalars.items() if not name.startswith("_")}
+    shown.update(slot.state)
+    for key, value in ((MASTER, slot.master), (EMA, slot.ema)):
         if value is not None:
             shown[key] = value
-    held = states.get(row.param, {})
-    # A master or an average that is not kept up would overwrite newer weights one day.
-    rest = {key: value for key, value in held.items() if key not in shown and key not in (MASTER, EMA)}
-    shown.update(rest)
-    if not shown:
-        return
-    if not isinstance(held, State) or held.flag is not states.flag:
-        held = states[row.param] = State(states.flag)
-    held.clear()
-    held.update(shown)
-    held.hidden = {name: value for name, value in row.scalars.items() if name.startswith("_")}
-
-
-def steppers_for(optimizer: Optimizer) -> list[tuple[Stepper, list[int]]]:
-    """A stepper for each device, with the positions of its rows."""
-    devices: dict[torch.device, list[int]] = {}
-    for i, row in enumerate(optimizer._rows):
-        devices.setdefault(row.param.device, []).append(i)
-    made: list[tuple[Stepper, list[int]]] = []
-    start = torch.zeros(4, dtype=torch.float64, device="cpu")
-    start[STEPS] = optimizer._rounds
-    before = next(iter(optimizer._shared.values()), start)
-    optimizer._shared = {d: optimizer._shared.get(d, before.to(d, copy=True)) for d in devices}
-    for device, held in devices.items():
-        shared = optimizer._shared[device]
-        kind = _stepper_kind(optimizer.rule, device)
-        made.append(
-            (kind(optimizer.rule, optimizer.param_groups, [optimizer._rows[i] for i in held], shared), held)
-        )
-    return made
-
-
-def _stepper_kind(rule: Rule, device: torch.device) -> Any:
-    if rule.update is not None and use_triton(device):
-        from flatbed.kernels._triton.stepper import TritonStepper
-
-        return TritonStepper
-    return TorchStepper
-
-
-def _is_number(value: Tensor, device: torch.device) -> bool:
-    return value.dim() == 0 and value.dtype == torch.float32 and value.device == device
-
-
-def _setter(row: ParamSlot, name: str) -> Callable[[Tensor], None]:
-    return lambda tensor: setattr(row, name, tensor)
-
-
-def _item_setter(items: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
-    return lambda tensor: items.__setitem__(name, tensor)
+    held = state.get(slot.param, {})
+    # A master or an average that is no longer updated would overwrite newer weights later.
+    shown.update({k: value for k, value in held.items() if k not in shown and k not in (MASTER, EMA)})
+    if shown:
+        held = state.setdefault(slot.param, {})
+        held.clear()
+        held.update(shown)
+        slot.published = held

@@ -1,272 +1,330 @@
-"""The tables among an optimizer's parameters: whose rows a step updates, and how."""
+"""The tables among an optimizer's parameters: ownership, gradients, and the steps of their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from flatbed.cuda.streams import is_capturing
+from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.dispatch import use_triton
-from flatbed.kernels.reference import clip_factor, round_stochastically, with_number
+from flatbed.kernels.reference import Update, begin_step, update_rows
 from flatbed.kernels.rows import RecordLocation
-from flatbed.kernels.step import SKIP, SKIPPED, STEPS, ParamSlot, Scaling, Settings
-from flatbed.rule import Group, Rule, Tensors
+from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions
+from flatbed.optim.state_builder import LOW, Groups, OptimizerSpec, named_tables
+from flatbed.rule import Group, Rule
 from flatbed.tables.grads import RowGrads, compacted
-from flatbed.tables.record import WEIGHT, Field
+from flatbed.tables.record import Field
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:
-    from flatbed.optim.optimizer import Optimizer
+    from flatbed.kernels._triton.row_stepper import TableLayout, TritonRows
+    from flatbed.optim.plan import StepStats
 
-CHUNK_BYTES = 4 << 20  # of weights: what a step makes on the way should not leave the caches
-LOW = (torch.bfloat16, torch.float16)
+CHUNK_BYTES = 4 << 20  # of weights: temporaries of an update should stay in the CPU's caches
 
 
 @dataclass(slots=True)
-class Member:
-    """A table of an optimizer, and its numbers of state."""
+class TableSlot:
+    """A table as the step sees it. Its scalars, such as the step count, are `table.store.scalars`."""
 
     name: str
     table: Table
     group: int
-    scalars: dict[str, Tensor] = field(default_factory=dict)
-    """By the rule's names, one per table, on the computing device."""
-    row_scalars: tuple[str, ...] = ()
-    """Those that are in every record instead."""
+    row_scalars: tuple[str, ...]
+    """The scalars that are in the record of each row."""
 
-    def follow(self) -> None:
-        """Numbers go where the table computes."""
-        device = self.table.store.device
-        for name, value in self.scalars.items():  # in the same dict, which the table knows, too
-            self.scalars[name] = value.to(device)
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """The scalars that are one per table, as tensors on the computing device."""
+        return self.table.store.scalars
 
 
-def fields(optimizer: Optimizer, group: Group, table: Table) -> tuple[Field, ...]:
-    """What rows have beside their weight under this optimizer."""
-    rule, config = optimizer.rule, table.store.config
+def state_fields(spec: OptimizerSpec, group: Group, table: Table) -> tuple[Field, ...]:
+    """The fields of a record besides the weight."""
+    rule, config = spec.rule, table.store.config
     dtype = torch.promote_types(config.dtype, torch.float32)
     count = 1 if rule.rowwise else config.dim
-    tensors = tuple(
-        Field(name, dtype, count, float(rule.first_value(group, name))) for name in rule.state_names(group)
-    )
-    names = rule.scalars_of_rows(group, per_row_steps=optimizer.per_row_steps)
-    numbers = tuple(Field(name, torch.float32, 1, float(rule.first_value(group, name))) for name in names)
-    return tensors + numbers
+    scalars = rule.scalars_of_rows(group, per_row_steps=spec.options.per_row_steps)
+    kinds: dict[str, tuple[torch.dtype, int]] = dict.fromkeys(rule.state_names(group), (dtype, count))
+    kinds |= dict.fromkeys(scalars, (torch.float32, 1))
+    return tuple(Field(name, *kind, float(rule.first_value(group, name))) for name, kind in kinds.items())
 
 
-def check(optimizer: Optimizer, table: Table, name: str) -> None:
-    """Refuse what a table cannot have, before anything is laid out."""
-    dtype = table.store.config.dtype
-    if optimizer.master_weights and dtype in LOW:
+def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group: Group) -> None:
+    """Raise if a table cannot be trained with these options, or holds state of another optimizer."""
+    options, dtype = spec.options, table.store.config.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    if options.master_weights and dtype in LOW:
         raise ValueError(
             f"table {name} is {dtype} and has no room for master weights: make it float32, or use "
             f"stochastic_rounding=True with bfloat16"
         )
-    if optimizer.settings.ema_decay is not None:
+    if options.ema_decay is not None:
         raise ValueError(
-            f"ema_decay is not for tables (found {name}): rows that are not in a batch would have to move"
+            f"ema_decay is not for tables (found {name}): it would have to change rows outside the batch"
         )
-    wide = torch.promote_types(dtype, torch.float32)
-    if optimizer.state_dtype not in (None, wide):
-        raise ValueError(f"the state of table {name} is {wide}; found state_dtype={optimizer.state_dtype}")
-    if optimizer.settings.stochastic_rounding and dtype == torch.float16:
+    if options.state_dtype not in (None, wide):
+        raise ValueError(f"the state of table {name} is {wide}; found state_dtype={options.state_dtype}")
+    if options.stochastic_rounding and dtype == torch.float16:
         raise FlatbedError(f"stochastic_rounding is for bf16; table {name} is fp16: make it bf16 or fp32")
-
-
-class TableSteps:
-    """Steps of the tables that compute on one device."""
-
-    def __init__(self, rule: Rule, groups: Sequence[Group], members: list[Member], shared: Tensor) -> None:
-        self.rule = rule
-        self.groups = groups
-        self.members = members
-        self.device = members[0].table.store.device
-        self.shared = shared
-        self.packs: list[RowGrads | None] = []
-        self._kinds: list[Any] = []
-        self._kernels: Any = None
-
-    @property
-    def captured(self) -> bool:
-        """Whether CUDA graphs hold launches of these steps."""
-        return self._kernels is not None and bool(self._kernels.heads.captured)
-
-    def _build(self) -> Any:
-        from flatbed.kernels._triton.row_stepper import TritonRows
-
-        heads = []
-        for member in self.members:
-            empty = torch.empty(0, dtype=torch.float32, device=self.device)
-            nowhere = torch.zeros((), device=self.device)
-            scalars = {name: member.scalars.get(name, nowhere) for name in self.rule.scalars}
-            heads.append(ParamSlot(member.name, empty, member.group, torch.float32, {}, scalars))
-        plans = [self._plan(member) for member in self.members]
-        return TritonRows(self.rule, self.groups, heads, plans=plans, shared=self.shared)
-
-    def _plan(self, member: Member) -> Any:
-        from flatbed.kernels._triton.row_stepper import Plan
-
-        record = member.table.store.record
-        names = [name for name in self.rule.state if name in record]
-        return Plan(
-            dim=record.weight.count,
-            weight=record.weight.dtype,
-            state=record[names[0]].dtype if names else record.weight.dtype,
-            stride=record.nbytes,
-            offsets=tuple(record.offsets.get(name, 0) for name in self.rule.state),
-            numbers=tuple(record.offsets[name] for name in member.row_scalars),
-            has=self.rule.has(self.groups[member.group]),
+    table.check_attach(owner, state_fields(spec, group, table))
+    expected = {scalar for scalar in spec.rule.scalars if not scalar.startswith("_")}
+    expected -= set(spec.rule.scalars_of_rows(group, per_row_steps=options.per_row_steps))
+    known = {scalar for scalar in table.store.scalars if not scalar.startswith("_")}
+    if not table.store.state_owned and known and known != expected:
+        raise FlatbedError(
+            f"table {name} holds state of another optimizer than {spec.name}: its scalars are "
+            f"{sorted(known)}, expected {sorted(expected)}. Give it to the optimizer it was trained with, or "
+            f"call table.drop_state() first to start again"
         )
+
+
+class OptimizerTables:
+    """The tables of one optimizer, and a stepper for each of their devices."""
+
+    def __init__(self) -> None:
+        self.slots: list[TableSlot] = []
+        self._steppers: list[TableStepper] = []
+        self._retired: list[TableStepper] = []  # CUDA graphs hold launches of these
+        self._built_from: Any = None
+
+    # ---- ownership
+
+    def add(
+        self, spec: OptimizerSpec, owner: Any, state: dict[Any, Any], slot: TableSlot, group: Group
+    ) -> None:
+        """Make the optimizer own a table. State and scalars from a file or a copy are continued."""
+        rule, store = spec.rule, slot.table.store
+        remembered = {} if store.state_owned else dict(store.scalars)
+        has_counts = any(not scalar.startswith("_") for scalar in rule.scalars)
+        # State from elsewhere has been through a step.
+        stepped = bool(remembered) if has_counts else not store.state_owned and bool(store.record.state)
+        slot.table.attach(owner, state_fields(spec, group, slot.table))
+        hidden = {name: 1.0 for name in rule.scalars if stepped and name.startswith("_")}
+        store.scalars = hidden | remembered | state.get(slot.table, {})
+        self.slots.append(slot)
+        self.publish(spec, slot, group, state)
+
+    def publish(self, spec: OptimizerSpec, slot: TableSlot, group: Group, state: dict[Any, Any]) -> None:
+        """Complete a table's scalars, as tensors on its computing device, and show them in the state."""
+        rule, store = spec.rule, slot.table.store
+        # Kernels count in fp32, as torch does. Scalars of torch's own classes may need more.
+        dtype = torch.float64 if rule.update is None else torch.float32
+        scalars: dict[str, Any] = {}
+        for name in rule.scalars:
+            if name not in slot.row_scalars:
+                value = store.scalars.get(name, rule.first_value(group, name))
+                if not (isinstance(value, Tensor) and (value.device, value.dtype) == (store.device, dtype)):
+                    value = torch.tensor(float(value), dtype=dtype, device=store.device)
+                scalars[name] = value
+        store.scalars = scalars
+        shown = {name: value for name, value in scalars.items() if not name.startswith("_")}
+        held = state.get(slot.table, {})
+        if shown and [*map(id, held.values())] != [*map(id, shown.values())]:
+            state[slot.table] = shown
+
+    def sync(self, spec: OptimizerSpec, groups: Groups, state: dict[Any, Any]) -> None:
+        """Follow edits of the groups: a table that is in none of them is no longer trained."""
+        found = {id(table): number for _, table, number in named_tables(groups)}
+        if found.keys() - {id(slot.table) for slot in self.slots}:
+            raise FlatbedError("a table was put into a param group by hand: use optimizer.add_param_group")
+        self.slots = [slot for slot in self.slots if id(slot.table) in found]
+        for slot in self.slots:
+            slot.group = found[id(slot.table)]
+            self.publish(spec, slot, groups[slot.group], state)
 
     # ---- a step
 
-    def place(self, packs: list[RowGrads | None]) -> None:
-        """Take gradients, one per table or none."""
-        groups = [self.groups[member.group] for member in self.members]
-        kinds = [(self.rule.has(g), self.rule.scalars_of_rows(g, per_row_steps=False)) for g in groups]
-        if kinds != self._kinds:
-            self._follow(kinds)
-        self.packs = packs
-
-    def _follow(self, kinds: list[Any]) -> None:
-        """Options have changed which state is used. Rows must have had it from the start."""
-        for member, (_, of_rows) in zip(self.members, kinds, strict=True):
-            wanted = (*self.rule.state_names(self.groups[member.group]), *of_rows)
-            missing = [name for name in wanted if name not in member.table.store.record]
-            if missing:
+    def collect_grads(self, owner: Any, options: StepOptions) -> list[RowGrads | None]:
+        """The gradients of all tables; with several ranks, their mean. Errors precede any change."""
+        several = world_size() > 1
+        capturing = any(is_capturing(slot.table.store.device) for slot in self.slots)
+        if several:
+            self._refuse_local_norms(options)
+            if capturing:
+                raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
+        for slot in self.slots:
+            if slot.table.owner is not owner:
                 raise FlatbedError(
-                    f"an option was changed that needs state of its own ({missing[0]}), for which the rows "
-                    f"of table {member.name} have no room: build the optimizer with the option set"
+                    f"table {slot.name} has been given to another optimizer since: step that one"
                 )
-        if self.rule.update is not None and use_triton(self.device):
-            self._kernels = self._build()
-        self._kinds = kinds
+            if slot.table.deferred_checks and not capturing:
+                slot.table.raise_bad_ids()
+        packs = []
+        for slot in self.slots:
+            table = slot.table
+            table.pending.check_capture(capturing)
+            if several:
+                table.share_gradients()
+            if not table.trains:
+                table.pending.clear()
+            packs.append(table.pending.packed())
+        for slot, pack in zip(self.slots, packs, strict=True):
+            if pack is not None:
+                slot.table.access.reserve_space(pack)
+        return packs
 
-    def squares(self, settings: Settings, scaling: Scaling | None) -> Tensor:
-        """A vector whose sum is the squared norm of all gradients as they are."""
+    def _refuse_local_norms(self, options: StepOptions) -> None:
+        """Raise if the norm would differ between ranks: a table that is no replica has its own gradient."""
+        local = [slot.name for slot in self.slots if not slot.table.replicate]
+        if options.needs_norm and 0 < len(local) < len(self.slots):
+            raise FlatbedError(
+                f"max_norm and skip_nonfinite with table {local[0]} (replicate=False): the norm would differ "
+                f"between ranks, and with it the replicas. Give the table an optimizer of its own"
+            )
+
+    def set_grads(
+        self, spec: OptimizerSpec, groups: Groups, stats: StepStats, packs: list[RowGrads | None]
+    ) -> list[TableStepper]:
+        """Return the steppers of all devices, given their gradients."""
+        key = id(groups), [_layout_key(spec.rule, slot, groups[slot.group]) for slot in self.slots]
+        if key != self._built_from:
+            if any(is_capturing(slot.table.store.device) for slot in self.slots):
+                raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
+            self._retired += [stepper for stepper in self._steppers if stepper.captured]
+            by_device: dict[torch.device, list[TableSlot]] = {}
+            for slot in self.slots:
+                by_device.setdefault(slot.table.store.device, []).append(slot)
+            vectors = stats.of("tables", by_device)
+            self._steppers = [
+                TableStepper(spec.rule, groups, slots, vectors[device]) for device, slots in by_device.items()
+            ]
+            self._built_from = key
+        given = {id(slot): pack for slot, pack in zip(self.slots, packs, strict=True)}
+        for stepper in self._steppers:
+            stepper.packs = [given[id(slot)] for slot in stepper.slots]
+        return self._steppers
+
+
+def _layout_key(rule: Rule, slot: TableSlot, group: Group) -> tuple[Any, ...]:
+    """All that the launches of a table depend on."""
+    store = slot.table.store
+    layout = store.device, store.ensure_layout().record, slot.group, [*map(id, slot.scalars.values())]
+    return (*layout, rule.has(group), rule.scalars_of_rows(group, per_row_steps=False))
+
+
+class TableStepper:
+    """Updates the rows of the tables that compute on one device."""
+
+    def __init__(
+        self, rule: Rule, groups: Sequence[Group], slots: list[TableSlot], step_stats: Tensor
+    ) -> None:
+        self.rule = rule
+        self.groups = groups
+        self.slots = slots
+        self.step_stats = step_stats
+        self.device = step_stats.device
+        self.packs: list[RowGrads | None] = []
+        for slot in slots:
+            _check_fields(rule, slot, groups[slot.group])
+        self._kernels: TritonRows | None = None
+        if rule.update is not None and use_triton(self.device):
+            from flatbed.kernels._triton.row_stepper import TritonRows
+
+            layouts = [_table_layout(rule, slot, groups[slot.group]) for slot in slots]
+            self._kernels = TritonRows(rule, groups, layouts, step_stats)
+
+    @property
+    def captured(self) -> bool:
+        return self._kernels is not None and self._kernels.coefficients.captured
+
+    def squares(self, options: StepOptions) -> Tensor:
         grads = [pack.grads for pack in self.packs if pack is not None]
         if self._kernels is not None:
-            partials: Tensor = self._kernels.squares(grads)
-            return partials
+            return self._kernels.squares(grads)
         squares = [torch.linalg.vector_norm(g).double().square() for g in grads if g.numel()]
         return torch.stack(squares) if squares else torch.zeros(1, dtype=torch.float64, device=self.device)
 
-    def update(self, settings: Settings, scaling: Scaling | None, squares: Tensor | None) -> None:
-        """Step."""
-        if self._kernels is None:
-            self._update(settings, scaling, squares)
+    def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
+        """Update the rows that have a gradient."""
+        if self._kernels is not None:
+            present = [pack is not None for pack in self.packs]
+            self._kernels.prepare_coefficients(present, options, scaling, squares)
+            skip, factor = False, None
         else:
-            self._kernels.prepare([pack is not None for pack in self.packs], settings, scaling, squares)
-            for index, pack in enumerate(self.packs):
-                if pack is not None:
-                    self._launch(index, pack, settings)
-                    self.members[index].table.pending.clear()
+            norm = None if squares is None else squares.sum().sqrt().float()
+            factor, skip = begin_step(options, scaling, norm, self.step_stats)
+        scale = None if scaling is None else scaling.scale
+        # Noise differs between chunks and tables, and from that of parameters.
+        seeds = count(int(self.step_stats[STEPS]) * 1_000_003 + 500_000) if self._kernels is None else None
+        for index, (slot, pack) in enumerate(zip(self.slots, self.packs, strict=True)):
+            if pack is None:
+                continue
+            if self._kernels is not None:
+                self._launch(self._kernels, index, pack, options)
+            elif not skip:
+                fused = self.rule.fused is not None and self.device.type == "cpu"
+                update = Update(self.rule, self.groups[slot.group], fused, scale, factor)
+                _update_in_chunks(
+                    slot, compacted(pack), update, seeds if options.stochastic_rounding else None
+                )
         self.packs = []
 
-    def _launch(self, index: int, pack: RowGrads, settings: Settings) -> None:
-        table = self.members[index].table
-        store, access = table.store, table.access
-        place = access.location_for_update(pack)
-        if place is not None:
+    def _launch(self, kernels: TritonRows, index: int, pack: RowGrads, options: StepOptions) -> None:
+        store, access = self.slots[index].table.store, self.slots[index].table.access
+        location = access.location_for_update(pack)
+        if location is not None:
             weights = pack.weights(store.generation)
-            self._kernels.update(index, pack.rows, pack.grads, place, settings, weights=weights)
+            kernels.update(index, pack.rows, pack.grads, location, options, weights=weights)
             store.writes += 1
             return
         records = access.gather(pack.rows).contiguous()
-        self._kernels.update(index, pack.rows, pack.grads, RecordLocation(records), settings, staged=True)
-        if not bool(self.shared[SKIP]):
+        kernels.update(index, pack.rows, pack.grads, RecordLocation(records), options, staged=True)
+        if not bool(self.step_stats[SKIP]):
             access.scatter_(pack.rows, records)
 
-    # ---- as torch operations
 
-    def _update(self, settings: Settings, scaling: Scaling | None, squares: Tensor | None) -> None:
-        norm = None if squares is None else squares.sum().sqrt().float()
-        factor, skip = clip_factor(settings, scaling, norm, self.shared)
-        self.shared[STEPS] += 1
-        self.shared[SKIP] = float(skip)
-        self.shared[SKIPPED] += float(skip)
-        scale = None if scaling is None else scaling.scale
-        # Other noise for every piece of every table, and other than that of parameters.
-        self._seeds = count(int(self.shared[STEPS]) * 1_000_003 + 500_000)
-        for member, pack in zip(self.members, self.packs, strict=True):
-            if pack is None:
-                continue
-            if skip:
-                member.table.pending.clear()
-                continue
-            pack = compacted(pack)
-            grads = pack.grads if scale is None else pack.grads / scale
-            grads = grads if factor is None else grads * factor
-            self._step(member, RowGrads(pack.rows, grads), settings)
-            # Used up: `model.zero_grad()`, which does not reach tables, need not drop it.
-            member.table.pending.clear()
-
-    def _step(self, member: Member, pack: RowGrads, settings: Settings) -> None:
-        access = member.table.access
-        before = {name: float(value) for name, value in member.scalars.items()}
-        after = before
-        # Whole vectors, so that a row's bits do not depend on where the chunks end.
-        size = max(1, CHUNK_BYTES // (pack.grads.shape[1] * 64)) * 16
-        if not access.store.in_memory:  # all or nothing
-            size = max(1, len(pack.rows))
-        for start in range(0, max(1, len(pack.rows)), size):  # a step without rows counts as well
-            rows, grads = pack.rows[start : start + size], pack.grads[start : start + size]
-            taken = access.read_fields(rows)
-            for part, numbers in _alike(taken, member.row_scalars):
-                seed = next(self._seeds) if settings.stochastic_rounding else None
-                after = self._run(member, taken, part, grads=grads, numbers=before | numbers, seed=seed)
-            access.write_fields_(rows, taken)
-        for name, value in member.scalars.items():
-            value.fill_(after[name])
-
-    def _run(
-        self,
-        member: Member,
-        taken: dict[str, Tensor],
-        part: Tensor | None,
-        *,
-        grads: Tensor,
-        numbers: dict[str, float],
-        seed: int | None,
-    ) -> dict[str, float]:
-        """One step of the rule on some of the rows that were taken; returns the numbers after it."""
-        rule, group = self.rule, with_number(self.groups[member.group])
-        held = taken if part is None else {name: value[part] for name, value in taken.items()}
-        weight, grad = held[WEIGHT], grads if part is None else grads[part]
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        p, grad = weight.to(wide), grad.to(wide)
-        fused = rule.fused if self.device.type == "cpu" and len(p) else None
-        if group.get("maximize") and fused is None and not rule.sees_to_maximize:
-            grad = -grad
-        state = {name: [held[name]] for name in rule.state_names(group)}
-        scalars = tuple(numbers[name] for name in rule.scalars)
-        after = (fused or rule.reference)(group, Tensors([p], [grad], state), scalars)
-        if seed is not None and weight.dtype == torch.bfloat16:
-            p = round_stochastically(p, seed=seed)
-        held[WEIGHT] = p.to(weight.dtype)
-        found = dict(zip(rule.scalars, after, strict=True))
-        for name in member.row_scalars:
-            held[name] = torch.full_like(held[name], found[name])
-        if part is not None:
-            for name, value in held.items():
-                taken[name][part] = value
-        return found
+def _check_fields(rule: Rule, slot: TableSlot, group: Group) -> None:
+    """Raise if an option was changed that needs state for which the records have no room."""
+    needed = (*rule.state_names(group), *rule.scalars_of_rows(group, per_row_steps=False))
+    missing = [name for name in needed if name not in slot.table.store.record]
+    if missing:
+        raise FlatbedError(
+            f"a changed option needs state ({missing[0]}) that the rows of table {slot.name} do not have: "
+            f"build the optimizer with the option set"
+        )
 
 
-def _alike(
-    taken: dict[str, Tensor], names: tuple[str, ...]
-) -> Iterator[tuple[Tensor | None, dict[str, float]]]:
-    """Rows whose own numbers are equal, together; None stands for all of them."""
-    if not names or not len(taken[names[0]]):
-        yield None, dict.fromkeys(names, 0.0)
-        return
-    numbers = torch.cat([taken[name] for name in names], dim=1)
-    kinds, which = torch.unique(numbers, dim=0, return_inverse=True)
-    for i, kind in enumerate(kinds.tolist()):
-        part = None if len(kinds) == 1 else (which == i).nonzero().flatten()
-        yield part, dict(zip(names, kind, strict=True))
+def _table_layout(rule: Rule, slot: TableSlot, group: Group) -> TableLayout:
+    from flatbed.kernels._triton.row_stepper import TableLayout
+
+    record = slot.table.store.record
+    names = [name for name in rule.state if name in record]
+    return TableLayout(
+        group=slot.group,
+        scalars=slot.scalars,
+        dim=record.weight.count,
+        weight=record.weight.dtype,
+        state=record[names[0]].dtype if names else record.weight.dtype,
+        stride=record.nbytes,
+        state_offsets=tuple(record.offsets.get(name, 0) for name in rule.state),
+        scalar_offsets=tuple(record.offsets[name] for name in slot.row_scalars),
+        has=rule.has(group),
+    )
+
+
+def _update_in_chunks(slot: TableSlot, pack: RowGrads, update: Update, seeds: Any) -> None:
+    """Read, update and write rows in torch operations."""
+    access = slot.table.access
+    before = {name: float(value) for name, value in slot.scalars.items()}
+    after: Mapping[str, float] = before
+    # Whole vectors, so that a row's bits do not depend on where the chunks end.
+    size = max(1, CHUNK_BYTES // (pack.grads.shape[1] * 64)) * 16
+    if not access.store.in_memory:  # a file's rows are written all or none
+        size = max(1, len(pack.rows))
+    for start in range(0, max(1, len(pack.rows)), size):  # a step without rows counts too
+        rows, grads = pack.rows[start : start + size], pack.grads[start : start + size]
+        fields = access.read_fields(rows)
+        if not len(rows):
+            update = Update(update.rule, update.group, False, update.scale, update.factor)
+        after = update_rows(update, fields, grads, scalars=before, row_scalars=slot.row_scalars, seeds=seeds)
+        access.write_fields_(rows, fields)
+    for name, value in slot.scalars.items():
+        value.fill_(after[name])

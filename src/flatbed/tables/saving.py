@@ -216,6 +216,5 @@ def read_into(table: Table, found: TableFile) -> None:
             store.replace_rows(record, filling, fields=parts, scalars=scalars)
     if is_adopted:
         store.adopt_state(scalars)
-        table.numbers = {}  # of an optimizer that is gone
     elif owner is not None and state:
-        owner.set_table_scalars(table, dict(scalars))
+        store.set_scalars(scalars)

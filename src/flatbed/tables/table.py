@@ -6,7 +6,7 @@ import multiprocessing.context
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,6 @@ from flatbed.tables.tensor_file import as_path
 from flatbed.tables.view import WeightView
 
 
-class Owner(Protocol):
-    """The optimizer that a table belongs to."""
-
-    def set_table_scalars(self, table: Table, scalars: dict[str, float]) -> None:
-        """Go on from these numbers of state."""
-
-
 class Table(nn.Parameter):
     """The rows of a `Embedding`, in the form in which optimizers take parameters.
 
@@ -48,8 +41,6 @@ class Table(nn.Parameter):
     access: RowIO
     pending: GradAccumulator
     replicate: bool
-    numbers: dict[str, Tensor]
-    """The optimizer's numbers of state for this table; they stay when the optimizer goes."""
 
     def __new__(
         cls, config: Config, *others: Any, device: torch.device | None = None, replicate: bool = True
@@ -71,7 +62,6 @@ class Table(nn.Parameter):
         table.deferred_checks = DeferredIdChecks(table.store)
         table._exchanges = 0
         table.prefetched = []
-        table.numbers = {}
         return table
 
     _owner: weakref.ref[Any] | None
@@ -250,11 +240,11 @@ class Table(nn.Parameter):
     # ---- its optimizer
 
     @property
-    def owner(self) -> Owner | None:
+    def owner(self) -> torch.optim.Optimizer | None:
         """The optimizer that it was given to, as long as that lives."""
         return None if self._owner is None else self._owner()
 
-    def check_attach(self, owner: Owner, state: tuple[Field, ...]) -> None:
+    def check_attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
         """Raise if the table holds state that the optimizer cannot go on with. In memory, another one begins
         anew; a file would be made anew for it, and what was last saved would be gone.
         """
@@ -272,7 +262,7 @@ class Table(nn.Parameter):
                 f"first to begin anew"
             )
 
-    def attach(self, owner: Owner, state: tuple[Field, ...]) -> None:
+    def attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
         """Belong to an optimizer that keeps this state. State from a file or a copy is taken over."""
         self.check_attach(owner, state)
         if self.store.state_owned:
@@ -285,7 +275,6 @@ class Table(nn.Parameter):
         """Forget all optimizer state, keep the weights."""
         self.store.set_state_fields(())
         self._owner = None
-        self.numbers = {}
 
     @property
     def trains(self) -> bool:
@@ -383,22 +372,19 @@ class Table(nn.Parameter):
             raise FlatbedError(
                 "gradients are waiting for a step: step, or drop them (zero_grad), then resize"
             )
-        self.store.scalars = self.scalars()
         self.store.resize(int(num_embeddings))
         self.pending = GradAccumulator(self.num_embeddings)
 
     def scalars(self) -> dict[str, float]:
         """The numbers of optimizer state that are one per table, such as the step count."""
-        if not self.numbers:
-            return dict(self.store.scalars)
-        return {name: float(value) for name, value in self.numbers.items()}
+        return {name: float(value) for name, value in self.store.scalars.items()}
 
     # ---- durable
 
     def checkpoint(self) -> None:
         """Make a disk table's rows and state durable, all or nothing: a crash leads back to here."""
         self.deferred_checks.check_graphs()
-        self.store.checkpoint(self.scalars())
+        self.store.checkpoint()
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, bit by bit."""

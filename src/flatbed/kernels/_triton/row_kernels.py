@@ -1,16 +1,16 @@
-"""Kernels on the rows of tables. Addresses come as numbers: a table may lie in host memory."""
+"""Kernels on the rows of tables. Addresses are integers, since a table may be in host memory."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from flatbed.kernels._triton.step import SKIP, STEPS, round_stochastically
+from flatbed.kernels._triton.step import LINE, SKIP, STEPS, load_as, load_line, load_state, update_elements
 
 
 @triton.jit(do_not_specialize=["n", "n_rows"])
 def narrow(ids_ptr, keys_ptr, n, n_rows, BLOCK: tl.constexpr):
-    """Ids of rows as int32, and -1 for those that are none."""
+    """Row ids as int32; -1 for ids out of range."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + i, mask=i < n, other=0)
     tl.store(keys_ptr + i, tl.where((row >= 0) & (row < n_rows), row, -1).to(tl.int32), mask=i < n)
@@ -18,7 +18,7 @@ def narrow(ids_ptr, keys_ptr, n, n_rows, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["host", "n"])
 def bring(host, keys_ptr, n, BLOCK: tl.constexpr):
-    """Keys from pinned memory of the host: as part of a CUDA graph cheaper to launch than a copy."""
+    """Read keys from pinned host memory: in a CUDA graph cheaper to launch than a copy."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(keys_ptr + i, tl.load(host.to(tl.pointer_type(tl.int32)) + i, mask=i < n), mask=i < n)
 
@@ -27,7 +27,7 @@ def bring(host, keys_ptr, n, BLOCK: tl.constexpr):
 def heads(
     sorted_ptr, counts_ptr, clock_ptr, n_missing_ptr, n, TICKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """How many runs of sorted keys begin in each block. With TICKS, a section of a cache begins, too."""
+    """Count the runs of sorted keys that begin in each block. TICKS: also advance the clock of a cache."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(sorted_ptr + i, mask=i < n, other=0)
     before = tl.load(sorted_ptr + i - 1, mask=(i < n) & (i > 0), other=0)
@@ -44,7 +44,7 @@ def mark(
     sorted_ptr, order_ptr, counts_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, bad_ptr,
     n, n_rows, lead, n_blocks, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From sorted keys to distinct rows; `counts_ptr` says how many begin in each block."""
+    """Find the unique rows of sorted keys; `counts_ptr` holds how many runs begin in each block."""
     block = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     n_before = 0
@@ -65,7 +65,7 @@ def mark(
     known = (key >= 0) & (key < n_rows)
     tl.store(rows_ptr + rank, tl.where(known, key, -1), mask=head)
     tl.store(starts_ptr + rank, i.to(tl.int64), mask=head)
-    beyond = i >= n_distinct  # as many places as there may be rows
+    beyond = i >= n_distinct  # the outputs have an entry for every id
     tl.store(rows_ptr + i, tl.full([BLOCK], -1, tl.int64), mask=valid & beyond)
     tl.store(starts_ptr + i, tl.zeros([BLOCK], tl.int64) + n, mask=(i <= n) & beyond)
     if not CHECKED:
@@ -80,7 +80,7 @@ def add_runs(
     total, grads_ptr, order_ptr, begin, end, column,
     DIM: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Add gradients one after the other, in the order of the ids; several are on their way at a time."""
+    """Add gradients one after the other, in the order of the ids; AT_ONCE loads are in flight."""
     longest = tl.max(end - begin)
     for first in range(0, longest, AT_ONCE):
         for k in tl.static_range(AT_ONCE):
@@ -97,10 +97,10 @@ def segment_sum(
     n, padding, n_tiles, CHUNK: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the gradients of each row's run, as far as its first chunk goes; and of each further chunk.
+    """Sum the gradients of the first chunk of each row's run, and of each further chunk.
 
-    Chunks begin at multiples of CHUNK from where a run begins, so that a row's sum depends on nothing else.
-    At most one further chunk begins in a window of as many ids: it is summed into the window's partial.
+    Chunks begin at multiples of CHUNK from the start of a run, so that a row's sum depends on its run alone.
+    At most one further chunk begins in a window of CHUNK ids; its sum is the window's partial.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -136,9 +136,9 @@ def sum_chunks(
     rank_ptr, starts_ptr, kept_ptr, sums_ptr, partials_ptr, n,
     CHUNK: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Add the further chunks of long runs to the first ones, in order: they are in consecutive windows.
+    """Add the further chunks of long runs to the first chunk, in order; they are in consecutive windows.
 
-    In a window of CHUNK ids at most one run begins that is longer than that.
+    At most one run longer than CHUNK begins in a window of CHUNK ids.
     """
     window = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -165,8 +165,9 @@ def sum_chunks(
 
 @triton.jit
 def located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE: tl.constexpr, CHANGES: tl.constexpr):
-    """Where the records of rows are: at home, or in a cache, which is to know if they change. 0 if they are
-    not in the cache, and home cannot be reached (`memory` is 0).
+    """Addresses of records, in the cache or in the storage; CHANGES: mark the cache's lines as dirty.
+
+    The address is 0 for a record that is not cached, if the storage is out of reach (`memory` is 0).
     """
     slot = tl.load(slot_of_row_ptr + row, mask=row >= 0, other=-1).to(tl.int64)
     if CHANGES:
@@ -181,7 +182,7 @@ def move(
     STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HOME: tl.constexpr,
     CACHED: tl.constexpr,
 ):  # fmt: skip
-    """Records (or their beginnings) into a buffer, or with HOME from it; a word is 8 bytes."""
+    """Copy records, or their first bytes, into a buffer; HOME: from the buffer. A word is 8 bytes."""
     column = tl.arange(0, COLUMNS)
     for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
         i = first + tl.arange(0, ROWS).to(tl.int64)
@@ -207,121 +208,95 @@ def move(
 
 @triton.jit
 def field(record, OFFSET: tl.constexpr, TYPE: tl.constexpr):
-    """Where a field of records, (rows, 1), begins."""
+    """Pointers to a field of records, (rows, 1)."""
     return tl.multiple_of((record + OFFSET).to(tl.pointer_type(TYPE)), (16, 16))
+
+
+@triton.jit
+def count_rows(
+    record, hyperparameters_ptr, there, PREPARE: tl.constexpr, N_SCALARS: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Advance the scalars in the records of rows; return the rows' coefficients."""
+    first_ptr = field(record, FIRST, tl.float32)
+    second_ptr = field(record, SECOND, tl.float32)
+    one = tl.load(first_ptr, mask=there, other=0.0).to(tl.float64)
+    two = one
+    if N_SCALARS > 1:
+        two = tl.load(second_ptr, mask=there, other=0.0).to(tl.float64)
+    tl.debug_barrier()  # several warps may share a row: all of them read before one writes
+    scalars, fine = PREPARE(load_line(hyperparameters_ptr, tl.float64), (one, two))
+    tl.store(first_ptr, scalars[0].to(tl.float32), mask=there)
+    if N_SCALARS > 1:
+        tl.store(second_ptr, scalars[1].to(tl.float32), mask=there)
+    coefficients = ()
+    for k in tl.static_range(len(fine)):
+        coefficients = coefficients + (fine[k].to(COMPUTE),)  # noqa: RUF005
+    return coefficients
 
 
 @triton.jit(do_not_specialize=["memory", "cached", "weights_stride", "n", "index", "group"])
 def step(
     memory, cached, slot_of_row_ptr, dirty_ptr, rows_ptr, grads_ptr, weights_ptr, weights_stride,
-    coefficients_ptr, numbers_ptr, shared_ptr, n, index, group,
+    coefficients_ptr, hyperparameters_ptr, stats_ptr, n, index, group,
     PREPARE: tl.constexpr, UPDATE: tl.constexpr, HAS: tl.constexpr, N_SCALARS: tl.constexpr,
     STRIDE: tl.constexpr, AT0: tl.constexpr, AT1: tl.constexpr, AT2: tl.constexpr, AT3: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, ROWWISE: tl.constexpr,
-    WEIGHT: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, COMPUTE: tl.constexpr,
+    WEIGHT: tl.constexpr, STATE: tl.constexpr, COMPUTE: tl.constexpr,
     PER_ROW: tl.constexpr, STOCHASTIC: tl.constexpr, STAGED: tl.constexpr, FETCHED: tl.constexpr,
-    CACHED: tl.constexpr, LINE: tl.constexpr,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    CACHED: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Read gradient and record of a row once; write the record once.
 
-    `AT0` … say where tensors of state lie in a record, `FIRST` and `SECOND` where its numbers of state do.
-    `STAGED`: the records are not the table's but copies in the order of the gradients. `FETCHED`: weights are
-    at hand, in the same order. `CACHED`: some of the records are in a cache.
+    `AT0` … are the offsets of the tensors of state in a record, `FIRST` and `SECOND` those of its scalars.
+    `STAGED`: the records are copies in the order of the gradients, not the table's own. `FETCHED`: the rows'
+    weights are at `weights_ptr`, in the same order. `CACHED`: some of the records are in a cache.
     """
     column = tl.arange(0, COLUMNS)[None, :]
-    inside = column < DIM
-    skip = tl.load(shared_ptr + SKIP)
+    skip = tl.load(stats_ptr + SKIP)
+    seed = tl.load(stats_ptr + STEPS).to(tl.int64) * 64 + index
     coefficients_ptr += index * LINE
-    numbers_ptr += group * LINE
+    hyperparameters_ptr += group * LINE
     for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
         i = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
         row = tl.load(rows_ptr + i, mask=i < n, other=-1)
         there = (tl.where(skip == 0.0, row, -1) >= 0) & (i < n)
-        mask = there & inside
         if STAGED:
             record = memory + i * STRIDE
         elif CACHED:
             changed = tl.where(there, row, -1)
             record = located(memory, cached, slot_of_row_ptr, dirty_ptr, changed, STRIDE, True)
             there = there & (record != 0)
-            mask = there & inside
         else:
             record = memory + row * STRIDE
-        g = tl.load(grads_ptr + i * DIM + column, mask=mask, other=0.0).to(COMPUTE)
+        mask = there & (column < DIM)
+        g = load_as(grads_ptr + i * DIM + column, mask, COMPUTE)
         p_ptr = field(record, 0, WEIGHT) + column
-        if FETCHED:
-            p = tl.load(weights_ptr + i * weights_stride + column, mask=mask, other=0.0).to(COMPUTE)
-        else:
-            p = tl.load(p_ptr, mask=mask, other=0.0).to(COMPUTE)
-        s0 = p
-        s1 = p
-        s2 = p
-        s3 = p
+        p = load_as(weights_ptr + i * weights_stride + column if FETCHED else p_ptr, mask, COMPUTE)
         if ROWWISE:
-            s0_ptr = field(record, AT0, STATE)
-            s0 = tl.load(s0_ptr, mask=there, other=0.0).to(COMPUTE)
+            only = field(record, AT0, STATE)
+            state_ptrs = (only, only, only, only)
+            state_mask = there
         else:
-            s0_ptr = field(record, AT0, STATE) + column
-            s1_ptr = field(record, AT1, STATE) + column
-            s2_ptr = field(record, AT2, STATE) + column
-            s3_ptr = field(record, AT3, STATE) + column
-            if HAS & 1:
-                s0 = tl.load(s0_ptr, mask=mask, other=0.0).to(COMPUTE)
-            if HAS & 2:
-                s1 = tl.load(s1_ptr, mask=mask, other=0.0).to(COMPUTE)
-            if HAS & 4:
-                s2 = tl.load(s2_ptr, mask=mask, other=0.0).to(COMPUTE)
-            if HAS & 8:
-                s3 = tl.load(s3_ptr, mask=mask, other=0.0).to(COMPUTE)
+            state_ptrs = (
+                field(record, AT0, STATE) + column,
+                field(record, AT1, STATE) + column,
+                field(record, AT2, STATE) + column,
+                field(record, AT3, STATE) + column,
+            )
+            state_mask = mask
+        state = load_state(state_ptrs, p, state_mask, HAS, COMPUTE)
         if PER_ROW:
-            h = (
-                tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3),
-                tl.load(numbers_ptr + 4), tl.load(numbers_ptr + 5), tl.load(numbers_ptr + 6),
-                tl.load(numbers_ptr + 7), tl.load(numbers_ptr + 8),
-            )  # fmt: skip
-            first_ptr = field(record, FIRST, tl.float32)
-            second_ptr = field(record, SECOND, tl.float32)
-            one = tl.load(first_ptr, mask=there, other=0.0).to(tl.float64)
-            two = one
-            if N_SCALARS > 1:
-                two = tl.load(second_ptr, mask=there, other=0.0).to(tl.float64)
-            tl.debug_barrier()  # a row may be several warps': all have read before one writes
-            scalars, fine = PREPARE(h, (one, two))
-            tl.store(first_ptr, scalars[0].to(tl.float32), mask=there)
-            if N_SCALARS > 1:
-                tl.store(second_ptr, scalars[1].to(tl.float32), mask=there)
-            c = ()
-            for k in tl.static_range(len(fine)):
-                c = c + (fine[k].to(COMPUTE),)  # noqa: RUF005
+            coefficients = count_rows(
+                record, hyperparameters_ptr, there, PREPARE, N_SCALARS, FIRST, SECOND, COMPUTE
+            )
         else:
-            c = (
-                tl.load(coefficients_ptr + 1).to(COMPUTE), tl.load(coefficients_ptr + 2).to(COMPUTE),
-                tl.load(coefficients_ptr + 3).to(COMPUTE), tl.load(coefficients_ptr + 4).to(COMPUTE),
-                tl.load(coefficients_ptr + 5).to(COMPUTE), tl.load(coefficients_ptr + 6).to(COMPUTE),
-                tl.load(coefficients_ptr + 7).to(COMPUTE), tl.load(coefficients_ptr + 8).to(COMPUTE),
-            )  # fmt: skip
-        g *= tl.load(coefficients_ptr).to(COMPUTE)
-        if ROWWISE:
-            s1 = (tl.sum(g * g, 1) / DIM)[:, None]  # beyond the last column they are zero
-        p, state = UPDATE(p, g, (s0, s1, s2, s3), c, HAS)
-        if STOCHASTIC:
-            seed = tl.load(shared_ptr + STEPS).to(tl.int64) * 64 + index
-            noise = tl.randint(seed, row * DIM + column).to(tl.uint32, bitcast=True)
-            tl.store(p_ptr, round_stochastically(p, noise), mask=mask)
-        else:
-            tl.store(p_ptr, p.to(WEIGHT), mask=mask)
-        if ROWWISE:
-            tl.store(s0_ptr, state[0].to(STATE), mask=there)
-        else:
-            if HAS & 1:
-                tl.store(s0_ptr, state[0].to(STATE), mask=mask)
-            if HAS & 2:
-                tl.store(s1_ptr, state[1].to(STATE), mask=mask)
-            if HAS & 4:
-                tl.store(s2_ptr, state[2].to(STATE), mask=mask)
-            if HAS & 8:
-                tl.store(s3_ptr, state[3].to(STATE), mask=mask)
+            coefficients = load_line(coefficients_ptr, COMPUTE)
+        factor = tl.load(coefficients_ptr).to(COMPUTE)
+        update_elements(
+            p, g, state, coefficients, factor, p_ptr, state_ptrs, mask, state_mask, seed, row * DIM + column,
+            UPDATE, HAS, WEIGHT, STATE, ROWWISE, DIM, STOCHASTIC, False,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n", "per_program"])
@@ -339,14 +314,14 @@ def squares(values_ptr, partials_ptr, n, per_program, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "target", "value"])
 def fill_bytes(n, target, value, BLOCK: tl.constexpr):
-    """The same byte everywhere, from an address on."""
+    """Fill memory from an address on with one byte."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target.to(tl.pointer_type(tl.uint8)) + i, value.to(tl.uint8), mask=i < n)
 
 
 @triton.jit(do_not_specialize=["n", "source", "target"])
 def copy_bytes(n, source, target, BLOCK: tl.constexpr):
-    """Bytes from one address to another."""
+    """Copy bytes from one address to another."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(source.to(tl.pointer_type(tl.uint8)) + i, mask=i < n)
     tl.store(target.to(tl.pointer_type(tl.uint8)) + i, found, mask=i < n)

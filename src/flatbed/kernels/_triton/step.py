@@ -1,7 +1,7 @@
-"""The three kernels of a step: partial sums of squares, one number after another, one element after another.
+"""The three kernels of a step (squares, prepare, update), and the update that parameters and rows share.
 
-A parameter is a row of an int64 table of addresses, so that memory may lie anywhere; a block of `BLOCK`
-elements finds its parameter in a map. Gradients' addresses lie in a table of their own, since they move;
+A parameter is a line of an int64 table of addresses, so that memory may lie anywhere; a block of `BLOCK`
+elements finds its parameter in a map. Addresses of gradients have a table of their own, since they change;
 0 stands for a parameter without gradient.
 """
 
@@ -21,15 +21,13 @@ SCALARS = tl.constexpr(6)  # two
 STATES = tl.constexpr(8)  # four
 COLUMNS = tl.constexpr(12)
 
-# Entries of the vector that steps of one device share.
+# Entries of the vector `step_stats`.
 SKIP = tl.constexpr(0)
 NORM = tl.constexpr(1)
 SKIPPED = tl.constexpr(2)  # steps so far
 STEPS = tl.constexpr(3)  # so far, the skipped ones too
 
-NUMBERS = tl.constexpr(
-    9
-)  # per row of the tables of hyperparameters and coefficients: one common, then the rule's
+LINE = tl.constexpr(9)  # entries of a line of hyperparameters or coefficients: one common, then the rule's
 
 
 @triton.jit
@@ -76,32 +74,25 @@ def squares(
 
 @triton.jit(do_not_specialize=["n_parameters", "partials_ptr", "n_partials", "scale_ptr", "found_inf_ptr"])
 def prepare(
-    table_ptr, grads_ptr, numbers_ptr, coefficients_ptr, shared_ptr, n_parameters,
+    table_ptr, grads_ptr, hyperparameters_ptr, coefficients_ptr, stats_ptr, n_parameters,
     partials_ptr, scale_ptr, found_inf_ptr, n_partials, max_norm,
     RULE: tl.constexpr, N_SCALARS: tl.constexpr, N_COEFFICIENTS: tl.constexpr,
     CLIP: tl.constexpr, NORMED: tl.constexpr, SKIPPING: tl.constexpr, SCALED: tl.constexpr,
     LANES: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """What is the same for all elements of a parameter: factor of the gradient, coefficients, step count.
+    """Compute what all elements of a parameter share: the gradient's factor, coefficients, scalars.
 
-    Every program sums up all partial sums for itself, in the same order.
+    Every program adds all partial sums, in the same order.
     """
     lanes = tl.arange(0, LANES)
     parameter = (tl.program_id(0) * LANES + lanes).to(tl.int64)
     valid = parameter < n_parameters
     row_ptr = table_ptr + parameter * COLUMNS
     grad = tl.load(grads_ptr + parameter, mask=valid, other=0)
-    number_ptr = numbers_ptr + tl.load(row_ptr + GROUP, mask=valid, other=0) * NUMBERS
-    h = (
-        tl.load(number_ptr + 1, mask=valid, other=0.5),
-        tl.load(number_ptr + 2, mask=valid, other=0.5),
-        tl.load(number_ptr + 3, mask=valid, other=0.5),
-        tl.load(number_ptr + 4, mask=valid, other=0.5),
-        tl.load(number_ptr + 5, mask=valid, other=0.5),
-        tl.load(number_ptr + 6, mask=valid, other=0.5),
-        tl.load(number_ptr + 7, mask=valid, other=0.5),
-        tl.load(number_ptr + 8, mask=valid, other=0.5),
-    )
+    line_ptr = hyperparameters_ptr + tl.load(row_ptr + GROUP, mask=valid, other=0) * LINE
+    h = ()
+    for i in tl.static_range(1, LINE):
+        h = h + (tl.load(line_ptr + i, mask=valid, other=0.5),)  # noqa: RUF005
     first_ptr = pointer(tl.load(row_ptr + SCALARS, mask=valid, other=0), tl.float32, 1)
     second_ptr = pointer(tl.load(row_ptr + (SCALARS + 1), mask=valid, other=0), tl.float32, 1)
     first = tl.zeros([LANES], tl.float64)
@@ -132,18 +123,18 @@ def prepare(
             factor *= tl.where(ratio > 1.0, 1.0, ratio)  # nan stays nan, as in torch
 
     if tl.program_id(0) == 0:
-        tl.store(shared_ptr + SKIP, skip)
-        tl.store(shared_ptr + NORM, norm)
-        tl.store(shared_ptr + SKIPPED, tl.load(shared_ptr + SKIPPED) + tl.where(skip != 0.0, 1.0, 0.0))
-        tl.store(shared_ptr + STEPS, tl.load(shared_ptr + STEPS) + 1.0)
+        tl.store(stats_ptr + SKIP, skip)
+        tl.store(stats_ptr + NORM, norm)
+        tl.store(stats_ptr + SKIPPED, tl.load(stats_ptr + SKIPPED) + tl.where(skip != 0.0, 1.0, 0.0))
+        tl.store(stats_ptr + STEPS, tl.load(stats_ptr + STEPS) + 1.0)
 
     moves = valid & (tl.where(skip == 0.0, grad, 0) != 0)
     if N_SCALARS > 0:
         tl.store(first_ptr, scalars[0].to(tl.float32), mask=moves)
     if N_SCALARS > 1:
         tl.store(second_ptr, scalars[1].to(tl.float32), mask=moves)
-    coefficient_ptr = coefficients_ptr + parameter * NUMBERS
-    sign = tl.load(number_ptr, mask=valid, other=1.0)
+    coefficient_ptr = coefficients_ptr + parameter * LINE
+    sign = tl.load(line_ptr, mask=valid, other=1.0)
     tl.store(coefficient_ptr, factor * sign, mask=valid)
     for i in tl.static_range(N_COEFFICIENTS):
         tl.store(coefficient_ptr + 1 + i, coefficients[i], mask=valid)
@@ -159,8 +150,84 @@ def round_stochastically(x, noise):
 
 
 @triton.jit
+def load_as(ptr, mask, TYPE: tl.constexpr):
+    """Load elements; those that the mask leaves out are 0."""
+    if mask is None:
+        value = tl.load(ptr)
+    else:
+        value = tl.load(ptr, mask=mask, other=0.0)
+    return value.to(TYPE)
+
+
+@triton.jit
+def load_line(line_ptr, TYPE: tl.constexpr):
+    """The rule's part of a line of hyperparameters or coefficients."""
+    values = ()
+    for i in tl.static_range(1, LINE):
+        values = values + (tl.load(line_ptr + i).to(TYPE),)  # noqa: RUF005
+    return values
+
+
+@triton.jit
+def load_state(ptrs, absent, mask, HAS: tl.constexpr, TYPE: tl.constexpr):
+    """The tensors of state that exist, by the bits of HAS; `absent` stands for the others."""
+    state = ()
+    for i in tl.static_range(4):
+        if HAS >> i & 1:
+            state = state + (load_as(ptrs[i], mask, TYPE),)  # noqa: RUF005
+        else:
+            state = state + (absent,)  # noqa: RUF005
+    return state
+
+
+@triton.jit
+def store_state(
+    ptrs, state, mask, seed, position, HAS: tl.constexpr, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    """Store the tensors of state that exist; STOCHASTIC: fp32 is rounded to bf16 stochastically."""
+    if STOCHASTIC:
+        noise = tl.randint(seed + 1, position).to(tl.uint32, bitcast=True)  # enough for two
+        more = noise
+        if HAS & 12:
+            more = tl.randint(seed + 2, position).to(tl.uint32, bitcast=True)
+        noises = (noise, noise >> 16, more, more >> 16)
+    for i in tl.static_range(4):
+        if HAS >> i & 1:
+            if STOCHASTIC:
+                tl.store(ptrs[i], round_stochastically(state[i], noises[i]), mask=mask)
+            else:
+                tl.store(ptrs[i], state[i].to(TYPE), mask=mask)
+
+
+@triton.jit
+def update_elements(
+    p, g, state, coefficients, factor, p_ptr, state_ptrs, mask, state_mask, seed, position,
+    RULE: tl.constexpr, HAS: tl.constexpr, PARAM_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr,
+    ROWWISE: tl.constexpr, DIM: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_STATE: tl.constexpr,
+):  # fmt: skip
+    """The update of parameters and of rows: scale the gradient, apply the rule, round, store.
+
+    `factor` unscales, clips and negates the gradient. `seed` and `position` choose the noise of an element.
+    ROWWISE: state has one value per row, and the rule gets the mean of the row's squared gradients.
+    Returns the parameter before and after rounding.
+    """
+    g *= factor
+    if ROWWISE:
+        mean = (tl.sum(g * g, 1) / DIM)[:, None]  # masked elements are 0
+        state = (state[0], mean, state[2], state[3])
+    p, state = RULE(p, g, state, coefficients, HAS)
+    store_state(state_ptrs, state, state_mask, seed, position, HAS, STATE_TYPE, STOCHASTIC_STATE)
+    if STOCHASTIC:
+        rounded = round_stochastically(p, tl.randint(seed, position).to(tl.uint32, bitcast=True))
+    else:
+        rounded = p.to(PARAM_TYPE)
+    tl.store(p_ptr, rounded, mask=mask)
+    return p, rounded
+
+
+@triton.jit
 def update_block(
-    row_ptr, grad, coefficient_ptr, shared_ptr, start, numel, ema_weight, salt,
+    row_ptr, grad, coefficient_ptr, stats_ptr, start, numel, ema_weight, salt,
     RULE: tl.constexpr, HAS: tl.constexpr,
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_STATE: tl.constexpr,
@@ -173,77 +240,31 @@ def update_block(
     g_ptr = pointer(grad, GRAD_TYPE, VECTOR if FULL else 1) + at
     master_ptr = pointer(tl.load(row_ptr + MASTER), COMPUTE, VECTOR) + at
     ema_ptr = pointer(tl.load(row_ptr + EMA), COMPUTE, VECTOR) + at
-    s0_ptr = pointer(tl.load(row_ptr + STATES), STATE_TYPE, VECTOR) + at
-    s1_ptr = pointer(tl.load(row_ptr + (STATES + 1)), STATE_TYPE, VECTOR) + at
-    s2_ptr = pointer(tl.load(row_ptr + (STATES + 2)), STATE_TYPE, VECTOR) + at
-    s3_ptr = pointer(tl.load(row_ptr + (STATES + 3)), STATE_TYPE, VECTOR) + at
-
-    g = tl.load(g_ptr, mask=mask).to(COMPUTE)
-    if HAS_MASTER:
-        p = tl.load(master_ptr, mask=mask)
-    else:
-        p = tl.load(p_ptr, mask=mask).to(COMPUTE)
-    s0 = p
-    s1 = p
-    s2 = p
-    s3 = p
-    if HAS & 1:
-        s0 = tl.load(s0_ptr, mask=mask).to(COMPUTE)
-    if HAS & 2:
-        s1 = tl.load(s1_ptr, mask=mask).to(COMPUTE)
-    if HAS & 4:
-        s2 = tl.load(s2_ptr, mask=mask).to(COMPUTE)
-    if HAS & 8:
-        s3 = tl.load(s3_ptr, mask=mask).to(COMPUTE)
-    c = (
-        tl.load(coefficient_ptr + 1).to(COMPUTE),
-        tl.load(coefficient_ptr + 2).to(COMPUTE),
-        tl.load(coefficient_ptr + 3).to(COMPUTE),
-        tl.load(coefficient_ptr + 4).to(COMPUTE),
-        tl.load(coefficient_ptr + 5).to(COMPUTE),
-        tl.load(coefficient_ptr + 6).to(COMPUTE),
-        tl.load(coefficient_ptr + 7).to(COMPUTE),
-        tl.load(coefficient_ptr + 8).to(COMPUTE),
-    )
-    g *= tl.load(coefficient_ptr).to(COMPUTE)
-    p, state = RULE(p, g, (s0, s1, s2, s3), c, HAS)
-
-    if STOCHASTIC or STOCHASTIC_STATE:
-        place = tl.load(row_ptr + FIRST_BLOCK) * BLOCK + at
-        seed = (tl.load(shared_ptr + STEPS).to(tl.int64) * 64 + salt) * 4
-    if STOCHASTIC_STATE:
-        noise = tl.randint(seed + 1, place).to(tl.uint32, bitcast=True)  # enough for two
-        more = noise
-        if HAS & 12:
-            more = tl.randint(seed + 2, place).to(tl.uint32, bitcast=True)
-        if HAS & 1:
-            tl.store(s0_ptr, round_stochastically(state[0], noise), mask=mask)
-        if HAS & 2:
-            tl.store(s1_ptr, round_stochastically(state[1], noise >> 16), mask=mask)
-        if HAS & 4:
-            tl.store(s2_ptr, round_stochastically(state[2], more), mask=mask)
-        if HAS & 8:
-            tl.store(s3_ptr, round_stochastically(state[3], more >> 16), mask=mask)
-    else:
-        if HAS & 1:
-            tl.store(s0_ptr, state[0].to(STATE_TYPE), mask=mask)
-        if HAS & 2:
-            tl.store(s1_ptr, state[1].to(STATE_TYPE), mask=mask)
-        if HAS & 4:
-            tl.store(s2_ptr, state[2].to(STATE_TYPE), mask=mask)
-        if HAS & 8:
-            tl.store(s3_ptr, state[3].to(STATE_TYPE), mask=mask)
-    if STOCHASTIC:
-        rounded = round_stochastically(p, tl.randint(seed, place).to(tl.uint32, bitcast=True))
-    else:
-        rounded = p.to(PARAM_TYPE)
-    tl.store(p_ptr, rounded, mask=mask)
+    state_ptrs = ()
+    for i in tl.static_range(4):
+        state_ptrs = state_ptrs + (pointer(tl.load(row_ptr + (STATES + i)), STATE_TYPE, VECTOR) + at,)  # noqa: RUF005
+    g = load_as(g_ptr, mask, COMPUTE)
+    p = load_as(master_ptr if HAS_MASTER else p_ptr, mask, COMPUTE)
+    state = load_state(state_ptrs, p, mask, HAS, COMPUTE)
+    coefficients = load_line(coefficient_ptr, COMPUTE)
+    factor = tl.load(coefficient_ptr).to(COMPUTE)
+    seed = (tl.load(stats_ptr + STEPS).to(tl.int64) * 64 + salt) * 4
+    position = tl.load(row_ptr + FIRST_BLOCK) * BLOCK + at
+    p, rounded = update_elements(
+        p, g, state, coefficients, factor, p_ptr, state_ptrs, mask, mask, seed, position,
+        RULE, HAS, PARAM_TYPE, STATE_TYPE, False, BLOCK, STOCHASTIC, STOCHASTIC_STATE,
+    )  # fmt: skip
     if HAS_MASTER:
         tl.store(master_ptr, p, mask=mask)
     if HAS_EMA:
-        now = p if HAS_MASTER else rounded.to(COMPUTE)
-        average = tl.load(ema_ptr, mask=mask)
-        tl.store(ema_ptr, average + ema_weight * (now - average), mask=mask)
+        average_to(ema_ptr, p if HAS_MASTER else rounded.to(COMPUTE), mask, ema_weight)
+
+
+@triton.jit
+def average_to(ema_ptr, now, mask, ema_weight):
+    """Move an average towards the present value."""
+    average = tl.load(ema_ptr, mask=mask)
+    tl.store(ema_ptr, average + ema_weight * (now - average), mask=mask)
 
 
 @triton.jit
@@ -251,21 +272,19 @@ def average_block(
     row_ptr, start, numel, ema_weight,
     PARAM_TYPE: tl.constexpr, COMPUTE: tl.constexpr, HAS_MASTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The average of a parameter without gradient goes on towards it."""
+    """Move the average of a parameter that has no gradient towards the parameter."""
     at = start + tl.arange(0, BLOCK)
     mask = at < numel
-    ema_ptr = pointer(tl.load(row_ptr + EMA), COMPUTE, 1) + at
-    if HAS_MASTER:
-        now = tl.load(pointer(tl.load(row_ptr + MASTER), COMPUTE, 1) + at, mask=mask)
-    else:
-        now = tl.load(pointer(tl.load(row_ptr + PARAM), PARAM_TYPE, 1) + at, mask=mask).to(COMPUTE)
-    average = tl.load(ema_ptr, mask=mask)
-    tl.store(ema_ptr, average + ema_weight * (now - average), mask=mask)
+    source_ptr = pointer(
+        tl.load(row_ptr + (MASTER if HAS_MASTER else PARAM)), COMPUTE if HAS_MASTER else PARAM_TYPE, 1
+    )
+    now = tl.load(source_ptr + at, mask=mask).to(COMPUTE)
+    average_to(pointer(tl.load(row_ptr + EMA), COMPUTE, 1) + at, now, mask, ema_weight)
 
 
 @triton.jit(do_not_specialize=["salt"])
 def update(
-    table_ptr, grads_ptr, coefficients_ptr, shared_ptr, blocks_ptr, ema_weight, salt,
+    table_ptr, grads_ptr, coefficients_ptr, stats_ptr, blocks_ptr, ema_weight, salt,
     RULE: tl.constexpr, HAS: tl.constexpr,
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_STATE: tl.constexpr,
@@ -274,9 +293,9 @@ def update(
     """Read gradient, parameter and state once; write parameter and state once."""
     block = tl.program_id(0)
     parameter = tl.load(blocks_ptr + block).to(tl.int64)
-    skip = tl.load(shared_ptr + SKIP)
+    skip = tl.load(stats_ptr + SKIP)
     row_ptr = table_ptr + parameter * COLUMNS
-    coefficient_ptr = coefficients_ptr + parameter * NUMBERS
+    coefficient_ptr = coefficients_ptr + parameter * LINE
     grad = tl.load(grads_ptr + parameter)
     start = (block - tl.load(row_ptr + FIRST_BLOCK)) * BLOCK
     numel = tl.load(row_ptr + NUMEL)
@@ -284,13 +303,13 @@ def update(
         if grad != 0:
             if ((grad | tl.load(row_ptr + PARAM)) % 16 == 0) & (start + BLOCK <= numel):
                 update_block(
-                    row_ptr, grad, coefficient_ptr, shared_ptr, start, numel, ema_weight, salt,
+                    row_ptr, grad, coefficient_ptr, stats_ptr, start, numel, ema_weight, salt,
                     RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
                     HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, True, VECTOR, BLOCK,
                 )  # fmt: skip
             else:
                 update_block(
-                    row_ptr, grad, coefficient_ptr, shared_ptr, start, numel, ema_weight, salt,
+                    row_ptr, grad, coefficient_ptr, stats_ptr, start, numel, ema_weight, salt,
                     RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
                     HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, False, VECTOR, BLOCK,
                 )  # fmt: skip

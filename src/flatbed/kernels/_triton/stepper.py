@@ -1,8 +1,7 @@
-"""A rule over the parameters of one GPU: tables of addresses, and three kernels that follow them."""
+"""A rule applied to the parameters of one GPU: a table of addresses, and kernels that read it."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,30 +10,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.errors import FlatbedError
 from flatbed.kernels._triton import step
-from flatbed.kernels._triton.launch import TYPES, Kernel, Stream, address, element, outside_of_capture
-from flatbed.kernels.step import Grads, ParamSlot, Scaling, Settings, in_order, is_whole, stride_of
-from flatbed.rule import MAX_NUMBERS, Group, Rule, number
-
-BLOCK = (
-    512  # elements per program, 4 per thread: on an H200, 8 per thread were up to 10% slower, 16 up to 25%
+from flatbed.kernels._triton.coefficients import (
+    COLUMNS,
+    EMA,
+    FIRST_BLOCK,
+    GROUP,
+    MASTER,
+    MAX_PARTIALS,
+    NUMEL,
+    PARAM,
+    SCALARS,
+    STATES,
+    ArgumentTables,
+    Coefficients,
+    on_its_device,
 )
-LANES = 256  # parameters per program of `prepare`
-MAX_PARTIALS = 4096  # per launch of `squares`
-CAPTURES = 8  # CUDA graphs that can be captured between two eager steps
-EMPTY = 16  # stands for the address of a gradient without elements, which is 0 like that of none
-FIRST_BLOCK, NUMEL, GROUP, PARAM, MASTER, EMA, SCALARS = range(7)
-STATES = SCALARS + 2
-COLUMNS = STATES + 4
+from flatbed.kernels._triton.launch import TYPES, Kernel, element
+from flatbed.kernels.step import Grads, ParamSlot, Scaling, StepOptions, in_order, is_whole, stride_of
+from flatbed.rule import Group, Rule
+
+# Elements per program, 4 per thread: on an H200, 8 per thread were up to 10% slower, 16 up to 25%.
+BLOCK = 512
 
 SQUARES = Kernel(step.squares, num_warps=2)
-PREPARE = Kernel(step.prepare, num_warps=4)
 UPDATE = Kernel(step.update, num_warps=4)
 
 
 class LaunchKey(NamedTuple):
-    """What the parameters of one launch have in common."""
+    """The properties that the parameters of one launch share."""
 
     has: int
     param: torch.dtype
@@ -44,10 +48,10 @@ class LaunchKey(NamedTuple):
     ema: bool
 
     @staticmethod
-    def of(row: ParamSlot, rule: Rule) -> LaunchKey:
-        has = sum(1 << bit for bit, name in enumerate(rule.state) if name in row.state)
-        master, ema = row.master is not None, row.ema is not None
-        return LaunchKey(has, row.param.dtype, row.grad_dtype, row.state_dtype, master, ema)
+    def of(slot: ParamSlot, rule: Rule) -> LaunchKey:
+        has = sum(1 << bit for bit, name in enumerate(rule.state) if name in slot.state)
+        master, ema = slot.master is not None, slot.ema is not None
+        return LaunchKey(has, slot.param.dtype, slot.grad_dtype, slot.state_dtype, master, ema)
 
     @property
     def compute(self) -> torch.dtype:
@@ -55,7 +59,7 @@ class LaunchKey(NamedTuple):
 
     @property
     def vector(self) -> int:
-        """How many elements a thread loads at a time: 16 bytes of the widest."""
+        """Elements that a thread loads at once: 16 bytes of the widest dtype."""
         used = [self.param, self.grad]
         used += [self.state] if self.has else []
         used += [self.compute] if self.master or self.ema else []
@@ -63,331 +67,154 @@ class LaunchKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The blocks of all parameters of one kind."""
+class LaunchGroup:
+    """The blocks of all parameters with one launch key."""
 
-    kind: LaunchKey
-    blocks: Tensor  # int32: the row of each block
-    partials: Tensor  # where `squares` writes
+    key: LaunchKey
+    blocks: Tensor  # int32: the slot of each block
+    partials: Tensor  # output of `squares`
     blocks_per_partial: int
     salt: int
 
 
-class StepFlags(NamedTuple):
-    """What a step is asked to do, as far as its launches depend on it."""
-
-    clip: bool
-    normed: bool
-    skipping: bool
-    scaled: bool
-    stochastic: bool
-    stochastic_state: bool
-    ema_weight: float
-
-    @staticmethod
-    def of(settings: Settings, scaling: Scaling | None) -> StepFlags:
-        weight = 1.0 - (settings.ema_decay or 0.0)
-        clip, skipping = settings.max_norm is not None, settings.skip_nonfinite
-        by_chance = settings.stochastic_rounding, settings.stochastic_state
-        return StepFlags(clip, settings.normed, skipping, scaling is not None, *by_chance, weight)
-
-
-class Tables:
-    """What a step reads beside the table of rows, in one piece of memory. A captured step has its own."""
-
-    def __init__(self, n_rows: int, n_groups: int, device: torch.device, *, pinned: bool = False) -> None:
-        at = n_rows + n_rows % 2  # a multiple of 16 bytes
-        n_numbers = n_groups * (1 + MAX_NUMBERS)
-        self.memory = torch.zeros(at + n_numbers, dtype=torch.int64, device=device, pin_memory=pinned)
-        self.grads = self.memory[:n_rows]  # addresses
-        # A group's hyperparameters in each line.
-        self.numbers = self.memory[at:].view(torch.float64).view(n_groups, 1 + MAX_NUMBERS)
-
-
-class Launches(NamedTuple):
-    """Launches ready to go; `prepare` takes what may differ from step to step."""
-
-    squares: list[Callable[..., None]]
-    prepare: Callable[..., None]
-    update: list[Callable[..., None]]
-
-
-def _on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Launches go to the current device; with several of them, that may be another one."""
-
-    @functools.wraps(method)
-    def there(self: TritonStepper, *args: Any) -> Any:
-        if self.device.type != "cuda" or torch._C._cuda_getDevice() == self.device.index:
-            return method(self, *args)
-        with torch.cuda.device(self.device):
-            return method(self, *args)
-
-    return there
+Launch = Callable[..., None]
 
 
 class TritonStepper:
-    """Runs a rule over parameters on one GPU, or on the CPU under Triton's interpreter."""
+    """Applies a rule to parameters on one GPU, or on the CPU under Triton's interpreter."""
 
-    addressed = True
-
-    def __init__(self, rule: Rule, groups: Sequence[Group], rows: list[ParamSlot], shared: Tensor) -> None:
+    def __init__(
+        self, rule: Rule, groups: Sequence[Group], slots: list[ParamSlot], step_stats: Tensor
+    ) -> None:
         self.rule = rule
-        self.groups = groups
-        self.rows = rows
-        self.shared = shared
-        self.device = rows[0].param.device
-        self._stream = Stream(self.device)
+        self.slots = slots
+        self.device = slots[0].param.device
         # A parameter with holes is updated in a dense copy.
-        self._copies = {i: _dense(row.param) for i, row in enumerate(rows) if not is_whole(row.param)}
-        self._empty = [i for i, row in enumerate(rows) if row.param.numel() == 0]
-        self._table, self._parts = self._build()
-        self._tables = self._make_tables()
-        self._coefficients = self._zeros(len(rows), 1 + MAX_NUMBERS)
-        self._one, self._zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
-        self._constant = (
-            address(self._partials),
-            address(self._one),
-            address(self._one),
-            len(self._partials),
+        self._copies = {i: _dense(slot.param) for i, slot in enumerate(slots) if not is_whole(slot.param)}
+        self._empty = [i for i, slot in enumerate(slots) if slot.param.numel() == 0]
+        self._table, self._groups, self._partials = self._build()
+        self._coefficients = Coefficients(
+            rule,
+            groups,
+            self._table,
+            step_stats=step_stats,
+            partials=self._partials,
+            also_used=[group.blocks for group in self._groups],
         )
-        self._uploaded: list[tuple[float, ...]] = []
-        self._launches: dict[StepFlags, Launches] = {}
-        self._spare: list[tuple[Tables, Tables]] = []
-        self._replenished: torch.cuda.Event | None = None
-        self._captured: list[tuple[Tables, Tables]] = []
-        self._now: Grads = ()
-        self._stale = True
+        self._squares: list[Launch] | None = None
+        self._updates: list[Launch] | None = None
+        self._grads: Grads = ()
 
-    # ---- tables
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=self.device)
-
-    def _make_tables(self) -> Tables:
-        return Tables(len(self.rows), len(self.groups), self.device)
-
-    def _make_staging(self) -> Tables:
-        pinned = self.device.type == "cuda"
-        return Tables(len(self.rows), len(self.groups), torch.device("cpu"), pinned=pinned)
-
-    def _build(self) -> tuple[Tensor, list[Part]]:
-        kinds: dict[LaunchKey, list[int]] = {}
-        for i, row in enumerate(self.rows):
-            kinds.setdefault(LaunchKey.of(row, self.rule), []).append(i)
-        table = np.zeros((len(self.rows), COLUMNS), np.int64)
-        plans = []
-        for kind, members in kinds.items():
-            counts = np.array([-(-self.rows[i].param.numel() // BLOCK) for i in members])
-            for i, first in zip(members, np.cumsum(counts) - counts, strict=True):
+    def _build(self) -> tuple[Tensor, list[LaunchGroup], Tensor]:
+        keys: dict[LaunchKey, list[int]] = {}
+        for i, slot in enumerate(self.slots):
+            keys.setdefault(LaunchKey.of(slot, self.rule), []).append(i)
+        table = np.zeros((len(self.slots), COLUMNS), np.int64)
+        found = []
+        for key, indices in keys.items():
+            counts = np.array([-(-self.slots[i].param.numel() // BLOCK) for i in indices])
+            for i, first in zip(indices, np.cumsum(counts) - counts, strict=True):
                 self._fill(table[i], i, int(first))
-            blocks = torch.from_numpy(np.repeat(np.array(members, np.int32), counts)).to(self.device)
+            blocks = torch.from_numpy(np.repeat(np.array(indices, np.int32), counts)).to(self.device)
             per_partial = max(1, -(-len(blocks) // MAX_PARTIALS))
-            plans.append((kind, blocks, per_partial, -(-len(blocks) // per_partial)))
-        self._partials = self._zeros(sum(n for *_, n in plans))
-        pieces = torch.split(self._partials, [n for *_, n in plans])
-        parts = [
-            Part(kind, blocks, piece, per_partial, salt)
-            for salt, ((kind, blocks, per_partial, _), piece) in enumerate(zip(plans, pieces, strict=True))
+            found.append((key, blocks, per_partial, -(-len(blocks) // per_partial)))
+        sizes = [n_partials for *_, n_partials in found]
+        partials = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
+        groups = [
+            LaunchGroup(key, blocks, piece, per_partial, salt)
+            for salt, ((key, blocks, per_partial, _), piece) in enumerate(
+                zip(found, torch.split(partials, sizes), strict=True)
+            )
         ]
-        return torch.from_numpy(table).to(self.device), parts
+        return torch.from_numpy(table).to(self.device), groups, partials
 
     def _fill(self, line: np.ndarray[Any, Any], i: int, first_block: int) -> None:
-        row = self.rows[i]
+        slot = self.slots[i]
         line[FIRST_BLOCK] = first_block
-        line[NUMEL] = row.param.numel()
-        line[GROUP] = row.group
-        line[PARAM] = self._copies.get(i, row.param).data_ptr()
-        line[MASTER] = 0 if row.master is None else row.master.data_ptr()
-        line[EMA] = 0 if row.ema is None else row.ema.data_ptr()
-        for slot, name in enumerate(self.rule.scalars):
-            line[SCALARS + slot] = row.scalars[name].data_ptr()
-        for slot, name in enumerate(self.rule.state):
-            line[STATES + slot] = row.state[name].data_ptr() if name in row.state else 0
+        line[NUMEL] = slot.param.numel()
+        line[GROUP] = slot.group
+        line[PARAM] = self._copies.get(i, slot.param).data_ptr()
+        line[MASTER] = 0 if slot.master is None else slot.master.data_ptr()
+        line[EMA] = 0 if slot.ema is None else slot.ema.data_ptr()
+        for column, name in enumerate(self.rule.scalars):
+            line[SCALARS + column] = slot.scalars[name].data_ptr()
+        for column, name in enumerate(self.rule.state):
+            line[STATES + column] = slot.state[name].data_ptr() if name in slot.state else 0
 
-    # ---- gradients and hyperparameters
+    # ---- a step
 
     @property
     def captured(self) -> bool:
-        return bool(self._captured)
+        return self._coefficients.captured
 
-    @property
-    def tables(self) -> Tables:
-        """Those of this step: a captured one has its own."""
-        return self._captured[-1][0] if self._stream.capturing else self._tables
-
-    @_on_its_device
-    def place(self, grads: Grads, unordered: frozenset[int], addresses: list[int] | None) -> None:
-        self._stream.enter(self._memory)
+    @on_its_device
+    def set_grads(self, grads: Grads, unordered: frozenset[int]) -> None:
+        self._coefficients.enter_stream()
         if unordered:
-            grads = list(grads)
-            for i in unordered:
-                if (grad := grads[i]) is not None:
-                    grads[i] = in_order(self.rows[i].param, grad)
-        self._now = grads  # copies must live until they have been read
-        if unordered or (addresses is None and (self._stream.capturing or self._stale)):
+            grads = [
+                in_order(self.slots[i].param, g) if i in unordered and g is not None else g
+                for i, g in enumerate(grads)
+            ]
+        self._grads = grads  # copies must live until the kernels have read them
+        try:
+            addresses = list(map(Tensor.data_ptr, grads))  # type: ignore[arg-type]  # faster, if all are there
+        except TypeError:
             addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
-        if addresses is not None:
-            for i in self._empty:
-                addresses[i] = 0 if grads[i] is None else EMPTY
-            self._stale = True  # until they are there: a captured step has a table of its own
-            if self._stream.capturing:
-                self._stage(addresses)
-            else:
-                self._upload(self._tables.grads, addresses)
-                self._stale = False
+        for i in self._empty:
+            # An empty gradient has no address. Kernels only test that there is one.
+            addresses[i] = 0 if grads[i] is None else self._table.data_ptr()
+        self._coefficients.set_grads(addresses)
 
-    def _memory(self) -> list[Tensor]:
-        """All that the launches read and write beside parameters, gradients and state."""
-        maps = [part.blocks for part in self._parts]
-        tables = [
-            self._table,
-            self._tables.memory,
-            self._coefficients,
-            self._partials,
-            self._one,
-            self.shared,
-        ]
-        return [*tables, *maps]
-
-    def _upload(self, to: Tensor, values: Any) -> None:
-        # Pinned memory goes back to its pool only when the copy has been made.
-        pinned = to.device.type == "cuda"
-        source = torch.empty(to.shape, dtype=to.dtype, device="cpu", pin_memory=pinned)
-        source.numpy()[...] = values
-        to.copy_(source, non_blocking=True)
-
-    def _stage(self, addresses: list[int]) -> None:
-        """Tables for the graph being captured, filled from memory that stays as it is at every replay."""
-        if not self._spare:
-            raise FlatbedError(
-                f"take an eager step before this capture: one is needed after every change of parameters or "
-                f"state, and after {CAPTURES} captures"
-            )
-        own, staging = self._spare.pop()
-        values, on_device = self._read_numbers()
-        staging.grads.numpy()[...] = addresses
-        staging.numbers.numpy()[...] = values
-        with outside_of_capture(self.device, self._replenished) as outside:
-            if outside:  # now, once and for all
-                own.memory.copy_(staging.memory, non_blocking=True)
-        if not outside:  # at every replay
-            own.memory.copy_(staging.memory, non_blocking=True)
-        _copy_numbers(own.numbers, on_device)
-        self._captured.append((own, staging))
-
-    def _read_numbers(self) -> tuple[list[tuple[float, ...]], list[tuple[int, Tensor]]]:
-        """Every group's hyperparameters; and the learning rates that live on the device, with their line."""
-        values, on_device = [], []
-        for line, group in enumerate(self.groups):
-            lr = group["lr"]
-            if isinstance(lr, Tensor) and lr.device.type != "cpu":
-                on_device.append((line, lr))
-                group = {**group, "lr": 0.0}
-            sign = -1.0 if group["maximize"] else 1.0
-            numbers = [float(number(group, name)) for name in self.rule.numbers]
-            values.append((sign, *numbers, *[0.0] * (MAX_NUMBERS - len(numbers))))
-        return values, on_device
-
-    def _upload_numbers(self) -> None:
-        values, on_device = self._read_numbers()
-        if values != self._uploaded:
-            self._upload(self._tables.numbers, values)
-            self._uploaded = values
-        _copy_numbers(self._tables.numbers, on_device)
-
-    # ---- launches
-
-    @_on_its_device
-    def squares(self, settings: Settings, scaling: Scaling | None) -> Tensor:
-        for launch in self._ready(settings, scaling).squares:
-            launch(self._stream.handle)
+    @on_its_device
+    def squares(self, options: StepOptions) -> Tensor:
+        if self._coefficients.stream.capturing:
+            launches = self._bind_squares(self._coefficients.arguments)
+        else:
+            launches = self._squares = self._squares or self._bind_squares(self._coefficients.arguments)
+        for launch in launches:
+            launch(self._coefficients.stream.handle)
         return self._partials
 
-    @_on_its_device
-    def update(self, settings: Settings, scaling: Scaling | None, squares: Tensor | None) -> None:
-        launches, stream = self._ready(settings, scaling), self._stream.handle
-        if not self._stream.capturing:
-            self._upload_numbers()
-            self._replenish()
+    @on_its_device
+    def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
+        self._coefficients.prepare(options, scaling, squares)
         for i, copy in self._copies.items():
-            copy.copy_(self.rows[i].param)
-        varying = self._constant if scaling is None and squares is None else self._varying(scaling, squares)
-        launches.prepare(stream, *varying, float(settings.max_norm or 0.0))
-        for launch in launches.update:
-            launch(stream)
+            copy.copy_(self.slots[i].param)
+        if self._coefficients.stream.capturing:
+            launches = self._bind_updates(options, self._coefficients.arguments)
+        else:
+            launches = self._updates = self._updates or self._bind_updates(
+                options, self._coefficients.arguments
+            )
+        for launch in launches:
+            launch(self._coefficients.stream.handle)
         for i, copy in self._copies.items():
-            self.rows[i].param.copy_(copy)
-        self._now = ()
+            self.slots[i].param.copy_(copy)
+        self._grads = ()
 
-    def _varying(self, scaling: Scaling | None, squares: Tensor | None) -> tuple[Any, ...]:
-        partials = self._partials if squares is None else squares
-        scale = self._one if scaling is None or scaling.scale is None else scaling.scale
-        found_inf = self._zero if scaling is None or scaling.found_inf is None else scaling.found_inf
-        return address(partials), address(scale), address(found_inf), len(partials)
-
-    def _replenish(self) -> None:
-        """What a capture needs, and cannot get while it lasts, is kept ready."""
-        if len(self._spare) < CAPTURES and self.device.type == "cuda":
-            while len(self._spare) < CAPTURES:
-                self._spare.append((self._make_tables(), self._make_staging()))
-            self._replenished = torch.cuda.current_stream(self.device).record_event()
-
-    def _ready(self, settings: Settings, scaling: Scaling | None) -> Launches:
-        mode = StepFlags.of(settings, scaling)
-        if self._stream.capturing:
-            return self._bind(mode, self.tables)
-        launches = self._launches.get(mode)
-        if launches is None:
-            launches = self._launches[mode] = self._bind(mode, self._tables)
+    def _bind_squares(self, tables: ArgumentTables) -> list[Launch]:
+        launches = []
+        for group in self._groups:
+            constants = (TYPES[group.key.grad], 16 // group.key.grad.itemsize, BLOCK)
+            memory = self._table, tables.grads, group.blocks, group.partials
+            sizes = len(group.blocks), group.blocks_per_partial
+            launches.append(SQUARES.bind(len(group.partials), constants, *memory, *sizes))
         return launches
 
-    def _bind(self, mode: StepFlags, tables: Tables) -> Launches:
-        return Launches(
-            [self._bind_squares(part, tables) for part in self._parts],
-            self._bind_prepare(mode, tables),
-            [self._bind_update(part, mode, tables) for part in self._parts],
-        )
-
-    def _bind_squares(self, part: Part, tables: Tables) -> Callable[..., None]:
-        constants = (TYPES[part.kind.grad], 16 // part.kind.grad.itemsize, BLOCK)
-        sizes = len(part.blocks), part.blocks_per_partial
-        return SQUARES.bind(
-            len(part.partials), constants, self._table, tables.grads, part.blocks, part.partials, *sizes
-        )
-
-    def _bind_prepare(self, mode: StepFlags, tables: Tables) -> Callable[..., None]:
-        constants = (
-            element(self.rule.prepare),
-            len(self.rule.scalars),
-            self.rule.n_coefficients,
-            *(mode.clip, mode.normed, mode.skipping, mode.scaled),
-            LANES,
-            _padded(len(self._partials)),
-        )
-        fixed = (self._table, tables.grads, tables.numbers, self._coefficients, self.shared, len(self.rows))
-        varying = (self._partials, self._one, self._one, len(self._partials), 1.0)
-        return PREPARE.bind(-(-len(self.rows) // LANES), constants, *fixed, *varying)
-
-    def _bind_update(self, part: Part, mode: StepFlags, tables: Tables) -> Callable[..., None]:
-        kind = part.kind
-        stochastic = mode.stochastic and kind.param == torch.bfloat16 and not kind.master
-        types = (TYPES[dtype] for dtype in (kind.param, kind.grad, kind.state, kind.compute))
-        stochastic_state = mode.stochastic_state and kind.state == torch.bfloat16
-        options = (kind.master, kind.ema, stochastic, stochastic_state)
-        constants = (element(self.rule.update), kind.has, *types, *options, kind.vector, BLOCK)
-        memory = (self._table, tables.grads, self._coefficients, self.shared, part.blocks)
-        return UPDATE.bind(len(part.blocks), constants, *memory, mode.ema_weight, part.salt)
-
-
-def _padded(n_partials: int) -> int:
-    """How many partial sums are read at once: a power of two."""
-    return min(MAX_PARTIALS, max(16, 1 << (n_partials - 1).bit_length()))
-
-
-def _copy_numbers(numbers: Tensor, on_device: list[tuple[int, Tensor]]) -> None:
-    if on_device:
-        lines = [numbers[line, 1:2] for line, _ in on_device]
-        torch._foreach_copy_(lines, [lr.reshape(1) for _, lr in on_device])
+    def _bind_updates(self, options: StepOptions, tables: ArgumentTables) -> list[Launch]:
+        launches = []
+        for group in self._groups:
+            key = group.key
+            stochastic = options.stochastic_rounding and key.param == torch.bfloat16 and not key.master
+            stochastic_state = options.stochastic_state and key.state == torch.bfloat16
+            types = (TYPES[dtype] for dtype in (key.param, key.grad, key.state, key.compute))
+            flags = key.master, key.ema, stochastic, stochastic_state
+            constants = (element(self.rule.update), key.has, *types, *flags, key.vector, BLOCK)
+            coefficients, stats = self._coefficients.values, self._coefficients.step_stats
+            memory = self._table, tables.grads, coefficients, stats, group.blocks
+            ema_weight = 1.0 - (options.ema_decay or 0.0)
+            launches.append(UPDATE.bind(len(group.blocks), constants, *memory, ema_weight, group.salt))
+        return launches
 
 
 def _dense(param: Tensor) -> Tensor:

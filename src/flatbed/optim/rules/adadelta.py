@@ -60,8 +60,8 @@ class Adadelta(Optimizer):
     >>> optimizer.step()
     """
 
-    rule = Rule(
-        numbers=("lr", "rho", "eps", "weight_decay"),
+    _rule = Rule(
+        hyperparameters=("lr", "rho", "eps", "weight_decay"),
         state={"square_avg": None, "acc_delta": None},
         reference=reference,
         prepare=prepare,

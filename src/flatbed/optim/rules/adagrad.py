@@ -59,8 +59,8 @@ class Adagrad(Optimizer):
     >>> optimizer.step()
     """
 
-    rule = Rule(
-        numbers=("lr", "lr_decay", "weight_decay", "eps"),
+    _rule = Rule(
+        hyperparameters=("lr", "lr_decay", "weight_decay", "eps"),
         state={"sum": None},
         initial={"sum": "initial_accumulator_value"},
         reference=reference,

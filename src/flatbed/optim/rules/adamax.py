@@ -57,8 +57,8 @@ class Adamax(Optimizer):
     >>> optimizer.step()
     """
 
-    rule = Rule(
-        numbers=("lr", "beta1", "beta2", "eps", "weight_decay"),
+    _rule = Rule(
+        hyperparameters=("lr", "beta1", "beta2", "eps", "weight_decay"),
         state={"exp_avg": None, "exp_inf": None},
         reference=reference,
         prepare=prepare,

@@ -23,8 +23,8 @@ class AdamW(Optimizer):
     >>> optimizer.step()
     """
 
-    rule = Adam.rule
-    fixed = {"decoupled_weight_decay": True}  # noqa: RUF012
+    _rule = Adam._rule
+    _fixed = {"decoupled_weight_decay": True}  # noqa: RUF012
 
     def __init__(
         self,
@@ -42,4 +42,4 @@ class AdamW(Optimizer):
         fused: bool | None = None,
         **extras: Unpack[Extras],
     ) -> None:
-        super().__init__(params, {**locals(), **self.fixed}, **extras)
+        super().__init__(params, {**locals(), **self._fixed}, **extras)

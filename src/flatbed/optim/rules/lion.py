@@ -50,8 +50,8 @@ class Lion(Optimizer):
     >>> optimizer.step()
     """
 
-    rule = Rule(
-        numbers=("lr", "beta1", "beta2", "weight_decay"),
+    _rule = Rule(
+        hyperparameters=("lr", "beta1", "beta2", "weight_decay"),
         state={"exp_avg": None},
         scalars=(),
         reference=reference,

@@ -70,8 +70,16 @@ class NAdam(Optimizer):
     >>> optimizer.step()
     """
 
-    rule = Rule(
-        numbers=("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "momentum_decay"),
+    _rule = Rule(
+        hyperparameters=(
+            "lr",
+            "beta1",
+            "beta2",
+            "eps",
+            "weight_decay",
+            "decoupled_weight_decay",
+            "momentum_decay",
+        ),
         state={"exp_avg": None, "exp_avg_sq": None},
         scalars=("step", "mu_product"),
         initial={"mu_product": 1.0},

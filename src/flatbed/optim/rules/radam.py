@@ -72,8 +72,8 @@ class RAdam(Optimizer):
     >>> optimizer.step()
     """
 
-    rule = Rule(
-        numbers=("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay"),
+    _rule = Rule(
+        hyperparameters=("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay"),
         state={"exp_avg": None, "exp_avg_sq": None},
         reference=reference,
         prepare=prepare,

@@ -72,8 +72,8 @@ class RMSprop(Optimizer):
     >>> optimizer.step()
     """
 
-    rule = Rule(
-        numbers=("lr", "alpha", "eps", "weight_decay", "momentum"),
+    _rule = Rule(
+        hyperparameters=("lr", "alpha", "eps", "weight_decay", "momentum"),
         state={"square_avg": None, "momentum_buffer": "momentum", "grad_avg": "centered"},
         reference=reference,
         prepare=prepare,

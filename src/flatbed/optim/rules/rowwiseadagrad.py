@@ -44,8 +44,8 @@ class RowwiseAdagrad(Optimizer):
     >>> optimizer.step()
     """
 
-    rule = Rule(
-        numbers=("lr", "eps"),
+    _rule = Rule(
+        hyperparameters=("lr", "eps"),
         state={"sum": None},
         initial={"sum": "initial_accumulator_value"},
         scalars=(),

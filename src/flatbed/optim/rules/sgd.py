@@ -54,7 +54,7 @@ def fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     if spoiled or group["momentum"] == group["weight_decay"] == 0:  # where lists give the same bits, faster
         grads = torch._foreach_neg(at.grads) if group["maximize"] else at.grads
         return reference(group, Tensors(at.params, grads, at.state), scalars)
-    options = {name: group[name] for name in (*SGD.rule.numbers, "maximize")}
+    options = {name: group[name] for name in (*SGD._rule.hyperparameters, "maximize")}
     first, buffers = scalars[0] == 0, at.state.get("momentum_buffer", [])
     torch._fused_sgd_(at.params, at.grads, buffers, is_first_step=first, **options)
     return (1.0 if buffers else scalars[0],)
@@ -70,8 +70,8 @@ class SGD(Optimizer):
     >>> optimizer.step()
     """
 
-    rule = Rule(
-        numbers=("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    _rule = Rule(
+        hyperparameters=("lr", "momentum", "dampening", "weight_decay", "nesterov"),
         state={"momentum_buffer": "momentum"},
         scalars=("_seen",),  # whether the buffer has had its first gradient
         row_scalars={"_seen": "dampening"},

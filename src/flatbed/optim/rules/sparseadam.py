@@ -1,4 +1,4 @@
-"""SparseAdam: Adam as torch has it for the rows of a batch, with eps beside the uncorrected root."""
+"""SparseAdam: Adam as torch has it for the rows of a batch, with eps added to the uncorrected root."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class SparseAdam(Optimizer):
     >>> optimizer.step()
     """
 
-    rule = Rule(
-        numbers=("lr", "beta1", "beta2", "eps"),
+    _rule = Rule(
+        hyperparameters=("lr", "beta1", "beta2", "eps"),
         state={"exp_avg": None, "exp_avg_sq": None},
         reference=reference,
         prepare=prepare,

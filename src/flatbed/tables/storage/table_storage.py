@@ -40,7 +40,7 @@ class TableStorage:
         self.config = config
         self.device = device
         self.record = Record((config.weight,))
-        self.scalars: dict[str, float] = {}
+        self.scalars: dict[str, Any] = {}
         """Optimizer state that is one number per table, as it was saved."""
         self.state_owned = True
         """True if the state belongs to an optimizer of this process. State that was loaded or copied does
@@ -186,6 +186,13 @@ class TableStorage:
         self.scalars = dict(scalars)
         self.state_owned = not self.record.state
 
+    def set_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Continue from these scalars, in place: kernels and `optimizer.state` hold the tensors."""
+        held, self.scalars = self.scalars, dict(scalars)
+        for name, value in held.items():
+            if name in scalars and isinstance(value, Tensor):
+                self.scalars[name] = value.fill_(scalars[name])
+
     def replace_rows(
         self, record: Record, fill: Fill, *, fields: Iterable[str], scalars: Mapping[str, float]
     ) -> None:
@@ -295,21 +302,21 @@ class TableStorage:
             return False
         return self.unsaved_rows > 0 or (self.relayout_pending and bool(storage.record.state))
 
-    def checkpoint(self, scalars: Mapping[str, float] | None = None) -> None:
+    def checkpoint(self) -> None:
         """Make rows and state of a disk table durable, all or nothing."""
         storage = self._disk()
         self.flush()
-        storage.checkpoint(self._meta(scalars))
+        storage.checkpoint(self._meta())
 
     def make_room(self, rows: Tensor) -> None:
         """Reserve disk space for changes of these rows, or raise."""
         self._disk().make_room(rows)
 
-    def prepare_checkpoint(self, scalars: Mapping[str, float], *, decision: Path, token: str) -> DiskStorage:
+    def prepare_checkpoint(self, *, decision: Path, token: str) -> DiskStorage:
         """Prepare a checkpoint that holds once the file `decision` has the token."""
         storage = self._disk()
         self.flush()
-        storage.prepare(self._meta(scalars, token=token), decision=decision, token=token)
+        storage.prepare(self._meta(token=token), decision=decision, token=token)
         return storage
 
     def has_token(self, token: str) -> bool:
