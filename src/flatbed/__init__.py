@@ -1,10 +1,8 @@
-"""flatbed puts training memory where it should be.
-
-Flat parameters for optimizers that run one kernel, and embedding tables larger than the GPU.
-"""
+"""Optimizers that update all parameters in one kernel, and embedding tables larger than the GPU."""
 
 from flatbed import optim
 from flatbed._version import __version__
+from flatbed.capture import capture
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.compat.contiguous_params import ContiguousParams
 from flatbed.data import Prefetcher, RowReader
@@ -24,6 +22,7 @@ __all__ = [
     "RowReader",
     "Table",
     "__version__",
+    "capture",
     "load_checkpoint",
     "load_table",
     "optim",

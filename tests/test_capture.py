@@ -1,0 +1,201 @@
+"""`flatbed.capture`: a whole training step as one CUDA graph, with the results of the step itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatbed
+
+ROWS, DIM, N_IDS = 200, 8, 64
+gpu = pytest.mark.gpu
+
+
+class Model(nn.Module):
+    def __init__(self, storage: str, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.items = flatbed.Embedding(
+            ROWS, DIM, storage=storage, device=device, cache_rows=80 if storage == "host" else None
+        )
+        self.head = nn.Sequential(nn.Linear(DIM, 16), nn.Tanh(), nn.Linear(16, 1)).to(device)
+
+    def forward(self, batch: Any) -> Tensor:
+        error: Tensor = self.head(self.items(batch["ids"])).squeeze(-1) - batch["target"]
+        return error.square().mean()
+
+
+def batches(device: str, n: int = 10, size: int = N_IDS) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    ids = [torch.randint(ROWS, (size,), generator=generator) for _ in range(n)]
+    return [{"ids": one.to(device), "target": one.to(device).float() / ROWS} for one in ids]
+
+
+def train_step(model: Model, optimizer: Any, scaler: Any = None) -> Callable[[Any], Tensor]:
+    def step(batch: Any) -> Tensor:
+        loss = model(batch)
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def everything(model: Model) -> list[Tensor]:
+    rows = range(ROWS)
+    table = model.items.table
+    state = [table.read_state(name, rows) for name in table.state_names]
+    return [table.read_rows(rows), *state, *(p.detach() for p in model.head.parameters())]
+
+
+def check_captured(storage: str, device: str, **options: Any) -> None:
+    losses, models = [], []
+    for captured in (False, True):
+        model = Model(storage, device)
+        scaler = torch.amp.GradScaler(device, init_scale=4.0) if options.get("scaler") else None
+        optimizer = flatbed.optim.Adam(model.parameters(), lr=0.01, max_norm=options.get("max_norm"))
+        step = train_step(model, optimizer, scaler)
+        if captured:
+            step = flatbed.capture(step, batches(device)[0])
+        loader: Any = batches(device)
+        if options.get("prefetched"):
+            loader = flatbed.Prefetcher(loader, {model.items: "ids"})
+        losses.append([float(step(batch)) for batch in loader])
+        models.append(everything(model))
+    assert losses[0] == losses[1]
+    for one, other in zip(*models, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_on_a_cpu_the_function_is_called() -> None:
+    check_captured("host", "cpu", max_norm=0.5)
+
+
+@gpu
+@pytest.mark.parametrize("storage", ["host", "device"])
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"scaler": True}, {"prefetched": True}], ids=str)
+def test_captured_steps_are_the_steps(storage: str, options: dict[str, Any]) -> None:
+    check_captured(storage, "cuda", **options)
+
+
+@gpu
+def test_dense_models_and_host_batches() -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(DIM, 1).cuda()
+    results = []
+    for captured in (False, True):
+        model = copy.deepcopy(first)
+        optimizer = flatbed.optim.AdamW(model.parameters(), lr=0.1)
+
+        def step(batch: Any, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            loss = model(batch[0]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        data = [(np.random.default_rng(i).random((4, DIM), np.float32),) for i in range(8)]
+        run = flatbed.capture(step, data[0], device="cuda") if captured else step
+        for batch in data:
+            run(batch if captured else (torch.from_numpy(batch[0]).cuda(),))
+        results.append(model.weight.detach().clone())
+    assert torch.equal(*results)
+
+
+@gpu
+def test_losses_of_several_calls_are_kept_apart() -> None:
+    model = Model("device", "cuda")
+    step = flatbed.capture(
+        train_step(model, flatbed.optim.SGD(model.parameters(), lr=0.1)), batches("cuda")[0]
+    )
+    losses = [step(batch) for batch in batches("cuda")]
+    assert len({float(loss) for loss in losses}) == len(losses)
+
+
+@gpu
+def test_another_shape_runs_the_function_and_warns_once() -> None:
+    model, reference = Model("host", "cuda"), Model("host", "cuda")
+    step = flatbed.capture(
+        train_step(model, flatbed.optim.SGD(model.parameters(), lr=0.1)), batches("cuda")[0]
+    )
+    eager = train_step(reference, flatbed.optim.SGD(reference.parameters(), lr=0.1))
+    data = [*batches("cuda", 6), *batches("cuda", 2, size=7), *batches("cuda", 2)]
+    with pytest.warns(UserWarning, match="other shapes") as caught:
+        losses = [float(step(batch)) for batch in data]
+    assert len(caught) == 1
+    assert losses == [float(eager(batch)) for batch in data]
+
+
+@gpu
+def test_ids_out_of_range_raise_at_the_next_call() -> None:
+    model = Model("host", "cuda")
+    step = flatbed.capture(
+        train_step(model, flatbed.optim.SGD(model.parameters(), lr=0.1)), batches("cuda")[0]
+    )
+    for batch in batches("cuda", 5):
+        step(batch)
+    bad = batches("cuda", 1)[0]
+    bad["ids"][3] = ROWS
+    with pytest.raises(IndexError, match=f"{ROWS} rows"):
+        step(bad)
+        step(batches("cuda", 1)[0])
+    for batch in batches("cuda", 3):
+        step(batch)
+
+
+@gpu
+@pytest.mark.parametrize("tensor", [False, True])
+def test_schedulers_take_effect(tensor: bool) -> None:
+    results = []
+    for captured in (False, True):
+        model = Model("host", "cuda")
+        lr: Any = torch.tensor(0.1, device="cuda") if tensor else 0.1
+        optimizer = flatbed.optim.SGD(model.parameters(), lr=lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+        step = train_step(model, optimizer)
+        run = flatbed.capture(step, batches("cuda")[0]) if captured else step
+        for batch in batches("cuda"):
+            if (
+                captured
+                and not tensor
+                and optimizer.param_groups[0]["lr"] == 0.05
+                and scheduler.last_epoch == 4
+            ):
+                with pytest.warns(UserWarning, match="hyperparameters"):
+                    run(batch)
+            else:
+                run(batch)
+            scheduler.step()
+        results.append(everything(model))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@gpu
+def test_a_step_that_cannot_be_captured_raises() -> None:
+    layer = nn.Linear(DIM, 1).cuda()
+
+    def step(x: Tensor) -> float:
+        return float(layer(x).sum())
+
+    run = flatbed.capture(step, torch.zeros(2, DIM, device="cuda"))
+    with pytest.raises(flatbed.FlatbedError, match="cannot be captured"):
+        for _ in range(5):
+            run(torch.zeros(2, DIM, device="cuda"))
+
+
+def test_batches_without_tensors_raise() -> None:
+    with pytest.raises(ValueError, match="no tensor"):
+        flatbed.capture(lambda batch: batch, {"n": 3})
