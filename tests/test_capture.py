@@ -48,7 +48,7 @@ def train_step(model: Model, optimizer: Any, scaler: Any = None) -> Callable[[An
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()
-        return loss
+        return loss.detach()
 
     return step
 
@@ -104,7 +104,7 @@ def test_dense_models_and_host_batches() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            return loss
+            return loss.detach()
 
         data = [(np.random.default_rng(i).random((4, DIM), np.float32),) for i in range(8)]
         run = flatbed.capture(step, data[0], device="cuda") if captured else step
@@ -148,9 +148,9 @@ def test_ids_out_of_range_raise_at_the_next_call() -> None:
         step(batch)
     bad = batches("cuda", 1)[0]
     bad["ids"][3] = ROWS
+    run = [bad, *batches("cuda", 1)]
     with pytest.raises(IndexError, match=f"{ROWS} rows"):
-        step(bad)
-        step(batches("cuda", 1)[0])
+        list(map(step, run))
     for batch in batches("cuda", 3):
         step(batch)
 
@@ -188,12 +188,11 @@ def test_a_step_that_cannot_be_captured_raises() -> None:
     layer = nn.Linear(DIM, 1).cuda()
 
     def step(x: Tensor) -> float:
-        return float(layer(x).sum())
+        return layer(x).sum().item()
 
     run = flatbed.capture(step, torch.zeros(2, DIM, device="cuda"))
     with pytest.raises(flatbed.FlatbedError, match="cannot be captured"):
-        for _ in range(5):
-            run(torch.zeros(2, DIM, device="cuda"))
+        list(map(run, torch.zeros(5, 2, DIM, device="cuda")))
 
 
 def test_batches_without_tensors_raise() -> None:
