@@ -184,6 +184,31 @@ def test_schedulers_take_effect(tensor: bool) -> None:
 
 
 @gpu
+def test_two_captured_steps_of_one_model() -> None:
+    """Also in another stream, by hand, after a step that returned a loss with its graph."""
+    model = Model("host", "cuda")
+    optimizer = flatbed.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Any) -> Tensor:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    data = batches("cuda")
+    for run in (flatbed.capture(step, data[0]), flatbed.capture(step, data[0])):
+        for batch in data:
+            run(batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(data[0])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(bool(value.isfinite().all()) for value in everything(model))
+
+
+@gpu
 def test_a_step_that_cannot_be_captured_raises() -> None:
     layer = nn.Linear(DIM, 1).cuda()
 

@@ -104,7 +104,7 @@ class CapturedStep:
             self._capture()
         assert self._graph is not None
         self._graph.replay()
-        result = tree_map_only(Tensor, lambda output: output.detach().clone(), self._outputs)
+        result = tree_map_only(Tensor, Tensor.clone, self._outputs)
         for check in self._checks:  # of the call before: this one runs on the GPU meanwhile
             check.raise_replayed()
         return result
@@ -130,11 +130,13 @@ class CapturedStep:
                 checks_in_capture() as self._checks,
                 torch.cuda.graph(graph, stream=_side_stream(self._device)),
             ):
-                self._outputs = self._train_step(self._static_batch())
+                outputs = self._train_step(self._static_batch())
         except (RuntimeError, FlatbedError) as error:
             raise FlatbedError(f"train_step cannot be captured in a CUDA graph: {error}") from error
         finally:
             hook.remove()
+        # Without the autograd graph, whose nodes would tie later captures to this stream.
+        self._outputs = tree_map_only(Tensor, Tensor.detach, outputs)
         self._graph, self._hyperparameters = graph, _hyperparameters(self._optimizers)
 
     def _warn_once(self, message: str) -> None:

@@ -41,14 +41,14 @@ def prepare_lookup(table: Table, ids: Any, *, for_bag: bool = False, training: b
         check_range(given, table.num_embeddings)
     elif capturing:
         _check_capture(table, given)
+    if training and not capturing:
+        table.deferred_checks.prepare_capture()
     lead = padding_idx if for_bag else None
     if training and lead is None and not capturing and isinstance(ids, Tensor):
         for batch in table.prefetched:
             if batch.matches(ids) and batch.cache.protects(batch):
                 return replace(batch, shape=given.shape)
     keys = _keys(table, given.flatten(), is_checked=is_checked)
-    if training and not capturing:
-        table.deferred_checks.prepare_capture()
     error_slot = None if is_checked else table.deferred_checks.error_slot(capturing=capturing)
     cache = table.store.cache_for(given.numel()) if training else None
     sought = keys if lead is None else _with_lead(keys, lead)
