@@ -28,30 +28,34 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     dataclasses. They are never written to: where a leaf changed, its containers are new objects of the same
     type; otherwise they are the same objects. A leaf that occurs twice is replaced once.
     """
-    seen: dict[int, tuple[Any, Any]] = {}
+    return _walk(function, batch, {})
 
-    def visit(value: Any) -> Any:
-        if isinstance(value, (Tensor, np.ndarray)) or moves_itself(value):
-            if id(value) not in seen:
-                seen[id(value)] = (value, function(value))  # with the leaf, so that its id stays its own
-            return seen[id(value)][1]
-        given: Any
-        if isinstance(value, Mapping):
-            given = dict(value.items())
-        elif isinstance(value, (list, tuple)):
-            given = [*value]
-        elif is_dataclass(value) and not isinstance(value, type):
-            given = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
-        else:
-            return value
-        return _rebuilt(value, given, walk(given))
 
-    def walk(value: Any) -> Any:
-        leaves, spec = tree_flatten(value, is_leaf=moves_itself)
-        mapped = [visit(leaf) for leaf in leaves]
-        return value if all(map(is_, leaves, mapped)) else tree_unflatten(mapped, spec)
+Seen = dict[int, tuple[Any, Any]]
+"""Leaves and what they became, by id. Functions that refer to each other would keep it until a collection."""
 
-    return walk(batch)
+
+def _walk(function: Callable[[Any], Any], value: Any, seen: Seen) -> Any:
+    leaves, spec = tree_flatten(value, is_leaf=moves_itself)
+    mapped = [_visit(function, leaf, seen) for leaf in leaves]
+    return value if all(map(is_, leaves, mapped)) else tree_unflatten(mapped, spec)
+
+
+def _visit(function: Callable[[Any], Any], value: Any, seen: Seen) -> Any:
+    if isinstance(value, (Tensor, np.ndarray)) or moves_itself(value):
+        if id(value) not in seen:
+            seen[id(value)] = (value, function(value))  # with the leaf, so that its id stays its own
+        return seen[id(value)][1]
+    given: Any
+    if isinstance(value, Mapping):
+        given = dict(value.items())
+    elif isinstance(value, (list, tuple)):
+        given = [*value]
+    elif is_dataclass(value) and not isinstance(value, type):
+        given = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+    else:
+        return value
+    return _rebuilt(value, given, _walk(function, given, seen))
 
 
 def _rebuilt(value: Any, given: Any, parts: Any) -> Any:
