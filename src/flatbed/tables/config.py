@@ -144,7 +144,10 @@ def _integer(name: str, value: Any) -> int:
 
 def device_of(device: Any) -> torch.device:
     """Return the device with its index, if a table can compute on it; None: torch's default device."""
-    found = torch.get_default_device() if device is None else torch.device(device)
+    try:
+        found = torch.get_default_device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f'device must be "cpu", "cuda" or "cuda:1", for example; found {device!r}') from None
     check_device(found)
     if found.type == "cpu":
         return torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from flatbed.tables.table import Table, make
 from flatbed.tables.view import WeightView
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 
 class DenseStateDict(OrderedDict[str, Any]):
@@ -154,21 +154,6 @@ class TableModule(nn.Module):
         """Set what a kind of module has besides its table."""
 
 
-class TableOptions(TypedDict, total=False):
-    """Arguments that `Embedding` and `EmbeddingBag` share; `Embedding` explains them."""
-
-    storage: str
-    path: str | Path | None
-    device: Any
-    dtype: torch.dtype | None
-    init: Any
-    seed: int | None
-    replicate: bool
-    cache_rows: int | None
-    cache_bytes: int | None
-    cache_policy: str
-
-
 class Embedding(TableModule):
     """`nn.Embedding` whose rows, and their optimizer state, live on the host or on disk.
 
@@ -232,7 +217,7 @@ class Embedding(TableModule):
         embeddings: Tensor,
         freeze: bool = True,
         padding_idx: int | None = None,
-        **options: Unpack[TableOptions],
+        **options: Any,
     ) -> Self:
         """Build a table with these weights, (num_embeddings, embedding_dim)."""
         return cast("Self", _pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
@@ -278,10 +263,30 @@ class EmbeddingBag(TableModule):
         *,
         mode: str = "mean",
         include_last_offset: bool = False,
-        **options: Unpack[TableOptions],
+        storage: str = "host",
+        path: str | Path | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        init: Any = "normal",
+        seed: int | None = None,
+        replicate: bool = True,
+        cache_rows: int | None = None,
+        cache_bytes: int | None = None,
+        cache_policy: str = "lfu",
     ) -> None:
-        device, replicate = options.pop("device", None), options.pop("replicate", True)
-        config = build_config(num_embeddings, embedding_dim, padding_idx, **options)  # type: ignore[misc]
+        config = build_config(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            storage=storage,
+            path=path,
+            dtype=dtype,
+            init=init,
+            seed=seed,
+            cache_rows=cache_rows,
+            cache_bytes=cache_bytes,
+            cache_policy=cache_policy,
+        )
         _check_mode(mode)
         super().__init__(make(config, device, replicate=replicate))
         self._set_options(mode=mode, include_last_offset=include_last_offset)
