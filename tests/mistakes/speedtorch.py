@@ -78,7 +78,7 @@ ARRAYS: list[Row] = [
     ("getData", "a large id", ([0, N],), IndexError, r"index 10 .*size 10"),
     ("getData", "floats", ([0.5],), TypeError, r"integers.*float64"),
     ("insertData", "indexes first", ([1], np.ones(5)), TypeError, r"float64.*data first"),
-    ("insertData", "another shape", (np.ones((1, 3)), [1]), RuntimeError, r"shape mismatch.*\[1, 3\]"),
+    ("insertData", "another shape", (np.ones((1, 3)), [1]), RuntimeError, r"shape mismatch.*\[3\]"),
 ]
 MATRICES: list[Row] = [
     *ARRAYS,
