@@ -131,6 +131,54 @@ def values(tensor: Tensor) -> Any:
     return fill
 
 
+class Loop(NamedTuple):
+    """A variable, its optimizer and its switchers."""
+
+    embedding: nn.Embedding
+    optimizer: torch.optim.Optimizer
+    rows: Any
+    state: Any
+
+    def before(self, ids: Any) -> None:
+        for switcher in (self.rows, self.state):
+            switcher.beforeForwardPass(ids)
+
+    def backward(self, n: int) -> None:
+        self.optimizer.zero_grad()
+        self.embedding(torch.arange(n)).square().sum().backward()
+
+    def step(self, ids: Any) -> None:
+        self.before(ids)
+        self.backward(len(ids))
+        self.optimizer.step()
+
+    def after(self, ids: Any) -> None:
+        for switcher in (self.rows, self.state):
+            switcher.afterOptimizerStep(ids)
+
+    def train(self, ids: Any) -> None:
+        self.step(ids)
+        self.after(ids)
+
+
+def loop(
+    n_slots: int = 2,
+    kind: Any = torch.optim.Adam,
+    *,
+    sparse: bool = False,
+    storage: str = "device",
+    folder: Any = None,
+    **options: Any,
+) -> Loop:
+    embedding = nn.Embedding(n_slots, DIM, sparse=sparse)
+    optimizer = kind(embedding.parameters(), **options)
+    make, make_state = factories(storage, folder)
+    rows, state = make(embedding), make_state(optimizer, nn.Sequential(embedding), "0")
+    rows.customInit(values(start()[0]))
+    state.optInit()
+    return Loop(embedding, optimizer, rows, state)
+
+
 def switched(
     kind: Any,
     options: dict[str, Any],

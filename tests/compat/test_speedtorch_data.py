@@ -14,32 +14,12 @@ from torch import nn
 import flatbed
 import flatbed.compat.speedtorch as SpeedTorch
 from flatbed import FlatbedError
-from tests.compat.speedtorch_models import DIM, STORAGES, N, factories, start, values
+from tests.compat.speedtorch_models import DIM, STORAGES, Loop, N, factories, loop
 
 GADGETS = (SpeedTorch.DataGadget, SpeedTorch.DataGadgetMM)
 
 
-def trained(storage: str, folder: Path) -> tuple[nn.Embedding, torch.optim.Optimizer, Any, Any]:
-    """A variable after one step, and its switchers."""
-    embedding = nn.Embedding(3, DIM)
-    model = nn.Sequential(embedding)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    make, make_state = factories(storage, folder)
-    rows, state = make(embedding), make_state(optimizer, model, "0")
-    rows.customInit(values(start()[0]))
-    state.optInit()
-    step(embedding, optimizer, rows, state)
-    return embedding, optimizer, rows, state
-
-
-def step(embedding: nn.Embedding, optimizer: torch.optim.Optimizer, *switchers: Any) -> None:
-    for switcher in switchers:
-        switcher.beforeForwardPass([2, 30, 2])
-    optimizer.zero_grad()
-    embedding(torch.arange(3)).square().sum().backward()
-    optimizer.step()
-    for switcher in switchers:
-        switcher.afterOptimizerStep([2, 30, 2])
+IDS = [2, 30, 2]
 
 
 # ---- rows of switchers
@@ -48,30 +28,29 @@ def step(embedding: nn.Embedding, optimizer: torch.optim.Optimizer, *switchers: 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("method", ["Cupy", "Torch"])
 def test_training_continues_from_files(storage: str, method: str, tmp_path: Path) -> None:
-    embedding, optimizer, rows, state = trained(storage, tmp_path)
+    made, more = (loop(3, storage=storage, folder=tmp_path) for _ in range(2))
+    made.train(IDS)
     names = [tmp_path / f"rows.{method}.npy", tmp_path / f"state.{method}.npy"]
-    for switcher, name in zip((rows, state), names, strict=True):
+    for switcher, name in zip(made[2:], names, strict=True):
         getattr(switcher, f"save{method}")(name)
-    saved = copy.deepcopy(optimizer.state_dict())
-    again, other, more, more_state = trained(storage, tmp_path)
-    step(again, other, more, more_state)  # they differ now
-    for switcher, name in zip((more, more_state), names, strict=True):
+    saved = copy.deepcopy(made.optimizer.state_dict())
+    more.train([1, 2, 3])
+    for switcher, name in zip(more[2:], names, strict=True):
         getattr(switcher, f"load{method}")(name)
-    other.load_state_dict(saved)
-    step(embedding, optimizer, rows, state)
-    step(again, other, more, more_state)
-    assert np.array_equal(rows.getNumpyVersion(), more.getNumpyVersion())
-    for name, array in state.getNumpyVersion().items():
-        assert np.array_equal(array, more_state.getNumpyVersion()[name])
-        assert array[[2, 30]].all()
-        assert not array[3:30].any()
-    for switcher in (rows, state, more, more_state):
+    more.optimizer.load_state_dict(saved)
+    made.train(IDS)
+    more.train(IDS)
+    assert np.array_equal(made.rows.getNumpyVersion(), more.rows.getNumpyVersion())
+    for array, other in zip(made.state.CUPYcorpi, more.state.CUPYcorpi, strict=True):
+        assert np.array_equal(array, other)
+        assert array.any(axis=1).nonzero()[0].tolist() == [2, 30]
+    for switcher in (*made[2:], *more[2:]):
         switcher.close()
 
 
 def test_files_are_those_of_numpy_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    _, _, rows, state = trained("host", tmp_path)
+    _, _, rows, state = loop(3, storage="host")
     rows.saveCupy()  # as diskname
     assert np.array_equal(np.load("variable.npy"), rows.getNumpyVersion())
     state.saveCupy("state.npy")
@@ -84,8 +63,8 @@ def test_files_are_those_of_numpy_and_torch(tmp_path: Path, monkeypatch: pytest.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.pt", "state.npy", "variable.npy"]
 
 
-def test_names_of_arrays(tmp_path: Path) -> None:
-    _, _, rows, state = trained("host", tmp_path)
+def test_names_of_arrays() -> None:
+    _, _, rows, state = loop(3, storage="host")
     rows.getTorchVar()[5] = 4.0  # the memory itself
     for array in (rows.getCupyVar(), rows.CUPYcorpus, rows.CUPYmemmap, rows.getCupyMM(), rows.pytorchGPUVar):
         assert (array[5] == 4.0).all()
@@ -95,7 +74,8 @@ def test_names_of_arrays(tmp_path: Path) -> None:
 
 
 def test_rows_on_disk_are_opened_again(tmp_path: Path) -> None:
-    embedding, optimizer, rows, state = trained("disk", tmp_path)
+    embedding, optimizer, rows, state = made = loop(3, storage="disk", folder=tmp_path)
+    made.train(IDS)
     assert (rows.fileName, state.fileName) == (f"{tmp_path}/variable0.bed", f"{tmp_path}/00.bed")
     assert np.array_equal(rows.getTorchVar().numpy(), rows.getNumpyVersion())
     rows.checkpoint()
@@ -111,7 +91,7 @@ def test_rows_on_disk_are_opened_again(tmp_path: Path) -> None:
     again = make_state(optimizer, nn.Sequential(embedding), "0")
     again.openFile(tmp_path / "00.bed")
     assert all(np.array_equal(again.getNumpyVersion()[name], moments[name]) for name in moments)
-    step(embedding, optimizer, second, again)
+    Loop(embedding, optimizer, second, again).train(IDS)
     expected = second.getNumpyVersion()
     second.close()
     again.close()
@@ -284,17 +264,13 @@ def test_matrices_on_disk_keep_their_counts(tmp_path: Path) -> None:
         ("float32", [2**24, 1], r"16777217 .*float32"),
     ],
 )
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_sums_that_do_not_fit(
-    datatype: str, counts: Any, message: str, on_disk: bool, tmp_path: Path
-) -> None:
-    matrix = SpeedTorch.COMMM(3, f"{tmp_path}/COM", datatype) if on_disk else SpeedTorch.COM(3, datatype)
+def test_sums_that_do_not_fit(datatype: str, counts: Any, message: str) -> None:
+    matrix = SpeedTorch.COM(3, datatype)
     matrix.comInit()
     matrix.addCounts([2], [2])
     with pytest.raises(ValueError, match=message):
         matrix.addCounts([2, *[0] * len(counts)], [2, *[1] * len(counts)], np.insert(counts, 0, 1))
     assert [one.tolist() for one in matrix.getEntries()] == [[2], [2], [1]]
-    matrix.close()
 
 
 def test_weights_of_counts(tmp_path: Path) -> None:
