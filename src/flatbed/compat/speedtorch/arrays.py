@@ -78,7 +78,7 @@ class StoredArray(ArrayViews):
         """Replace rows by number, or any part."""
         whole = self._whole()
         given = dataObject if isinstance(dataObject, Tensor) else torch.as_tensor(as_array(dataObject))
-        values = given.detach().to(whole.device, whole.dtype)
+        values = given.detach().to(whole.dtype).to(whole.device)
         signed(whole)[as_index(indexes, whole.device)] = signed(values)
 
     def getNumpyVersion(self) -> Any:

@@ -97,7 +97,6 @@ class StateSwitcher(Switcher):
 
     def _create(self, *args: Any, **kwargs: Any) -> None:
         super()._create(*args, **kwargs)
-        self._needs_state_dict = True
         Slots.of(self._variable()).switchers[self._key] = self
 
     def _load(self, values: Tensor) -> None:
@@ -115,8 +114,6 @@ class StateSwitcher(Switcher):
 
     def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Replace the optimizer's state. Before its first step it has none, and makes it itself."""
-        if not self.optVarList:
-            return
         values = self._read(batch)
         state = self.given_optimizer.state.get(variable)
         if not state:
@@ -135,7 +132,7 @@ class StateSwitcher(Switcher):
 
     def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         state = self.given_optimizer.state.get(variable)
-        if self.optVarList and state:
+        if state:
             self._write(batch, [state[name].to_dense() for name in self.optVarList])
 
     @property
@@ -203,6 +200,11 @@ class OptimizerFactoryMM(StateSwitcher, DiskSwitcher):
         self.diskname = diskname or f"{variable_name}{type(given_optimizer).__name__}"
         self.CPUPinn = CPUPinn
         super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
+
+    def openFile(self, fileName: FileName) -> None:
+        """Continue with the rows in the file of another switcher, as its last checkpoint left them."""
+        super().openFile(fileName)
+        self._needs_state_dict = True
 
 
 class PytorchOptimizerFactory(StateSwitcher):

@@ -139,6 +139,8 @@ class Switcher(ArrayViews):
         """Copy rows from storage: those of the positive ids, then those of the negative ids."""
         variable = self._variable()
         ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        if not self._names:  # an optimizer without state
+            return
         if self._is_pending and variable._version != self._version:
             self._version = variable._version
             raise FlatbedError(
@@ -157,6 +159,8 @@ class Switcher(ArrayViews):
         """Copy the rows of the last `beforeForwardPass` back to storage."""
         variable = self._variable()
         ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        if not self._names:
+            return
         switchers = Slots.of(variable).switchers
         if self._batch is None or not self._is_pending:
             problem = "without a beforeForwardPass() since the last one, or since rows were loaded"
