@@ -228,12 +228,14 @@ def switched(
     return Trained(losses, found[0], found[1], {n: torch.from_numpy(a) for n, a in state.items()})
 
 
-def whole(kind: Any, options: dict[str, Any], *, sparse: bool = False) -> Trained:
+def whole(
+    kind: Any, options: dict[str, Any], *, sparse: bool = False, dtype: torch.dtype = torch.float32
+) -> Trained:
     """Train nn.Embedding with all rows; reset rows and state that are not in the batch after each step.
 
     The first step creates the state, which is not reset.
     """
-    model = SkipGram(N, N, sparse=sparse)
+    model = SkipGram(N, N, sparse=sparse).to(dtype=dtype)
     with torch.no_grad():
         for module, first in zip((model.u_embeddings, model.v_embeddings), start(), strict=True):
             module.weight.copy_(first)

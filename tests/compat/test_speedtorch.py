@@ -78,35 +78,33 @@ def test_sparse_gradients(name: str, storage: str, tmp_path: Path) -> None:
     assert torch.allclose(v, expected[2], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("spare", [3, -20])
-def test_a_variable_may_be_larger_or_smaller_than_the_batch(spare: int, tmp_path: Path) -> None:
-    kind, options = DENSE["Adam"]
-    expected = switched(kind, options, "host", tmp_path)
-    found = switched(kind, options, "host", tmp_path, spare=spare)
-    assert found[0] == expected[0]
-    assert torch.equal(found[2], expected[2])
-
-
 @pytest.mark.parametrize(
-    "as_ids",
-    [lambda ids: ids.tolist(), torch.from_numpy, lambda ids: ids.astype(np.int64), np.asfortranarray],
-    ids=["lists", "tensors", "int64", "fortran"],
+    "variation",
+    [
+        {"spare": 3},
+        {"spare": -20},
+        {"as_ids": lambda ids: ids.tolist()},
+        {"as_ids": torch.from_numpy},
+        {"as_ids": lambda ids: ids.astype(np.uint64)},
+        {"as_ids": np.asfortranarray},
+    ],
+    ids=["more slots", "fewer slots", "lists", "tensors", "uint64", "fortran"],
 )
-def test_ids_of_any_type(as_ids: Any, tmp_path: Path) -> None:
-    kind, options = DENSE["Adagrad"]
-    expected = switched(kind, options, "device", tmp_path)
-    found = switched(kind, options, "device", tmp_path, as_ids=as_ids)
-    assert torch.equal(found[2], expected[2])
+def test_slots_and_ids_of_any_kind(variation: dict[str, Any], tmp_path: Path) -> None:
+    losses, u, v, _ = switched(*DENSE["Adam"], "host", tmp_path, **variation)
+    expected = trained("Adam")
+    assert losses == expected.losses
+    assert torch.equal(u, expected.u)
+    assert torch.equal(v, expected.v)
 
 
-def test_other_datatypes(tmp_path: Path) -> None:
-    kind, options = DENSE["Adamax"]
-    exact = switched(kind, options, "host", tmp_path, dtype=torch.float64)
-    plain = switched(kind, options, "host", tmp_path)
-    assert exact[1].dtype == torch.float64
-    assert torch.allclose(exact[1].float(), plain[1], atol=1e-4)
-    halves = switched(kind, options, "device", tmp_path, dtype=torch.bfloat16)
-    assert torch.allclose(halves[1], plain[1], atol=0.2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_datatypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    losses, u, v, _ = switched(*DENSE["Adamax"], "host", tmp_path, dtype=dtype)
+    expected = whole(*DENSE["Adamax"], dtype=dtype)
+    assert losses == expected.losses
+    assert torch.equal(u.to(dtype), expected.u)
+    assert torch.equal(v.to(dtype), expected.v)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
