@@ -28,6 +28,7 @@ class CountMatrix(StoredArray):
     """Counts, (total_classes, total_classes)."""
 
     _init_method = "comInit()"
+    CUPYCom = StoredArray.CUPYcorpus
 
     def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
         self.total_classes, self.datatype = total_classes, as_dtype(datatype)
@@ -36,8 +37,6 @@ class CountMatrix(StoredArray):
         """Return a matrix without memory of its own, to copy zeros from."""
         zero = to_numpy(torch.zeros((), dtype=self.datatype))
         return np.broadcast_to(zero, (self.total_classes, self.total_classes))
-
-    CUPYCom = StoredArray.CUPYcorpus
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Start with zeros; with `CPUPinn`, in host memory."""
@@ -66,11 +65,12 @@ class CountMatrix(StoredArray):
             )
         if not len(rows):
             return
-        entries, inverse = np.unique(np.stack([rows, columns]), axis=1, return_inverse=True)
-        current = to_numpy(self.getData(tuple(entries)))
+        keys, inverse = np.unique(rows * self.total_classes + columns, return_inverse=True)
+        entries = divmod(keys, self.total_classes)
+        current = to_numpy(self.getData(entries))
         totals = current + np.bincount(inverse.reshape(-1), given)
         self._check_totals(totals)
-        self.insertData(totals, tuple(entries))
+        self.insertData(totals, entries)
 
     def _check_totals(self, totals: Array) -> None:
         """Raise for sums that the datatype cannot hold or cannot count on from."""
