@@ -33,16 +33,12 @@ class CountMatrix(StoredArray):
     def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
         self.total_classes, self.datatype = total_classes, as_dtype(datatype)
 
-    def _zeros(self) -> Array:
-        """Return a matrix without memory of its own, to copy zeros from."""
-        zero = to_numpy(torch.zeros((), dtype=self.datatype))
-        return np.broadcast_to(zero, (self.total_classes, self.total_classes))
-
     def comInit(self, CPUPinn: bool = False) -> None:
         """Start with zeros; with `CPUPinn`, in host memory."""
         if CPUPinn:
             self._storage = "host"
-        self._store(self._zeros())
+        zero = to_numpy(torch.zeros((), dtype=self.datatype))
+        self._store(np.broadcast_to(zero, (self.total_classes, self.total_classes)))
 
     def _store(self, array: Array) -> None:
         self._check_shape(array)

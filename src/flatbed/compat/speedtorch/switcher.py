@@ -206,19 +206,17 @@ class Switcher(ArrayViews):
     def _shape(self) -> tuple[int, int, int]:
         return len(self._names), self.total_classes, self.embed_dimension
 
-    @property
-    def _numpy_dtype(self) -> np.dtype[Any]:
-        found: np.dtype[Any] = to_numpy(torch.empty(0, dtype=self.datatype)).dtype
-        return found
-
     def _by_name(self, tensors: Any) -> Any:
         return dict(zip(self._names, tensors, strict=True)) if self._is_stacked else tensors[0]
 
-    def _copy_to(self, out: Array) -> Array:
-        """Copy all rows to an array (tensors, rows, dimension)."""
+    def _copy_to(self, out: Tensor) -> Tensor:
+        """Copy all rows to a tensor (tensors, rows, dimension)."""
         for block in self._blocks():
-            out[:, block] = to_numpy(self._read_block(block))
+            out[:, block] = self._read_block(block)
         return out
+
+    def _copied(self) -> Tensor:
+        return self._copy_to(torch.empty(self._shape, dtype=self.datatype))
 
     def _read_block(self, block: slice) -> Tensor:
         """Copy consecutive rows: (tensors, rows, dimension)."""
@@ -234,15 +232,13 @@ class Switcher(ArrayViews):
 
     def getNumpyVersion(self) -> Any:
         """Copy all rows to a numpy array; of an optimizer, to a dict of arrays by name."""
-        self._table()
-        return self._by_name(self._copy_to(np.empty(self._shape, self._numpy_dtype)))
+        return self._by_name(to_numpy(self._copied()))
 
     def getTorchVar(self) -> Any:
         """Return all rows as a tensor over their memory, or a copy of a file; of an optimizer, as a dict."""
-        table = self._table()
         if self._storage == "disk":
-            return self._by_name(torch.from_numpy(self._copy_to(np.empty(self._shape, self._numpy_dtype))))
-        weight, dim = table.weight.detach(), self.embed_dimension
+            return self._by_name(self._copied())
+        weight, dim = self._table().weight.detach(), self.embed_dimension
         return self._by_name([weight[:, at * dim : (at + 1) * dim] for at in range(len(self._names))])
 
     # ---- files
@@ -253,8 +249,9 @@ class Switcher(ArrayViews):
         path = npy_path(saveFileName or self.diskname)
         part = path.with_name(f"{path.name}.part")
         shape = self._shape if self._is_stacked else self._shape[1:]
-        array = np.lib.format.open_memmap(part, "w+", self._numpy_dtype, shape)
-        self._copy_to(array.reshape(self._shape))
+        dtype = to_numpy(torch.empty(0, dtype=self.datatype)).dtype
+        array = np.lib.format.open_memmap(part, "w+", dtype, shape)
+        self._copy_to(torch.from_numpy(array).view(self._shape))
         array.flush()
         os.replace(part, path)
 
@@ -265,10 +262,8 @@ class Switcher(ArrayViews):
 
     def saveTorch(self, saveFileName: FileName) -> None:
         """Write all rows with torch.save: a tensor; an optimizer's as a dict of tensors."""
-        self._table()
         part = Path(f"{os.fspath(saveFileName)}.part")
-        whole = self._copy_to(np.empty(self._shape, self._numpy_dtype))
-        torch.save(self._by_name([torch.from_numpy(one).to(self.datatype) for one in whole]), part)
+        torch.save(self._by_name([tensor.clone() for tensor in self._copied()]), part)
         os.replace(part, saveFileName)
 
     def loadTorch(self, loadFileName: FileName) -> None:
