@@ -45,11 +45,11 @@ SPARSE: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD nesterov": (O.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
 }
 REFUSED: dict[Any, str] = {
-    O.Adafactor: "Adafactor cannot be switched row by row: its state 'row_var'",
-    O.LBFGS: "LBFGS cannot be switched row by row: its step needs a closure",
+    O.Adafactor: "Adafactor.*its state 'row_var'",
+    O.LBFGS: "LBFGS.*closure",
 }
 if hasattr(O, "Muon"):  # since torch 2.9
-    REFUSED[O.Muon] = "Muon cannot be switched row by row: an element's update depends on other elements"
+    REFUSED[O.Muon] = "Muon.*depends on other elements"
 STORAGES = ("device", "host", "disk")
 
 
@@ -131,6 +131,54 @@ def values(tensor: Tensor) -> Any:
     return fill
 
 
+class Loop(NamedTuple):
+    """A variable, its optimizer and its switchers."""
+
+    embedding: nn.Embedding
+    optimizer: torch.optim.Optimizer
+    rows: Any
+    state: Any
+
+    def before(self, ids: Any) -> None:
+        for switcher in (self.rows, self.state):
+            switcher.beforeForwardPass(ids)
+
+    def backward(self, n: int) -> None:
+        self.optimizer.zero_grad()
+        self.embedding(torch.arange(n)).square().sum().backward()
+
+    def step(self, ids: Any) -> None:
+        self.before(ids)
+        self.backward(len(ids))
+        self.optimizer.step()
+
+    def after(self, ids: Any) -> None:
+        for switcher in (self.rows, self.state):
+            switcher.afterOptimizerStep(ids)
+
+    def train(self, ids: Any) -> None:
+        self.step(ids)
+        self.after(ids)
+
+
+def loop(
+    n_slots: int = 2,
+    kind: Any = torch.optim.Adam,
+    *,
+    sparse: bool = False,
+    storage: str = "device",
+    folder: Any = None,
+    **options: Any,
+) -> Loop:
+    embedding = nn.Embedding(n_slots, DIM, sparse=sparse)
+    optimizer = kind(embedding.parameters(), **options)
+    make, make_state = factories(storage, folder)
+    rows, state = make(embedding), make_state(optimizer, nn.Sequential(embedding), "0")
+    rows.customInit(values(start()[0]))
+    state.optInit()
+    return Loop(embedding, optimizer, rows, state)
+
+
 def switched(
     kind: Any,
     options: dict[str, Any],
@@ -180,12 +228,14 @@ def switched(
     return Trained(losses, found[0], found[1], {n: torch.from_numpy(a) for n, a in state.items()})
 
 
-def whole(kind: Any, options: dict[str, Any], *, sparse: bool = False) -> Trained:
+def whole(
+    kind: Any, options: dict[str, Any], *, sparse: bool = False, dtype: torch.dtype = torch.float32
+) -> Trained:
     """Train nn.Embedding with all rows; reset rows and state that are not in the batch after each step.
 
     The first step creates the state, which is not reset.
     """
-    model = SkipGram(N, N, sparse=sparse)
+    model = SkipGram(N, N, sparse=sparse).to(dtype=dtype)
     with torch.no_grad():
         for module, first in zip((model.u_embeddings, model.v_embeddings), start(), strict=True):
             module.weight.copy_(first)

@@ -14,32 +14,12 @@ from torch import nn
 import flatbed
 import flatbed.compat.speedtorch as SpeedTorch
 from flatbed import FlatbedError
-from tests.compat.speedtorch_models import DIM, STORAGES, N, factories, start, values
+from tests.compat.speedtorch_models import DIM, STORAGES, Loop, N, factories, loop
 
 GADGETS = (SpeedTorch.DataGadget, SpeedTorch.DataGadgetMM)
 
 
-def trained(storage: str, folder: Path) -> tuple[nn.Embedding, torch.optim.Optimizer, Any, Any]:
-    """A variable after one step, and its switchers."""
-    embedding = nn.Embedding(3, DIM)
-    model = nn.Sequential(embedding)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    make, make_state = factories(storage, folder)
-    rows, state = make(embedding), make_state(optimizer, model, "0")
-    rows.customInit(values(start()[0]))
-    state.optInit()
-    step(embedding, optimizer, rows, state)
-    return embedding, optimizer, rows, state
-
-
-def step(embedding: nn.Embedding, optimizer: torch.optim.Optimizer, *switchers: Any) -> None:
-    for switcher in switchers:
-        switcher.beforeForwardPass([2, 30, 2])
-    optimizer.zero_grad()
-    embedding(torch.arange(3)).square().sum().backward()
-    optimizer.step()
-    for switcher in switchers:
-        switcher.afterOptimizerStep([2, 30, 2])
+IDS = [2, 30, 2]
 
 
 # ---- rows of switchers
@@ -48,30 +28,29 @@ def step(embedding: nn.Embedding, optimizer: torch.optim.Optimizer, *switchers: 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("method", ["Cupy", "Torch"])
 def test_training_continues_from_files(storage: str, method: str, tmp_path: Path) -> None:
-    embedding, optimizer, rows, state = trained(storage, tmp_path)
+    made, more = (loop(3, storage=storage, folder=tmp_path) for _ in range(2))
+    made.train(IDS)
     names = [tmp_path / f"rows.{method}.npy", tmp_path / f"state.{method}.npy"]
-    for switcher, name in zip((rows, state), names, strict=True):
+    for switcher, name in zip(made[2:], names, strict=True):
         getattr(switcher, f"save{method}")(name)
-    saved = copy.deepcopy(optimizer.state_dict())
-    again, other, more, more_state = trained(storage, tmp_path)
-    step(again, other, more, more_state)  # they differ now
-    for switcher, name in zip((more, more_state), names, strict=True):
+    saved = copy.deepcopy(made.optimizer.state_dict())
+    more.train([1, 2, 3])
+    for switcher, name in zip(more[2:], names, strict=True):
         getattr(switcher, f"load{method}")(name)
-    other.load_state_dict(saved)
-    step(embedding, optimizer, rows, state)
-    step(again, other, more, more_state)
-    assert np.array_equal(rows.getNumpyVersion(), more.getNumpyVersion())
-    for name, array in state.getNumpyVersion().items():
-        assert np.array_equal(array, more_state.getNumpyVersion()[name])
-        assert array[[2, 30]].all()
-        assert not array[3:30].any()
-    for switcher in (rows, state, more, more_state):
+    more.optimizer.load_state_dict(saved)
+    made.train(IDS)
+    more.train(IDS)
+    assert np.array_equal(made.rows.getNumpyVersion(), more.rows.getNumpyVersion())
+    for array, other in zip(made.state.CUPYcorpi, more.state.CUPYcorpi, strict=True):
+        assert np.array_equal(array, other)
+        assert array.any(axis=1).nonzero()[0].tolist() == [2, 30]
+    for switcher in (*made[2:], *more[2:]):
         switcher.close()
 
 
 def test_files_are_those_of_numpy_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    _, _, rows, state = trained("host", tmp_path)
+    _, _, rows, state = loop(3, storage="host")
     rows.saveCupy()  # as diskname
     assert np.array_equal(np.load("variable.npy"), rows.getNumpyVersion())
     state.saveCupy("state.npy")
@@ -84,23 +63,21 @@ def test_files_are_those_of_numpy_and_torch(tmp_path: Path, monkeypatch: pytest.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.pt", "state.npy", "variable.npy"]
 
 
-def test_arrays_share_memory(tmp_path: Path) -> None:
-    _, _, rows, state = trained("host", tmp_path)
-    rows.getCupyVar()[5] = 4.0
-    for array in (rows.CUPYcorpus, rows.CUPYmemmap, rows.getCupyMM(), rows.pytorchGPUVar):
+def test_names_of_arrays() -> None:
+    _, _, rows, state = loop(3, storage="host")
+    rows.getTorchVar()[5] = 4.0  # the memory itself
+    for array in (rows.getCupyVar(), rows.CUPYcorpus, rows.CUPYmemmap, rows.getCupyMM(), rows.pytorchGPUVar):
         assert (array[5] == 4.0).all()
-    rows.getNumpyVersion()[5] = 0.0
-    assert rows.getTorchVar()[5].eq(4.0).all()
     assert list(state.getCupyVar()) == state.optVarList == ["exp_avg", "exp_avg_sq"]
-    assert np.array_equal(state.CUPYcorpi[1], state.getNumpyVersion()["exp_avg_sq"])
+    assert np.array_equal(state.CUPYcorpi[1], state.getTorchVar()["exp_avg_sq"])
     assert state.optimizerKey == 0
 
 
 def test_rows_on_disk_are_opened_again(tmp_path: Path) -> None:
-    embedding, optimizer, rows, state = trained("disk", tmp_path)
+    embedding, optimizer, rows, state = made = loop(3, storage="disk", folder=tmp_path)
+    made.train(IDS)
     assert (rows.fileName, state.fileName) == (f"{tmp_path}/variable0.bed", f"{tmp_path}/00.bed")
-    with pytest.raises(FlatbedError, match=r"variable0.bed: use getNumpyVersion"):
-        rows.getTorchVar()
+    assert np.array_equal(rows.getTorchVar().numpy(), rows.getNumpyVersion())
     rows.checkpoint()
     expected, moments = rows.getCupyMM(), state.getNumpyVersion()
     make, make_state = factories("disk", tmp_path)
@@ -114,7 +91,7 @@ def test_rows_on_disk_are_opened_again(tmp_path: Path) -> None:
     again = make_state(optimizer, nn.Sequential(embedding), "0")
     again.openFile(tmp_path / "00.bed")
     assert all(np.array_equal(again.getNumpyVersion()[name], moments[name]) for name in moments)
-    step(embedding, optimizer, second, again)
+    Loop(embedding, optimizer, second, again).train(IDS)
     expected = second.getNumpyVersion()
     second.close()
     again.close()
@@ -150,7 +127,7 @@ def test_gadgets_return_parts(kind: Any, dtype: str, tmp_path: Path) -> None:
         np.array([[3], [4]]),
         torch.tensor([7]),
         (slice(0, 6), slice(None), 1),
-        slice(None, None, -2),
+        slice(None, None, 2),
         4,
         (np.array([1, 2]), 0),
         (torch.tensor([1, 2]), 0),
@@ -179,35 +156,12 @@ def test_gadgets_replace_parts(kind: Any, tmp_path: Path) -> None:
     array[2:4, 0] = 7.0
     array[0] = 5.0
     assert np.array_equal(gadget.getNumpyVersion(), array)
-    with pytest.raises(IndexError, match="id -1 at position 0"):
-        gadget.getData([-1])
-    with pytest.raises(TypeError, match="complex64"):
-        gadget.insertData(torch.zeros(1, 3, dtype=torch.complex64), [0])
-    for wrong in (np.array([5.0]), 7.0, np.ones((1, 3)), np.ones(3)):
-        with pytest.raises(ValueError, match=r"expected \(2, 3\)"):
-            gadget.insertData(wrong, [0, 1])
+    with pytest.raises(TypeError, match=r"float64 .*data first"):
+        gadget.insertData([0, 1], np.ones((2, 3)))
     assert np.array_equal(gadget.getCupyVar(), array)
     np.save(tmp_path / "other.npy", array[:2])
     gadget.loadCupy(tmp_path / "other.npy")
     assert np.array_equal(gadget.getData([1]).cpu().numpy(), array[[1]])
-
-
-@pytest.mark.parametrize("kind", GADGETS)
-def test_integers_do_not_wrap(kind: Any, tmp_path: Path) -> None:
-    np.save(tmp_path / "data.npy", np.zeros((3, 2), np.uint16))
-    gadget = kind(tmp_path / "data.npy")
-    gadget.gadgetInit()
-    wrong: list[tuple[Any, Any]] = [
-        (np.full((1, 2), -1), [0]),
-        (torch.full((1, 2), 1 << 16), [0]),
-        (-1, (0, 0)),
-        (0.5, (0, 0)),
-    ]
-    for value, index in wrong:
-        with pytest.raises(ValueError, match=r"do not fit .*uint16"):
-            gadget.insertData(value, index)
-    gadget.insertData(np.full((1, 2), 65535), [0])
-    assert gadget.getNumpyVersion()[0].tolist() == [65535, 65535]
 
 
 def test_gadgets_on_disk_write_to_their_file(tmp_path: Path) -> None:
@@ -219,16 +173,12 @@ def test_gadgets_on_disk_write_to_their_file(tmp_path: Path) -> None:
     gadget.close()
     assert np.load(path)[2].all()
     gadget.gadgetInit()
-    with pytest.raises(ValueError, match="is the file itself"):
-        gadget.saveCupy(path)
-    other_orders = {"swapped": np.ones((2, 2), ">f4"), "columns": np.asfortranarray(np.ones((2, 3)))}
-    for name, array in other_orders.items():
-        np.save(tmp_path / name, array)
-        with pytest.raises(TypeError, match=f"{name}.*DataGadget"):
-            gadget.loadCupy(tmp_path / name)
+    gadget.saveCupy(path)  # the file itself
+    gadget.insertData(torch.ones(1, 3), [3])
+    gadget.checkpoint()
+    assert np.load(path)[2:4].all()
 
 
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_files_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "data.npy", np.zeros((5, 3)))
     monkeypatch.setattr("os.access", lambda *_: False)
@@ -239,17 +189,12 @@ def test_files_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         gadget.insertData(np.ones((1, 3)), [2])
 
 
-def test_arrays_that_cannot_be_stored() -> None:
-    for array, error in (
-        (np.zeros((0, 3)), ValueError),
-        (np.float32(3.0), ValueError),
-        (np.array(["a", "b"]), TypeError),
-    ):
-        with pytest.raises(error):
-            SpeedTorch.DataGadget(array).gadgetInit()
-    big_endian = SpeedTorch.DataGadget(np.arange(3.0).astype(">f8"))
-    big_endian.gadgetInit()
-    assert big_endian.getData([2]).tolist() == [2.0]
+def test_arrays_of_other_orders() -> None:
+    array = np.arange(6.0).reshape(2, 3)
+    for other in (array.astype(">f8"), np.asfortranarray(array)):
+        gadget = SpeedTorch.DataGadget(other)
+        gadget.gadgetInit()
+        assert gadget.getData([1]).tolist() == [[3.0, 4.0, 5.0]]
 
 
 # ---- co-occurrence matrices
@@ -308,47 +253,38 @@ def test_matrices_on_disk_keep_their_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("datatype", "counts", "message"),
     [
-        ("float32", [-0.5], r"negative; found -0.5"),
-        ("float32", [float("nan")], r"finite"),
-        ("uint32", [2**32 + 1], r"4294967297 .* uint32 .* at most 4294967295"),
-        ("int32", [2**31 - 1, 1], r"2147483648 .* int32"),
-        ("uint8", [200, 56], r"256 .* uint8"),
-        ("uint64", np.array([2**63, 2**63], np.uint64), r"18446744073709551616 .* uint64"),
-        ("int64", np.array([2**63], np.uint64), r"9223372036854775808 .* int64"),
-        ("float16", [2048, 1], r"2049 .* float16"),
-        ("float32", [2**24, 1], r"16777217 .* float32"),
-        ("float16", [60000.0, 60000.0], r"float16"),
+        ("float32", [-0.5], r"-0.5"),
+        ("float32", [float("nan")], r"nan"),
+        ("uint32", [2**32 + 1], r"4294967297 .*uint32 .* 4294967295"),
+        ("uint32", [0.5], r"0.5 .*uint32"),
+        ("int32", [2**31 - 1, 1], r"2147483648 .*int32"),
+        ("uint8", [200, 56], r"256 .*uint8"),
+        ("int64", np.array([2**63], np.uint64), r"int64"),
+        ("float16", [2048, 1], r"2049 .*float16"),
+        ("float32", [2**24, 1], r"16777217 .*float32"),
     ],
 )
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_sums_that_do_not_fit(
-    datatype: str, counts: Any, message: str, on_disk: bool, tmp_path: Path
-) -> None:
-    matrix = SpeedTorch.COMMM(3, f"{tmp_path}/COM", datatype) if on_disk else SpeedTorch.COM(3, datatype)
+def test_sums_that_do_not_fit(datatype: str, counts: Any, message: str) -> None:
+    matrix = SpeedTorch.COM(3, datatype)
     matrix.comInit()
     matrix.addCounts([2], [2])
     with pytest.raises(ValueError, match=message):
         matrix.addCounts([2, *[0] * len(counts)], [2, *[1] * len(counts)], np.insert(counts, 0, 1))
     assert [one.tolist() for one in matrix.getEntries()] == [[2], [2], [1]]
-    matrix.close()
 
 
 def test_weights_of_counts(tmp_path: Path) -> None:
     np.save(tmp_path / "weights.npy", np.full((3, 3), 0.5, np.float32))
     matrix = SpeedTorch.COM(3)
     matrix.comInit(CPUPinn=True)
-    with pytest.raises(TypeError, match=r"uint32 .*found float64"):
-        matrix.addCounts([1], [2], [0.5])
     matrix.loadCupy(tmp_path / "weights.npy")
     matrix.addCounts([1, 1, 1], [2, 2, 0])
     matrix.addCounts([1, 1], [2, 2], [0.25, 0.125])
     assert matrix.getNumpyVersion()[1].tolist() == [1.5, 0.5, 2.875]
 
 
-def test_matrices_of_other_shapes_and_datatypes(tmp_path: Path) -> None:
-    for datatype in ("complex64", "bfloat16"):
-        with pytest.raises(TypeError, match=f"{datatype}: use one such as"):
-            SpeedTorch.COM(3, datatype)
+def test_matrices_of_other_shapes(tmp_path: Path) -> None:
     np.save(tmp_path / "wide.npy", np.ones((3, 4), np.uint32))
-    with pytest.raises(ValueError, match=r"\(3, 3\); found \(3, 4\)"):
-        SpeedTorch.COM(3).loadCupy(tmp_path / "wide.npy")
+    for matrix in (SpeedTorch.COM(3), SpeedTorch.COMMM(3, f"{tmp_path}/COM")):
+        with pytest.raises(ValueError, match=r"\(3, 3\); found \(3, 4\)"):
+            matrix.loadCupy(tmp_path / "wide.npy")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,46 +14,7 @@ from torch import nn
 import flatbed
 import flatbed.compat.speedtorch as SpeedTorch
 from flatbed import FlatbedError
-from tests.compat.speedtorch_models import DIM, REFUSED, STORAGES, N, factories, start, values
-
-
-class Loop(NamedTuple):
-    embedding: nn.Embedding
-    optimizer: torch.optim.Optimizer
-    rows: Any
-    state: Any
-
-    def before(self, ids: list[int]) -> None:
-        for switcher in (self.rows, self.state):
-            switcher.beforeForwardPass(ids)
-
-    def backward(self, n: int) -> None:
-        self.embedding.zero_grad()
-        self.embedding(torch.arange(n)).square().sum().backward()
-
-    def step(self, ids: list[int]) -> None:
-        self.before(ids)
-        self.backward(len(ids))
-        self.optimizer.step()
-
-    def after(self, ids: list[int]) -> None:
-        for switcher in (self.rows, self.state):
-            switcher.afterOptimizerStep(ids)
-
-    def train(self, ids: list[int]) -> None:
-        self.step(ids)
-        self.after(ids)
-
-
-def loop(n_slots: int = 2, kind: Any = torch.optim.Adam, *, sparse: bool = False) -> Loop:
-    embedding = nn.Embedding(n_slots, DIM, sparse=sparse)
-    optimizer = kind(embedding.parameters(), lr=0.1)
-    rows = SpeedTorch.ModelFactory(embedding, N, DIM)
-    rows.customInit(values(start()[0]))
-    state = SpeedTorch.OptimizerFactory(optimizer, N, DIM, nn.Sequential(embedding), "0")
-    state.optInit()
-    return Loop(embedding, optimizer, rows, state)
-
+from tests.compat.speedtorch_models import DIM, REFUSED, Loop, N, loop, start, values
 
 # ---- constructors
 
@@ -64,42 +26,26 @@ def test_optimizers_that_are_not_element_wise(kind: Any) -> None:
         SpeedTorch.OptimizerFactory(kind(model.parameters()), N, DIM, model, "0")
 
 
-class Odd(torch.optim.Optimizer):
-    """Has an option that its groups do not hold."""
-
-    def __init__(self, params: Any, *, secret: int) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-
-def test_optimizers_that_cannot_be_tried() -> None:
+def test_optimizers_of_others() -> None:
     model = nn.Sequential(nn.Embedding(4, DIM))
-    with pytest.raises(FlatbedError, match=r"Odd .*secret"):
-        SpeedTorch.OptimizerFactory(Odd(model.parameters(), secret=1), N, DIM, model, "0")
-    with pytest.raises(FlatbedError, match=r"Adam of flatbed.optim.*Embedding"):
+    with pytest.raises(TypeError, match=r"Adam of flatbed.optim"):
         SpeedTorch.OptimizerFactory(flatbed.optim.Adam(model.parameters()), N, DIM, model, "0")
     other = torch.optim.Adam(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match="'0' among its parameters"):
         SpeedTorch.OptimizerFactory(other, N, DIM, model, "0")
 
 
-def test_variables_that_do_not_fit() -> None:
-    embedding = nn.Embedding(4, DIM)
-    with pytest.raises(ValueError, match=r"\(4, 16\); expected .*8\)"):
-        SpeedTorch.ModelFactory(embedding, N, 8)
-    with pytest.raises(ValueError, match=r"torch.float32; expected torch.float64"):
-        SpeedTorch.ModelFactory(embedding, N, DIM, datatype="float64")
-    with pytest.raises(TypeError, match="'float33'"):
-        SpeedTorch.ModelFactory(embedding, N, DIM, datatype="float33")
-    with pytest.raises(ValueError, match="total_classes must be at least 1; found 0"):
-        SpeedTorch.ModelFactory(embedding, 0, DIM)
-    with pytest.raises(TypeError, match="total_classes"):
-        SpeedTorch.ModelFactory(embedding)
-
-
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"padding_idx": 0}, {"scale_grad_by_freq": True}])
 def test_options_about_slots(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         SpeedTorch.ModelFactory(nn.Embedding(4, DIM, **option), N, DIM)
+
+
+def test_averages_need_the_weights() -> None:
+    model = nn.Sequential(nn.Embedding(4, DIM))
+    state = SpeedTorch.OptimizerFactory(torch.optim.ASGD(model.parameters()), N, DIM, model, "0")
+    with pytest.raises(FlatbedError, match="ModelFactory before optInit"):
+        state.optInit()
 
 
 # ---- ids
@@ -119,36 +65,12 @@ def test_ids_of_before_and_after_must_be_the_same() -> None:
     assert np.array_equal(made.rows.getNumpyVersion(), start()[0].numpy())
 
 
-def test_all_switchers_of_a_variable_need_the_same_ids() -> None:
-    made = loop()
-    made.rows.beforeForwardPass([1, 2])
-    made.state.beforeForwardPass([1, 3])
-    with pytest.raises(FlatbedError, match=r"another switcher .*other ids"):
-        made.rows.afterOptimizerStep([1, 2])
-    made.rows.beforeForwardPass([1, 3])
-    made.after([1, 3])
-    with pytest.raises(FlatbedError, match="without a beforeForwardPass"):
-        made.rows.afterOptimizerStep([1, 3])
-
-
 def test_ids_that_were_changed_in_place() -> None:
     rows, ids = loop().rows, np.array([1, 2], dtype=np.int64)
     rows.beforeForwardPass(ids)
     ids[0] = 5
     with pytest.raises(FlatbedError, match="other ids"):
         rows.afterOptimizerStep(ids)
-
-
-@pytest.mark.parametrize("bad", [N, -1])
-def test_ids_out_of_range(bad: int) -> None:
-    made = loop()
-    made.before([1, 2])
-    before = made.embedding.weight.detach().clone()
-    for switcher in (made.rows, made.state):
-        with pytest.raises(IndexError, match=rf"id {bad} at position \(0, 1\)"):
-            switcher.beforeForwardPass([0], np.array([[0, bad]], dtype=np.int32))
-    assert torch.equal(made.embedding.weight, before)
-    made.after([1, 2])
 
 
 # ---- a switcher that was left out
@@ -177,38 +99,22 @@ def test_a_step_that_would_be_lost(forgotten: str) -> None:
     lost.beforeForwardPass([5, 6])
 
 
-@pytest.mark.parametrize("ids", [[3, 4], [3, 4, 5]], ids=["same size", "grown"])
-def test_a_step_with_the_state_of_other_rows(ids: list[int]) -> None:
+@pytest.mark.parametrize("used", ["rows", "state"])
+def test_a_step_with_rows_and_state_of_different_ids(used: str) -> None:
     made = loop()
     made.train([1, 2])
-    made.rows.beforeForwardPass(ids)
-    made.backward(len(ids))
-    before = made.embedding.weight.detach().clone()
-    with pytest.raises(FlatbedError, match=r"other rows.*OptimizerFactory.beforeForwardPass"):
-        made.optimizer.step()
-    assert torch.equal(made.embedding.weight, before)
-    made.state.beforeForwardPass(ids)
+    switcher, other = (made.rows, made.state) if used == "rows" else (made.state, made.rows)
+    before = np.array(switcher.getCupyVar() if used == "rows" else switcher.CUPYcorpi)
+    switcher.beforeForwardPass([3, 4])
+    made.backward(2)
     made.optimizer.step()
-    made.after(ids)
-
-
-def test_a_step_before_any_call_of_a_switcher() -> None:
-    made = loop()
-    made.rows.beforeForwardPass([1, 2])
-    made.backward(2)
-    for closure in ((), (lambda: 1.0,)):
-        with pytest.raises(FlatbedError, match="state of other rows"):
-            made.optimizer.step(*closure)
-    made = loop()
-    made.train([1, 2])
-    made.state.beforeForwardPass([3, 4])
-    made.backward(2)
-    with pytest.raises(FlatbedError, match="state of other rows"):
-        made.optimizer.step()
+    with pytest.raises(FlatbedError, match=rf"other rows in {type(other).__name__}.*nothing was written"):
+        switcher.afterOptimizerStep([3, 4])
+    assert np.array_equal(switcher.getCupyVar() if used == "rows" else switcher.CUPYcorpi, before)
 
 
 def test_steps_and_reads_that_are_right() -> None:
-    """Reading other rows, steps without a gradient, without state, and after the switcher is closed."""
+    """Reading other rows, steps without a gradient, and training after the state's switcher is closed."""
     made = loop()
     before = made.rows.getNumpyVersion()
     made.train([1, 2])
@@ -216,8 +122,8 @@ def test_steps_and_reads_that_are_right() -> None:
     made.before([5, 6])
     made.optimizer.zero_grad()
     made.optimizer.step()
-    made.rows.beforeForwardPass([1, 2])
     made.state.beforeForwardPass([1, 2])
+    made.rows.beforeForwardPass([1, 2])
     made.rows.beforeForwardPass([1, 2])  # the state of these rows is still loaded
     made.backward(2)
     made.optimizer.step()
@@ -226,7 +132,8 @@ def test_steps_and_reads_that_are_right() -> None:
     made.rows.beforeForwardPass([7, 8])
     made.backward(2)
     made.optimizer.step()
-    assert (made.rows.getNumpyVersion() != before).any(1).nonzero()[0].tolist() == [1, 2]
+    made.rows.afterOptimizerStep([7, 8])
+    assert (made.rows.getNumpyVersion() != before).any(1).nonzero()[0].tolist() == [1, 2, 7, 8]
 
 
 def test_two_switchers_of_one_optimizer_or_variable() -> None:
@@ -247,24 +154,7 @@ def test_two_switchers_of_one_optimizer_or_variable() -> None:
     assert made.rows.getNumpyVersion()[1:3].any()
 
 
-# ---- gradients of other rows
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("ids", [[5, 6, 7, 8], [5, 6], [5, 6, 7, 8, 9, 9]], ids=["same", "fewer", "more"])
-def test_a_backward_pass_of_an_earlier_batch(ids: list[int], sparse: bool) -> None:
-    made = loop(4, torch.optim.SGD, sparse=sparse)
-    made.rows.beforeForwardPass([1, 1, 3, 4])
-    loss = made.embedding(torch.arange(4)).sum()
-    made.rows.beforeForwardPass(ids)
-    with pytest.raises(FlatbedError, match="earlier batch"):
-        loss.backward(retain_graph=True)
-    assert made.embedding.weight.grad is None
-    with pytest.raises(FlatbedError, match="earlier batch"):
-        (loss + made.embedding(torch.arange(2)).sum()).backward()
-    made.embedding.zero_grad()
-    made.embedding(torch.arange(len(ids))).sum().backward()
-    made.rows.afterOptimizerStep(ids)
+# ---- gradients
 
 
 def test_several_forward_and_backward_passes() -> None:
@@ -296,14 +186,6 @@ def test_a_gradient_that_an_earlier_batch_left() -> None:
 # ---- state and files
 
 
-def test_an_option_that_was_changed() -> None:
-    made = loop()
-    made.optimizer.param_groups[0]["amsgrad"] = True
-    made.step([1, 2])
-    with pytest.raises(FlatbedError, match=r"'max_exp_avg_sq'.*make the switcher again"):
-        made.state.afterOptimizerStep([1, 2])
-
-
 @pytest.mark.parametrize("method", ["loadCupy", "loadTorch", "customInit", "zerosInit"])
 def test_rows_that_were_replaced_in_between(method: str, tmp_path: Path) -> None:
     rows, other = loop().rows, torch.full((N, DIM), 3.0)
@@ -326,41 +208,30 @@ def test_state_that_was_loaded(tmp_path: Path) -> None:
         made.state.beforeForwardPass([1])
     made.state.optInit()
     made.train([1, 2])
-    made.before([1, 2])
+    made.step([1, 2])
     made.state.loadCupy(tmp_path / "state")
     with pytest.raises(FlatbedError, match="without a beforeForwardPass"):
         made.state.afterOptimizerStep([1, 2])
-    made.backward(2)
-    with pytest.raises(FlatbedError, match="state of other rows"):
-        made.optimizer.step()
-    made.train([1, 2])
+    with pytest.raises(FlatbedError, match="other rows in OptimizerFactory"):
+        made.rows.afterOptimizerStep([1, 2])
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("method", ["loadCupy", "loadTorch"])
-@pytest.mark.parametrize("what", ["missing", "small"])
-def test_rows_that_could_not_be_loaded(storage: str, method: str, what: str, tmp_path: Path) -> None:
+def test_rows_that_could_not_be_loaded(tmp_path: Path) -> None:
+    rows = SpeedTorch.ModelFactoryMM(nn.Embedding(2, DIM), N, DIM, f"{tmp_path}/rows")
     np.save(tmp_path / "small.npy", np.ones((3, DIM), np.float32))
-    torch.save(torch.ones(3, DIM), tmp_path / "small.pt")
-    make, make_state = factories(storage, tmp_path)
-    model = nn.Sequential(nn.Embedding(2, DIM))
-    for switcher in (make(model[0]), make_state(torch.optim.Adam(model.parameters()), model, "0")):
-        with pytest.raises((FlatbedError, ValueError)):
-            getattr(switcher, method)(tmp_path / (what + (".npy" if method == "loadCupy" else ".pt")))
-        with pytest.raises(FlatbedError, match="no rows yet"):
-            switcher.beforeForwardPass([1, 2])
-        assert switcher.fileName is None
+    with pytest.raises(ValueError, match=rf"expected \(1, {N}, {DIM}\)"):
+        rows.loadCupy(tmp_path / "small.npy")
+    with pytest.raises(FlatbedError, match="no rows yet"):
+        rows.beforeForwardPass([1, 2])
     assert not list(tmp_path.glob("*.bed"))
 
 
 def test_files_are_not_unpickled(tmp_path: Path) -> None:
     rows = loop().rows
     np.save(tmp_path / "objects.npy", np.array([{}, {}]), allow_pickle=True)
-    with pytest.raises(FlatbedError, match=r"not a \.npy file of numbers"):
+    with pytest.raises(ValueError, match="objects"):
         rows.loadCupy(tmp_path / "objects.npy")
     torch.save(Loop, tmp_path / "strange.pt")
-    with pytest.raises(FlatbedError, match="plain tensors"):
+    with pytest.raises(pickle.UnpicklingError):
         rows.loadTorch(tmp_path / "strange.pt")
-    with pytest.raises(FlatbedError, match="in memory"):
-        rows.checkpoint()
     assert np.array_equal(rows.getNumpyVersion(), start()[0].numpy())

@@ -43,12 +43,6 @@ def test_ids_on_the_gpu(tmp_path: Path) -> None:
     assert torch.equal(found[2], expected[2])
 
 
-def test_the_variable_may_have_spare_slots(tmp_path: Path) -> None:
-    expected = switched(*DENSE["Adam"], "host", tmp_path, device="cuda")
-    found = switched(*DENSE["Adam"], "host", tmp_path, device="cuda", spare=5)
-    assert torch.equal(found[2], expected[2])
-
-
 def test_rows_follow_a_model_to_another_device() -> None:
     for pinned in (False, True):
         embedding = torch.nn.Embedding(3, 16)

@@ -53,44 +53,38 @@ def on_disk(name: str, folder: Path) -> dict[str, Any]:
 
 
 COMMON: list[Row] = [
-    ("saveCupy", "no folder", ("{}/no/x",), FlatbedError, r"no/x.*folder"),
-    ("loadCupy", "no file", ("{}/no",), FlatbedError, r"no\.npy: check the path"),
-    ("openFile", "no file", ("{}/no",), FlatbedError, r"found no .*no"),
+    ("saveCupy", "no folder", ("{}/no/x",), FileNotFoundError, r"no/x"),
+    ("loadCupy", "no file", ("{}/no",), FileNotFoundError, r"no\.npy"),
+    ("openFile", "no file", ("{}/no",), FileNotFoundError, r"/no"),
 ]
 SWITCHERS: list[Row] = [
     *COMMON,
     ("beforeForwardPass", "a large id", ([0, N],), IndexError, r"id 10 .*0 to 9"),
     ("beforeForwardPass", "floats", (np.ones(1),), TypeError, r"integers.*float64"),
     ("afterOptimizerStep", "nothing loaded", ([1],), FlatbedError, r"without a before"),
-    ("loadCupy", "no name", (3,), TypeError, r"string or a path; found int"),
-    ("loadCupy", "another size", ("{}/other.npy",), ValueError, r"3, 4\); expected float32 of"),
-    ("saveTorch", "no folder", ("{}/no/x",), FlatbedError, r"no/x.*folder"),
-    ("loadTorch", "no file", ("{}/no.pt",), FlatbedError, r"no\.pt: check the path"),
-    ("loadTorch", "another size", ("{}/other.pt",), ValueError, r"torch.float32 of|exp_avg.*saveTorch"),
+    ("loadCupy", "another size", ("{}/other.npy",), ValueError, r"3, 4\); expected \("),
+    ("saveTorch", "no folder", ("{}/no/x",), RuntimeError, r"no.* does not exist"),
+    ("loadTorch", "no file", ("{}/no.pt",), FileNotFoundError, r"no\.pt"),
 ]
 MODELS: list[Row] = [
     *SWITCHERS,
     ("uniformDistributionInit", "high first", (1, -1), ValueError, r"low=1.*high"),
     ("normalDistributionInit", "negative", (0, -1), ValueError, r"std=-1"),
-    ("customInit", "a tensor", (torch.ones(2),), TypeError, r"function such as.*found Tensor"),
     ("customInit", "too much", (nn.init.ones_, 1, 2), TypeError, r"ones_.* argument"),
-    ("variableTransformer", "no batch", (0, 1), ValueError, r"batchSize.*found 0"),
+    ("variableTransformer", "no integers", (2, 1.5), TypeError, r"float"),
 ]
 ARRAYS: list[Row] = [
     *COMMON,
-    ("getData", "a large id", ([0, N],), IndexError, r"id 10 .*0 to 9"),
+    ("getData", "a large id", ([0, N],), IndexError, r"index 10 .*size 10"),
     ("getData", "floats", ([0.5],), TypeError, r"integers.*float64"),
     ("insertData", "indexes first", ([1], np.ones(5)), TypeError, r"float64.*data first"),
-    ("insertData", "words", ("ones", [1]), TypeError, r"numbers.*found <U4"),
-    ("insertData", "another shape", (np.ones((1, 3)), [1]), ValueError, r"\(1, 3\); expected"),
+    ("insertData", "another shape", (np.ones((1, 3)), [1]), RuntimeError, r"shape mismatch.*\[3\]"),
 ]
 MATRICES: list[Row] = [
     *ARRAYS,
-    ("comInit", "a device", ("cpu",), TypeError, r"CPUPinn .*found 'cpu'"),
     ("addCounts", "a large column", ([1], [N]), IndexError, r"id 10 .*0 to 9"),
     ("addCounts", "too few", ([1, 2], [0]), ValueError, r"2 rows, 1 columns"),
-    ("addCounts", "words", ([1], [0], "one"), TypeError, r"numbers.*found <U3"),
-    ("addCounts", "negative", ([2, 1], [2, 0], [1, -1]), ValueError, r"negative; found -1"),
+    ("addCounts", "negative", ([2, 1], [2, 0], [1, -1]), ValueError, r"sum of -1 does not fit"),
     ("addCounts", "too many", ([1, 1], [0, 0], [2**32 - 1, 1]), ValueError, r"4294967296.*wider"),
 ]
 EARLY: dict[str, tuple[Any, ...]] = {
@@ -179,8 +173,9 @@ def forgotten(name: str, folder: Path) -> None:
     state.optInit()
     rows.beforeForwardPass([1, 2])
     embedding(torch.arange(2)).sum().backward()
-    with unchanged(lambda: embedding.weight.tolist()):
-        state.given_optimizer.step()
+    state.given_optimizer.step()
+    with unchanged(lambda: rows.getNumpyVersion().tolist()):
+        rows.afterOptimizerStep([1, 2])
 
 
 SPEEDTORCH: list[Mistake] = [
@@ -188,23 +183,18 @@ SPEEDTORCH: list[Mistake] = [
     *of_methods("OptimizerFactory", state_of, "optInit", SWITCHERS),
     *of_methods("COM", matrix_of, "comInit", MATRICES),
     *of_methods("Gadget", data_of, "gadgetInit", ARRAYS),
-    *of_arguments("ModelFactory", rows_of, TypeError, r"weight.*found str", model_variable="u"),
-    *of_arguments("ModelFactory", rows_of, TypeError, r"total_classes.*1\.5", total_classes=1.5),
-    *of_arguments("ModelFactory", rows_of, TypeError, r"floating.*'int32'", datatype="int32"),
-    *of_arguments("OptimizerFactory", state_of, TypeError, r"found type", given_optimizer=torch.optim.Adam),
-    *of_arguments("OptimizerFactory", state_of, TypeError, r"module.*found list", model=[]),
+    *of_arguments("ModelFactory", rows_of, ValueError, r"embed_dimension", embed_dimension=DIM + 1),
+    *of_arguments("ModelFactory", rows_of, ValueError, r"expected torch.int32", datatype="int32"),
     *of_arguments("OptimizerFactory", state_of, ValueError, r"'w'; found u_emb", variable_name="w"),
-    *of_arguments("COM", matrix_of, TypeError, r"total_classes.*'5'", total_classes="5"),
-    *of_arguments("Gadget", data_of, TypeError, r"CPUPinn.*found 'yes'", CPUPinn="yes"),
-    *of_arguments("DataGadgetMM", data_of, TypeError, r"found ndarray", fileName=np.ones(3)),
-    *of_arguments("ModelFactoryMM", rows_of, TypeError, r"diskname.*found int", diskname=3),
+    *of_arguments("COM", matrix_of, AttributeError, r"'uint33'", datatype="uint33"),
+    *of_arguments("Gadget", data_of, TypeError, r"fileNme", fileNme="data.npy"),
     *(
         mistake(
             f"compat.speedtorch.{name}.beforeForwardPass",
             "forgotten",
             partial(forgotten, name),
             FlatbedError,
-            rf"step of Adam.*other rows.*{name}.beforeForwardPass",
+            rf"other rows in {name}.*nothing was written",
         )
         for name in names("OptimizerFactory")
     ),
@@ -213,9 +203,19 @@ SPEEDTORCH: list[Mistake] = [
             f"compat.speedtorch.{name}.gadgetInit",
             "no file",
             lambda f, n=name: data_of(n, f, fileName=f / "no").gadgetInit(),
-            FlatbedError,
-            r"no\.npy: check the path",
+            FileNotFoundError,
+            r"no\.npy",
         )
         for name in names("Gadget")
+    ),
+    *(
+        mistake(
+            f"compat.speedtorch.{name}.comInit",
+            "too many classes",
+            lambda f, n=name: matrix_of(n, f, total_classes=-1).comInit(),
+            ValueError,
+            r"negative",
+        )
+        for name in names("COM")
     ),
 ]

@@ -4,7 +4,7 @@ Names, arguments and the order of calls are SpeedTorch's. Rows that occur severa
 correctly, which they do not in SpeedTorch.
 """
 
-from flatbed.compat.speedtorch.data import DataGadget, DataGadgetMM
+from flatbed.compat.speedtorch.arrays import DataGadget, DataGadgetMM
 from flatbed.compat.speedtorch.matrix import COM, COMMM, CPUPytorchCOM, GPUPytorchCOM, PytorchCOM
 from flatbed.compat.speedtorch.model import (
     CPUPytorchModelFactory,
@@ -20,8 +20,6 @@ from flatbed.compat.speedtorch.optimizer import (
     OptimizerFactoryMM,
     PytorchOptimizerFactory,
 )
-from flatbed.compat.speedtorch.storage import PMemory as PMemory
-from flatbed.compat.speedtorch.storage import my_pinned_allocator as my_pinned_allocator
 
 __all__ = [
     "COM",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,88 +9,64 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatbed.compat.speedtorch import storage
-from flatbed.compat.speedtorch.slots import SlotBatch, Slots, replace_data
-from flatbed.compat.speedtorch.storage import RowStorage
-from flatbed.compat.speedtorch.switcher import DTYPES, Switcher
-from flatbed.compat.speedtorch.variants import natural
+from flatbed.compat.speedtorch.slots import SlotBatch, Slots
+from flatbed.compat.speedtorch.switcher import DiskSwitcher, Switcher
+from flatbed.compat.speedtorch.views import DEVICE_STORAGE, PINNED_STORAGE, FileName
 
 REFUSED = {
     "max_norm": (None, "it would renormalise some of a row's slots and not the others"),
     "padding_idx": (None, "it names a slot, which holds another row in every batch"),
     "scale_grad_by_freq": (False, "it would count slots instead of rows"),
 }
-DTYPE_NAMES = (*DTYPES, *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
-VARIABLE = ("model_variable", "total_classes", "embed_dimension")
+WEIGHTS = 0
+"""Key of the variable itself in `Slots.switchers`."""
 
 
-class _ModelFactory(Switcher):
+class WeightSwitcher(Switcher):
     """Switcher of a variable's rows."""
 
-    _required = VARIABLE
     _init_method = "zerosInit(), uniformDistributionInit(), normalDistributionInit() or customInit()"
-    _names = ("weight",)
-    model_variable: Any
+    _key = WEIGHTS
 
-    def _setup(self) -> None:
-        super()._setup()
+    def __init__(
+        self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32"
+    ) -> None:
+        self.model_variable = model_variable
         for option, (default, reason) in REFUSED.items():
-            if getattr(self.model_variable, option, default) is not default:
+            if getattr(model_variable, option, default) is not default:
                 raise ValueError(f"found an embedding with {option}, but {reason}: leave it out")
-        self._variable()
+        super().__init__(total_classes, embed_dimension, datatype)
 
     def _variable(self) -> nn.Parameter:
         given = self.model_variable
-        variable = given if isinstance(given, nn.Parameter) else getattr(given, "weight", None)
-        if not isinstance(variable, nn.Parameter):
-            raise TypeError(
-                f"model_variable must be a module with a weight, such as nn.Embedding; found "
-                f"{type(given).__name__}"
-            )
-        return self._check_variable(variable, "model_variable")
-
-    def _adopt(self, rows: RowStorage) -> None:
-        super()._adopt(rows)
-        Slots.of(self._variable()).collection = weakref.ref(rows)
-
-    def _target(self, slots: Slots) -> Any:
-        return slots
-
-    def _has_stepped(self, slots: Slots) -> bool:
-        found = slots.loaded.get(slots)
-        is_ours = found is not None and found.switcher() is self and found.batch is self._batch
-        return is_ours and slots.variable._version != self._version
+        variable: nn.Parameter = given if isinstance(given, nn.Parameter) else given.weight
+        return variable
 
     # ---- first values
 
+    def _create(self, *args: Any, **kwargs: Any) -> None:
+        super()._create(*args, **kwargs)
+        Slots.of(self._variable()).switchers[WEIGHTS] = self
+
     def zerosInit(self) -> None:
         """Start all rows as zeros."""
-        self._adopt(self._create())
+        self._create()
 
     def uniformDistributionInit(self, low: float, high: float) -> None:
         """Draw all rows uniformly from [low, high)."""
-        self._adopt(self._create(("uniform", low, high)))
+        self._create(("uniform", low, high))
 
     def normalDistributionInit(self, mean: float, stdDev: float) -> None:
         """Draw all rows from a normal distribution."""
-        self._adopt(self._create(("normal", mean, stdDev)))
+        self._create(("normal", mean, stdDev))
 
+    @torch.no_grad()
     def customInit(self, initFunction: Callable[..., object], *args: Any) -> None:
         """Fill all rows by `initFunction(tensor, *args)`, such as nn.init.xavier_uniform_."""
-        if not callable(initFunction):
-            raise TypeError(
-                f"initFunction must be a function such as nn.init.xavier_uniform_, not yet called; found "
-                f"{type(initFunction).__name__}"
-            )
-
-        @torch.no_grad()
-        def fill(rows: RowStorage) -> None:
-            whole = storage.copied(rows) if rows.tensor is None else rows.tensor
-            initFunction(whole[:, 0], *args)
-            for start, stop in storage.blocks(rows) if rows.tensor is None else ():
-                rows.write_(start, whole[start:stop])
-
-        self._fill_new(fill)
+        whole = torch.zeros(self.total_classes, self.embed_dimension, dtype=self.datatype)
+        initFunction(whole, *args)
+        self._create()
+        self._fill(lambda block: whole[None, block])
 
     # ---- the loop
 
@@ -100,35 +75,28 @@ class _ModelFactory(Switcher):
 
         Their shape is (batchSize, posPerBatch); with `negPerBatch` a second one is (batchSize, negPerBatch).
         """
-        size = natural("batchSize", batchSize)
-        n_positive = size * natural("posPerBatch", posPerBatch)
-        positive = np.arange(n_positive).reshape(size, -1)
+        n_positive = batchSize * posPerBatch
+        positive = np.arange(n_positive).reshape(batchSize, posPerBatch)
         if negPerBatch is None:
             return positive
-        n_negative = size * natural("negPerBatch", negPerBatch)
-        return positive, np.arange(n_positive, n_positive + n_negative).reshape(size, -1)
+        negative = np.arange(n_positive, n_positive + batchSize * negPerBatch)
+        return positive, negative.reshape(batchSize, negPerBatch)
 
-    def _copy_in(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
-        n = len(batch)
-        if n > len(variable):
-            self._grow(variable, n)
-        variable[:n].copy_(rows.gather(batch.rows, batch.unique)[:, 0])
-        if n < len(variable):
-            variable[n:].zero_()
+    def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
+        """Copy rows through `.data`, so that only steps of the optimizer change the variable's version."""
+        rows = self._read(batch)[:, 0]
+        if len(rows) > len(variable):
+            variable.data, variable.grad = rows, None
+        else:
+            variable.data[: len(rows)] = rows
+            variable.data[len(rows) :] = 0.0
+        Slots.of(variable).load(batch)
 
-    def _grow(self, variable: nn.Parameter, n: int) -> None:
-        variable.grad = None
-        with torch.inference_mode(False):
-            data = torch.zeros((n, variable.shape[1]), dtype=variable.dtype, device=variable.device)
-        replace_data(variable, data)
-        if isinstance(self.model_variable, nn.Embedding | nn.EmbeddingBag):
-            self.model_variable.num_embeddings = n
-
-    def _copy_out(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
-        rows.scatter_(batch.unique.rows, variable.index_select(0, batch.first))
+    def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
+        self._write(batch, [variable])
 
 
-class ModelFactory(_ModelFactory, diskname="variable", datatype="float32", CPUPinn=False):
+class ModelFactory(WeightSwitcher):
     """All rows of an embedding: on the variable's device, or with `CPUPinn` in host memory.
 
     `diskname` is the default name for `saveCupy` and `loadCupy`. It may be left out, as in later releases.
@@ -147,29 +115,67 @@ class ModelFactory(_ModelFactory, diskname="variable", datatype="float32", CPUPi
     array([-2., -2.], dtype=float32)
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if len(args) > len(VARIABLE) and args[len(VARIABLE)] in DTYPE_NAMES and "datatype" not in kwargs:
-            args = (*args[: len(VARIABLE)], "variable", *args[len(VARIABLE) :])
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        diskname: Any = "variable",
+        datatype: Any = "float32",
+        CPUPinn: bool = False,
+    ) -> None:
+        if isinstance(getattr(torch, str(diskname).removeprefix("torch."), None), torch.dtype):
+            # Later releases have no diskname: datatype and CPUPinn are one position to the left.
+            diskname, datatype, CPUPinn = "variable", diskname, CPUPinn or datatype is True
+        self.diskname, self.CPUPinn = diskname, CPUPinn
+        self._storage = PINNED_STORAGE[CPUPinn]
+        super().__init__(model_variable, total_classes, embed_dimension, datatype)
 
 
-class ModelFactoryMM(_ModelFactory, storage="disk", diskname="variable", datatype="float32", CPUPinn=False):
+class ModelFactoryMM(WeightSwitcher, DiskSwitcher):
     """All rows of an embedding in a file: `DISKNAME0.bed`, or the next number that is free.
 
     `checkpoint()` and `close()` save the rows, `openFile()` continues with them; `CPUPinn` changes nothing.
     """
 
+    def __init__(
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        diskname: FileName = "variable",
+        datatype: Any = "float32",
+        CPUPinn: bool = False,
+    ) -> None:
+        self.diskname, self.CPUPinn = diskname, CPUPinn
+        super().__init__(model_variable, total_classes, embed_dimension, datatype)
 
-class PytorchModelFactory(_ModelFactory, datatype="float32", deviceType="cuda", pinType=False):
+
+class PytorchModelFactory(WeightSwitcher):
     """All rows of an embedding: `deviceType` "cuda" for the variable's device, "cpu" for host memory.
 
     GPUs address the host memory with any `pinType`.
     """
 
+    def __init__(
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = "float32",
+        deviceType: str = "cuda",
+        pinType: bool = False,
+    ) -> None:
+        self.deviceType, self.pinType = deviceType, pinType
+        self._storage = DEVICE_STORAGE[deviceType]
+        super().__init__(model_variable, total_classes, embed_dimension, datatype)
 
-class GPUPytorchModelFactory(_ModelFactory, storage="device", datatype="float32"):
+
+class GPUPytorchModelFactory(WeightSwitcher):
     """All rows of an embedding, on the variable's device."""
 
 
-class CPUPytorchModelFactory(_ModelFactory, storage="host", datatype="float32"):
+class CPUPytorchModelFactory(WeightSwitcher):
     """All rows of an embedding, in host memory."""
+
+    _storage = "host"

@@ -2,53 +2,69 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
-from dataclasses import replace
+import inspect
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flatbed import FlatbedError
-from flatbed.compat.speedtorch import storage
-from flatbed.compat.speedtorch.optimizer_state import group_of, probe_rows, variable_of
+from flatbed.compat.speedtorch.model import WEIGHTS
 from flatbed.compat.speedtorch.slots import SlotBatch, Slots
-from flatbed.compat.speedtorch.storage import RowStorage
-from flatbed.compat.speedtorch.switcher import Switcher
+from flatbed.compat.speedtorch.switcher import DiskSwitcher, Switcher
+from flatbed.compat.speedtorch.views import DEVICE_STORAGE, PINNED_STORAGE, FileName
+from flatbed.optim import from_torch
+
+IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Options that choose how a step is computed and not its result."""
 
 
-class _OptimizerFactory(Switcher):
+class StateSwitcher(Switcher):
     """Switcher of an optimizer's state, whose names and first values a trial of its class has found."""
 
-    _required = ("given_optimizer", "total_classes", "embed_dimension", "model", "variable_name")
-    _stacked = True
     _init_method = "optInit()"
-    given_optimizer: torch.optim.Optimizer
-    model: nn.Module
-    variable_name: str
-    dtype: Any
+    _is_stacked = True
 
-    def _setup(self) -> None:
-        self.datatype = self.dtype
-        super()._setup()
+    def __init__(
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+    ) -> None:
+        self.given_optimizer, self.model, self.variable_name = given_optimizer, model, variable_name
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self._path = next((n for n in (f"{variable_name}.weight", variable_name) if n in names), "")
+        if not self._path:
+            found = ", ".join(name.removesuffix(".weight") for name in names)
+            raise ValueError(f"the model has no variable {variable_name!r}; found {found}")
+        super().__init__(total_classes, embed_dimension, dtype)
         self.dtype = self.datatype
-        self._first_values = probe_rows(self.given_optimizer, self._group(), self.datatype)
+        self._first_values = first_values(given_optimizer, self._group())
         self._names = self.optVarList = list(self._first_values)
-        if self._spec.kind == "disk":
-            self.diskname = self.diskname or f"{self.variable_name}{type(self.given_optimizer).__name__}"
-            self._spec = replace(self._spec, diskname=self.diskname)
-        self._needs_weights = self._was_loaded = False
-        self._stepped = False
-        self._hook: Any = None
-        self._check_every_step()
+        self._needs_state_dict = False
+        if self.optVarList:
+            Slots.of(self._variable()).switchers[self._key] = self
 
     def _variable(self) -> nn.Parameter:
-        return self._check_variable(variable_of(self.model, self.variable_name), f"'{self.variable_name}'")
+        return self.model.get_parameter(self._path)
+
+    @property
+    def _key(self) -> int:
+        return id(self.given_optimizer)
 
     def _group(self) -> dict[str, Any]:
         """Return the variable's group as it is now: loading a state dict makes new groups."""
-        return group_of(self.given_optimizer, self._variable(), self.variable_name)
+        for group in self.given_optimizer.param_groups:
+            if any(param is self._variable() for param in group["params"]):
+                return group
+        raise ValueError(
+            f"the optimizer does not have '{self.variable_name}' among its parameters: build it with the "
+            "model's parameters before the switcher"
+        )
 
     @property
     def optimizerKey(self) -> int:
@@ -56,169 +72,165 @@ class _OptimizerFactory(Switcher):
         params = [param for group in self.given_optimizer.param_groups for param in group["params"]]
         return next(at for at, param in enumerate(params) if param is self._variable())
 
-    def _target(self, slots: Slots) -> Any:
-        return self.given_optimizer
-
-    def _has_stepped(self, slots: Slots) -> bool:
-        return self._stepped
-
     def optInit(self) -> None:
-        """Create the state of all rows with its first values. Do nothing for an optimizer without state."""
+        """Create the state of all rows with its first values. Do nothing for an optimizer without state.
+
+        State that begins as the weights, as ASGD's average, needs the rows of the variable's own switcher.
+        """
         if not self.optVarList:
             return
-        group = self._group()
-        first = {n: float(group[v]) if isinstance(v, str) else v for n, v in self._first_values.items()}
+        group, weights = self._group(), Slots.of(self._variable()).switchers.get(WEIGHTS)
+        firsts = [float(group[v]) if isinstance(v, str) else v for v in self._first_values.values()]
+        if None in firsts and weights is None:
+            raise FlatbedError("found no rows of the variable: initialise its ModelFactory before optInit()")
+        self._create()
+        self._needs_state_dict = False
 
-        def fill(rows: RowStorage) -> None:
-            values = torch.tensor([[value or 0.0] for value in first.values()], dtype=self.datatype)
-            for start, stop in storage.blocks(rows) if values.any() else ():
-                rows.write_(start, values.expand(stop - start, *rows.shape[1:]))
+        def first_rows(block: slice) -> Tensor:
+            rows = self._read_block(block)
+            for part, first in zip(rows, firsts, strict=True):
+                part[:] = weights._read_block(block)[0] if weights and first is None else first
+            return rows
 
-        self._fill_new(fill)
-        self._was_loaded, self._needs_weights = False, any(value is None for value in first.values())
+        if any(firsts) or None in firsts:
+            self._fill(first_rows)
 
-    def _adopt(self, rows: RowStorage) -> None:
-        super()._adopt(rows)
-        Slots.of(self._variable()).loaded.pop(self.given_optimizer, None)
-        self._check_every_step()
+    def _create(self, *args: Any, **kwargs: Any) -> None:
+        super()._create(*args, **kwargs)
+        Slots.of(self._variable()).switchers[self._key] = self
 
-    def _after_load(self) -> None:
-        super()._after_load()
-        self._was_loaded, self._needs_weights = True, False
-        Slots.of(self._variable()).loaded.pop(self.given_optimizer, None)
+    def _load(self, values: Tensor) -> None:
+        super()._load(values)
+        self._needs_state_dict = True
 
     def close(self) -> None:
-        """Release the memory, or save and close the file; the optimizer's steps are no longer checked."""
+        """Release the memory, or save and close the file; training continues without this switcher."""
         super().close()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    # ---- steps
-
-    def _check_every_step(self) -> None:
-        """Make the optimizer refuse steps with the state of other rows than the variable's, until closed."""
-        if self._hook is None and self.optVarList:
-            reference = weakref.ref(self)
-
-            def check(optimizer: object, args: Any, kwargs: Any) -> None:
-                switcher = reference()
-                if switcher is not None:
-                    switcher._check_step(has_closure=any(map(callable, (*args, *kwargs.values()))))
-
-            self._hook = self.given_optimizer.register_step_pre_hook(check)
-
-    def _check_step(self, *, has_closure: bool) -> None:
-        variable = variable_of(self.model, self.variable_name)
-        slots = Slots.of(variable)
-        weights, state = slots.loaded.get(slots), slots.loaded.get(self.given_optimizer)
-        if weights is None or (variable.grad is None and not has_closure):
-            return
-        if state is None or not (state.batch is weights.batch or state.batch.same(weights.batch.ids)):
-            raise FlatbedError(
-                f"found a step of {type(self.given_optimizer).__name__} with the state of other rows than "
-                f"those in '{self.variable_name}': call {type(self).__name__}.beforeForwardPass() with the "
-                "ids of the variable's own switcher, in every batch"
-            )
-        self._stepped = True
+        switchers = Slots.of(self._variable()).switchers
+        if switchers.get(self._key) is self:
+            del switchers[self._key]
 
     # ---- the loop
 
-    def _copy_in(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
+    def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Replace the optimizer's state. Before its first step it has none, and makes it itself."""
-        self._stepped = False
-        if self._needs_weights:
-            self._copy_weights(rows, Slots.of(variable))
+        values = self._read(batch)
         state = self.given_optimizer.state.get(variable)
         if not state:
-            if self._was_loaded:
+            if self._needs_state_dict:
                 raise FlatbedError(
                     f"rows of state were loaded, but {type(self.given_optimizer).__name__} has no state of "
                     "its own for them: load its state dict, too (optimizer.load_state_dict)"
                 )
             return
-        self._refuse_new_state(state, variable)
-        values = rows.gather(batch.rows, batch.unique)
-        n, shape = len(batch), (max(len(variable), len(batch)), self.embed_dimension)
-        for at, name in enumerate(self.optVarList):
-            state[name] = _installed(state.get(name), values[:, at], shape, n)
+        n_slots = max(len(variable), len(values))
+        for name, rows in zip(self.optVarList, values.unbind(1), strict=True):
+            whole = rows.new_zeros(n_slots, self.embed_dimension)
+            whole[: len(rows)] = rows
+            # SGD keeps the momentum of sparse gradients as a sparse tensor.
+            state[name] = whole.to_sparse(1) if state[name].is_sparse else whole
 
-    def _copy_out(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
+    def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         state = self.given_optimizer.state.get(variable)
-        if state:  # otherwise there was no step yet
-            self._refuse_new_state(state, variable)
-            parts = [self._rows_of(state.get(name), name, variable, batch) for name in self.optVarList]
-            rows.scatter_(batch.unique.rows, torch.stack(parts, dim=1))
-
-    def _rows_of(self, value: Any, name: str, variable: Tensor, batch: SlotBatch) -> Tensor:
-        if value is None:  # state that a later step makes, which begins with zeros
-            return variable.new_zeros((len(batch.first), self.embed_dimension))
-        if not isinstance(value, Tensor) or value.shape != variable.shape:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise FlatbedError(
-                f"the optimizer's state '{name}' is {found}; expected the variable's shape "
-                f"{tuple(variable.shape)}; nothing was written"
-            )
-        dense: Tensor = value.to_dense() if value.is_sparse else value
-        return dense.index_select(0, batch.first)
-
-    def _refuse_new_state(self, state: Mapping[str, Any], variable: Tensor) -> None:
-        for name, value in state.items():
-            per_element = isinstance(value, Tensor) and value.numel() > 1 and value.shape == variable.shape
-            if per_element and name not in self.optVarList:
-                raise FlatbedError(
-                    f"found state '{name}' of {type(self.given_optimizer).__name__}, which it did not have "
-                    "when this switcher was made: an option has changed; make the switcher again"
-                )
-
-    def _copy_weights(self, rows: RowStorage, slots: Slots) -> None:
-        """Start state that begins as the row's weight."""
-        weights = None if slots.collection is None else slots.collection()
-        names = [at for at, first in enumerate(self._first_values.values()) if first is None]
-        if weights is not None:
-            for start, stop in storage.blocks(rows):
-                values = rows.read(start, stop)
-                values[:, names] = weights.read(start, stop)
-                rows.write_(start, values)
-        self._needs_weights = False
+        if state:
+            self._write(batch, [state[name].to_dense() for name in self.optVarList])
 
     @property
     def CUPYcorpi(self) -> list[Any]:
         """State of all rows: an array for each name in `optVarList`."""
-        return list(self.getCupyMM().values())
+        return list(self.getNumpyVersion().values())
 
     CUPYmemmap = CUPYcorpi
 
 
-def _installed(current: Any, values: Tensor, shape: tuple[int, int], n: int) -> Tensor:
-    """Return a tensor of state that begins with these rows; the current one, if it fits."""
-    if isinstance(current, Tensor) and current.is_sparse:  # as SGD keeps its momentum of sparse gradients
-        at = torch.arange(n, device=values.device).unsqueeze(0)
-        return torch.sparse_coo_tensor(at, values, shape, is_coalesced=True, check_invariants=False)
-    fits = isinstance(current, Tensor) and tuple(current.shape) == shape
-    whole: Tensor = current if fits else values.new_zeros(shape)
-    whole[:n].copy_(values)
-    return whole
+def first_values(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, float | str | None]:
+    """Find state per element by a trial of the optimizer's class with the group's options.
+
+    Returns first values by name: a number, the name of an option, or None for the weight itself.
+    """
+    kind = type(optimizer)
+    if kind is torch.optim.SparseAdam:  # takes sparse gradients alone; its state is Adam's
+        kind = torch.optim.Adam
+    known = inspect.signature(kind).parameters
+    options = {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name in known and name not in IMPLEMENTATION
+    }
+    rule = from_torch(kind, [nn.Parameter(torch.zeros(1, 1))], **options).rule
+    firsts = {name: rule.initial.get(name) for name in rule.state}
+    # The trial ran in float32. The shortest decimal number of a float32 is the option as it was written.
+    return {n: float(str(np.float32(v))) if isinstance(v, float) else v for n, v in firsts.items()}
 
 
-class OptimizerFactory(_OptimizerFactory, dtype="float32", CPUPinn=False):
+class OptimizerFactory(StateSwitcher):
     """An optimizer's state of all rows: on the variable's device, or with `CPUPinn` in host memory."""
 
+    def __init__(
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+        CPUPinn: bool = False,
+    ) -> None:
+        self._storage, self.CPUPinn = PINNED_STORAGE[CPUPinn], CPUPinn
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
 
-class OptimizerFactoryMM(_OptimizerFactory, storage="disk", dtype="float32", CPUPinn=False, diskname=None):
+
+class OptimizerFactoryMM(StateSwitcher, DiskSwitcher):
     """An optimizer's state of all rows in a file: `u_embeddingsAdagrad0.bed`, or another `diskname`.
 
     `checkpoint()` and `close()` save the rows, `openFile()` continues with them; `CPUPinn` changes nothing.
     """
 
+    def __init__(
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+        CPUPinn: bool = False,
+        diskname: FileName | None = None,
+    ) -> None:
+        self.diskname = diskname or f"{variable_name}{type(given_optimizer).__name__}"
+        self.CPUPinn = CPUPinn
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
 
-class PytorchOptimizerFactory(_OptimizerFactory, dtype="float32", deviceType="cuda", pinType=False):
+    def openFile(self, fileName: FileName) -> None:
+        """Continue with the rows in the file of another switcher, as its last checkpoint left them."""
+        super().openFile(fileName)
+        self._needs_state_dict = True
+
+
+class PytorchOptimizerFactory(StateSwitcher):
     """An optimizer's state of all rows: `deviceType` "cuda" for the variable's device, "cpu" for the host."""
 
+    def __init__(
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+        deviceType: str = "cuda",
+        pinType: bool = False,
+    ) -> None:
+        self.deviceType, self.pinType = deviceType, pinType
+        self._storage = DEVICE_STORAGE[deviceType]
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
 
-class GPUPytorchOptimizerFactory(_OptimizerFactory, storage="device", dtype="float32"):
+
+class GPUPytorchOptimizerFactory(StateSwitcher):
     """An optimizer's state of all rows, on the variable's device."""
 
 
-class CPUPytorchOptimizerFactory(_OptimizerFactory, storage="host", dtype="float32"):
+class CPUPytorchOptimizerFactory(StateSwitcher):
     """An optimizer's state of all rows, in host memory."""
+
+    _storage = "host"

@@ -1,216 +1,296 @@
-"""Base of all switchers: the storage of all rows, and the batch whose rows the model trains."""
+"""Base of all switchers: a table of all rows, and the batch whose rows the model trains."""
 
 from __future__ import annotations
 
 import os
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatbed import FlatbedError
-from flatbed.compat.speedtorch import files, storage
-from flatbed.compat.speedtorch.files import FileName
-from flatbed.compat.speedtorch.slots import LoadedBatch, SlotBatch, Slots, flatten
-from flatbed.compat.speedtorch.storage import FileRows, RowStorage
-from flatbed.compat.speedtorch.stored import Stored
-from flatbed.compat.speedtorch.variants import as_dtype, natural
+from flatbed import Embedding, FlatbedError, Table
+from flatbed.compat.speedtorch.slots import SlotBatch, Slots
+from flatbed.compat.speedtorch.views import (
+    Array,
+    ArrayViews,
+    FileName,
+    as_dtype,
+    free_path,
+    npy_path,
+    open_npy,
+    row_ids,
+    to_numpy,
+)
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+BLOCK_BYTES = 1 << 26  # copied at once
 
 
-class Switcher(Stored[RowStorage], ABC):
-    """Copies rows of a batch out of storage before the forward pass, and back after the step."""
+class Switcher(ArrayViews):
+    """Copies rows of a batch out of storage before the forward pass, and back after the step.
 
-    _stacked: ClassVar[bool] = False
-    """Has several tensors, by name, and not just one."""
-    _names: Sequence[str] = ()
+    A `flatbed.Embedding` stores all rows. Its rows hold all tensors of a switcher side by side.
+    """
+
+    _init_method: ClassVar[str]
+    _is_stacked: ClassVar[bool] = False
+    """True for several tensors, by name."""
+    _storage: str = "device"
+    _names: Sequence[str] = ("weight",)
     """Names of the tensors of a row."""
-    total_classes: int
-    embed_dimension: int
-    datatype: Any
     diskname: Any = None
+    fileName: str | None = None
+    """Path of the file; None for rows in memory."""
 
-    def _setup(self) -> None:
-        self.total_classes = natural("total_classes", self.total_classes)
-        self.embed_dimension = natural("embed_dimension", self.embed_dimension)
-        given, self.datatype = self.datatype, as_dtype(self.datatype)
-        if self.datatype not in DTYPES:
-            raise TypeError(f"a variable is trained in a floating point datatype; found datatype {given!r}")
+    def __init__(self, total_classes: int, embed_dimension: int, datatype: Any) -> None:
+        self.total_classes, self.embed_dimension = total_classes, embed_dimension
+        self.datatype = as_dtype(datatype)
+        self._module: Embedding | None = None
         self._batch: SlotBatch | None = None
-        self._has_warned = False  # of changes that are about to be lost
-        self._version = 0  # of the variable that has the batch
+        self._is_pending = False
+        """True between `beforeForwardPass` and `afterOptimizerStep`."""
+        self._version = 0
+        """Version of the variable in `beforeForwardPass`. Steps of the optimizer change the version."""
+        variable = self._variable()
+        if variable.shape[1:] != (embed_dimension,) or variable.dtype != self.datatype:
+            raise ValueError(
+                f"the variable is {variable.dtype} of shape {tuple(variable.shape)}; expected "
+                f"{self.datatype} of (rows of a batch, {embed_dimension}): check embed_dimension and datatype"
+            )
 
     @abstractmethod
     def _variable(self) -> nn.Parameter:
-        """Return the variable as it is now, checked."""
+        """Return the variable as it is now."""
+
+    @property
+    @abstractmethod
+    def _key(self) -> int:
+        """Key in `Slots.switchers` of the place that this switcher copies rows to."""
 
     @abstractmethod
-    def _target(self, slots: Slots) -> Any:
-        """Return the key in `Slots.loaded` of the place that this switcher copies rows to."""
-
-    @abstractmethod
-    def _has_stepped(self, slots: Slots) -> bool:
-        """Return True if the optimizer has changed the rows of the batch."""
-
-    @abstractmethod
-    def _copy_in(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
+    def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Copy rows from storage to the model or the optimizer."""
 
     @abstractmethod
-    def _copy_out(self, rows: RowStorage, variable: nn.Parameter, batch: SlotBatch) -> None:
+    def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Copy rows back to storage."""
-
-    def _check_variable(self, variable: nn.Parameter, what: str) -> nn.Parameter:
-        if variable.dim() != 2 or variable.shape[1] != self.embed_dimension:
-            raise ValueError(
-                f"{what} has shape {tuple(variable.shape)}; expected (rows of a batch, "
-                f"{self.embed_dimension}), since embed_dimension={self.embed_dimension}"
-            )
-        if variable.dtype != self.datatype:
-            raise ValueError(
-                f"{what} is of {variable.dtype}; expected {self.datatype}: pass the variable's datatype"
-            )
-        return variable
 
     # ---- storage
 
-    def _create(self, init: Any = "zeros") -> RowStorage:
-        if not self._names:
-            raise FlatbedError(f"{type(self).__name__} has no state per row to store")
-        shape = (self.total_classes, len(self._names), self.embed_dimension)
-        return storage.create(self._spec, shape, self.datatype, self._variable().device, init)
+    def _create(self, init: Any = "zeros", path: Path | None = None) -> None:
+        """Store all rows in a new table, or in the table of an existing file."""
+        if self._storage == "disk" and path is None:
+            path = free_path(self.diskname, ".bed")
+        module = Embedding(
+            self.total_classes,
+            len(self._names) * self.embed_dimension,
+            storage=self._storage,
+            path=path,
+            dtype=self.datatype,
+            device=self._variable().device,
+            init=init,
+            replicate=False,
+            cache_rows=0,
+        )
+        if path is not None:
+            module.table.checkpoint()  # creates the file
+        self.close()
+        self._module, self.fileName = module, None if path is None else str(path)
 
-    def _fill_new(self, fill: Callable[[RowStorage], None]) -> None:
-        """Create storage and fill it; the storage that there was stays if that fails."""
-        rows = self._create()
-        try:
-            fill(rows)
-        except BaseException:
-            rows.close(discard=True)
-            raise
-        self._adopt(rows)
-
-    def _adopt(self, rows: RowStorage) -> None:
-        if self._stored is not None:
-            self._stored.close()
-        self._stored, self._batch = rows, None
-
-    @property
-    def fileName(self) -> str | None:
-        """Path of the file; None for rows in memory."""
-        rows = self._stored
-        return None if rows is None or rows.path is None else str(rows.path)
-
-    def openFile(self, fileName: FileName) -> None:
-        """Continue with the rows in the file of a switcher on disk, as its last checkpoint left them."""
-        path = files.as_path(fileName)
-        if not path.is_file() or self._spec.kind != "disk":
-            raise FlatbedError(f"{type(self).__name__} found no file at {path} that it can open")
-        shape = (self.total_classes, len(self._names), self.embed_dimension)
-        self._adopt(FileRows(shape, self.datatype, path, self._variable().device))
-        self._after_load()
-
-    def checkpoint(self) -> None:
-        """Save all rows of a switcher on disk to its file, all or nothing."""
-        rows = self._rows()
-        if not isinstance(rows, FileRows):
-            raise FlatbedError("found rows in memory, without a file: save them with saveCupy or saveTorch")
-        rows.table.checkpoint()
+    def _table(self) -> Table:
+        """Return the table, on the variable's device."""
+        if self._module is None:
+            raise FlatbedError(f"{type(self).__name__} has no rows yet: call {self._init_method} first")
+        device = self._variable().device
+        if self._module.table.device != device:
+            self._module.to(device)
+        return self._module.table
 
     def close(self) -> None:
         """Release the memory, or save and close the file."""
-        if self._stored is not None:
-            self._stored.close()
-        self._stored = self._batch = None
+        if self._module is not None:
+            if self._storage == "disk":
+                self._module.table.checkpoint()
+            self._module.table.close()
+        self._module = None
+        self._forget_batch()
+
+    def _forget_batch(self) -> None:
+        """Forget the loaded batch, whose rows are no longer those of the storage."""
+        self._batch, self._is_pending = None, False
+
+    def _read(self, batch: SlotBatch) -> Tensor:
+        """Copy the rows of a batch to its slots: (slots, tensors, dimension). Each row is read once."""
+        rows = self._table().read_rows(batch.unique).index_select(0, batch.inverse)
+        return rows.view(-1, len(self._names), self.embed_dimension)
+
+    def _write(self, batch: SlotBatch, tensors: Sequence[Tensor]) -> None:
+        """Replace the rows of a batch by those in the first of their slots."""
+        rows = torch.cat([tensor.detach().index_select(0, batch.first) for tensor in tensors], dim=1)
+        self._table().write_rows(batch.unique, rows)
 
     # ---- rows of a batch
-
-    def _ids(self, positive: Any, negative: Any) -> Tensor:
-        return flatten(positive, negative, self.total_classes)
 
     @torch.no_grad()
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy rows from storage: those of the positive ids, then those of the negative ids."""
-        rows, variable = self._rows() if self._names else None, self._variable()
-        slots, ids = Slots.of(variable), self._ids(retrievedPosIndexes, retrievedNegIndexes)
-        is_lost = self._batch is not None and not self._has_warned and self._has_stepped(slots)
-        self._has_warned = is_lost
-        if is_lost:
+        variable = self._variable()
+        ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        if not self._names:  # an optimizer without state
+            return
+        if self._is_pending and variable._version != self._version:
+            self._version = variable._version
             raise FlatbedError(
                 f"{type(self).__name__}.beforeForwardPass() would lose the last optimizer.step(): call "
                 "afterOptimizerStep() with the ids of that batch first, or call beforeForwardPass() again to "
                 "drop its changes"
             )
-        batch = slots.prepare(ids, self.total_classes)
-        if rows is not None:
-            rows.move(variable.device)
-            self._copy_in(rows, variable, batch)
-        slots.load(batch)
-        slots.loaded[self._target(slots)] = LoadedBatch(weakref.ref(self), batch)
-        self._batch, self._version = batch, variable._version
+        slots = Slots.of(variable)
+        batch = slots.batch_of(ids, variable.device)
+        self._copy_in(variable, batch)
+        slots.switchers[self._key] = self
+        self._batch, self._is_pending, self._version = batch, True, variable._version
 
     @torch.no_grad()
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy the rows of the last `beforeForwardPass` back to storage."""
-        rows, variable = self._rows() if self._names else None, self._variable()
-        batch = self._batch_to_store(Slots.of(variable), retrievedPosIndexes, retrievedNegIndexes)
-        if rows is not None:
-            rows.move(variable.device)
-            self._copy_out(rows, variable, batch)
-        self._batch = None
-
-    def _batch_to_store(self, slots: Slots, positive: Any, negative: Any) -> SlotBatch:
-        """Return the loaded batch, if it is still where this switcher copied it."""
-        ids, batch, found = self._ids(positive, negative), self._batch, slots.loaded.get(self._target(slots))
-        if batch is None:
+        variable = self._variable()
+        ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        if not self._names:
+            return
+        switchers = Slots.of(variable).switchers
+        if self._batch is None or not self._is_pending:
             problem = "without a beforeForwardPass() since the last one, or since rows were loaded"
-        elif not batch.same(ids):
+        elif not self._holds(ids):
             problem = "with other ids than beforeForwardPass()"
-        elif slots.batch is not batch:
-            problem = "after another switcher of this variable was given other ids: give all of them the same"
-        elif found is None or found.switcher() is not self:
-            problem = "after another switcher of this variable has replaced the rows: call it before that"
+        elif switchers.get(self._key) is not self:
+            problem = "after another switcher has replaced the rows: call it before that"
+        elif other := self._with_other_rows(switchers.values(), ids, variable):
+            problem = (
+                f"after a step with other rows in {type(other).__name__}: call beforeForwardPass() of all "
+                "switchers with the same ids, in every batch"
+            )
         else:
-            return batch
+            self._copy_out(variable, self._batch)
+            self._is_pending = False
+            return
         raise FlatbedError(f"{type(self).__name__}.afterOptimizerStep() {problem}; nothing was written")
+
+    def _ids(self, positive: Any, negative: Any) -> Array:
+        """Return ids in the order of their slots: all positive ids, then all negative ones."""
+        return row_ids(self.total_classes, *([positive] if negative is None else [positive, negative]))
+
+    def _holds(self, ids: Array) -> bool:
+        return self._batch is not None and np.array_equal(ids, self._batch.ids)
+
+    def _with_other_rows(self, switchers: Any, ids: Array, variable: nn.Parameter) -> Switcher | None:
+        """Return a switcher of the variable that held other rows than this one in the optimizer's step."""
+        if variable._version == self._version:
+            return None
+        found: Switcher | None = next((one for one in switchers if not one._holds(ids)), None)
+        return found
 
     # ---- all rows
 
-    def _by_name(self, whole: Tensor, convert: Callable[[Tensor], Any]) -> Any:
-        parts = {name: convert(whole[:, at]) for at, name in enumerate(self._names)}
-        return parts if self._stacked else parts[self._names[0]]
+    def _blocks(self) -> Iterator[slice]:
+        """Ranges of rows to copy at once."""
+        n_bytes = len(self._names) * self.embed_dimension * self.datatype.itemsize
+        step = max(1, BLOCK_BYTES // n_bytes)
+        for start in range(0, self.total_classes, step):
+            yield slice(start, min(start + step, self.total_classes))
 
-    def _file_name(self, name: FileName | None) -> Any:
-        return self.diskname if name is None and isinstance(self.diskname, str | os.PathLike) else name
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return len(self._names), self.total_classes, self.embed_dimension
+
+    def _by_name(self, tensors: Any) -> Any:
+        return dict(zip(self._names, tensors, strict=True)) if self._is_stacked else tensors[0]
+
+    def _copy_to(self, out: Tensor) -> Tensor:
+        """Copy all rows to a tensor (tensors, rows, dimension)."""
+        for block in self._blocks():
+            out[:, block] = self._read_block(block)
+        return out
+
+    def _copied(self) -> Tensor:
+        return self._copy_to(torch.empty(self._shape, dtype=self.datatype))
+
+    def _read_block(self, block: slice) -> Tensor:
+        """Copy consecutive rows: (tensors, rows, dimension)."""
+        rows = self._table().read_rows(np.arange(block.start, block.stop))
+        return rows.view(-1, len(self._names), self.embed_dimension).transpose(0, 1)
+
+    def _fill(self, rows_of: Callable[[slice], Tensor]) -> None:
+        """Replace all rows, block by block: (tensors, rows, dimension)."""
+        for block in self._blocks():
+            rows = rows_of(block).transpose(0, 1).flatten(1)
+            self._table().write_rows(np.arange(block.start, block.stop), rows)
+        self._forget_batch()
+
+    def getNumpyVersion(self) -> Any:
+        """Copy all rows to a numpy array; of an optimizer, to a dict of arrays by name."""
+        return self._by_name(to_numpy(self._copied()))
+
+    def getTorchVar(self) -> Any:
+        """Return all rows as a tensor over their memory, or a copy of a file; of an optimizer, as a dict."""
+        if self._storage == "disk":
+            return self._by_name(self._copied())
+        weight, dim = self._table().weight.detach(), self.embed_dimension
+        return self._by_name([weight[:, at * dim : (at + 1) * dim] for at in range(len(self._names))])
+
+    # ---- files
 
     def saveCupy(self, saveFileName: FileName | None = None) -> None:
         """Write all rows to a .npy file, by default `diskname`; of an optimizer, (tensors, rows, numbers)."""
-        files.save_rows(self._file_name(saveFileName), self._rows(), stacked=self._stacked)
+        self._table()
+        path = npy_path(saveFileName or self.diskname)
+        part = path.with_name(f"{path.name}.part")
+        shape = self._shape if self._is_stacked else self._shape[1:]
+        dtype = to_numpy(torch.empty(0, dtype=self.datatype)).dtype
+        array = np.lib.format.open_memmap(part, "w+", dtype, shape)
+        self._copy_to(torch.from_numpy(array).view(self._shape))
+        array.flush()
+        os.replace(part, path)
 
     def loadCupy(self, loadFileName: FileName | None = None) -> None:
         """Read what `saveCupy` has written. No init is needed before."""
-        name = self._file_name(loadFileName)
-        self._load(lambda rows: files.load_rows(name, rows, stacked=self._stacked))
+        array = open_npy(loadFileName or self.diskname, "c")
+        self._load(torch.from_numpy(array if self._is_stacked else array[None]))
 
     def saveTorch(self, saveFileName: FileName) -> None:
         """Write all rows with torch.save: a tensor; an optimizer's as a dict of tensors."""
-        files.save_torch(saveFileName, self._rows(), self._names, stacked=self._stacked)
+        part = Path(f"{os.fspath(saveFileName)}.part")
+        torch.save(self._by_name([tensor.clone() for tensor in self._copied()]), part)
+        os.replace(part, saveFileName)
 
     def loadTorch(self, loadFileName: FileName) -> None:
         """Read what `saveTorch` has written. Only plain tensors are loaded."""
-        self._load(lambda rows: files.load_torch(loadFileName, rows, self._names, stacked=self._stacked))
+        found = torch.load(loadFileName, map_location="cpu", weights_only=True)
+        self._load(torch.stack([found[name] for name in self._names]) if self._is_stacked else found[None])
 
-    def _load(self, read: Callable[[RowStorage], None]) -> None:
-        if self._stored is None:
-            self._fill_new(read)
-        else:
-            read(self._stored)
-        self._after_load()
+    def _load(self, values: Tensor) -> None:
+        """Replace all rows; change nothing if the values do not fit."""
+        if tuple(values.shape) != self._shape:
+            raise ValueError(f"found rows of shape {tuple(values.shape)}; expected {self._shape}")
+        if self._module is None:
+            self._create()
+        self._fill(lambda block: values[:, block])
 
-    def _after_load(self) -> None:
-        """Forget the loaded batch, whose rows are no longer those of the storage."""
-        self._batch = None
+
+class DiskSwitcher(Switcher):
+    """Switcher with its rows in a file, `DISKNAME0.bed` or the next number that is free."""
+
+    _storage = "disk"
+
+    def checkpoint(self) -> None:
+        """Save all rows to the file, all or nothing."""
+        self._table().checkpoint()
+
+    def openFile(self, fileName: FileName) -> None:
+        """Continue with the rows in the file of another switcher, as its last checkpoint left them."""
+        if not Path(fileName).is_file():
+            raise FileNotFoundError(f"found no file at {fileName}: check the path")
+        self._create(path=Path(fileName))

@@ -1,0 +1,189 @@
+"""DataGadget and DataGadgetMM: an array in memory or in a .npy file, whose parts become tensors."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatbed import FlatbedError
+from flatbed.compat.speedtorch.views import (
+    PINNED_STORAGE,
+    Array,
+    ArrayViews,
+    FileName,
+    as_array,
+    computing_device,
+    npy_path,
+    open_npy,
+    to_numpy,
+)
+
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Datatypes that torch can copy but not index, and those that stand in for them."""
+
+
+def signed(values: Tensor) -> Tensor:
+    """View unsigned numbers as signed ones of the same size."""
+    return values.view(SIGNED.get(values.dtype, values.dtype))
+
+
+def as_index(indexes: Any, device: torch.device) -> Any:
+    """Convert the arrays and lists in an index to tensors."""
+    if isinstance(indexes, tuple):
+        return tuple(as_index(one, device) for one in indexes)
+    if not isinstance(indexes, np.ndarray | Tensor | list | range):
+        return indexes
+    index = torch.as_tensor(as_array(indexes))
+    if index.is_floating_point():
+        raise TypeError(
+            f"indexes must be integers, slices or a mask; found {index.dtype} "
+            "(insertData takes the data first)"
+        )
+    # torch would read uint8 as a mask.
+    return (index if index.dtype == torch.bool else index.long()).to(device)
+
+
+class StoredArray(ArrayViews):
+    """An array as one tensor: on the GPU, in host memory or mapped from a file."""
+
+    _init_method: str
+    _storage: str = "device"
+    _tensor: Tensor | None = None
+
+    def _whole(self) -> Tensor:
+        if self._tensor is None:
+            raise FlatbedError(f"{type(self).__name__} has no array yet: call {self._init_method} first")
+        return self._tensor
+
+    def _store(self, array: Array) -> None:
+        """Copy an array to memory."""
+        tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+        device = computing_device()
+        if self._storage == "device":
+            self._tensor = tensor.to(device)
+        else:
+            self._tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+
+    def getData(self, indexes: Any) -> Tensor:
+        """Copy rows by number, or any part that a tensor can be indexed with, to the computing device."""
+        whole = self._whole()
+        part = signed(whole)[as_index(indexes, whole.device)]
+        return part.view(whole.dtype).to(computing_device(), copy=True)
+
+    def insertData(self, dataObject: Any, indexes: Any) -> None:
+        """Replace rows by number, or any part."""
+        whole = self._whole()
+        given = dataObject if isinstance(dataObject, Tensor) else torch.as_tensor(as_array(dataObject))
+        values = given.detach().to(whole.dtype).to(whole.device)
+        signed(whole)[as_index(indexes, whole.device)] = signed(values)
+
+    def getNumpyVersion(self) -> Any:
+        """Copy the array to numpy."""
+        return np.array(to_numpy(self._whole()))
+
+    def getTorchVar(self) -> Tensor:
+        """Return the array as a tensor over its memory."""
+        return self._whole()
+
+    def saveCupy(self, saveFileName: FileName) -> None:
+        """Write the array to a .npy file."""
+        np.save(npy_path(saveFileName), to_numpy(self._whole()), allow_pickle=False)
+
+    def loadCupy(self, loadFileName: FileName) -> None:
+        """Replace the array by that of a .npy file."""
+        self._store(open_npy(loadFileName))
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._tensor = None
+
+
+class MappedArray(StoredArray):
+    """An array in a .npy file that is mapped into memory."""
+
+    fileName: Any = None
+    _mapped: Any = None
+
+    def _map(self, name: FileName) -> None:
+        """Open a file, for writing if the file allows it."""
+        mapped: Any = open_npy(name, "c")
+        if os.access(mapped.filename, os.W_OK):
+            mapped = open_npy(name, "r+")
+        self.close()
+        self._mapped, self._tensor, self.fileName = mapped, torch.from_numpy(mapped), str(mapped.filename)
+
+    def insertData(self, dataObject: Any, indexes: Any) -> None:
+        """Replace rows by number, or any part, in the file."""
+        self._whole()
+        if self._mapped.mode == "c":
+            raise FlatbedError(f"{self.fileName} may only be read: change its permissions, or use DataGadget")
+        super().insertData(dataObject, indexes)
+
+    def saveCupy(self, saveFileName: FileName) -> None:
+        """Write a copy to another .npy file, or all changes to the file itself."""
+        path = npy_path(saveFileName)
+        if self._tensor is not None and path.exists() and path.samefile(self.fileName):
+            self.checkpoint()
+        else:
+            super().saveCupy(path)
+
+    def checkpoint(self) -> None:
+        """Write all changes to the file."""
+        self._whole()
+        self._mapped.flush()
+
+    def close(self) -> None:
+        """Write all changes to the file and close it."""
+        if self._mapped is not None:
+            self._mapped.flush()
+        self._tensor = self._mapped = None
+
+
+class DataGadget(StoredArray):
+    """The array of a .npy file (or an array) on the GPU, or with `CPUPinn` in host memory.
+
+    >>> gadget = DataGadget(np.arange(12.0).reshape(4, 3), CPUPinn=True)
+    >>> gadget.gadgetInit()
+    >>> gadget.getData(np.array([3, 0], dtype=np.int32)).tolist()
+    [[9.0, 10.0, 11.0], [0.0, 1.0, 2.0]]
+    >>> gadget.insertData(torch.zeros(4), (slice(None), 1))
+    >>> gadget.getNumpyVersion()[3]
+    array([ 9.,  0., 11.])
+    """
+
+    _init_method = "gadgetInit()"
+
+    def __init__(self, fileName: Any, CPUPinn: bool = False) -> None:
+        self.fileName, self.CPUPinn = fileName, CPUPinn
+        self._storage = PINNED_STORAGE[CPUPinn]
+
+    def gadgetInit(self) -> None:
+        """Read the file."""
+        if isinstance(self.fileName, str | os.PathLike):
+            self.loadCupy(self.fileName)
+        else:
+            self._store(as_array(self.fileName))
+
+
+class DataGadgetMM(MappedArray):
+    """The array of a .npy file, mapped into memory: `insertData` writes to the file.
+
+    `CPUPinn` changes nothing.
+    """
+
+    _init_method = "gadgetInit()"
+
+    def __init__(self, fileName: FileName, CPUPinn: bool = False) -> None:
+        self.fileName, self.CPUPinn = fileName, CPUPinn
+
+    def gadgetInit(self) -> None:
+        """Open the file, for writing if the file allows it."""
+        self._map(self.fileName)
+
+    def loadCupy(self, loadFileName: FileName) -> None:
+        """Open another .npy file instead."""
+        self._map(loadFileName)
