@@ -157,7 +157,7 @@ def first_values(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dic
         for name, value in group.items()
         if name in known and name not in IMPLEMENTATION
     }
-    rule = from_torch(kind, [nn.Parameter(torch.zeros(1, 1))], **options).rule
+    rule = from_torch(kind, [nn.Parameter(torch.zeros(1, 1))], **options)._rule
     firsts = {name: rule.initial.get(name) for name in rule.state}
     # The trial ran in float32. The shortest decimal number of a float32 is the option as it was written.
     return {n: float(str(np.float32(v))) if isinstance(v, float) else v for n, v in firsts.items()}
