@@ -175,18 +175,6 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     assert torch.equal(before, model[1].weight)
 
 
-def test_a_gradient_of_another_dtype_is_refused_by_name() -> None:
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        pytest.skip("this torch has one dtype for a parameter and its gradient")
-    params = [nn.Parameter(torch.randn(3)) for _ in range(2)]
-    flat = FlatParams([("a", params[0]), ("b", params[1])])
-    params[0].grad = torch.ones(3)
-    params[1].grad_dtype = torch.float64
-    params[1].grad = torch.ones(3, dtype=torch.float64)
-    with pytest.raises(FlatbedError, match=r"'b'.*torch\.float64.*grad_dtype"):
-        _ = flat.parameters()[0].grad
-
-
 # ---- bound
 
 
