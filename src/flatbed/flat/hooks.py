@@ -69,7 +69,7 @@ class Step:
         """Gather every gradient, refuse missing ones, and clip if `FlatParams.step` asks for it."""
         self.buffers = []
         for p in self.flats:
-            if p.gather() is not None:
+            if p.gather_grad() is not None:
                 _refuse_missing(p._owner, p.buffer)
                 self.buffers.append(p.buffer)
         for owner in self.owners:

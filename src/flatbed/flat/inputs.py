@@ -127,7 +127,7 @@ def _refuse_unfit(entries: list[Entry]) -> None:
 
 def _is_plain(p: torch.Tensor) -> bool:
     """Return whether a parameter is an ordinary dense tensor with values."""
-    is_wrapper = is_traceable_wrapper_subclass(p) or is_traceable_wrapper_subclass(p.data)
+    is_wrapper = any(map(is_traceable_wrapper_subclass, (p, p.data)))
     strided = p.layout == torch.strided and not p.is_meta and not is_wrapper
     return strided and p.numel() > 0 and is_dense(tuple(p.shape), p.stride())
 

@@ -42,7 +42,7 @@ class FlatParameter(nn.Parameter):
         if gathered is not None:
             return gathered
         self._owner._repair(self.buffer)
-        return self.gather()
+        return self.gather_grad()
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -52,7 +52,7 @@ class FlatParameter(nn.Parameter):
             self._owner._repair(self.buffer)
         self.buffer.drop_grads(in_place=in_place) if value is None else self.buffer.assign_grad(value)
 
-    def gather(self) -> torch.Tensor | None:
+    def gather_grad(self) -> torch.Tensor | None:
         """Gather gradients of originals that lie in the buffer."""
         grad, own = self.buffer.gather(), _own_grad(self)
         if own is not None and own is not self.buffer.grad:

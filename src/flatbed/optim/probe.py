@@ -9,6 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,28 +42,17 @@ def _cloned(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
-    """One number of state, in the form in which an optimizer keeps it."""
-
-    kind: type | torch.dtype
-    shape: tuple[int, ...] = ()
-
-    def made(self, value: float, device: torch.device) -> Any:
-        if isinstance(self.kind, torch.dtype):
-            return torch.full(self.shape, value, dtype=self.kind, device=device)
-        return self.kind(value)
-
-
-@dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The state that an optimizer keeps."""
+    """The state that an optimizer keeps.
+
+    `tensors` is state per element, with its first value: a number, an option's name, or None for the weight
+    itself. `numbers` is state that is one number for all elements, with the last one seen. `rows_are_new`
+    says that the first update of a row differs from later ones.
+    """
 
     tensors: dict[str, float | str | None]
-    """State per element, with its first value: a number, an option's name, or None for the weight itself."""
-    numbers: dict[str, Number]
-    """State that is one number for all elements."""
+    numbers: dict[str, Any]
     rows_are_new: bool
-    """Return whether the first update of a row differs from later ones."""
     defaults: dict[str, Any]
 
 
@@ -123,23 +113,21 @@ class OptimizerProbe:
                 ) from error
         return param.detach(), dict(optimizer.state[param])
 
-    def sorted_state(self, state: dict[str, Any]) -> tuple[list[str], dict[str, Number]]:
+    def sorted_state(self, state: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
         """Names of the state that is per element, and the state that is one number."""
-        tensors, numbers = [], {}
+        tensors: list[str] = []
+        numbers: dict[str, Any] = {}
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == SHAPE and value.dtype == torch.float32:
                 tensors.append(name)
-            elif isinstance(value, Tensor) and value.numel() == 1:
-                numbers[name] = Number(value.dtype, tuple(value.shape))
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                numbers[name] = Number(type(value))
+            elif value.numel() == 1 if isinstance(value, Tensor) else type(value) in (int, float):
+                numbers[name] = value
             elif value is not None:
-                found = (
-                    f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                )
+                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                shape = tuple(getattr(value, "shape", ()))
                 raise self.refusal(
-                    f"its state '{name}' ({found}) is neither per element nor one number, for a parameter of "
-                    f"float32 and shape {SHAPE}"
+                    f"its state '{name}' ({kind} {shape}) is neither per element nor one number, for a "
+                    f"parameter of float32 and shape {SHAPE}"
                 )
         return tensors, numbers
 
@@ -164,7 +152,8 @@ class OptimizerProbe:
         elsewhere[1, 2] -= 0.25
         kept[1, 2] = False
         if not all(
-            _same(r, (whole, state), kept) for r in (self.run(start, others), self.run(elsewhere, grads))
+            _same(other, (whole, state), kept)
+            for other in (self.run(start, others), self.run(elsewhere, grads))
         ):
             raise self.refusal("an element's update depends on other elements")
         part, held = self.run(start[::2], [g[::2] for g in grads])
@@ -212,13 +201,10 @@ def _same(one: Run, other: Run, kept: Tensor = ALL) -> bool:
 
 # ---- flat parameters: whether an optimizer reads how its elements are divided into parameters
 
-# Parameters of different shapes, scales and norms, and their positions in a buffer with padding.
-SHAPES = ((4, 3), (5,), (2, 2, 2))
-PARTS = tuple(
-    torch.linspace(*span, dtype=torch.float32) for span in ((-0.3, 0.2, 12), (-2.0, 3.0, 5), (0.5, 0.6, 8))
-)
-BUFFER_LENGTH = 48
-POSITIONS = torch.cat([torch.arange(len(part)) + 16 * i for i, part in enumerate(PARTS)])
+# Parameters of different shapes, scales and norms, apart and in one buffer with padding.
+PARTS = tuple(torch.linspace(*span) for span in ((-0.3, 0.2, 12), (-2.0, 3.0, 5), (0.5, 0.6, 8)))
+APART = ((4, 3), (5,), (2, 2, 2))
+JOINED = ((48,),)
 
 
 def refuse_shape_readers(
@@ -228,13 +214,13 @@ def refuse_shape_readers(
 
     Elementwise optimizers pass, and so does LBFGS, which joins its parameters itself.
     """
-    name, start = type(optimizer).__name__, torch.cat(PARTS)
+    name = type(optimizer).__name__
     try:
         apart, joined, again = (
-            _solve(optimizer, group, device, joined=joined, seed=seed)
-            for joined, seed in ((False, 0), (True, 0), (False, 1))
+            _solve(optimizer, group, device, shapes=shapes, seed=seed)
+            for shapes, seed in ((APART, 0), (JOINED, 0), (APART, 1))
         )
-        if torch.equal(apart, start) or not apart.isfinite().all():
+        if all(map(torch.equal, apart, PARTS)) or not torch.cat(apart).isfinite().all():
             raise FlatbedError(f"{STEPS} steps on a small problem moved nothing, or to NaN")
     except Exception as error:
         warnings.warn(
@@ -245,9 +231,9 @@ def refuse_shape_readers(
         return
     differs = any(
         (a - b).abs().max() > 1e-3 * (a - part).abs().max() + 4 * torch.finfo(a.dtype).eps * part.abs().max()
-        for a, b, part in zip(_split(apart), _split(joined), PARTS, strict=True)
+        for a, b, part in zip(apart, joined, PARTS, strict=True)
     )
-    if differs and torch.equal(apart, again):  # with random updates the two cannot be compared
+    if differs and all(map(torch.equal, apart, again)):  # with random updates the two cannot be compared
         raise FlatbedError(
             f"{name} updates a flat parameter differently from the parameters it consists of: it reads their "
             f"shape, norm or mean. Give it model.parameters() (flat.originals()), or use an elementwise "
@@ -255,42 +241,46 @@ def refuse_shape_readers(
         )
 
 
-def _split(values: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(values, [len(part) for part in PARTS])
-
-
 def _solve(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, *, joined: bool, seed: int
-) -> Tensor:
-    """Train on a small quadratic problem, with separate parameters or one padded buffer."""
-    start, at = torch.cat(PARTS).to(device), POSITIONS.to(device)
-    if joined:
-        params = [nn.Parameter(start.new_zeros(BUFFER_LENGTH).index_copy(0, at, start))]
-    else:
-        params = [nn.Parameter(p.view(s).clone()) for p, s in zip(_split(start), SHAPES, strict=True)]
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    device: torch.device,
+    *,
+    shapes: tuple[tuple[int, ...], ...],
+    seed: int,
+) -> list[Tensor]:
+    """Train on a small quadratic problem and return the values of `PARTS` after it."""
+    params = [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+    for value, start in zip(_pieces([p.detach() for p in params]), PARTS, strict=True):
+        value.copy_(start)
 
-    def values() -> Tensor:
-        return params[0].detach()[at] if joined else torch.cat([p.detach().reshape(-1) for p in params])
+    def evaluate(step: int) -> Tensor:
+        """Compute loss and gradients; each step has another goal and other gradients."""
+        loss = torch.zeros((), device=device)
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        values, grads = _pieces([p.detach() for p in params]), _pieces([p.grad for p in params])
+        for value, grad, start in zip(values, grads, PARTS, strict=True):
+            error = value - (start.flip(0) * (0.7 - 0.4 * step) + 0.1).to(device)
+            weight = torch.linspace(0.5, 2.0 + step, len(start), device=device)
+            grad.copy_(weight * error)
+            loss += (0.5 * weight * error**2).sum()
+        return loss
 
     with _quietly(seed, device):
         small = twin(optimizer, _with_lr(group), list(params))
-        for step in range(STEPS):  # each step has another goal and other gradients
-            goal = start.flip(0) * (0.7 - 0.4 * step) + 0.1
-            weight = torch.linspace(0.5, 2.0 + step, len(start)).to(start)
+        takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
+        for step in range(STEPS):
+            evaluate(step)  # an optimizer may ignore the closure that it is given
+            small.step(partial(evaluate, step)) if takes_closure else small.step()  # type: ignore[arg-type]
+    return [value.cpu() for value in _pieces([p.detach() for p in params])]
 
-            def closure(goal: Tensor = goal, weight: Tensor = weight) -> Tensor:
-                grad = weight * (values() - goal)
-                if joined:
-                    params[0].grad = start.new_zeros(BUFFER_LENGTH).index_copy(0, at, grad)
-                else:
-                    for p, part in zip(params, _split(grad), strict=True):
-                        p.grad = part.reshape(p.shape).clone()
-                return (0.5 * weight * (values() - goal) ** 2).sum()
 
-            closure()  # an optimizer may ignore the closure that it is given
-            takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
-            small.step(closure) if takes_closure else small.step()  # type: ignore[arg-type]
-    return values().cpu()
+def _pieces(tensors: list[Any]) -> list[Tensor]:
+    """Views of `PARTS` in separate tensors, or in one buffer."""
+    if len(tensors) > 1:
+        return [tensor.view(-1) for tensor in tensors]
+    return [tensors[0][16 * i : 16 * i + len(part)] for i, part in enumerate(PARTS)]
 
 
 def _with_lr(group: dict[str, Any]) -> dict[str, Any]:
