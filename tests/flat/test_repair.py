@@ -113,7 +113,7 @@ def test_check_tells_causes_apart() -> None:
     assert all("moved or cast" in problem for problem in flat.check())
     model.float()
     flat.rebind()
-    model.head.weight.data = model.head.weight.data.t()  # the same address, another shape
+    model.head.weight.data = model.head.weight.data.t().clone()
     with pytest.raises(FlatbedError, match=r"'head.weight' had shape \(2, 6\).*\(6, 2\).*new FlatParams"):
         flat.rebind()
     model.head = nn.Linear(6, 2)

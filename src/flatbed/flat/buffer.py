@@ -18,7 +18,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from flatbed.errors import FlatbedError
-from flatbed.layout import ALIGNMENT, BufferLayout, Run, Segment, Spec, equal_runs, plan
+from flatbed.layout import BufferLayout, Run, Segment, Spec, equal_runs, plan
 
 if TYPE_CHECKING:
     from flatbed.flat.parameter import FlatParameter
@@ -34,14 +34,6 @@ data_ptr = torch.Tensor.data_ptr
 # The value of a zeroed bound gradient. Adding any gradient to it gives exactly that gradient, and scaling
 # keeps it. A segment full of it received no gradient, even if gradients were clipped or unscaled since.
 UNTOUCHED = -0.0
-
-
-def aligned_zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros whose first element has a 256-byte aligned address (torch's CPU allocator aligns to 64)."""
-    unit = ALIGNMENT // dtype.itemsize
-    raw = torch.zeros(numel + (unit if device.type == "cpu" else 0), dtype=dtype, device=device)
-    skip = (-raw.data_ptr() % ALIGNMENT) // dtype.itemsize if device.type == "cpu" else 0
-    return raw[skip : skip + numel].detach()
 
 
 def view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
@@ -94,7 +86,7 @@ class Buffer:
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate memory, copy the originals in, and make each of them a tensor over it."""
-        self.data = aligned_zeros(numel, dtype=dtype, device=device)
+        self.data = torch.zeros(numel, dtype=dtype, device=device)
         self.runs: list[Run] = equal_runs(self.segments)
         self.data_ptrs = [0] * len(self.segments)
         self._adopt(range(len(self.segments)))
@@ -130,11 +122,6 @@ class Buffer:
             return []
         return [i for i, (ptr, own) in enumerate(zip(ptrs, self.data_ptrs, strict=True)) if ptr != own]
 
-    def reshaped(self) -> list[int]:
-        """Positions of the originals that have another shape or other strides than their segments."""
-        pairs = enumerate(zip(self.originals, self.segments, strict=True))
-        return [i for i, (p, s) in pairs if p.shape != s.shape or p.stride() != s.stride]
-
     def flat_is_relocated(self) -> bool:
         """Return whether the flat parameter itself was given other memory."""
         flat = self.flat()
@@ -156,7 +143,7 @@ class Buffer:
     # ---- gradients
 
     def _make_views(self) -> None:
-        self.grad = aligned_zeros(self.data.numel(), dtype=self.data.dtype, device=self.data.device)
+        self.grad = torch.zeros_like(self.data)
         self.views = [view(self.grad, segment) for segment in self.segments]
 
     def bind_grads(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -245,10 +244,6 @@ class FlatParams:
         `flatten_parameters`. Steps and reads of gradients call it by themselves.
         """
         repair.rebind(self, self._buffers)
-        for buffer in self._buffers:
-            reshaped = buffer.reshaped()
-            if reshaped:
-                repair.bring_back(buffer, reshaped)
 
     def _repair(self, buffer: Buffer) -> None:
         repair.rebind(self, (buffer,))
@@ -274,12 +269,6 @@ class FlatParams:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.grads, self.missing, self._inputs = state["grads"], state["missing"], state["inputs"]
         self._build()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParams:
-        twin = object.__new__(FlatParams)
-        memo[id(self)] = twin
-        twin.__setstate__({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
-        return twin
 
     def __repr__(self) -> str:
         n_buffers = len(self._buffers)

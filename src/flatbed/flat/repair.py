@@ -33,7 +33,7 @@ def check(flat: FlatParams) -> list[str]:
     ]
     problems += [describe_removed([name]) for name in removed(flat)]
     for buffer in flat._buffers:
-        problems += [_describe(buffer, i) for i in sorted({*buffer.relocated(), *buffer.reshaped()})]
+        problems += [_describe(buffer, i) for i in buffer.relocated()]
         if buffer.flat_is_relocated():
             problems.append(
                 f"the flat parameter over '{buffer.segments[0].name}' … '{buffer.segments[-1].name}' lies "
@@ -103,12 +103,12 @@ def rebind(flat: FlatParams, buffers: Iterable[Buffer]) -> None:
     for buffer in buffers:
         relocated = buffer.relocated()
         if relocated:
-            bring_back(buffer, relocated)
+            _bring_back(buffer, relocated)
         else:
             buffer.bring_flat_back()
 
 
-def bring_back(buffer: Buffer, positions: list[int]) -> None:
+def _bring_back(buffer: Buffer, positions: list[int]) -> None:
     """Copy originals that lie elsewhere into the buffer; raise if they do not fit into one any more."""
     for i in positions:
         if tuple(buffer.originals[i].shape) != buffer.segments[i].shape:
