@@ -165,14 +165,10 @@ def test_bad_states_are_refused_and_change_nothing() -> None:
         (keys, FlatbedError, "'decoder.bias' differ in their keys"),
         (shape, FlatbedError, r"'exp_avg' of 'encoder.weight'"),
         (short, ValueError, r"\[1\] parameters.*\[2\].*same parameters"),
-        (broken(param_groups=[{}]), ValueError, r"\[0\] parameters"),
-        ({}, ValueError, "'state' and 'param_groups'"),
     ]:
         with pytest.raises(error, match=message):
             flat.load_optimizer_state_dict(optimizer, state)
     assert torch.equal(optimizer.state[flat.parameters()[0]]["exp_avg"], kept)
-    with pytest.raises(ValueError, match=r"holds 0 of 1.*flat\.parameters"):
-        flat.optimizer_state_dict(torch.optim.Adam(build("tied").parameters()))
     with pytest.raises(ValueError, match=r"1 of another FlatParams.*flat\.parameters"):
         flat.optimizer_state_dict(
             torch.optim.Adam([*flat.parameters(), *FlatParams(build("rnn")).parameters()])
@@ -198,29 +194,20 @@ def test_lbfgs_state_is_refused_by_name() -> None:
 # ---- files of a flattened model, written and read by the usual calls
 
 
-def write_torch(model: nn.Module, file: Path) -> None:
-    torch.save(model.state_dict(), file)
-
-
-def read_torch(model: nn.Module, file: Path) -> None:
-    model.load_state_dict(torch.load(file, weights_only=True))
-
-
 def write_parameters(model: nn.Module, file: Path) -> None:
     torch.save(dict(model.named_parameters(remove_duplicate=False)), file)
 
 
-def write_safetensors(model: nn.Module, file: Path) -> None:
-    safetensors.torch.save_model(model, str(file))
-
-
-def read_safetensors(model: nn.Module, file: Path) -> None:
-    safetensors.torch.load_model(model, str(file))
-
-
 @pytest.mark.parametrize(
     ("write", "read"),
-    [(write_torch, read_torch), (write_parameters, None), (write_safetensors, read_safetensors)],
+    [
+        (
+            lambda m, f: torch.save(m.state_dict(), f),
+            lambda m, f: m.load_state_dict(torch.load(f, weights_only=True)),
+        ),
+        (write_parameters, None),
+        (safetensors.torch.save_model, safetensors.torch.load_model),
+    ],
     ids=["torch", "parameters", "safetensors"],
 )
 @pytest.mark.parametrize("name", ["mixed", "conv", "tied", "frozen", "rnn"])

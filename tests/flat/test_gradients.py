@@ -285,20 +285,6 @@ def test_an_exception_in_a_step_leaves_nothing_behind(grads: str) -> None:
     assert_same(pairs[0][0], model)
 
 
-def test_an_old_gradient_is_not_applied_after_an_exception() -> None:
-    model, flat, optimizer = make()
-    backward(model)
-    handle = optimizer.register_step_post_hook(lambda *_: [][0])
-    with pytest.raises(IndexError):
-        optimizer.step()
-    handle.remove()
-    model.zero_grad()
-    before = flat.snapshot()
-    with pytest.warns(UserWarning, match="no parameter of this FlatParams has a gradient"):
-        optimizer.step()
-    assert torch.equal(before.buffers[0], flat.buffers[0])
-
-
 @BOTH
 def test_a_stale_backward_raises_as_in_torch(grads: str) -> None:
     model, _, optimizer = make(grads)

@@ -104,16 +104,9 @@ def _overlapping() -> nn.Parameter:
     return nn.Parameter(torch.randn(1, 4).expand(3, 4))
 
 
-def _alias_pair() -> list[nn.Parameter]:
-    first = nn.Parameter(torch.randn(4))
-    second = nn.Parameter(torch.randn(4))
-    second.data = first.data
-    return [first, second]
-
-
-def _overlapping_pair(*, trained: bool) -> list[nn.Parameter]:
+def _overlapping_pair() -> list[nn.Parameter]:
     memory = torch.randn(10)
-    return [nn.Parameter(memory[:6]), nn.Parameter(memory[4:], requires_grad=trained)]
+    return [nn.Parameter(memory[:6]), nn.Parameter(memory[4:], requires_grad=False)]
 
 
 def _in_two_groups() -> list[dict[str, Any]]:
@@ -129,21 +122,14 @@ def _in_two_groups() -> list[dict[str, Any]]:
         (lambda: [nn.Parameter(torch.randn(3, dtype=torch.complex64))], ValueError, "complex"),
         (lambda: [nn.Parameter(torch.empty(3, device="meta"))], ValueError, "meta device"),
         (lambda: [_overlapping()], ValueError, "overlaps itself"),
-        (_alias_pair, ValueError, "same memory.*one Parameter"),
         (lambda: [nn.Parameter(torch.randn(3)) * 2], ValueError, "not a leaf"),
-        (lambda: [3], TypeError, "item 0.* int"),
-        (lambda: 3, TypeError, "found a int.*module"),
-        (lambda: nn.Parameter(torch.randn(3)), TypeError, "found a Parameter"),
-        (list, ValueError, "no trainable parameter among 0"),
-        (lambda: nn.Linear(2, 2).requires_grad_(False), ValueError, "no trainable parameter among 2"),
         (lambda: [{"lr": 0.1}], TypeError, "'params' key"),
         (
             lambda: FlatParams([nn.Parameter(torch.ones(2))]).parameters(),
             ValueError,
             "flat parameter already",
         ),
-        (lambda: _overlapping_pair(trained=True), ValueError, "same memory"),
-        (lambda: _overlapping_pair(trained=False), ValueError, "same memory"),
+        (_overlapping_pair, ValueError, "same memory.*one Parameter"),
         (
             lambda: [*nn.Linear(2, 2).named_parameters()] * 2 + [*nn.Linear(2, 2).named_parameters()],
             ValueError,
@@ -210,7 +196,7 @@ def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, n: int = 3) -> 
         optimizer.step()
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 @pytest.mark.parametrize("grads", ["follow", "bound"])
 def test_deepcopy_stays_connected(order: tuple[int, ...], grads: str) -> None:
     model = build("tied")

@@ -50,10 +50,6 @@ def replaced_by_hand(call: str) -> Callable[[Path], object]:
     return attempt
 
 
-def smaller() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-
-
 SOURCES: list[tuple[str, Flatten, type[Exception], str]] = [
     ("a tensor", lambda: nn.Linear(2, 2).weight, TypeError, r"found a Parameter.*module"),
     ("a state dict", lambda: model().state_dict(), TypeError, r"found a OrderedDict.*module"),
@@ -99,13 +95,6 @@ USES: list[tuple[str, str, Use, type[Exception], str]] = [
         lambda m, f, o: f.load_optimizer_state_dict(o, m.state_dict()),
         ValueError,
         r"'state' and 'param_groups'.*found .*0.weight",
-    ),
-    (
-        "load_optimizer_state_dict",
-        "of another size",
-        lambda m, f, o: f.load_optimizer_state_dict(o, stepped(torch.optim.Adam, smaller()).state_dict()),
-        FlatbedError,
-        r"'exp_avg' of '0.weight'.*same model",
     ),
     (
         "load_optimizer_state_dict",
