@@ -127,12 +127,11 @@ class Buffer:
         flat = self.flat()
         return flat is not None and (flat.data_ptr() != self.data.data_ptr() or flat.dtype != self.data.dtype)
 
-    @torch.no_grad()
     def bring_flat_back(self) -> None:
         """Copy the values of a flat parameter that was given other memory into the buffer."""
         flat = self.flat()
         if flat is not None and self.flat_is_relocated():
-            self.data.copy_(flat.data)
+            self.data.copy_(flat.data)  # neither requires grad
             flat.data = self.data
 
     def bump_versions(self, *, include_frozen: bool = True) -> None:

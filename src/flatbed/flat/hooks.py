@@ -81,7 +81,6 @@ class Step:
             request.total_norm = norms.clip(gathered, request.max_norm, request.norm_type)
         self.set_in_step(True)
 
-    @torch.no_grad()
     def keep_frozen(self) -> None:
         """Copy the values of frozen parameters, which weight decay and momentum would move."""
         for p in self.flats:
@@ -89,9 +88,8 @@ class Step:
                 own = view(p.buffer.data, p.buffer.segments[i])
                 self.frozen.append((own, own.clone()))
 
-    @torch.no_grad()
     def restore_frozen(self) -> None:
-        if self.frozen:
+        if self.frozen:  # none of these tensors requires grad
             torch._foreach_copy_([own for own, _ in self.frozen], [kept for _, kept in self.frozen])
 
 

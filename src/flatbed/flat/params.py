@@ -131,7 +131,6 @@ class FlatParams:
         """The norm of all gradients, a tensor on their device; parameters are summed in torch's order."""
         return norms.total_norm(self._gathered(), float(norm_type))
 
-    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
