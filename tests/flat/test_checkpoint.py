@@ -14,6 +14,7 @@ from torch import nn
 from flatbed import FlatbedError, FlatParams
 from tests.cases import OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
 
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 BY_CASE = pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
 
 
@@ -211,8 +212,11 @@ def write_parameters(model: nn.Module, file: Path) -> None:
     ids=["torch", "parameters", "safetensors"],
 )
 @pytest.mark.parametrize("name", ["mixed", "conv", "tied", "frozen", "rnn"])
-def test_files_equal_those_of_a_plain_model(name: str, write: Any, read: Any, tmp_path: Path) -> None:
-    plain, model = build(name), build(name)
+@DEVICES
+def test_files_equal_those_of_a_plain_model(
+    device: str, name: str, write: Any, read: Any, tmp_path: Path
+) -> None:
+    plain, model = build(name, device), build(name, device)
     flat = FlatParams(model)
     written = []
     for source in (plain, model):
@@ -221,7 +225,7 @@ def test_files_equal_those_of_a_plain_model(name: str, write: Any, read: Any, tm
     assert len(written[0]) == len(written[1])
     if read is None:
         return
-    for target in (build(name), model):  # a plain model, and the flattened one itself
+    for target in (build(name, device), model):  # a plain model, and the flattened one itself
         for p in target.parameters():
             nn.init.zeros_(p)
         read(target, tmp_path / "model")
