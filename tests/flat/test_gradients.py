@@ -226,6 +226,16 @@ def test_one_call_equals_three(grads: str, max_norm: float | None) -> None:
     assert torch.equal(*extra)
 
 
+@BOTH
+def test_one_call_drops_the_gradients_of_a_skipped_step(grads: str) -> None:
+    """A GradScaler skips a step after an overflow."""
+    model, flat, optimizer = make(grads)
+    backward(model)
+    optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
+    assert flat.step(optimizer, max_norm=1.0) is None
+    assert flat.grad_norm() == 0
+
+
 @pytest.mark.parametrize("one_call", [False, True])
 @BOTH
 def test_gradients_replaced_by_the_optimizers_own_hooks(grads: str, one_call: bool) -> None:

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class FusedStepRequest:
-    """What `FlatParams.step` asks of the next step: clip the gradients before it, drop them after it."""
+    """A request of `FlatParams.step`: clip gradients before the next step, and drop them after it."""
 
     buffers: list[Buffer]
     max_norm: float | None
     norm_type: float
     total_norm: torch.Tensor | None = None
+    is_done: bool = False
 
 
 @dataclass
@@ -162,8 +163,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     if not steps:
         return
     step = steps.pop()
-    for buffer in step.request.buffers if step.request is not None else ():
-        buffer.drop_grads(in_place=buffer.in_step and buffer.complete)
+    if step.request is not None:
+        step.request.is_done = True
+        for buffer in step.request.buffers:
+            buffer.drop_grads(in_place=buffer.in_step and buffer.complete)
     step.set_in_step(False)
     for p in step.flats:
         p.buffer.bring_flat_back()

@@ -10,7 +10,7 @@ from flatbed.flat.buffer import Buffer
 
 
 def check_max_norm(max_norm: float) -> None:
-    """Raise for a negative norm, with which clipping would turn gradients around."""
+    """Raise for a negative norm, with which clipping would reverse the gradients."""
     if not max_norm >= 0:
         raise ValueError(f"max_norm must not be negative; found {max_norm}")
 

@@ -170,7 +170,8 @@ class FlatParams:
             optimizer.step()
         finally:
             self._request = None
-        if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
+        others = any(id(p) not in held for group in optimizer.param_groups for p in group["params"])
+        if others or not request.is_done:  # a GradScaler skips a step after an overflow
             optimizer.zero_grad()
         return request.total_norm
 
