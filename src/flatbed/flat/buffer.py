@@ -224,12 +224,10 @@ class Buffer:
 
     def assign_grad(self, value: torch.Tensor) -> None:
         """Make a tensor assigned to the flat `.grad` the gradient of every original."""
-        found = (value.shape, value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
-        if found != (self.data.shape, self.data.dtype) or value.layout != torch.strided:
-            raise ValueError(
-                f"the gradient of a flat parameter must be None or a dense tensor of shape "
-                f"{tuple(self.data.shape)} and {self.data.dtype}; found {found}"
-            )
+        found = (tuple(value.shape), value.dtype, value.layout)
+        expected = (tuple(self.data.shape), self.data.dtype, torch.strided)
+        if found != expected:
+            raise ValueError(f"the gradient of a flat parameter is None or like {expected}; found {found}")
         grad = value.detach().clone()
         if not self.views:
             self._make_views()

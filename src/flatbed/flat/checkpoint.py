@@ -100,13 +100,7 @@ def _places(flat: FlatParams, optimizer: torch.optim.Optimizer) -> list[list[Pla
     group_of = {id(p): number for number, params in enumerate(groups) for p in params}
     numbers = {key: number for number, key in enumerate(group_of)}
     flats = flat.parameters()
-    n_held = sum(id(f) in group_of for f in flats)
-    n_other = sum(isinstance(p, FlatParameter) for params in groups for p in params) - n_held
-    if n_held < len(flats) or n_other:
-        raise ValueError(
-            f"this optimizer holds {n_held} of {len(flats)} flat parameters of this FlatParams and {n_other} "
-            f"of another FlatParams: build it over flat.parameters() or flat.groups()"
-        )
+    _refuse_others(flats, groups)
     target = {f.buffer.group: group_of[id(f)] for f in reversed(flats)}
     segments = {id(e): s for e, s in zip(flat._entries, flat.segments, strict=True)}
     inside: list[list[Place]] = [[] for _ in groups]
@@ -129,6 +123,17 @@ def _places(flat: FlatParams, optimizer: torch.optim.Optimizer) -> list[list[Pla
                 merged.append(Place("", p, p, numbers[id(p)]))
         merged += own
     return places
+
+
+def _refuse_others(flats: list[FlatParameter], groups: list[list[torch.Tensor]]) -> None:
+    """Raise unless an optimizer's flat parameters are all those of one FlatParams."""
+    held = {id(p) for params in groups for p in params if isinstance(p, FlatParameter)}
+    n_held = sum(id(f) in held for f in flats)
+    if n_held < len(flats) or n_held < len(held):
+        raise ValueError(
+            f"this optimizer holds {n_held} of {len(flats)} flat parameters of this FlatParams and "
+            f"{len(held) - n_held} of another FlatParams: build it over flat.parameters() or flat.groups()"
+        )
 
 
 def _part(optimizer: torch.optim.Optimizer, key: str, value: Any, place: Place) -> Any:

@@ -212,10 +212,10 @@ class FlatParams:
     def restore(self, snapshot: Snapshot) -> None:
         """Write the values of a snapshot back, one copy per buffer."""
         repair.rebind(self, self._buffers)
-        if not isinstance(snapshot, Snapshot) or snapshot.segments != self.segments:
+        if snapshot.segments != self.segments:
             raise ValueError(
-                f"restore takes a snapshot of this FlatParams, taken since it was last cast; found "
-                f"{'one of another layout' if isinstance(snapshot, Snapshot) else type(snapshot).__name__}"
+                "the snapshot is of another layout; restore takes a snapshot of this FlatParams, taken since "
+                "it was last cast"
             )
         for buffer, values in zip(self._buffers, snapshot.buffers, strict=True):
             buffer.data.copy_(values)
