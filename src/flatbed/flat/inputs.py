@@ -22,7 +22,7 @@ Source: TypeAlias = (
 
 
 @dataclass(slots=True)
-class Entry:
+class SourceParam:
     """One parameter: its name, its group, and the module attributes that hold it."""
 
     name: str
@@ -31,7 +31,7 @@ class Entry:
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-def module_slots(entries: list[Entry]) -> list[tuple[Any, ...]]:
+def module_slots(entries: list[SourceParam]) -> list[tuple[Any, ...]]:
     """Every module attribute that holds a flattened parameter, as columns that C code can compare.
 
     The columns are the dicts of the modules' parameters, the names in them, and the parameters.
@@ -44,7 +44,7 @@ def module_slots(entries: list[Entry]) -> list[tuple[Any, ...]]:
 class Inputs:
     """Everything in the source, in its order; `named` is set when torch would have received names too."""
 
-    entries: list[Entry]
+    entries: list[SourceParam]
     options: list[dict[str, Any]]
     module: nn.Module | None = None
     named: bool = False
@@ -55,7 +55,7 @@ def read(source: Source) -> Inputs:
     """Read a module, parameters, (name, parameter) pairs or param-group dicts; tables are left out."""
     if isinstance(source, nn.Module):
         slots = _slots(source)
-        entries = [Entry(n, p, 0, slots[id(p)]) for n, p in source.named_parameters()]
+        entries = [SourceParam(n, p, 0, slots[id(p)]) for n, p in source.named_parameters()]
         inputs = Inputs([e for e in entries if not isinstance(e.parameter, Table)], [{}], module=source)
     elif not isinstance(source, Iterable) or isinstance(source, str | bytes | Mapping | torch.Tensor):
         raise TypeError(
@@ -77,7 +77,7 @@ def _read_items(items: list[Any]) -> Inputs:
     """Read params as torch does; a parameter that is listed twice in a group (tied weights) counts once."""
     grouped = any(isinstance(item, dict) for item in items)
     groups: list[dict[str, Any]] = items if grouped else [{"params": items}]
-    entries: dict[int, Entry] = {}
+    entries: dict[int, SourceParam] = {}
     named = False
     for number, group in enumerate(groups):
         if not isinstance(group, dict) or "params" not in group:
@@ -93,7 +93,7 @@ def _read_items(items: list[Any]) -> Inputs:
             if isinstance(parameter, Table):
                 continue
             named = named or isinstance(item, tuple)
-            earlier = entries.setdefault(id(parameter), Entry(name, parameter, number))
+            earlier = entries.setdefault(id(parameter), SourceParam(name, parameter, number))
             if earlier.group != number:
                 raise ValueError(
                     f"parameter '{name}' is in param group {earlier.group} and in {number}: list it once"
@@ -112,7 +112,7 @@ def _slots(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return slots
 
 
-def _refuse_unfit(entries: list[Entry]) -> None:
+def _refuse_unfit(entries: list[SourceParam]) -> None:
     """Raise for the first parameter that cannot lie in a buffer."""
     names: set[str] = set()
     for entry in entries:
@@ -132,7 +132,7 @@ def _is_plain(p: torch.Tensor) -> bool:
     return strided and p.numel() > 0 and is_dense(tuple(p.shape), p.stride())
 
 
-def _refuse_shared_memory(entries: list[Entry]) -> None:
+def _refuse_shared_memory(entries: list[SourceParam]) -> None:
     """Raise for two parameters over one memory: flattening would separate them."""
     spans = [
         (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name, p.requires_grad)

@@ -12,7 +12,7 @@ import torch
 from flatbed.errors import FlatbedError
 from flatbed.flat import checkpoint, hooks, norms, repair
 from flatbed.flat.buffer import Buffer
-from flatbed.flat.inputs import Entry, Source, module_slots, read
+from flatbed.flat.inputs import SourceParam, Source, module_slots, read
 from flatbed.flat.parameter import FlatParameter
 from flatbed.layout import Segment, Spec, plan
 
@@ -279,7 +279,7 @@ class FlatParams:
         )
 
 
-def _spec(entry: Entry) -> Spec:
+def _spec(entry: SourceParam) -> Spec:
     p = entry.parameter
     key = (entry.group, p.device, p.dtype)
     return Spec(entry.name, tuple(p.shape), p.stride(), p.element_size(), key=key)

@@ -15,7 +15,7 @@ import torch
 
 from flatbed.errors import FlatbedError
 from flatbed.flat.buffer import Buffer
-from flatbed.flat.inputs import Entry, module_slots, unfit
+from flatbed.flat.inputs import SourceParam, module_slots, unfit
 
 if TYPE_CHECKING:
     from flatbed.flat.params import FlatParams
@@ -88,7 +88,7 @@ def removed(flat: FlatParams) -> list[str]:
     return [entry.name for entry in flat._entries if id(entry.parameter) not in present]
 
 
-def unfrozen(flat: FlatParams) -> list[Entry]:
+def unfrozen(flat: FlatParams) -> list[SourceParam]:
     """Parameters that were frozen when the model was flattened and are trainable now."""
     return [entry for entry in flat._frozen if entry.parameter.requires_grad]
 
@@ -123,7 +123,7 @@ def _bring_back(buffer: Buffer, positions: list[int]) -> None:
     buffer.bring_back(positions, *next(iter(kinds)))
 
 
-def _replacements(flat: FlatParams) -> list[tuple[Entry, list[torch.Tensor]]]:
+def _replacements(flat: FlatParams) -> list[tuple[SourceParam, list[torch.Tensor]]]:
     """Entries whose module attributes now hold other Parameter objects, and those objects."""
     dicts, names, parameters = flat._slots
     if all(map(is_, map(dict.get, dicts, names), parameters)):
@@ -138,7 +138,7 @@ def _replacements(flat: FlatParams) -> list[tuple[Entry, list[torch.Tensor]]]:
     return found
 
 
-def _adopt(flat: FlatParams, entry: Entry, held: list[torch.Tensor]) -> None:
+def _adopt(flat: FlatParams, entry: SourceParam, held: list[torch.Tensor]) -> None:
     """Let a Parameter object that replaced another take over its segment."""
     new = held[0]
     if any(p is not new for p in held):
