@@ -12,7 +12,7 @@ import torch
 from flatbed.errors import FlatbedError
 from flatbed.flat import checkpoint, hooks, norms, repair
 from flatbed.flat.buffer import Buffer
-from flatbed.flat.inputs import SourceParam, Source, module_slots, read
+from flatbed.flat.inputs import Source, SourceParam, module_slots, read
 from flatbed.flat.parameter import FlatParameter
 from flatbed.layout import Segment, Spec, plan
 
