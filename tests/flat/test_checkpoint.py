@@ -14,6 +14,7 @@ from torch import nn
 from flatbed import FlatbedError, FlatParams
 from tests.cases import OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
 
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 BY_CASE = pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
 
 
@@ -165,14 +166,10 @@ def test_bad_states_are_refused_and_change_nothing() -> None:
         (keys, FlatbedError, "'decoder.bias' differ in their keys"),
         (shape, FlatbedError, r"'exp_avg' of 'encoder.weight'"),
         (short, ValueError, r"\[1\] parameters.*\[2\].*same parameters"),
-        (broken(param_groups=[{}]), ValueError, r"\[0\] parameters"),
-        ({}, ValueError, "'state' and 'param_groups'"),
     ]:
         with pytest.raises(error, match=message):
             flat.load_optimizer_state_dict(optimizer, state)
     assert torch.equal(optimizer.state[flat.parameters()[0]]["exp_avg"], kept)
-    with pytest.raises(ValueError, match=r"holds 0 of 1.*flat\.parameters"):
-        flat.optimizer_state_dict(torch.optim.Adam(build("tied").parameters()))
     with pytest.raises(ValueError, match=r"1 of another FlatParams.*flat\.parameters"):
         flat.optimizer_state_dict(
             torch.optim.Adam([*flat.parameters(), *FlatParams(build("rnn")).parameters()])
@@ -198,34 +195,28 @@ def test_lbfgs_state_is_refused_by_name() -> None:
 # ---- files of a flattened model, written and read by the usual calls
 
 
-def write_torch(model: nn.Module, file: Path) -> None:
-    torch.save(model.state_dict(), file)
-
-
-def read_torch(model: nn.Module, file: Path) -> None:
-    model.load_state_dict(torch.load(file, weights_only=True))
-
-
 def write_parameters(model: nn.Module, file: Path) -> None:
     torch.save(dict(model.named_parameters(remove_duplicate=False)), file)
 
 
-def write_safetensors(model: nn.Module, file: Path) -> None:
-    safetensors.torch.save_model(model, str(file))
-
-
-def read_safetensors(model: nn.Module, file: Path) -> None:
-    safetensors.torch.load_model(model, str(file))
-
-
 @pytest.mark.parametrize(
     ("write", "read"),
-    [(write_torch, read_torch), (write_parameters, None), (write_safetensors, read_safetensors)],
+    [
+        (
+            lambda m, f: torch.save(m.state_dict(), f),
+            lambda m, f: m.load_state_dict(torch.load(f, weights_only=True)),
+        ),
+        (write_parameters, None),
+        (safetensors.torch.save_model, safetensors.torch.load_model),
+    ],
     ids=["torch", "parameters", "safetensors"],
 )
 @pytest.mark.parametrize("name", ["mixed", "conv", "tied", "frozen", "rnn"])
-def test_files_equal_those_of_a_plain_model(name: str, write: Any, read: Any, tmp_path: Path) -> None:
-    plain, model = build(name), build(name)
+@DEVICES
+def test_files_equal_those_of_a_plain_model(
+    device: str, name: str, write: Any, read: Any, tmp_path: Path
+) -> None:
+    plain, model = build(name, device), build(name, device)
     flat = FlatParams(model)
     written = []
     for source in (plain, model):
@@ -234,7 +225,7 @@ def test_files_equal_those_of_a_plain_model(name: str, write: Any, read: Any, tm
     assert len(written[0]) == len(written[1])
     if read is None:
         return
-    for target in (build(name), model):  # a plain model, and the flattened one itself
+    for target in (build(name, device), model):  # a plain model, and the flattened one itself
         for p in target.parameters():
             nn.init.zeros_(p)
         read(target, tmp_path / "model")

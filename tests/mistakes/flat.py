@@ -50,10 +50,6 @@ def replaced_by_hand(call: str) -> Callable[[Path], object]:
     return attempt
 
 
-def smaller() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-
-
 SOURCES: list[tuple[str, Flatten, type[Exception], str]] = [
     ("a tensor", lambda: nn.Linear(2, 2).weight, TypeError, r"found a Parameter.*module"),
     ("a state dict", lambda: model().state_dict(), TypeError, r"found a OrderedDict.*module"),
@@ -64,13 +60,6 @@ SOURCES: list[tuple[str, Flatten, type[Exception], str]] = [
 ]
 USES: list[tuple[str, str, Use, type[Exception], str]] = [
     ("grad_norm", "a word", lambda m, f, o: f.grad_norm("fro"), ValueError, "fro"),  # type: ignore[arg-type]
-    (
-        "clip_grad_norm_",
-        "the parameters again",
-        lambda m, f, o: f.clip_grad_norm_([m[0].bias], 1.0),  # type: ignore[arg-type]
-        TypeError,
-        r"max_norm must be a number; found \[Parameter(.|\n)*not passed again",
-    ),
     ("clip_grad_norm_", "negative", lambda m, f, o: f.clip_grad_norm_(-1.0), ValueError, r"negative.*-1.0"),
     (
         "step",
@@ -79,20 +68,12 @@ USES: list[tuple[str, str, Use, type[Exception], str]] = [
         ValueError,
         r"not hold all flat parameters.*flat.parameters\(\)",
     ),
-    ("step", "a closure", lambda m, f, o: f.step(lambda: None), TypeError, r"found function"),  # type: ignore[arg-type]
-    (
-        "restore",
-        "a state dict",
-        lambda m, f, o: f.restore(m.state_dict()),
-        ValueError,
-        r"snapshot.*OrderedDict",
-    ),
     (
         "restore",
         "of another model",
         lambda m, f, o: f.restore(flatbed.FlatParams(nn.Linear(3, 3)).snapshot()),
         ValueError,
-        r"snapshot of this FlatParams.*another layout",
+        r"another layout.*snapshot of this FlatParams",
     ),
     (
         "optimizer_state_dict",
@@ -103,24 +84,10 @@ USES: list[tuple[str, str, Use, type[Exception], str]] = [
     ),
     (
         "load_optimizer_state_dict",
-        "the wrong way round",
-        lambda m, f, o: f.load_optimizer_state_dict(o.state_dict(), o),
-        TypeError,
-        r"torch.optim.Optimizer; found dict",
-    ),
-    (
-        "load_optimizer_state_dict",
         "the model's state",
         lambda m, f, o: f.load_optimizer_state_dict(o, m.state_dict()),
         ValueError,
         r"'state' and 'param_groups'.*found .*0.weight",
-    ),
-    (
-        "load_optimizer_state_dict",
-        "of another size",
-        lambda m, f, o: f.load_optimizer_state_dict(o, stepped(torch.optim.Adam, smaller()).state_dict()),
-        FlatbedError,
-        r"'exp_avg' of '0.weight'.*same model",
     ),
     (
         "load_optimizer_state_dict",
@@ -148,7 +115,7 @@ FLAT: list[Mistake] = [
     *(
         mistake(f"FlatParams.{call}", "after p.data", replaced_by_hand(call), FlatbedError, message)
         for call, message in (
-            ("assert_valid", r"0.weight.*\(3, 3\).*\(4, 4\).*new FlatParams"),
+            ("assert_valid", r"0.weight.*\(4, 4\).*\(3, 3\).*new FlatParams"),
             ("rebind", r"0.weight.*\(4, 4\).*\(3, 3\).*new FlatParams"),
         )
     ),

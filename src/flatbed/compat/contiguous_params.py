@@ -46,7 +46,7 @@ class ContiguousParams:
         """Raise ValueError naming what left the buffer."""
         problems = self.flat.check()
         if problems:
-            raise ValueError("\n".join(map(str, problems)))
+            raise ValueError("\n".join(problems))
 
     def make_params_contiguous(self) -> None:
         """Bring back parameters that left the buffer."""

@@ -3,7 +3,6 @@
 from flatbed.flat.inputs import Source
 from flatbed.flat.parameter import FlatParameter
 from flatbed.flat.params import FlatParams, Snapshot
-from flatbed.flat.repair import Problem
 from flatbed.layout import Segment
 
-__all__ = ["FlatParameter", "FlatParams", "Problem", "Segment", "Snapshot", "Source"]
+__all__ = ["FlatParameter", "FlatParams", "Segment", "Snapshot", "Source"]

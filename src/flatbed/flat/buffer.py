@@ -9,33 +9,31 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter, is_, sub
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from flatbed.errors import FlatbedError
-from flatbed.layout import ALIGNMENT, Run, Segment, equal_runs
+from flatbed.layout import BufferLayout, Run, Segment, Spec, equal_runs, plan
+
+if TYPE_CHECKING:
+    from flatbed.flat.parameter import FlatParameter
 
 get_grad = attrgetter("grad")
 get_version = attrgetter("_version")
 get_requires_grad = attrgetter("requires_grad")
-get_kind = attrgetter("layout", "dtype")
+get_layout = attrgetter("layout")
+Tensors = tuple[torch.Tensor, ...]
 set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 data_ptr = torch.Tensor.data_ptr
 
 # The value of a zeroed bound gradient. Adding any gradient to it gives exactly that gradient, and scaling
 # keeps it. A segment full of it received no gradient, even if gradients were clipped or unscaled since.
 UNTOUCHED = -0.0
-
-
-def aligned_zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros whose first element has a 256-byte aligned address (torch's CPU allocator aligns to 64)."""
-    unit = ALIGNMENT // dtype.itemsize
-    raw = torch.zeros(numel + (unit if device.type == "cpu" else 0), dtype=dtype, device=device)
-    skip = (-raw.data_ptr() % ALIGNMENT) // dtype.itemsize if device.type == "cpu" else 0
-    return raw[skip : skip + numel].detach()
 
 
 def view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
@@ -59,42 +57,63 @@ def tensor_over(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 
 class Buffer:
-    """The values and gradients of its originals, one segment each."""
+    """The values and gradients of its originals, one segment each.
+
+    `number` is its place among the buffers, `group` the source's param group, and `positions` are those of
+    the originals among all flattened parameters. `flat` is the flat parameter. It holds its FlatParams, so
+    a strong reference would be a cycle and keep a dropped model's memory.
+    """
 
     def __init__(
-        self, segments: Sequence[Segment], originals: list[torch.Tensor], numel: int, *, bound: bool
+        self, number: int, layout: BufferLayout, segments: Sequence[Segment], originals: list[torch.Tensor]
     ) -> None:
+        self.number = number
+        self.group: int = layout.key[0]  # type: ignore[index]
+        self.positions = layout.members
         self.segments = tuple(segments)
         self.originals = originals
-        self.bound = bound
+        self.flat: Callable[[], FlatParameter | None] = lambda: None
+        self.bound = False
         self.grad: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         self.complete = False  # the last gather found a gradient for every original
         self.in_step = False  # an optimizer that holds this buffer is stepping: its gradients are gathered
         self.no_backward = False  # bound: autograd wrote nothing since the gradient was zeroed
         self.zeroed_versions: list[int] | None = None  # bound: the views' versions when last zeroed
-        self.allocate(numel, originals[0].dtype, originals[0].device)
-        if bound:
-            self.bind_grads()
+        self._allocate(layout.numel, originals[0].dtype, originals[0].device)
 
     # ---- values
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate memory, copy the originals in, and make each of them a tensor over it."""
-        self.data = aligned_zeros(numel, dtype=dtype, device=device)
+        self.data = torch.zeros(numel, dtype=dtype, device=device)
         self.runs: list[Run] = equal_runs(self.segments)
         self.data_ptrs = [0] * len(self.segments)
-        self.adopt(range(len(self.segments)))
+        self._adopt(range(len(self.segments)))
         filled = [s.offset for s in self.segments if s.numel] or [0]
         self.first_elements = torch.tensor(filled, device=device)
 
-    def adopt(self, positions: Sequence[int]) -> None:
+    def _adopt(self, positions: Sequence[int]) -> None:
         """Copy originals of the buffer's device and dtype into their segments."""
         for i in positions:
             p, target = self.originals[i], tensor_over(self.data, self.segments[i])
             target.copy_(p.data.clone() if p.data_ptr() == target.data_ptr() else p.data)
             p.data = target  # frees the old memory at once: flattening never holds two copies of all
             self.data_ptrs[i] = p.data_ptr()
+
+    def bring_back(self, positions: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+        """Copy originals that lie elsewhere into the buffer, which moves to their device and dtype first."""
+        if (device, dtype) == (self.data.device, self.data.dtype):
+            self._adopt(positions)
+        else:  # offsets depend on the size of an element
+            specs = [Spec(s.name, s.shape, s.stride, dtype.itemsize) for s in self.segments]
+            layout = plan(specs, max_bytes=1 << 62)
+            self.segments = tuple(replace(s, buffer=self.number) for s in layout.segments)
+            self._allocate(layout.buffers[0].numel, dtype, device)
+            flat = self.flat()
+            if flat is not None:
+                flat.data = self.data
+        self._remake_grads()
 
     def relocated(self) -> list[int]:
         """Positions of the originals whose values lie outside their segments."""
@@ -103,10 +122,17 @@ class Buffer:
             return []
         return [i for i, (ptr, own) in enumerate(zip(ptrs, self.data_ptrs, strict=True)) if ptr != own]
 
-    def reshaped(self) -> list[int]:
-        """Positions of the originals that have another shape or other strides than their segments."""
-        pairs = enumerate(zip(self.originals, self.segments, strict=True))
-        return [i for i, (p, s) in pairs if p.shape != s.shape or p.stride() != s.stride]
+    def flat_is_relocated(self) -> bool:
+        """Return whether the flat parameter itself was given other memory."""
+        flat = self.flat()
+        return flat is not None and (flat.data_ptr() != self.data.data_ptr() or flat.dtype != self.data.dtype)
+
+    def bring_flat_back(self) -> None:
+        """Copy the values of a flat parameter that was given other memory into the buffer."""
+        flat = self.flat()
+        if flat is not None and self.flat_is_relocated():
+            self.data.copy_(flat.data)  # neither requires grad
+            flat.data = self.data
 
     def bump_versions(self, *, include_frozen: bool = True) -> None:
         """Tell autograd that the originals changed: their counters miss writes through the buffer."""
@@ -116,19 +142,19 @@ class Buffer:
     # ---- gradients
 
     def _make_views(self) -> None:
-        self.grad = aligned_zeros(self.data.numel(), dtype=self.data.dtype, device=self.data.device)
+        self.grad = torch.zeros_like(self.data)
         self.views = [view(self.grad, segment) for segment in self.segments]
 
     def bind_grads(self) -> None:
         """Bound mode: make every gradient a view; existing gradients are copied, absent ones are zeros."""
+        self.bound = True
         self._make_views()
         for p, target in zip(self.originals, self.views, strict=True):
             target.fill_(UNTOUCHED) if p.grad is None else target.copy_(p.grad)
-            if p.requires_grad:
-                p.grad = target
+            p.grad = target
         self.zeroed_versions = list(map(get_version, self.views))
 
-    def remake_grads(self) -> None:
+    def _remake_grads(self) -> None:
         """Drop the flat gradient after originals moved, since `Module.to` moves gradient views as well.
 
         The originals keep their gradients; the next gather copies them into a new flat gradient.
@@ -164,41 +190,44 @@ class Buffer:
         if not self.complete:
             with torch.no_grad():
                 torch._foreach_zero_([v for g, v in zip(grads, self.views, strict=True) if g is None])
-        arrived = [i for i, g in enumerate(grads) if g is not None and g is not self.views[i]]
+        trios = zip(self.originals, grads, self.views, strict=True)
+        arrived = [(p, g, own) for p, g, own in trios if g is not None and g is not own]
         if arrived:
-            self._copy_in(arrived, grads)
+            self._copy_in(*zip(*arrived, strict=True))
         return self.grad
 
-    def _copy_in(self, positions: list[int], grads: list[torch.Tensor]) -> None:
+    def _copy_in(self, originals: Tensors, grads: Tensors, views: Tensors) -> None:
         """Copy gradients into their views and make the views the originals' gradients."""
-        sources, targets = [grads[i] for i in positions], [self.views[i] for i in positions]
-        if set(map(get_kind, sources)) - {(torch.strided, self.data.dtype)}:
-            reasons = [(self.segments[i].name, unfit_grad(self.data, grads[i])) for i in positions]
-            name, reason = next((name, reason) for name, reason in reasons if reason is not None)
-            raise FlatbedError(f"cannot gather the gradient of '{name}': it {reason}")
+        if set(map(get_layout, grads)) != {torch.strided}:
+            pairs = zip(self.originals, self.segments, strict=True)
+            names = [s.name for p, s in pairs if p.grad is not None and p.grad.layout != torch.strided]
+            raise FlatbedError(
+                f"the gradient of '{names[0]}' is sparse; use sparse=False in its embedding, or train it "
+                f"outside the FlatParams"
+            )
         with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
-        deque(map(set_grad, [self.originals[i] for i in positions], targets), maxlen=0)
+            torch._foreach_copy_(views, grads)
+        deque(map(set_grad, originals, views), maxlen=0)
 
-    def drop_grads(self) -> None:
-        """Do what `zero_grad` asks for: drop the originals' gradients, or zero bound ones in place."""
+    def drop_grads(self, *, in_place: bool) -> None:
+        """Do what `zero_grad` asks for: drop the originals' gradients, or zero bound ones.
+
+        `in_place` says that every gradient is its view already.
+        """
         if not self.bound or self.grad is None:
             deque(map(set_grad, self.originals, repeat(None)), maxlen=0)
             return
         self.grad.fill_(UNTOUCHED)
-        if not self.in_place():
-            for p, own in zip(self.originals, self.views, strict=True):
-                p.grad = own if p.requires_grad else None
+        if not in_place:
+            deque(map(set_grad, self.originals, self.views), maxlen=0)
         self.zeroed_versions = list(map(get_version, self.views))
 
     def assign_grad(self, value: torch.Tensor) -> None:
         """Make a tensor assigned to the flat `.grad` the gradient of every original."""
-        found = (value.shape, value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
-        if found != (self.data.shape, self.data.dtype) or value.layout != torch.strided:
-            raise ValueError(
-                f"the gradient of a flat parameter must be None or a dense tensor of shape "
-                f"{tuple(self.data.shape)} and {self.data.dtype}; found {found}"
-            )
+        found = (tuple(value.shape), value.dtype, value.layout)
+        expected = (tuple(self.data.shape), self.data.dtype, torch.strided)
+        if found != expected:
+            raise ValueError(f"the gradient of a flat parameter is None or like {expected}; found {found}")
         grad = value.detach().clone()
         if not self.views:
             self._make_views()
@@ -251,12 +280,3 @@ def _is_untouched(grad: torch.Tensor) -> torch.Tensor:
 def capturing() -> bool:
     """Return whether a CUDA graph is being captured, in which the host must not wait for the GPU."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def unfit_grad(p: torch.Tensor, grad: torch.Tensor) -> str | None:
-    """The reason why a gradient cannot be copied into a flat one, or None."""
-    if grad.layout != torch.strided:
-        return "is sparse; use sparse=False in its embedding, or train it outside the FlatParams"
-    if grad.dtype != p.dtype:
-        return f"is {grad.dtype} while the parameter is {p.dtype}; leave grad_dtype at its default"
-    return None

@@ -18,24 +18,27 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Place:
-    """One parameter as torch would have numbered it, and its share of a flat state if it has one."""
+    """One parameter as torch would have numbered it.
+
+    `holder` is the parameter that the optimizer holds for it, if any, and `number` is that parameter's
+    number in the optimizer's own state dict. `segment` is set if the holder is a flat parameter.
+    """
 
     name: str
     parameter: torch.Tensor
-    flat: FlatParameter | None = None
+    holder: torch.Tensor | None = None
+    number: int | None = None
     segment: Segment | None = None
 
 
 def optimizer_state_dict(flat: FlatParams, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """See `FlatParams.optimizer_state_dict`."""
-    all_places = _places(flat, optimizer)
     packed = optimizer.state_dict()
-    numbers = _numbers(optimizer, packed)
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
-    for number, places in enumerate(all_places):
-        first = sum(len(group["params"]) for group in groups)
-        frozen = [p.parameter for p in places if p.flat is None and id(p.parameter) not in numbers]
+    first = 0
+    for number, places in enumerate(_places(flat, optimizer)):
+        frozen = [place.parameter for place in places if place.holder is None]
         # Adagrad creates state at construction, for frozen parameters as well.
         initial = twin(optimizer, optimizer.param_groups[number], frozen).state if frozen else {}
         group = _without_params(packed["param_groups"][number])
@@ -44,10 +47,10 @@ def optimizer_state_dict(flat: FlatParams, optimizer: torch.optim.Optimizer) -> 
             group["param_names"] = [place.name for place in places]
         groups.append(group)
         for position, place in enumerate(places, first):
-            holder = place.parameter if place.flat is None else place.flat
-            found = packed["state"].get(numbers.get(id(holder)), initial.get(holder))
+            found = packed["state"].get(place.number, initial.get(place.parameter))
             if found:
                 state[position] = {key: _part(optimizer, key, v, place) for key, v in found.items()}
+        first += len(places)
     return {**packed, "state": state, "param_groups": groups}
 
 
@@ -56,28 +59,26 @@ def load_optimizer_state_dict(
     flat: FlatParams, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
     """See `FlatParams.load_optimizer_state_dict`. Everything is checked before the optimizer changes."""
-    flat._repair()  # a model that was cast has another layout
+    flat.rebind()  # a model that was cast has another layout
     all_places = _places(flat, optimizer)
     _check_sizes(all_places, state)
-    own = optimizer.state_dict()
-    numbers = _numbers(optimizer, own)
+    own = optimizer.state_dict()["param_groups"]
     built: dict[int, Any] = {}
-    groups = []
     for number, places in enumerate(all_places):
-        given = state["param_groups"][number]
-        by_flat: dict[int, list[tuple[Place, Any]]] = {}
-        for place, position in zip(places, given["params"], strict=True):
-            found = state["state"].get(position)
-            if place.flat is not None:
-                by_flat.setdefault(id(place.flat), []).append((place, found))
-            elif found is not None and id(place.parameter) in numbers:
-                built[numbers[id(place.parameter)]] = found
-        for key, parts in by_flat.items():
-            joined = _join(optimizer, optimizer.param_groups[number], parts)
+        positions = state["param_groups"][number]["params"]
+        parts: dict[int, list[tuple[Place, Any]]] = {}
+        for place, position in zip(places, positions, strict=True):
+            if place.number is not None:
+                parts.setdefault(place.number, []).append((place, state["state"].get(position)))
+        for held, found in parts.items():
+            is_flat = found[0][0].segment is not None
+            joined = _join(optimizer, optimizer.param_groups[number], found) if is_flat else found[0][1]
             if joined is not None:
-                built[numbers[key]] = joined
-        kept = {k: v for k, v in own["param_groups"][number].items() if k in ("params", "param_names")}
-        groups.append({**_without_params(given), **kept})
+                built[held] = joined
+    groups = [
+        {**_without_params(given), **{k: group[k] for k in ("params", "param_names") if k in group}}
+        for given, group in zip(state["param_groups"], own, strict=True)
+    ]
     before = optimizer.state, optimizer.param_groups
     try:
         optimizer.load_state_dict({**state, "state": built, "param_groups": groups})
@@ -93,55 +94,55 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _numbers(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[int, int]:
-    """Torch's number of each parameter that the optimizer holds, by identity."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in packed["param_groups"] for number in group["params"]]
-    return {id(p): number for p, number in zip(held, numbers, strict=True)}
-
-
 def _places(flat: FlatParams, optimizer: torch.optim.Optimizer) -> list[list[Place]]:
     """For each group of the optimizer, the original parameters torch would have there, in order."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}")
     groups = [group["params"] for group in optimizer.param_groups]
     group_of = {id(p): number for number, params in enumerate(groups) for p in params}
+    numbers = {key: number for number, key in enumerate(group_of)}
     flats = flat.parameters()
-    n_held = sum(id(f) in group_of for f in flats)
-    n_other = sum(isinstance(p, FlatParameter) for params in groups for p in params) - n_held
-    if n_held < len(flats) or n_other:
-        raise ValueError(
-            f"this optimizer holds {n_held} of {len(flats)} flat parameters of this FlatParams and {n_other} "
-            f"of another FlatParams: build it over flat.parameters() or flat.groups()"
-        )
-    buffers = zip(flats, flat._group_of_buffer, strict=True)
-    target = {source: group_of[id(f)] for f, source in reversed(list(buffers))}
+    _refuse_others(flats, groups)
+    target = {f.buffer.group: group_of[id(f)] for f in reversed(flats)}
     segments = {id(e): s for e, s in zip(flat._entries, flat.segments, strict=True)}
     inside: list[list[Place]] = [[] for _ in groups]
     for entry in flat._inputs.entries:
         segment = segments.get(id(entry))
         if segment is not None:
             f = flats[segment.buffer]
-            inside[group_of[id(f)]].append(Place(entry.name, entry.parameter, f, segment))
+            place = Place(entry.name, entry.parameter, f, numbers[id(f)], segment)
+            inside[group_of[id(f)]].append(place)
         elif id(entry.parameter) not in group_of:  # frozen: with the parameters of its source group
             number = target.get(entry.group, min(entry.group, len(groups) - 1))
             inside[number].append(Place(entry.name, entry.parameter))
-    places = []
-    for params, own in zip(groups, inside, strict=True):
-        first = next((i for i, p in enumerate(params) if isinstance(p, FlatParameter)), len(params))
-        others = [(i, Place("", p)) for i, p in enumerate(params) if not isinstance(p, FlatParameter)]
-        before, after = [o for i, o in others if i < first], [o for i, o in others if i > first]
-        places.append([*before, *own, *after])
+    places: list[list[Place]] = [[] for _ in groups]
+    for params, own, merged in zip(groups, inside, places, strict=True):
+        for p in params:  # all originals stand in place of the group's first flat parameter
+            if isinstance(p, FlatParameter):
+                merged += own
+                own = []
+            else:
+                merged.append(Place("", p, p, numbers[id(p)]))
+        merged += own
     return places
+
+
+def _refuse_others(flats: list[FlatParameter], groups: list[list[torch.Tensor]]) -> None:
+    """Raise unless an optimizer's flat parameters are all those of one FlatParams."""
+    held = {id(p) for params in groups for p in params if isinstance(p, FlatParameter)}
+    n_held = sum(id(f) in held for f in flats)
+    if n_held < len(flats) or n_held < len(held):
+        raise ValueError(
+            f"this optimizer holds {n_held} of {len(flats)} flat parameters of this FlatParams and "
+            f"{len(held) - n_held} of another FlatParams: build it over flat.parameters() or flat.groups()"
+        )
 
 
 def _part(optimizer: torch.optim.Optimizer, key: str, value: Any, place: Place) -> Any:
     """One original's share of a state value: a view of per-element state, a copy of a scalar."""
-    segment = place.segment
-    if place.flat is None or segment is None:
+    segment, holder = place.segment, place.holder
+    if segment is None or holder is None:
         return value
     if isinstance(value, torch.Tensor):
-        if value.shape == place.flat.shape:
+        if value.shape == holder.shape:
             return value.as_strided(segment.shape, segment.stride, value.storage_offset() + segment.offset)
         if value.numel() == 1:
             return value.clone()
@@ -191,35 +192,34 @@ def _join(
 def _join_key(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, parts: list[tuple[Place, Any]]
 ) -> Any:
-    values = [found[key] for _, found in parts]
-    names = [place.name for place, _ in parts]
-    if all(isinstance(v, torch.Tensor) for v in values):
-        unlike = [
-            n for n, (p, _), v in zip(names, parts, values, strict=True) if v.shape != p.parameter.shape
-        ]
-        scalar = all(v.dim() == 0 for v in values)
-        if not unlike and not (scalar and key not in element_state(optimizer, group)):
-            return _join_elements([place for place, _ in parts], values)
-        if not scalar:
+    values = [(place, found[key]) for place, found in parts]
+    if all(isinstance(v, torch.Tensor) for _, v in values):
+        is_scalar = all(v.dim() == 0 for _, v in values)
+        unlike = next((place.name for place, v in values if v.shape != place.parameter.shape), None)
+        if unlike is None and not (is_scalar and key not in element_state(optimizer, group)):
+            return _join_elements(values)
+        if not is_scalar:
             raise FlatbedError(
-                f"the state '{key}' of '{unlike[0]}' has neither the shape of its parameter nor is it a "
+                f"the state '{key}' of '{unlike}' has neither the shape of its parameter nor is it a "
                 f"scalar; load a state of the same model"
             )
-    plain = [v.item() if isinstance(v, torch.Tensor) else v for v in values]
-    for name, value in zip(names, plain, strict=True):
-        if value != plain[0]:
+    plain = [(place.name, v.item() if isinstance(v, torch.Tensor) else v) for place, v in values]
+    first, expected = plain[0]
+    for name, value in plain:
+        if value != expected:
             raise FlatbedError(
-                f"'{key}' is {plain[0]} for '{names[0]}' and {value} for '{name}'. One flat state holds one "
+                f"'{key}' is {expected} for '{first}' and {value} for '{name}'. One flat state holds one "
                 f"value for all; leave parameters that skipped steps out of the FlatParams"
             )
-    return values[0].clone() if isinstance(values[0], torch.Tensor) else values[0]
+    kept = values[0][1]
+    return kept.clone() if isinstance(kept, torch.Tensor) else kept
 
 
-def _join_elements(places: list[Place], values: list[torch.Tensor]) -> torch.Tensor:
-    flat = places[0].flat
-    assert flat is not None
-    joined = torch.zeros(flat.shape, dtype=values[0].dtype, device=flat.device)
-    for place, value in zip(places, values, strict=True):
+def _join_elements(values: list[tuple[Place, torch.Tensor]]) -> torch.Tensor:
+    place, first = values[0]
+    assert place.holder is not None
+    joined = torch.zeros(place.holder.shape, dtype=first.dtype, device=place.holder.device)
+    for place, value in values:
         assert place.segment is not None
         joined.as_strided(place.segment.shape, place.segment.stride, place.segment.offset).copy_(value)
     return joined

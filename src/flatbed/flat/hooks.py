@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from flatbed.errors import FlatbedError
-from flatbed.flat import repair
+from flatbed.flat import norms, repair
 from flatbed.flat.buffer import Buffer, capturing, view
 from flatbed.flat.parameter import FlatParameter
 from flatbed.optim.probe import refuse_shape_readers
@@ -32,14 +32,26 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class FusedStepRequest:
+    """A request of `FlatParams.step`: clip gradients before the next step, and drop them after it."""
+
+    buffers: list[Buffer]
+    max_norm: float | None
+    norm_type: float
+    total_norm: torch.Tensor | None = None
+    is_done: bool = False
+
+
+@dataclass
 class Step:
     """One step of one optimizer: the buffers it updates, and the frozen values to restore after it.
 
-    `is_only_hook` says that no other hook can replace a gradient between the gather and the optimizer.
+    `is_only_hook` says that no other hook can replace a gradient between the two hooks of this module.
     """
 
     flats: list[FlatParameter]
     is_only_hook: bool
+    request: FusedStepRequest | None = None
     buffers: list[Buffer] = field(default_factory=list)
     frozen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
@@ -58,18 +70,18 @@ class Step:
         """Gather every gradient, refuse missing ones, and clip if `FlatParams.step` asks for it."""
         self.buffers = []
         for p in self.flats:
-            if p.grad is not None:
+            if p.gather_grad() is not None:
                 _refuse_missing(p._owner, p.buffer)
                 self.buffers.append(p.buffer)
         for owner in self.owners:
             if all(buffer.no_backward for buffer in self.buffers):
                 _report_no_grads(owner)
-            if owner._request is not None:
-                gathered = [buffer for buffer in owner._buffers if buffer in self.buffers]
-                owner._request.total_norm = owner._clip(gathered, owner._request)
+        request = self.request
+        if request is not None and request.max_norm is not None:
+            gathered = [buffer for buffer in request.buffers if buffer in self.buffers]
+            request.total_norm = norms.clip(gathered, request.max_norm, request.norm_type)
         self.set_in_step(True)
 
-    @torch.no_grad()
     def keep_frozen(self) -> None:
         """Copy the values of frozen parameters, which weight decay and momentum would move."""
         for p in self.flats:
@@ -77,9 +89,8 @@ class Step:
                 own = view(p.buffer.data, p.buffer.segments[i])
                 self.frozen.append((own, own.clone()))
 
-    @torch.no_grad()
     def restore_frozen(self) -> None:
-        if self.frozen:
+        if self.frozen:  # none of these tensors requires grad
             torch._foreach_copy_([own for own, _ in self.frozen], [kept for _, kept in self.frozen])
 
 
@@ -108,13 +119,14 @@ def _before_step(
     flats = flat_parameters(optimizer)
     if not flats:
         return None
-    others = bool(optimizer._optimizer_step_pre_hooks) or len(_global_optimizer_pre_hooks) > 1
-    step = Step(flats, is_only_hook=not others)
+    own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    step = Step(flats, is_only_hook=not own_hooks and len(_global_optimizer_pre_hooks) == 1)
     for p in flats:
         p.buffer.in_step = False  # an earlier step may have ended in an exception
     _check_first_step(optimizer, step)
     for owner in step.owners:
-        owner._repair()
+        step.request, owner._request = step.request or owner._request, None
+        repair.rebind(owner, owner._buffers)
         _refuse_unfrozen(owner, optimizer)
     _refuse_old_state(optimizer, flats)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -138,6 +150,8 @@ def _collecting(closure: Callable[[], Any], step: Step) -> Callable[[], Any]:
         step.set_in_step(False)
         step.restore_frozen()
         loss = closure()
+        for owner in step.owners:
+            repair.rebind(owner, owner._buffers)
         step.collect()
         return loss
 
@@ -149,10 +163,13 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     if not steps:
         return
     step = steps.pop()
+    if step.request is not None:
+        step.request.is_done = True
+        for buffer in step.request.buffers:
+            buffer.drop_grads(in_place=buffer.in_step and buffer.complete)
     step.set_in_step(False)
     for p in step.flats:
-        if repair.flat_is_relocated(p._owner, p._index):
-            repair.take_flat_values(p._owner, p._index)
+        p.buffer.bring_flat_back()
     step.restore_frozen()
     for buffer in step.buffers:
         buffer.bump_versions(include_frozen=not step.frozen)
@@ -180,16 +197,16 @@ def _refuse_held_twice(owner: FlatParams, optimizer: torch.optim.Optimizer) -> N
     twice = [originals[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in originals]
     if twice:
         raise FlatbedError(
-            f"{_listed(twice)} is in this optimizer as a parameter of its own and inside a flat parameter, "
-            f"and would be updated twice; give the optimizer flat.parameters() alone"
+            f"{repair.listed(twice)} is in this optimizer as a parameter of its own and inside a flat "
+            f"parameter, and would be updated twice; give the optimizer flat.parameters() alone"
         )
 
 
 def _warn_of_lost_options(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None:
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for p, source in zip(owner.parameters(), owner._group_of_buffer, strict=True):
+    for p in owner.parameters():
         group = group_of.get(id(p), {})
-        for key, value in owner._inputs.options[source].items() if group else ():
+        for key, value in owner._inputs.options[p.buffer.group].items() if group else ():
             found = group.get(f"initial_{key}", group.get(key))
             if found != value:
                 warnings.warn(
@@ -209,7 +226,7 @@ def _report_no_grads(owner: FlatParams) -> None:
         return  # a replayed CUDA graph wrote the gradients
     gone = repair.removed(owner)
     if gone:
-        raise FlatbedError("\n".join(map(str, gone[:8])))
+        raise FlatbedError(repair.describe_removed(gone))
     warnings.warn(
         "no parameter of this FlatParams has a gradient, so the step trains nothing. If the model's "
         "parameters were replaced (load_state_dict(assign=True), new layers), build FlatParams from the "
@@ -223,14 +240,13 @@ def _refuse_missing(owner: FlatParams, buffer: Buffer) -> None:
     names = [buffer.segments[i].name for i in missing if buffer.originals[i].requires_grad]
     if not names or owner.missing == "zero":
         return
-    gone = [str(problem) for problem in repair.removed(owner) if problem.name in names]
+    gone = [name for name in repair.removed(owner) if name in names]
     if gone:
-        raise FlatbedError("\n".join(gone))
+        raise FlatbedError(repair.describe_removed(gone))
     raise FlatbedError(
-        f"{_listed(names)} received no gradient while others did. Torch would skip such a parameter and its "
-        f"step count, which one flat state cannot express. Freeze (requires_grad_(False)) what is not "
-        f"trained, leave it out of the FlatParams, or use missing='zero' (weight decay and momentum then "
-        f"still move it)"
+        f"{repair.listed(names)} received no gradient while others did. Torch would skip it and its step "
+        f"count, which one flat state cannot express. Freeze (requires_grad_(False)) what is not trained, "
+        f"leave it out of the FlatParams, or use missing='zero' (weight decay and momentum still move it)"
     )
 
 
@@ -239,11 +255,7 @@ def _refuse_unfrozen(owner: FlatParams, optimizer: torch.optim.Optimizer) -> Non
     held = {id(p) for group in optimizer.param_groups for p in group["params"]} if late else set()
     names = [entry.name for entry in late if id(entry.parameter) not in held]
     if names:
-        raise FlatbedError(
-            f"{_listed(names)} was frozen when the model was flattened and is trained now, but lies in no "
-            f"buffer. Flatten while it is trainable and freeze it afterwards, or add it to the optimizer "
-            f"with add_param_group"
-        )
+        raise FlatbedError(repair.describe_unfrozen(names))
 
 
 def _refuse_old_state(optimizer: torch.optim.Optimizer, flats: list[FlatParameter]) -> None:
@@ -255,8 +267,3 @@ def _refuse_old_state(optimizer: torch.optim.Optimizer, flats: list[FlatParamete
                     f"{p.numel()}: the model was cast after training began. Take optimizer_state_dict() "
                     f"before the cast, and load it into a new optimizer over flat.parameters() after it"
                 )
-
-
-def _listed(names: list[str], most: int = 8) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

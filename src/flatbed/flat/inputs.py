@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +22,7 @@ Source: TypeAlias = (
 
 
 @dataclass(slots=True)
-class Entry:
+class SourceParam:
     """One parameter: its name, its group, and the module attributes that hold it."""
 
     name: str
@@ -32,29 +31,20 @@ class Entry:
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class ModuleSlots:
-    """Every module attribute that holds a flattened parameter, as columns that C code can compare."""
+def module_slots(entries: list[SourceParam]) -> list[tuple[Any, ...]]:
+    """Every module attribute that holds a flattened parameter, as columns that C code can compare.
 
-    dicts: list[dict[str, Any]]
-    names: list[str]
-    parameters: list[torch.Tensor]
-
-    @staticmethod
-    def of(entries: list[Entry]) -> ModuleSlots:
-        slots = [(owner._parameters, name, e.parameter) for e in entries for owner, name in e.slots]
-        return ModuleSlots([d for d, _, _ in slots], [n for _, n, _ in slots], [p for _, _, p in slots])
-
-    def unchanged(self) -> bool:
-        """Return whether every attribute still holds the same parameter."""
-        return all(map(is_, map(dict.get, self.dicts, self.names), self.parameters))
+    The columns are the dicts of the modules' parameters, the names in them, and the parameters.
+    """
+    slots = [(owner._parameters, name, e.parameter) for e in entries for owner, name in e.slots]
+    return list(zip(*slots, strict=True)) or [(), (), ()]
 
 
 @dataclass(slots=True)
 class Inputs:
     """Everything in the source, in its order; `named` is set when torch would have received names too."""
 
-    entries: list[Entry]
+    entries: list[SourceParam]
     options: list[dict[str, Any]]
     module: nn.Module | None = None
     named: bool = False
@@ -65,7 +55,7 @@ def read(source: Source) -> Inputs:
     """Read a module, parameters, (name, parameter) pairs or param-group dicts; tables are left out."""
     if isinstance(source, nn.Module):
         slots = _slots(source)
-        entries = [Entry(n, p, 0, slots[id(p)]) for n, p in source.named_parameters()]
+        entries = [SourceParam(n, p, 0, slots[id(p)]) for n, p in source.named_parameters()]
         inputs = Inputs([e for e in entries if not isinstance(e.parameter, Table)], [{}], module=source)
     elif not isinstance(source, Iterable) or isinstance(source, str | bytes | Mapping | torch.Tensor):
         raise TypeError(
@@ -84,45 +74,32 @@ def read(source: Source) -> Inputs:
 
 
 def _read_items(items: list[Any]) -> Inputs:
+    """Read params as torch does; a parameter that is listed twice in a group (tied weights) counts once."""
     grouped = any(isinstance(item, dict) for item in items)
     groups: list[dict[str, Any]] = items if grouped else [{"params": items}]
-    entries: list[Entry] = []
+    entries: dict[int, SourceParam] = {}
     named = False
     for number, group in enumerate(groups):
         if not isinstance(group, dict) or "params" not in group:
             raise TypeError(f"param group {number} must be a dict with a 'params' key; found {group!r}")
-        for name, parameter in _named(group["params"], first=len(entries)):
-            if not isinstance(parameter, Table):
-                named = named or name is not None
-                entries.append(Entry(name or f"param {len(entries)}", parameter, number))
+        params = group["params"]
+        for item in [params] if isinstance(params, torch.Tensor) else params:
+            name, parameter = item if isinstance(item, tuple) else (f"param {len(entries)}", item)
+            if not isinstance(parameter, torch.Tensor):
+                raise TypeError(
+                    f"item {len(entries)} of the source is a {type(parameter).__name__}, not a parameter: "
+                    f"pass parameters, or one module"
+                )
+            if isinstance(parameter, Table):
+                continue
+            named = named or isinstance(item, tuple)
+            earlier = entries.setdefault(id(parameter), SourceParam(name, parameter, number))
+            if earlier.group != number:
+                raise ValueError(
+                    f"parameter '{name}' is in param group {earlier.group} and in {number}: list it once"
+                )
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    return Inputs(_once_each(entries), options, named=named, grouped=grouped)
-
-
-def _named(params: Any, *, first: int) -> Iterator[tuple[str | None, torch.Tensor]]:
-    """Read `params` as torch does: one tensor, or an iterable of tensors or of (name, tensor)."""
-    items = [params] if isinstance(params, torch.Tensor) else list(params)
-    for position, item in enumerate(items, first):
-        name, parameter = item if isinstance(item, tuple) else (None, item)
-        if not isinstance(parameter, torch.Tensor):
-            raise TypeError(
-                f"item {position} of the source is a {type(parameter).__name__}, not a parameter: pass "
-                f"parameters, or one module"
-            )
-        yield name, parameter
-
-
-def _once_each(entries: list[Entry]) -> list[Entry]:
-    """Drop repeats within a group (tied weights named twice); a parameter in two groups is an error."""
-    seen: dict[int, Entry] = {}
-    for entry in entries:
-        earlier = seen.setdefault(id(entry.parameter), entry)
-        if earlier.group != entry.group:
-            raise ValueError(
-                f"parameter '{entry.name}' is in param group {earlier.group} and in {entry.group}: "
-                f"list it once"
-            )
-    return list(seen.values())
+    return Inputs(list(entries.values()), options, named=named, grouped=grouped)
 
 
 def _slots(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -135,7 +112,7 @@ def _slots(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return slots
 
 
-def _refuse_unfit(entries: list[Entry]) -> None:
+def _refuse_unfit(entries: list[SourceParam]) -> None:
     """Raise for the first parameter that cannot lie in a buffer."""
     names: set[str] = set()
     for entry in entries:
@@ -145,17 +122,21 @@ def _refuse_unfit(entries: list[Entry]) -> None:
         if entry.name in names:
             raise ValueError(f"the name '{entry.name}' is given twice: use names that tell parameters apart")
         names.add(entry.name)
-    _refuse_shared_memory(entries)
+    _refuse_shared_memory([e for e in entries if _is_plain(e.parameter)])
 
 
-def _refuse_shared_memory(entries: list[Entry]) -> None:
+def _is_plain(p: torch.Tensor) -> bool:
+    """Return whether a parameter is an ordinary dense tensor with values."""
+    is_wrapper = any(map(is_traceable_wrapper_subclass, (p, p.data)))
+    strided = p.layout == torch.strided and not p.is_meta and not is_wrapper
+    return strided and p.numel() > 0 and is_dense(tuple(p.shape), p.stride())
+
+
+def _refuse_shared_memory(entries: list[SourceParam]) -> None:
     """Raise for two parameters over one memory: flattening would separate them."""
     spans = [
-        (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), e.name, p.requires_grad)
-        for e in entries
-        for p in [e.parameter]
-        if p.layout == torch.strided and not p.is_meta and not any(map(is_traceable_wrapper_subclass, [p]))
-        if p.numel() and is_dense(tuple(p.shape), p.stride())
+        (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name, p.requires_grad)
+        for name, p in ((e.name, e.parameter) for e in entries)
     ]
     for (device, _, stop, name, trained), after in pairwise(sorted(spans)):
         if device == after[0] and after[1] < stop and (trained or after[4]):
@@ -176,16 +157,14 @@ def unfit(p: torch.Tensor) -> str | None:
             f"is a {type(p.data).__name__}, which stores its values in its own way; keep it out of the "
             f"source (FSDP2's DTensors: use torch.optim or flatbed.optim over the sharded parameters)"
         )
-    if isinstance(p, FlatParameter):
-        return "is a flat parameter already; pass the model's own parameters"
-    if p.layout != torch.strided:
-        return f"is sparse ({p.layout}); keep it out of the source and use an optimizer for sparse gradients"
-    if p.is_complex():
-        return "is complex; store it as two real parameters (torch.view_as_real)"
-    if p.is_meta:
-        return "is on the meta device and has no values yet; materialize the model first"
-    if not p.is_leaf:
-        return "is not a leaf tensor; pass the parameter that it was computed from"
-    if overlaps_itself(tuple(p.shape), p.stride()):
-        return f"overlaps itself (shape {tuple(p.shape)}, stride {p.stride()}); make it contiguous first"
-    return None
+    reasons = {
+        "is a flat parameter already; pass the model's own parameters": isinstance(p, FlatParameter),
+        "is sparse; keep it out of the source": p.layout != torch.strided,
+        "is complex; store it as two real parameters (torch.view_as_real)": p.is_complex(),
+        "is on the meta device and has no values yet; materialize the model first": p.is_meta,
+        "is not a leaf tensor; pass the parameter that it was computed from": not p.is_leaf,
+    }
+    found = [reason for reason, applies in reasons.items() if applies]
+    if not found and overlaps_itself(tuple(p.shape), p.stride()):
+        found = [f"overlaps itself (stride {p.stride()}); make it contiguous first"]
+    return found[0] if found else None

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from flatbed.flat.buffer import Buffer
 
 
-def check_max_norm(max_norm: Any) -> None:
-    """Raise unless gradients can be clipped to this norm."""
-    single = isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1
-    if not (single or isinstance(max_norm, numbers.Real)):
-        raise TypeError(f"max_norm must be a number; found {max_norm!r} (parameters are not passed again)")
+def check_max_norm(max_norm: float) -> None:
+    """Raise for a negative norm, with which clipping would reverse the gradients."""
     if not max_norm >= 0:
         raise ValueError(f"max_norm must not be negative; found {max_norm}")
 
 
+@torch.no_grad()
 def param_norms(buffer: Buffer) -> torch.Tensor:
     """The norm of the values of each original, in the order of the segments."""
     return _norms(buffer, buffer.originals, buffer.data, 2.0)
@@ -34,13 +30,22 @@ def grad_norms(buffer: Buffer, norm_type: float = 2.0) -> torch.Tensor:
     return found if all(present) else found * torch.tensor(present, device=found.device)
 
 
-def total_norm(
-    buffers: Sequence[Buffer], members: Sequence[tuple[int, ...]], norm_type: float
-) -> torch.Tensor:
+@torch.no_grad()
+def clip(buffers: Sequence[Buffer], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale all gradients by the factor that torch would use, and return their norm; gather first."""
+    total = total_norm(buffers, norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for buffer in buffers:
+        assert buffer.grad is not None
+        buffer.grad.mul_(factor.to(buffer.grad.device))
+    return total
+
+
+def total_norm(buffers: Sequence[Buffer], norm_type: float) -> torch.Tensor:
     """The norm over all gradients; gather first.
 
-    On the CPU it is bitwise equal to torch's norm over the parameters in the order of the source, in which
-    `members` are the positions of each buffer's originals. On other devices it is one reduction per buffer.
+    On the CPU it is bitwise equal to torch's norm over the parameters in the order of the source. On other
+    devices it is one reduction per buffer.
     """
     if not buffers:
         return torch.tensor(0.0)
@@ -52,9 +57,9 @@ def total_norm(
         return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), norm_type)
     parts: list[torch.Tensor] = []
     positions: list[int] = []
-    for buffer, held in zip(buffers, members, strict=True):
+    for buffer in buffers:
         assert buffer.grad is not None
-        found = _norms(buffer, buffer.views, buffer.grad, norm_type)
+        found, held = _norms(buffer, buffer.views, buffer.grad, norm_type), buffer.positions
         if not buffer.complete:  # torch counts only present gradients, and zeros would change its sum
             present = [i for i, p in enumerate(buffer.originals) if p.grad is not None]
             found, held = found[torch.tensor(present, device=found.device)], tuple(held[i] for i in present)
@@ -66,7 +71,6 @@ def total_norm(
     return total
 
 
-@torch.no_grad()
 def _norms(
     buffer: Buffer, tensors: Sequence[torch.Tensor], flat: torch.Tensor, norm_type: float
 ) -> torch.Tensor:

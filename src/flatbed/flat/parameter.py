@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,56 +18,49 @@ _own_grad = _GRAD.__get__
 _set_own_grad = _GRAD.__set__
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _gathered(flat: FlatParameter) -> torch.Tensor | None:
-    return flat._owner._gather(flat._index)
-
-
 class FlatParameter(nn.Parameter):
     """All parameters of one buffer as one parameter; created by `FlatParams`."""
 
     _owner: FlatParams
-    _index: int
-
-    def __new__(cls, *_: Any, **__: Any) -> FlatParameter:
-        raise TypeError("a FlatParameter is created by FlatParams(model).parameters(), not by hand")
+    buffer: Buffer
 
     @staticmethod
-    def over(owner: FlatParams, index: int) -> FlatParameter:
-        """A flat parameter over the memory of `owner`'s buffer number `index`."""
-        flat = torch.Tensor._make_subclass(FlatParameter, owner._buffers[index].data, True)
+    def over(owner: FlatParams, buffer: Buffer) -> FlatParameter:
+        """A flat parameter over the memory of one of `owner`'s buffers."""
+        flat = torch.Tensor._make_subclass(FlatParameter, buffer.data, True)
         flat._owner = owner
-        flat._index = index
+        flat.buffer = buffer
+        buffer.flat = weakref.ref(flat)
         return flat
-
-    @property
-    def buffer(self) -> Buffer:
-        return self._owner._buffers[self._index]
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The originals' gradients, gathered; None when none of them has one."""
         if torch.compiler.is_compiling():
-            return _gathered(self)
-        grad = self.buffer.read_in_step()
-        if grad is not None:
-            return grad
-        grad = self._owner._gather(self._index)
-        own = _own_grad(self)
-        if own is not None and own is not self.buffer.grad:
-            # Autograd differentiated something with respect to the flat parameter itself.
-            self.grad = own if grad is None else own + grad
-            grad = self.buffer.grad
-        return grad
+            return _read_outside_of_the_graph(self)
+        gathered = self.buffer.read_in_step()
+        if gathered is not None:
+            return gathered
+        self._owner._repair(self.buffer)
+        return self.gather_grad()
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         _set_own_grad(self, None)
-        self._owner._set_grad(self._index, value)
+        in_place = value is None and self.buffer.in_place()
+        if not in_place:
+            self._owner._repair(self.buffer)
+        self.buffer.drop_grads(in_place=in_place) if value is None else self.buffer.assign_grad(value)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    def gather_grad(self) -> torch.Tensor | None:
+        """Gather gradients of originals that lie in the buffer."""
+        grad, own = self.buffer.gather(), _own_grad(self)
+        if own is not None and own is not self.buffer.grad:
+            # Autograd differentiated something with respect to the flat parameter itself.
+            _set_own_grad(self, None)
+            self.buffer.assign_grad(own if grad is None else own + grad)
+            return self.buffer.grad
+        return grad
 
     def show_grad(self, grad: torch.Tensor | None) -> None:
         """Put the gradient into the slot of C++ for the time of a step, where a compiled step reads it."""
@@ -74,16 +68,22 @@ class FlatParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         if id(self) not in memo:
-            memo[id(self)] = copy.deepcopy(self._owner, memo).parameters()[self._index]
+            memo[id(self)] = copy.deepcopy(self._owner, memo).parameters()[self.buffer.number]
         twin: FlatParameter = memo[id(self)]
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _flat_parameter, (self._owner, self._index)
+        return _flat_parameter, (self._owner, self.buffer.number)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FlatParameter({self.numel()} elements, {self.dtype}, {self.device})"
 
 
-def _flat_parameter(owner: FlatParams, index: int) -> FlatParameter:
-    return owner.parameters()[index]
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _read_outside_of_the_graph(flat: FlatParameter) -> torch.Tensor | None:
+    flat._owner._repair(flat.buffer)
+    return flat.buffer.gather()
+
+
+def _flat_parameter(owner: FlatParams, number: int) -> FlatParameter:
+    return owner.parameters()[number]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -13,9 +12,8 @@ import torch
 from flatbed.errors import FlatbedError
 from flatbed.flat import checkpoint, hooks, norms, repair
 from flatbed.flat.buffer import Buffer
-from flatbed.flat.inputs import Entry, ModuleSlots, Source, read
+from flatbed.flat.inputs import Source, SourceParam, module_slots, read
 from flatbed.flat.parameter import FlatParameter
-from flatbed.flat.repair import Problem
 from flatbed.layout import Segment, Spec, plan
 
 
@@ -25,15 +23,6 @@ class Snapshot:
 
     buffers: tuple[torch.Tensor, ...]
     segments: tuple[Segment, ...]
-
-
-@dataclass
-class FusedStepRequest:
-    """The clipping that `FlatParams.step` asks of the next optimizer step, and the norm found there."""
-
-    max_norm: float
-    norm_type: float
-    total_norm: torch.Tensor | None = None
 
 
 class FlatParams:
@@ -85,35 +74,30 @@ class FlatParams:
         entries = self._inputs.entries
         self._entries = [entry for entry in entries if entry.parameter.requires_grad]
         self._frozen = [entry for entry in entries if not entry.parameter.requires_grad]
-        self._slots = ModuleSlots.of(self._entries)
+        self._slots = module_slots(self._entries)
         self._no_grads_reported = False
-        self._request: FusedStepRequest | None = None
+        self._request: hooks.FusedStepRequest | None = None
         layout = plan(_spec(entry) for entry in self._entries)
-        self._members = [held.members for held in layout.buffers]
-        self._group_of_buffer = [self._entries[members[0]].group for members in self._members]
         self._buffers: list[Buffer] = []
         for number, held in enumerate(layout.buffers):
             originals = [self._entries[i].parameter for i in held.members]
-            bound = self.grads == "bound"
-            self._buffers.append(Buffer(layout.segments_of(number), originals, held.numel, bound=bound))
-        # Weak, since a flat parameter holds its owner: a cycle would keep a dropped model's memory.
-        self._flat_refs: list[weakref.ref[FlatParameter] | None] = [None] * len(self._buffers)
+            self._buffers.append(Buffer(number, held, layout.segments_of(number), originals))
+            if self.grads == "bound":
+                self._buffers[-1].bind_grads()
         hooks.install()
 
     # ---- for an optimizer and its user
 
     def parameters(self) -> list[FlatParameter]:
         """The flat parameters, one per buffer: ``torch.optim.AdamW(flat.parameters(), fused=True)``."""
-        live = [self._live(i) for i in range(len(self._buffers))]
-        flats = [FlatParameter.over(self, i) if flat is None else flat for i, flat in enumerate(live)]
-        self._flat_refs = [weakref.ref(flat) for flat in flats]
-        return flats
+        pairs = [(buffer, buffer.flat()) for buffer in self._buffers]
+        return [FlatParameter.over(self, buffer) if flat is None else flat for buffer, flat in pairs]
 
     def groups(self) -> list[dict[str, Any]]:
         """The source's param groups with flat parameters in them; one group if the source had none."""
-        flats = list(zip(self.parameters(), self._group_of_buffer, strict=True))
+        flats = self.parameters()
         return [
-            {**options, "params": [flat for flat, group in flats if group == number]}
+            {**options, "params": [flat for flat in flats if flat.buffer.group == number]}
             for number, options in enumerate(self._inputs.options)
         ]
 
@@ -128,12 +112,8 @@ class FlatParams:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Name, shape, strides, offset and buffer of every flattened parameter, in the source's order."""
-        by_position = {
-            position: segment
-            for members, buffer in zip(self._members, self._buffers, strict=True)
-            for position, segment in zip(members, buffer.segments, strict=True)
-        }
-        return tuple(by_position[position] for position in range(len(self._entries)))
+        pairs = [pair for b in self._buffers for pair in zip(b.positions, b.segments, strict=True)]
+        return tuple(segment for _, segment in sorted(pairs, key=itemgetter(0)))
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -149,9 +129,8 @@ class FlatParams:
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients, a tensor on their device; parameters are summed in torch's order."""
-        return self._total_norm(self._gathered(), float(norm_type))
+        return norms.total_norm(self._gathered(), float(norm_type))
 
-    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -162,22 +141,13 @@ class FlatParams:
         norms.check_max_norm(max_norm)
         gathered = self._gathered()
         if error_if_nonfinite:
-            total = self._total_norm(gathered, float(norm_type))
+            total = norms.total_norm(gathered, float(norm_type))
             if not torch.isfinite(total):
                 raise FlatbedError(
                     f"the total norm of the gradients is {total.item()}; parameters with inf or NaN: "
                     f"{', '.join(self.nonfinite()) or 'none, their norm overflows'}"
                 )
-        return self._clip(gathered, FusedStepRequest(max_norm, float(norm_type)))
-
-    @torch.no_grad()
-    def _clip(self, gathered: list[Buffer], request: FusedStepRequest) -> torch.Tensor:
-        total = self._total_norm(gathered, request.norm_type)
-        factor = torch.clamp(request.max_norm / (total + 1e-6), max=1.0)
-        for buffer in gathered:
-            assert buffer.grad is not None
-            buffer.grad.mul_(factor.to(buffer.grad.device))
-        return total
+        return norms.clip(gathered, max_norm, float(norm_type))
 
     def step(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, norm_type: float = 2.0
@@ -187,26 +157,23 @@ class FlatParams:
         Returns the norm if `max_norm` was given. An optimizer that skips its step (Accelerate's, while it
         accumulates gradients) does not clip either.
         """
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}")
         held = {id(p) for p in hooks.flat_parameters(optimizer)}
         if not all(id(p) in held for p in self.parameters()):
             raise ValueError(
                 "this optimizer does not hold all flat parameters of this FlatParams: build it over "
                 "flat.parameters() or flat.groups(), not over model.parameters()"
             )
-        if max_norm is None:
-            request = None
-        else:
+        if max_norm is not None:
             norms.check_max_norm(max_norm)
-            request = FusedStepRequest(max_norm, float(norm_type))
-        self._request = request
+        self._request = request = hooks.FusedStepRequest(self._buffers, max_norm, float(norm_type))
         try:
             optimizer.step()
         finally:
             self._request = None
-        optimizer.zero_grad()
-        return None if request is None else request.total_norm
+        others = any(id(p) not in held for group in optimizer.param_groups for p in group["params"])
+        if others or not request.is_done:  # a GradScaler skips a step after an overflow
+            optimizer.zero_grad()
+        return request.total_norm
 
     def norms(self) -> dict[str, float]:
         """The norm of every parameter, by name; one transfer to the host per buffer."""
@@ -229,30 +196,26 @@ class FlatParams:
             found.update(zip((s.name for s in buffer.segments), tensor.tolist(), strict=True))
         return {entry.name: found[entry.name] for entry in self._entries}
 
-    def _total_norm(self, gathered: list[Buffer], norm_type: float) -> torch.Tensor:
-        members = [m for m, b in zip(self._members, self._buffers, strict=True) if b in gathered]
-        return norms.total_norm(gathered, members, norm_type)
-
     def _gathered(self) -> list[Buffer]:
         """Gather every buffer and return those that have a gradient."""
-        return [buffer for i, buffer in enumerate(self._buffers) if self._gather(i) is not None]
+        return [flat.buffer for flat in self.parameters() if flat.grad is not None]
 
     # ---- snapshots
 
     @torch.no_grad()
     def snapshot(self) -> Snapshot:
         """Copy all values, one copy per buffer."""
-        self._repair()
+        repair.rebind(self, self._buffers)
         return Snapshot(tuple(buffer.data.clone() for buffer in self._buffers), self.segments)
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         """Write the values of a snapshot back, one copy per buffer."""
-        self._repair()
-        if not isinstance(snapshot, Snapshot) or snapshot.segments != self.segments:
+        repair.rebind(self, self._buffers)
+        if snapshot.segments != self.segments:
             raise ValueError(
-                f"restore takes a snapshot of this FlatParams, taken since it was last cast; found "
-                f"{'one of another layout' if isinstance(snapshot, Snapshot) else type(snapshot).__name__}"
+                "the snapshot is of another layout; restore takes a snapshot of this FlatParams, taken since "
+                "it was last cast"
             )
         for buffer, values in zip(self._buffers, snapshot.buffers, strict=True):
             buffer.data.copy_(values)
@@ -260,8 +223,8 @@ class FlatParams:
 
     # ---- parameters that left their buffer
 
-    def check(self) -> list[Problem]:
-        """List everything that left its buffer, with likely cause and remedy; empty if there is nothing."""
+    def check(self) -> list[str]:
+        """Describe everything that left its buffer, with likely cause and remedy; empty if nothing did."""
         return repair.check(self)
 
     def is_valid(self) -> bool:
@@ -272,7 +235,7 @@ class FlatParams:
         """Raise with every problem that `check` finds."""
         problems = self.check()
         if problems:
-            raise FlatbedError("\n".join(map(str, problems)))
+            raise FlatbedError("\n".join(problems))
 
     def rebind(self) -> None:
         """Bring back parameters that left their buffer, with the model's own values.
@@ -280,14 +243,10 @@ class FlatParams:
         Mends `.to()`, `.half()`, `load_state_dict(assign=True)`, `p.data = …` and an RNN's
         `flatten_parameters`. Steps and reads of gradients call it by themselves.
         """
-        self._repair()
-        for index, buffer in enumerate(self._buffers):
-            reshaped = buffer.reshaped()
-            if reshaped:
-                repair.bring_back(self, index, reshaped)
+        repair.rebind(self, self._buffers)
 
-    def _repair(self) -> None:
-        repair.rebind(self, range(len(self._buffers)))
+    def _repair(self, buffer: Buffer) -> None:
+        repair.rebind(self, (buffer,))
 
     # ---- checkpoints
 
@@ -302,28 +261,6 @@ class FlatParams:
         """Load what torch's `state_dict()` returned for the original parameters."""
         checkpoint.load_optimizer_state_dict(self, optimizer, state)
 
-    # ---- for flat parameters and repair
-
-    def _live(self, index: int) -> FlatParameter | None:
-        ref = self._flat_refs[index]
-        return None if ref is None else ref()
-
-    def _gather(self, index: int) -> torch.Tensor | None:
-        repair.rebind(self, (index,))
-        return self._buffers[index].gather()
-
-    def _set_grad(self, index: int, value: torch.Tensor | None) -> None:
-        repair.rebind(self, (index,))
-        buffer = self._buffers[index]
-        buffer.drop_grads() if value is None else buffer.assign_grad(value)
-
-    def _replace(self, entry: Entry, new: torch.Tensor) -> None:
-        """Let another Parameter object take over an entry's segment."""
-        for buffer in self._buffers:
-            buffer.originals = [new if p is entry.parameter else p for p in buffer.originals]
-        entry.parameter = new
-        self._slots = ModuleSlots.of(self._entries)
-
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
@@ -332,15 +269,6 @@ class FlatParams:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.grads, self.missing, self._inputs = state["grads"], state["missing"], state["inputs"]
         self._build()
-
-    def __copy__(self) -> FlatParams:
-        raise FlatbedError("a parameter lies in one FlatParams only; use copy.deepcopy to copy both")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParams:
-        twin = object.__new__(FlatParams)
-        memo[id(self)] = twin
-        twin.__setstate__({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
-        return twin
 
     def __repr__(self) -> str:
         n_buffers = len(self._buffers)
@@ -351,7 +279,7 @@ class FlatParams:
         )
 
 
-def _spec(entry: Entry) -> Spec:
+def _spec(entry: SourceParam) -> Spec:
     p = entry.parameter
     key = (entry.group, p.device, p.dtype)
     return Spec(entry.name, tuple(p.shape), p.stride(), p.element_size(), key=key)

@@ -73,9 +73,11 @@ class TorchRule:
         """One parameter's state; new rows get their first values by the current options."""
         p = at.params[i]
         state: dict[str, Any] = {}
-        for (name, kind), value in zip(self.found.numbers.items(), numbers, strict=True):
-            on_device = self.options.get("capturable") or self.options.get("fused")
-            state[name] = kind.made(value, p.device if on_device else torch.device("cpu"))
+        on_device = self.options.get("capturable") or self.options.get("fused")
+        for (name, seen), value in zip(self.found.numbers.items(), numbers, strict=True):
+            is_tensor = isinstance(seen, Tensor)
+            device = p.device if on_device else torch.device("cpu")
+            state[name] = torch.full_like(seen, value, device=device) if is_tensor else type(seen)(value)
         for name, first in self.found.tensors.items():
             state[name] = at[name][i]
             if new_for is not None and first is None:

@@ -9,6 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from flatbed.errors import FlatbedError
 
 SHAPE = (3, 4)
 STEPS = 6
-ALL = torch.ones(SHAPE, dtype=torch.bool)
 Run = tuple[Tensor, dict[str, Any]]
 """A parameter after some steps, and its state."""
 
@@ -41,28 +41,17 @@ def _cloned(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
-    """One number of state, in the form in which an optimizer keeps it."""
-
-    kind: type | torch.dtype
-    shape: tuple[int, ...] = ()
-
-    def made(self, value: float, device: torch.device) -> Any:
-        if isinstance(self.kind, torch.dtype):
-            return torch.full(self.shape, value, dtype=self.kind, device=device)
-        return self.kind(value)
-
-
-@dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The state that an optimizer keeps."""
+    """The state that an optimizer keeps.
+
+    `tensors` is state per element, with its first value: a number, an option's name, or None for the weight
+    itself. `numbers` is state that is one number for all elements, with the last one seen. `rows_are_new`
+    says that the first update of a row differs from later ones.
+    """
 
     tensors: dict[str, float | str | None]
-    """State per element, with its first value: a number, an option's name, or None for the weight itself."""
-    numbers: dict[str, Number]
-    """State that is one number for all elements."""
+    numbers: dict[str, Any]
     rows_are_new: bool
-    """Return whether the first update of a row differs from later ones."""
     defaults: dict[str, Any]
 
 
@@ -71,12 +60,12 @@ def probe_state(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> S
     probe = OptimizerProbe(kind, options)
     with _quietly():
         start, *grads = torch.randn(STEPS + 1, *SHAPE, generator=torch.Generator().manual_seed(0))
-        param, state = probe.run(start, grads)
-        if torch.equal(param, start):
+        trained = probe.run(start, grads)
+        if torch.equal(trained[0], start):
             raise probe.refusal(f"{STEPS} steps on random gradients moved nothing, which proves nothing")
-        tensors, numbers = probe.sorted_state(state)
-        probe.refuse_hidden(start, grads)
-        probe.refuse_neighbours(start, grads)
+        tensors, numbers = probe.sorted_state(trained[1])
+        probe.refuse_hidden(start, grads, trained)
+        probe.refuse_neighbours(start, grads, trained)
         first = {name: probe.first_value(name, grads[0], counted=bool(numbers)) for name in tensors}
         is_new = any(value is None or isinstance(value, str) for value in first.values())
         if tensors and not numbers and not is_new:
@@ -123,29 +112,26 @@ class OptimizerProbe:
                 ) from error
         return param.detach(), dict(optimizer.state[param])
 
-    def sorted_state(self, state: dict[str, Any]) -> tuple[list[str], dict[str, Number]]:
+    def sorted_state(self, state: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
         """Names of the state that is per element, and the state that is one number."""
-        tensors, numbers = [], {}
+        tensors: list[str] = []
+        numbers: dict[str, Any] = {}
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == SHAPE and value.dtype == torch.float32:
                 tensors.append(name)
-            elif isinstance(value, Tensor) and value.numel() == 1:
-                numbers[name] = Number(value.dtype, tuple(value.shape))
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                numbers[name] = Number(type(value))
+            elif value.numel() == 1 if isinstance(value, Tensor) else type(value) in (int, float):
+                numbers[name] = value
             elif value is not None:
-                found = (
-                    f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                )
+                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                shape = tuple(getattr(value, "shape", ()))
                 raise self.refusal(
-                    f"its state '{name}' ({found}) is neither per element nor one number, for a parameter of "
-                    f"float32 and shape {SHAPE}"
+                    f"its state '{name}' ({kind} {shape}) is neither per element nor one number, for a "
+                    f"parameter of float32 and shape {SHAPE}"
                 )
         return tensors, numbers
 
-    def refuse_hidden(self, start: Tensor, grads: list[Tensor]) -> None:
+    def refuse_hidden(self, start: Tensor, grads: list[Tensor], expected: Run) -> None:
         """Raise unless everything kept between steps is in the state, and late state starts with zeros."""
-        expected = self.run(start, grads)
         param, state = self.run(start, grads[:1])
         late = [n for n, v in expected[1].items() if state.get(n) is None and isinstance(v, Tensor)]
         zeros = {name: torch.zeros_like(expected[1][name]) for name in late}
@@ -156,23 +142,15 @@ class OptimizerProbe:
                 else "it keeps something between steps that is not in its state"
             )
 
-    def refuse_neighbours(self, start: Tensor, grads: list[Tensor]) -> None:
-        """Raise if an element's update depends on another element, or on their number."""
-        whole, state = self.run(start, grads)
-        others, elsewhere, kept = [g.clone() for g in grads], start.clone(), ALL.clone()
-        others[1][1, 2] += 0.5
-        elsewhere[1, 2] -= 0.25
-        kept[1, 2] = False
-        if not all(
-            _same(r, (whole, state), kept) for r in (self.run(start, others), self.run(elsewhere, grads))
-        ):
-            raise self.refusal("an element's update depends on other elements")
-        part, held = self.run(start[::2], [g[::2] for g in grads])
-        for value, expected in [(part, whole), *((held[name], state[name]) for name in held)]:
-            if isinstance(value, Tensor):
-                expected = expected[::2] if value.shape == part.shape else expected
-                if not torch.allclose(value, expected, rtol=1e-5, atol=1e-7):
-                    raise self.refusal("an element's update depends on how many others there are")
+    def refuse_neighbours(self, start: Tensor, grads: list[Tensor], expected: Run) -> None:
+        """Raise unless elements trained alone end with the values that they had among the others."""
+        for one in (slice(0, 1), slice(2, 3)):
+            param, state = self.run(start[one, one], [grad[one, one] for grad in grads])
+            for alone, whole in [(param, expected[0]), *((state[name], expected[1][name]) for name in state)]:
+                if isinstance(alone, Tensor):
+                    among = whole[one, one] if whole.shape == SHAPE else whole
+                    if not torch.allclose(alone, among, rtol=1e-5, atol=1e-7):
+                        raise self.refusal("an element's update depends on other elements or their number")
 
     def first_value(self, name: str, grad: Tensor, *, counted: bool) -> float | str | None:
         """The value that state begins with, as seen after a step without gradient."""
@@ -201,24 +179,19 @@ class OptimizerProbe:
         return float(at_rest.flatten()[0])
 
 
-def _same(one: Run, other: Run, kept: Tensor = ALL) -> bool:
+def _same(one: Run, other: Run) -> bool:
     def equal(a: Any, b: Any) -> bool:
-        if not isinstance(a, Tensor):
-            return bool(a == b)
-        return torch.equal(a[kept], b[kept]) if a.shape == SHAPE else torch.equal(a, b)
+        return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
     return equal(one[0], other[0]) and all(equal(one[1][name], other[1][name]) for name in one[1])
 
 
 # ---- flat parameters: whether an optimizer reads how its elements are divided into parameters
 
-# Parameters of different shapes, scales and norms, and their positions in a buffer with padding.
-SHAPES = ((4, 3), (5,), (2, 2, 2))
-PARTS = tuple(
-    torch.linspace(*span, dtype=torch.float32) for span in ((-0.3, 0.2, 12), (-2.0, 3.0, 5), (0.5, 0.6, 8))
-)
-BUFFER_LENGTH = 48
-POSITIONS = torch.cat([torch.arange(len(part)) + 16 * i for i, part in enumerate(PARTS)])
+# Parameters of different shapes, scales and norms, apart and in one buffer with padding.
+PARTS = tuple(torch.linspace(*span) for span in ((-0.3, 0.2, 12), (-2.0, 3.0, 5), (0.5, 0.6, 8)))
+APART = ((4, 3), (5,), (2, 2, 2))
+JOINED = ((48,),)
 
 
 def refuse_shape_readers(
@@ -228,13 +201,13 @@ def refuse_shape_readers(
 
     Elementwise optimizers pass, and so does LBFGS, which joins its parameters itself.
     """
-    name, start = type(optimizer).__name__, torch.cat(PARTS)
+    name = type(optimizer).__name__
     try:
         apart, joined, again = (
-            _solve(optimizer, group, device, joined=joined, seed=seed)
-            for joined, seed in ((False, 0), (True, 0), (False, 1))
+            _solve(optimizer, group, device, shapes=shapes, seed=seed)
+            for shapes, seed in ((APART, 0), (JOINED, 0), (APART, 1))
         )
-        if torch.equal(apart, start) or not apart.isfinite().all():
+        if all(map(torch.equal, apart, PARTS)) or not torch.cat(apart).isfinite().all():
             raise FlatbedError(f"{STEPS} steps on a small problem moved nothing, or to NaN")
     except Exception as error:
         warnings.warn(
@@ -245,9 +218,9 @@ def refuse_shape_readers(
         return
     differs = any(
         (a - b).abs().max() > 1e-3 * (a - part).abs().max() + 4 * torch.finfo(a.dtype).eps * part.abs().max()
-        for a, b, part in zip(_split(apart), _split(joined), PARTS, strict=True)
+        for a, b, part in zip(apart, joined, PARTS, strict=True)
     )
-    if differs and torch.equal(apart, again):  # with random updates the two cannot be compared
+    if differs and all(map(torch.equal, apart, again)):  # with random updates the two cannot be compared
         raise FlatbedError(
             f"{name} updates a flat parameter differently from the parameters it consists of: it reads their "
             f"shape, norm or mean. Give it model.parameters() (flat.originals()), or use an elementwise "
@@ -255,42 +228,46 @@ def refuse_shape_readers(
         )
 
 
-def _split(values: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(values, [len(part) for part in PARTS])
-
-
 def _solve(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, *, joined: bool, seed: int
-) -> Tensor:
-    """Train on a small quadratic problem, with separate parameters or one padded buffer."""
-    start, at = torch.cat(PARTS).to(device), POSITIONS.to(device)
-    if joined:
-        params = [nn.Parameter(start.new_zeros(BUFFER_LENGTH).index_copy(0, at, start))]
-    else:
-        params = [nn.Parameter(p.view(s).clone()) for p, s in zip(_split(start), SHAPES, strict=True)]
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    device: torch.device,
+    *,
+    shapes: tuple[tuple[int, ...], ...],
+    seed: int,
+) -> list[Tensor]:
+    """Train on a small quadratic problem and return the values of `PARTS` after it."""
+    params = [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+    for value, start in zip(_pieces([p.detach() for p in params]), PARTS, strict=True):
+        value.copy_(start)
 
-    def values() -> Tensor:
-        return params[0].detach()[at] if joined else torch.cat([p.detach().reshape(-1) for p in params])
+    def evaluate(step: int) -> Tensor:
+        """Compute loss and gradients; each step has another goal and other gradients."""
+        loss = torch.zeros((), device=device)
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        values, grads = _pieces([p.detach() for p in params]), _pieces([p.grad for p in params])
+        for value, grad, start in zip(values, grads, PARTS, strict=True):
+            error = value - (start.flip(0) * (0.7 - 0.4 * step) + 0.1).to(device)
+            weight = torch.linspace(0.5, 2.0 + step, len(start), device=device)
+            grad.copy_(weight * error)
+            loss += (0.5 * weight * error**2).sum()
+        return loss
 
     with _quietly(seed, device):
         small = twin(optimizer, _with_lr(group), list(params))
-        for step in range(STEPS):  # each step has another goal and other gradients
-            goal = start.flip(0) * (0.7 - 0.4 * step) + 0.1
-            weight = torch.linspace(0.5, 2.0 + step, len(start)).to(start)
+        takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
+        for step in range(STEPS):
+            evaluate(step)  # an optimizer may ignore the closure that it is given
+            small.step(partial(evaluate, step)) if takes_closure else small.step()  # type: ignore[arg-type]
+    return [value.cpu() for value in _pieces([p.detach() for p in params])]
 
-            def closure(goal: Tensor = goal, weight: Tensor = weight) -> Tensor:
-                grad = weight * (values() - goal)
-                if joined:
-                    params[0].grad = start.new_zeros(BUFFER_LENGTH).index_copy(0, at, grad)
-                else:
-                    for p, part in zip(params, _split(grad), strict=True):
-                        p.grad = part.reshape(p.shape).clone()
-                return (0.5 * weight * (values() - goal) ** 2).sum()
 
-            closure()  # an optimizer may ignore the closure that it is given
-            takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
-            small.step(closure) if takes_closure else small.step()  # type: ignore[arg-type]
-    return values().cpu()
+def _pieces(tensors: list[Any]) -> list[Tensor]:
+    """Views of `PARTS` in separate tensors, or in one buffer."""
+    if len(tensors) > 1:
+        return [tensor.view(-1) for tensor in tensors]
+    return [tensors[0][16 * i : 16 * i + len(part)] for i, part in enumerate(PARTS)]
 
 
 def _with_lr(group: dict[str, Any]) -> dict[str, Any]:
