@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.layout import BufferLayout, Run, Segment, Spec, equal_runs, plan
 
@@ -267,7 +268,7 @@ class Buffer:
             most = max(moves)
             self.no_backward = most == 0
             late = [i for i in late if moves[i] < most]
-        if not late or capturing():
+        if not late or is_capturing(self.data.device):
             return []
         found = torch.stack([_is_untouched(self.views[i]).all() for i in late]).tolist()
         return [i for i, untouched in zip(late, found, strict=True) if untouched]
@@ -275,8 +276,3 @@ class Buffer:
 
 def _is_untouched(grad: torch.Tensor) -> torch.Tensor:
     return (grad == 0) & torch.signbit(grad)
-
-
-def capturing() -> bool:
-    """Return whether a CUDA graph is being captured, in which the host must not wait for the GPU."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

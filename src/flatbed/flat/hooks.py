@@ -21,9 +21,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.flat import norms, repair
-from flatbed.flat.buffer import Buffer, capturing, view
+from flatbed.flat.buffer import Buffer, view
 from flatbed.flat.parameter import FlatParameter
 from flatbed.optim.probe import refuse_shape_readers
 
@@ -180,7 +181,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 def _check_first_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
     """Check what depends on the optimizer's class and groups alone, once for each set of groups."""
-    if _seen.get(optimizer) == len(optimizer.param_groups) or capturing():
+    first = optimizer.param_groups[0]["params"][0]
+    if _seen.get(optimizer) == len(optimizer.param_groups) or is_capturing(first.device):
         return
     for group in optimizer.param_groups:
         flat = next((p for p in group["params"] if type(p) is FlatParameter), None)
@@ -219,7 +221,7 @@ def _warn_of_lost_options(owner: FlatParams, optimizer: torch.optim.Optimizer) -
 
 def _report_no_grads(owner: FlatParams) -> None:
     """Warn of a step without any gradient, or raise if the parameters are no longer the module's."""
-    if owner._no_grads_reported or capturing():
+    if owner._no_grads_reported or is_capturing(owner._buffers[0].data.device):
         return
     owner._no_grads_reported = True  # once, since it waits for the GPU
     if any(b.no_backward and b.grad is not None and bool(b.grad.any()) for b in owner._buffers):
