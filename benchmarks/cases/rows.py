@@ -82,13 +82,11 @@ def run(options: Options) -> Iterator[Row]:
     for storage in CASES:
         if options.wants(storage):
             for shape in shapes(storage, options):
-                yield from run_shape("rows", "random", storage, shape, (to, back), options)
+                yield from run_shape(storage, shape, (to, back), options)
                 free_memory(options.device)
 
 
-def run_shape(
-    benchmark: str, case: str, storage: str, shape: Shape, bus: tuple[float, float], options: Options
-) -> Iterator[Row]:
+def run_shape(storage: str, shape: Shape, bus: tuple[float, float], options: Options) -> Iterator[Row]:
     """Measure all variants over tables of one size."""
     device, samples = options.device, options.steps or 7
     by_gpu = storage == "device" and options.on_gpu
@@ -132,7 +130,7 @@ def run_shape(
             "memory": chosen[name].memory or None,
         }
         yield options.row(
-            benchmark, case, name, setting=setting, metrics=metrics, n_samples=samples, ok=read[name].ok
+            "rows", "random", name, setting=setting, metrics=metrics, n_samples=samples, ok=read[name].ok
         )
 
 
