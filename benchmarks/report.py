@@ -260,7 +260,9 @@ LINES = [
     Line("clip + Adam, GPT of 1.56 B parameters", "h200-roofline.json", "step", "wall_ms", OPTIM, FUSED, GPT),
     Line("clip + Adam, ResNet-50", "h200-roofline.json", "step", "wall_ms", OPTIM, FUSED, RESNET),
     Line("training step, ResNet-50", "h200-step.json", "train", "step_ms", OPTIM, FUSED, RESNET),
-    Line("step of a 31 GB table, cache of 10 %, Zipf 1.05 ids", *STEP, CAPTURED, SPARSE, SKEWED),
+    Line(
+        "step of a 31 GB table in a CUDA graph, cache of 10 %, Zipf 1.05 ids", *STEP, CAPTURED, SPARSE, SKEWED
+    ),
     Line("the same, uniform ids", *STEP, CAPTURED, SPARSE, UNIFORM),
     Line(
         "word2vec with 10 M hashed n-grams (16 GB), words/s",

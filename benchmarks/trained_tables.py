@@ -71,27 +71,18 @@ class TrainedTable(Protocol):
 class FlatbedTable:
     """`flatbed.Embedding`, with a model computed beside it in every step if there is one."""
 
-    def __init__(
-        self,
-        spec: TableSpec,
-        device: torch.device,
-        *,
-        storage: str = "host",
-        model: Callable[[], object] | None = None,
-        **arguments: Any,
-    ) -> None:
-        self.emb = flatbed.Embedding(
-            spec.n_rows, spec.dim, storage=storage, device=device, init="zeros", **arguments
-        )
+    def __init__(self, spec: TableSpec, device: torch.device, **arguments: Any) -> None:
+        self.emb = flatbed.Embedding(spec.n_rows, spec.dim, device=device, init="zeros", **arguments)
+        self.model: Callable[[], object] | None = None
         self._optimizer = flatbed.optim.Adam(self.emb, lr=LR)
         self._target = make_target(spec, device)
-        self._device, self._model = device, model
+        self._device = device
         self._graph: Callable[[Tensor], object] | None = None
 
     def step(self, ids: Any) -> Tensor:
         rows = self.emb(ids)
-        if self._model is not None:
-            self._model()
+        if self.model is not None:
+            self.model()
         loss = loss_of(rows, self._target)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
@@ -141,21 +132,20 @@ class FlatbedTable:
 class SparseTable:
     """`nn.Embedding(sparse=True)` under SparseAdam, all of it on the device."""
 
-    def __init__(
-        self, spec: TableSpec, device: torch.device, *, model: Callable[[], object] | None = None
-    ) -> None:
+    def __init__(self, spec: TableSpec, device: torch.device) -> None:
         torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
         weight = torch.zeros((spec.n_rows, spec.dim), device=device)
         self._emb = nn.Embedding(spec.n_rows, spec.dim, sparse=True, _weight=weight)
         self._optimizer = torch.optim.SparseAdam(list(self._emb.parameters()), lr=LR)
         self._target = make_target(spec, device)
-        self._device, self._model = device, model
+        self._device = device
+        self.model: Callable[[], object] | None = None
 
     def step(self, ids: Ids) -> None:
         host = pinned(ids) if self._device.type == "cuda" else torch.from_numpy(ids)
         rows = self._emb(host.to(self._device, non_blocking=True))
-        if self._model is not None:
-            self._model()
+        if self.model is not None:
+            self.model()
         loss_of(rows, self._target).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()  # type: ignore[no-untyped-call]
         self._optimizer.zero_grad()
