@@ -247,7 +247,6 @@ class Trainer:
         extra = {
             "settings": self.settings.to_dict(),
             "text": self._text,
-            "threads": torch.get_num_threads() if self.settings.torch_device.type == "cpu" else None,
             "step": self.step,
             "steps": self.n_steps,
             "words": self.words,
@@ -289,8 +288,6 @@ class SavedRun:
     """The fingerprint of the corpus."""
     step: int
     n_steps: int
-    threads: int | None
-    """torch's threads on a CPU; None for a GPU."""
 
     @classmethod
     def find(cls, folder: str | Path) -> SavedRun | None:
@@ -301,7 +298,7 @@ class SavedRun:
         try:
             version = json.loads((folder / CURRENT).read_text())["version"]
             extra = json.loads((folder / version / MANIFEST).read_text())["extra"]
-            return cls(extra["settings"], extra["text"], extra["step"], extra["steps"], extra.get("threads"))
+            return cls(extra["settings"], extra["text"], extra["step"], extra["steps"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise FlatbedError(
                 f"{folder} holds no intact checkpoint of word vectors ({error!r}): give another folder"
