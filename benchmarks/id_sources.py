@@ -30,11 +30,6 @@ class IdSource:
         exponent = DISTRIBUTIONS[distribution]
         self._cumulative = None if exponent is None else cumulative(n_rows, exponent).to(device)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the device that the distribution takes."""
-        return 0 if self._cumulative is None else self._cumulative.nbytes
-
     def draw(self, n_batches: int) -> list[Ids]:
         """Draw the next batches, in host memory."""
         if self._cumulative is None:

@@ -73,6 +73,7 @@ class FlatbedTable:
 
     def __init__(self, spec: TableSpec, device: torch.device, **arguments: Any) -> None:
         self.emb = flatbed.Embedding(spec.n_rows, spec.dim, device=device, init="zeros", **arguments)
+        self.spec = spec
         self.model: Callable[[], object] | None = None
         self._optimizer = flatbed.optim.Adam(self.emb, lr=LR)
         self._target = make_target(spec, device)
@@ -89,12 +90,12 @@ class FlatbedTable:
         self._optimizer.zero_grad()
         return loss
 
-    def captured_step(self, ids: Any) -> object:
-        """Replay the step as a CUDA graph, which the first call captures."""
-        there = (ids if isinstance(ids, Tensor) else pinned(ids)).to(self._device, non_blocking=True)
+    def captured_step(self, ids: Ids) -> object:
+        """Replay the step as a CUDA graph, which the fourth call captures."""
+        batch = pinned(ids) if self._device.type == "cuda" else torch.from_numpy(ids)
         if self._graph is None:
-            self._graph = flatbed.capture(self.step, there)
-        return self._graph(there)
+            self._graph = flatbed.capture(self.step, batch, device=self._device)
+        return self._graph(batch)
 
     def prefetched(self, step: Callable[[Any], object], depth: int) -> Steps:
         """Take steps whose rows a Prefetcher loads ahead of time."""

@@ -98,16 +98,6 @@ def run(options: Options) -> Iterator[Row]:
                     yield from bench.run(table, setting)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenTable:
-    """A table of flatbed, and GPU memory that was allocated before it."""
-
-    trained: FlatbedTable
-    spec: TableSpec
-    storage: str
-    before: int
-
-
 class HitCounter:
     """Counts hits and misses of a table's cache during the turns of each variant."""
 
@@ -147,30 +137,30 @@ class Bench:
         return model, percentiles([wall_ms(block, self.device) / 20 for _ in range(5)])["p50"]
 
     @contextmanager
-    def table(self, spec: TableSpec, storage: str) -> Iterator[OpenTable]:
+    def table(self, spec: TableSpec, storage: str) -> Iterator[FlatbedTable]:
         """Make the table that settings share."""
         free_memory(self.device)
-        before = allocated_bytes(self.device)
         with TemporaryDirectory(dir=self.options.folder) as folder:
             path = {"path": Path(folder) / "rows.bed"} if storage == "disk" else {}
-            trained = FlatbedTable(spec, self.device, storage=storage, cache_rows=0, **path)
+            table = FlatbedTable(spec, self.device, storage=storage, cache_rows=0, **path)
             try:
-                yield OpenTable(trained, spec, storage, before)
+                yield table
             finally:
-                trained.close()
+                table.close()
                 free_memory(self.device)
 
-    def run(self, table: OpenTable, setting: Setting) -> Iterator[Row]:
+    def run(self, table: FlatbedTable, setting: Setting) -> Iterator[Row]:
         """Time all variants of a setting in turns."""
-        spec, trained = table.spec, table.trained
+        spec, storage = table.spec, table.emb.table.storage
         source = IdSource(setting.distribution, spec.n_rows, spec.n_ids, device=self.device)
         chosen = [*self.options.choose(dict.fromkeys(setting.variants))]
         model, model_ms = (None, None) if setting.model_ms is None else self.model(setting.model_ms)
-        trained.model = model
-        trained.use_cache(setting.cache_rows)
+        table.model = model
+        table.use_cache(setting.cache_rows)
+        before = allocated_bytes(self.device)  # graphs of earlier settings keep their caches
         for ids in source.draw(16 * setting.cache_rows // spec.n_ids if setting.fills_cache else 0):
-            trained.step(ids)
-        steps = {name: VARIANTS[name](trained) for name in chosen if name != SPARSE}
+            table.step(ids)
+        steps = {name: VARIANTS[name](table) for name in chosen if name != SPARSE}
         held = 0
         if SPARSE in chosen:
             held = spec.nbytes
@@ -180,20 +170,20 @@ class Bench:
         plan = SMALL_PLAN if self.options.is_small else PLAN
         if model is not None:
             plan = replace(plan, synchronized=min(5, plan.synchronized), blocks=min(2, plan.blocks))
-        counter = HitCounter(trained if setting.cache_rows else None)
+        counter = HitCounter(table if setting.cache_rows else None)
         found = time_in_turns(steps, source.draw, plan, self.options, around=counter.around)
-        memory = dict.fromkeys(found, allocated_bytes(self.device) - table.before - source.nbytes - held)
+        memory = dict.fromkeys(found, allocated_bytes(self.device) - before - held)
         if SPARSE in chosen:
             memory[SPARSE] = held
             peer.close()
         fresh = source.draw(1)[0]
-        trained.step(fresh)
-        is_flushed = trained.survives_flush(np.unique(fresh)[:1024])
+        table.step(fresh)
+        is_flushed = table.survives_flush(np.unique(fresh)[:1024])
         shared = {"distribution": setting.distribution, **spec.setting}
         shared |= {} if model_ms is None else {"model_ms": model_ms}
         for name, readings in found.items():
-            own = {} if name == SPARSE else {"storage": table.storage, "cache_rows": setting.cache_rows}
-            result = self.check(name, table.storage, setting.cache_rows > 0)
+            own = {} if name == SPARSE else {"storage": storage, "cache_rows": setting.cache_rows}
+            result = self.check(name, storage, setting.cache_rows > 0)
             metrics = self._metrics(readings, counter.counts.get(name), memory[name], model_ms)
             yield self.options.row(
                 "cache",
