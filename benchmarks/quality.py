@@ -411,7 +411,8 @@ def difference(
 
     sign = 1.0 if higher_is_better else -1.0
     found = ttest_ind(sign * np.array(ours), sign * np.array(theirs), equal_var=False)
-    return sign * (fmean(ours) - fmean(theirs)), *map(float, found.confidence_interval(0.95))
+    interval = found.confidence_interval(0.95)
+    return sign * (fmean(ours) - fmean(theirs)), float(interval.low), float(interval.high)
 
 
 def run(options: Options) -> Iterator[Row]:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -166,10 +165,7 @@ def test_a_table_that_loses_repeated_updates_is_found() -> None:
             self._target = target
 
     checker = Checker(8, CPU, n_rows=300, n_ids=32)
-    result = checker.check(Lossy)
-    assert not result.ok
-    assert 0 < result.wrong_rows <= result.checked_rows == len(checker.rows)
-    assert len(np.unique(np.concatenate(checker.batches))) == result.checked_rows
+    assert not checker.check(Lossy).ok
 
 
 # ---- data and word vectors
