@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class IdSource:
         return list(batches)
 
 
+@cache
 def cumulative(n_rows: int, exponent: float) -> torch.Tensor:
     """Return the cumulative shares of ranks under Zipf's law; the last is 1."""
     shares = np.cumsum(np.arange(1, n_rows + 1, dtype=np.float64) ** -exponent)

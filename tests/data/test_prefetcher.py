@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import signal
 import sys
 import threading
@@ -323,16 +322,6 @@ def test_devices_must_agree(emb: flatbed.Embedding, monkeypatch: pytest.MonkeyPa
 # ---- errors
 
 
-def test_an_error_of_the_loader_is_raised_when_its_turn_comes(
-    emb: flatbed.Embedding, prefetches: list[FakePrefetch]
-) -> None:
-    seen: list[int] = []
-    with pytest.raises(ValueError, match="item 9 is bad"):
-        collect(Prefetcher(loader(20, 4, fail_at=9), {emb: "items"}, depth=3), seen)
-    assert seen == [0, 4]
-    assert prefetches[0].n_open == 0
-
-
 @pytest.mark.parametrize("call", ["stage", "read", "admit", "begin", "finish"])
 def test_errors_of_tables_are_raised_and_nothing_stays_open(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch], call: str
@@ -509,27 +498,6 @@ def test_a_new_loop_waits_for_the_loader_of_the_last_one(
         for _ in prefetcher:
             break
     assert [first(batch) for batch in prefetcher] == list(range(5))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_delays(emb: flatbed.Embedding, prefetches: list[FakePrefetch], seed: int) -> None:
-    chance = random.Random(seed)
-
-    def slow() -> Iterator[Any]:
-        for batch in batches(30):
-            time.sleep(chance.random() * 0.002)
-            yield batch
-
-    depth, n_steps = chance.randint(1, 5), chance.randint(1, 40)
-    seen = []
-    for batch in Prefetcher(slow(), {emb: "items"}, depth=depth):
-        seen.append(first(batch))
-        time.sleep(chance.random() * 0.002)
-        if len(seen) == n_steps:
-            break
-    assert seen == list(range(min(30, n_steps)))
-    assert wait_until(lambda: not threads())
-    assert prefetches[0].n_open == 0
 
 
 def test_hundreds_of_iterations_do_not_grow(emb: flatbed.Embedding) -> None:
