@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.data.lookups import Lookup, Selector, common_device, selectors_by_table
+from flatbed.data.lookups import Selector, TableLookups, common_device, selectors_by_table
 from flatbed.data.pipeline import InlineIteration, ThreadedIteration
 from flatbed.data.staging import CopyStream, StagingRing, ring_for
 from flatbed.data.transfer import BatchMover, pinned_batches
@@ -115,7 +115,9 @@ class Prefetcher:
         batches = self._begin(mover)
         if self.depth == 0:
             return PrefetchIterator(InlineIteration(batches, mover))
-        lookups = [Lookup(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()]
+        lookups = [
+            TableLookups(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()
+        ]
         iteration = ThreadedIteration(BoundedSource(batches, self.depth), lookups, mover)
         self._previous = iteration.worker
         return PrefetchIterator(iteration)
