@@ -39,6 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument("--steps", type=int, help="timed steps, samples or seeds per variant")
         command.add_argument("--folder", type=Path, help="where files of tables on disk are made")
         command.add_argument("--json", type=Path, help="store the rows; written after every row")
+        command.add_argument("--append", action="store_true", help="keep the rows that are in the file")
         command.add_argument("--png", type=Path, help="draw the rows")
     show = commands.add_parser("show", help="print stored rows as markdown tables")
     show.add_argument("files", nargs="+", type=Path)
@@ -87,11 +88,12 @@ def measure(asked: argparse.Namespace) -> list[Row]:
     if unknown:
         raise SystemExit(f"unknown cases {', '.join(unknown)}; there are {', '.join(module.CASES)}")
     rows: list[Row] = []
+    kept = read_rows(asked.json) if asked.append and asked.json.exists() else []
     for row in module.run(options):
         rows.append(row)
         options.report(report.one_line(row))
         if asked.json:
-            write_rows(rows, asked.json)
+            write_rows([*kept, *rows], asked.json)
     return rows
 
 

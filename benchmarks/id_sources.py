@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,6 @@ class IdSource:
         exponent = DISTRIBUTIONS[distribution]
         self._cumulative = None if exponent is None else cumulative(n_rows, exponent).to(device)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the device that the distribution takes."""
-        return 0 if self._cumulative is None else self._cumulative.nbytes
-
     def draw(self, n_batches: int) -> list[Ids]:
         """Draw the next batches, in host memory."""
         if self._cumulative is None:
@@ -48,6 +44,7 @@ class IdSource:
         return list(batches)
 
 
+@cache
 def cumulative(n_rows: int, exponent: float) -> torch.Tensor:
     """Return the cumulative shares of ranks under Zipf's law; the last is 1."""
     shares = np.cumsum(np.arange(1, n_rows + 1, dtype=np.float64) ** -exponent)

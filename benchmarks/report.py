@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from benchmarks.rows import RESULTS, ROOT, Row, percentiles, read_rows, speedup, value_of
@@ -35,7 +34,7 @@ HIDDEN = {
 SHARED = ("copy_to_gb_per_s", "copy_back_gb_per_s", "roofline_ms")
 """Metrics that all variants share; they are part of the title."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TABLE = re.compile(r"(<!-- rows (?P<file>\S+) -->\n).*?(<!-- end rows -->)", re.S)
+TABLE = re.compile(r"(<!-- rows (?P<file>\S+)(?P<words>[^\n]*) -->\n).*?(<!-- end rows -->)", re.S)
 SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end summary -->)", re.S)
 
 
@@ -222,93 +221,78 @@ def one_line(row: Row) -> str:
 
 
 class Line(NamedTuple):
-    """A job, and the two variants that are compared, each with the settings that select its row."""
+    """A job, and the two variants that are compared: the rows of a case that have these settings."""
 
     job: str
     file: str
+    case: str
     metric: str
     ours: str
     peer: str
-    setting: Mapping[str, Any] = MappingProxyType({})
-    ours_only: Mapping[str, Any] = MappingProxyType({})
+    setting: Mapping[str, Any]
 
     def markdown(self) -> str:
-        rows = read_rows(RESULTS / self.file)
-        ours = _only(rows, self.ours, {**self.setting, **self.ours_only}, self.file)["metrics"][self.metric]
-        peer = _only(rows, self.peer, self.setting, self.file)["metrics"][self.metric]
-        ratio = value_of(peer) / value_of(ours)
-        ratio = ratio if self.metric.endswith("_ms") else 1 / ratio
-        cells = [
-            f"{name}: {format_value(self.metric, value_of(m))}"
-            for name, m in ((self.ours, ours), (self.peer, peer))
-        ]
-        return f"| {self.job} | {cells[0]} | {cells[1]} | {ratio:.2f}× |"
+        ours, peer = (value_of(self._row(name)["metrics"][self.metric]) for name in (self.ours, self.peer))
+        ratio = peer / ours if self.metric.endswith("_ms") else ours / peer
+        cells = [format_value(self.metric, value) for value in (ours, peer)]
+        return f"| {self.job} | {cells[0]} | {self.peer}: {cells[1]} | {ratio:.2f}× |"
+
+    def _row(self, variant: str) -> Row:
+        rows = [row for row in newest(read_rows(RESULTS / self.file)) if row["variant"] == variant]
+        found = [row for row in rows if row["case"] == self.case and has_setting(row, self.setting)]
+        if len(found) != 1:
+            raise ValueError(
+                f"{self.file} has {len(found)} rows of {variant!r}, {self.setting}; expected one"
+            )
+        return found[0]
 
 
-def _only(rows: Sequence[Row], variant: str, setting: Mapping[str, Any], file: str) -> Row:
-    found = [
-        row
-        for row in rows
-        if row["variant"] == variant and all(row["setting"].get(k) == v for k, v in setting.items())
-    ]
-    if len(found) != 1:
-        raise ValueError(f"{file} has {len(found)} rows of {variant!r} with {setting}, expected one")
-    return found[0]
+def has_setting(row: Row, setting: Mapping[str, Any]) -> bool:
+    """Tell whether a row has these settings, or does not depend on them."""
+    return all(row["setting"].get(name, value) == value for name, value in setting.items())
 
 
 OPTIM, FUSED, SPARSE = "flatbed.optim", "torch fused", "torch sparse"
-CACHE = {"cache_rows": 2_000_000, "policy": "lfu"}
+GPT, RESNET = {"model": "gpt-like", "precision": "fp32"}, {"model": "resnet-like"}
+SKEWED, UNIFORM = ({"distribution": d, "cache_rows": 2_000_000} for d in ("zipf 1.05", "uniform"))
+STEP, CAPTURED = ("h200-cache.json", "step", "back_to_back_ms"), "flatbed, captured"
 LINES = [
-    Line("clip + Adam, 1.56 B parameters", "h200-roofline-gpt-like.json", "wall_ms", OPTIM, FUSED),
-    Line("clip + Adam, ResNet-50", "h200-roofline-resnet-like.json", "wall_ms", OPTIM, FUSED),
-    Line("whole training step, ResNet-50", "h200-resnet-like.json", "step_ms", OPTIM, FUSED),
+    Line("clip + Adam, GPT of 1.56 B parameters", "h200-roofline.json", "step", "wall_ms", OPTIM, FUSED, GPT),
+    Line("clip + Adam, ResNet-50", "h200-roofline.json", "step", "wall_ms", OPTIM, FUSED, RESNET),
+    Line("training step, ResNet-50", "h200-step.json", "train", "step_ms", OPTIM, FUSED, RESNET),
     Line(
-        "step of a 31 GB table on the host, uniform ids, no cache",
-        "h200-tables-step.json",
-        "back_to_back_ms",
-        "flatbed host",
-        "SpeedTorch",
+        "step of a 31 GB table in a CUDA graph, cache of 10 %, Zipf 1.05 ids", *STEP, CAPTURED, SPARSE, SKEWED
     ),
-    Line(
-        "the same against a table that is all on the GPU",
-        "h200-tables-step.json",
-        "back_to_back_ms",
-        "flatbed host",
-        SPARSE,
-    ),
-    Line(
-        "the same with Zipf 1.05 ids, cache of 10 %, CUDA graph",
-        "h200-cache-step.json",
-        "back_to_back_ms",
-        "flatbed, captured",
-        SPARSE,
-        {"distribution": "zipf 1.05"},
-        CACHE,
-    ),
+    Line("the same, uniform ids", *STEP, CAPTURED, SPARSE, UNIFORM),
     Line(
         "word2vec with 10 M hashed n-grams (16 GB), words/s",
-        "h200-word2vec-n-grams.json",
-        "words_per_s",
-        "flatbed host, prefetched",
-        SPARSE,
+        *("h200-word2vec.json", "speed", "words_per_s"),
+        *("flatbed host, prefetched", SPARSE, {"text": "n-grams"}),
     ),
 ]
+"""The lines of the README: `torch sparse` has the whole table on the GPU."""
 
 
 def summary() -> str:
     """Render the chosen numbers as one table."""
-    head = "| job | flatbed | without flatbed | speed |\n|---|---|---|---:|"
+    head = "| job | flatbed | beside it | speed |\n|---|---:|---:|---:|"
     return "\n".join([head, *(line.markdown() for line in LINES)])
 
 
 # ---- pages
 
 
+def select(rows: Iterable[Row], words: Iterable[str]) -> list[Row]:
+    """Keep rows that have each word as their case or as a setting."""
+    return [row for row in rows if {row["case"], *map(str, row["setting"].values())} >= {*words}]
+
+
 def filled(text: str) -> str:
-    """Render the tables between `<!-- rows FILE -->` and `<!-- end rows -->`, and the summary."""
+    """Render the tables between `<!-- rows FILE WORD... -->` and `<!-- end rows -->`, and the summary."""
 
     def table(match: re.Match[str]) -> str:
-        return f"{match[1]}{to_markdown(read_rows(RESULTS / match['file'])).strip()}\n{match[3]}"
+        rows = select(read_rows(RESULTS / match["file"]), match["words"].split())
+        return f"{match[1]}{to_markdown(rows).strip()}\n{match[4]}"
 
     text = TABLE.sub(table, text)
     return SUMMARY.sub(lambda match: f"{match[1]}{summary()}\n{match[2]}", text)

@@ -84,7 +84,7 @@ def run(options: Options) -> Iterator[Row]:
             batches = make_batches(n_arrays, array_bytes, n_batches)
             yield from run_feeds("batches", setting, batches, None, bus, options)
     if options.wants("epoch"):
-        n_arrays, array_bytes, n_batches = SMALL_SHAPES[0] if options.is_small else (1, 64 * MIB, 128)
+        n_arrays, array_bytes, n_batches = SMALL_SHAPES[0] if options.is_small else (1, 64 * MIB, 64)
         batches = make_batches(n_arrays, array_bytes, n_batches)
         for factor in FACTORS:
             setting = {"batch_bytes": n_arrays * array_bytes, "compute_factor": factor}

@@ -2,8 +2,8 @@
 
 No model runs: parameters have the shapes of a model and random gradients, which are kept. The roofline is the
 least that a step must read and write, at the speed of a plain copy. GPU time is read with all kernels queued
-and the GPU's cache flushed; wall time includes `zero_grad`. A few parameters are compared with fp64 after all
-timed steps.
+and the GPU's cache flushed; wall time includes `zero_grad`. On a few small parameters, every variant is
+compared with torch's for-loop in fp64.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from benchmarks.rows import Row, percentiles, value_of
 TURNS = 5
 WARM_UP = 5
 FLUSH_BYTES = 256 << 20  # several times the cache of any GPU
-N_CHECKED = 8
-N_ELEMENTS = 4096
+CHECKED_SHAPES = [torch.Size(shape) for shape in ((64, 96), (1000,), (7, 3, 5, 2), ())]
 
 
 class Precision(NamedTuple):
@@ -144,6 +143,7 @@ def run_model(model: Model, precision: str, speed: float, options: Options) -> I
         for name, metrics in read(probes, steps, options).items():
             best = value_of(metrics["gpu_ms"] or metrics["wall_ms"])
             metrics |= {
+                "max_rel_error": error_of(variants[name], chosen, options.device),
                 "roofline_ms": roofline_ms,
                 "roofline_ratio": best / roofline_ms,
                 "copy_gb_per_s": speed,
@@ -179,41 +179,35 @@ def read(probes: dict[str, Probe], steps: int, options: Options) -> dict[str, di
             "host_ms": percentiles(host[name].times) if gpu else None,
             "step_memory_bytes": probe.step_bytes if gpu else None,
             "kept_memory_bytes": probe.kept_bytes if gpu else None,
-            "max_rel_error": probe.error(),
         }
         for name, probe in probes.items()
     }
 
 
 class Probe:
-    """One variant on parameters and gradients of its own: times, memory and correctness."""
+    """One variant on parameters and gradients of its own: times and memory."""
 
     def __init__(
         self, make: Callable[..., Made], precision: Precision, shapes: Sequence[Any], device: torch.device
     ) -> None:
         self.device = device
         self.params = make_params(shapes, precision.dtype, device)
-        max_norm = sum(param.numel() for param in self.params) ** 0.5  # of gradients of root mean square 1
-        self.reference = Fp64Reference(self.params, max_norm)
         fill_gradients(self.params, scale=SCALES[0], seed=SEED)
-        self.reference.see_gradients()
         self.grads = [param.grad for param in self.params]
         before = allocated_bytes(device)
-        self.made = make(self.params, precision, max_norm)
-        self.n_steps = self.made.n_steps
+        self.made = make(self.params, precision, max_norm_of(self.params))
         for _ in range(WARM_UP):
-            self.step()
+            self.made.step()
         synchronize(device)
         self.kept_bytes = allocated_bytes(device) - before - _state_bytes(self.made.optimizer)
         self.step_bytes = self._measure_step_memory()
         self.flush = torch.zeros(FLUSH_BYTES // 4, device=device) if device.type == "cuda" else None
 
-    def step(self, _: object = None) -> None:
+    def step(self, _: object) -> None:
         self.made.step()
-        self.n_steps += 1
 
     def step_and_zero(self, _: object) -> None:
-        self.step()
+        self.made.step()
         self.made.zero_grad()
 
     def prepare(self) -> None:
@@ -227,68 +221,43 @@ class Probe:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         before = allocated_bytes(self.device)
-        self.step()
+        self.made.step()
         synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before if before else 0
 
-    def error(self) -> float:
-        """Compare all steps so far, and three more with gradients of changing size, with fp64."""
-        self.prepare()
-        self.reference.step(self.n_steps)
-        error = self.reference.error(self.made.optimizer)
-        for number, scale in enumerate(SCALES, 1):
-            fill_gradients(self.params, scale=scale, seed=SEED + number)
-            self.reference.see_gradients()
-            self.step()
-            self.reference.step()
-        errors = torch.tensor([error, self.reference.error(self.made.optimizer)])
-        return float(errors.max())  # nan, if there is one
 
+def error_of(make: Callable[..., Made], precision: Precision, device: torch.device) -> float:
+    """Train small parameters on given gradients; return the distance from torch's for-loop in fp64."""
+    params = make_params(CHECKED_SHAPES, precision.dtype, device)
+    copies = [nn.Parameter(param.detach().double()) for param in params]
+    first = [copy.detach().clone() for copy in copies]
+    reference = torch.optim.Adam(copies, lr=1e-3, foreach=False)
+    max_norm = max_norm_of(params)
 
-class Fp64Reference:
-    """The last elements of a few parameters, trained by torch's for-loop in fp64 on the same gradients."""
-
-    def __init__(self, params: Sequence[Tensor], max_norm: float) -> None:
-        self.params, self.max_norm = params, max_norm
-        last = len(params) - 1
-        self.originals = [params[i] for i in sorted({round(i * last / 7) for i in range(N_CHECKED)})]
-        self.copies = [nn.Parameter(_end(param).double()) for param in self.originals]
-        self.first = [copy.detach().clone() for copy in self.copies]
-        self.optimizer = torch.optim.Adam(self.copies, lr=1e-3, foreach=False)
-
-    def see_gradients(self) -> None:
-        """Take the current gradients, clipped by the norm of all of them."""
-        norms = [
-            torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in self.params if p.grad is not None
-        ]
-        factor = min(1.0, self.max_norm / (float(torch.stack(norms).norm()) + 1e-6))
-        for copy, original in zip(self.copies, self.originals, strict=True):
-            assert original.grad is not None
-            copy.grad = _end(original.grad).double() * factor
-
-    def step(self, n_steps: int = 1) -> None:
-        """Take steps with the gradients seen last."""
+    def step_reference(n_steps: int) -> None:
+        for copy, param in zip(copies, params, strict=True):
+            assert param.grad is not None
+            copy.grad = param.grad.double()
+        nn.utils.clip_grad_norm_(copies, max_norm, foreach=False)
         for _ in range(n_steps):
-            self.optimizer.step()
+            reference.step()
 
-    @torch.no_grad()
-    def error(self, optimizer: torch.optim.Optimizer) -> float:
-        """Compare the trained parameters, or their fp32 master weights, with fp64; then go on from them."""
-        found = []
-        for param in self.originals:
-            master = optimizer.state[param].get("master_weight")
-            if master is not None and not torch.equal(_end(master).to(param.dtype), _end(param)):
-                return float("inf")  # the parameter is not its rounded master weight
-            found.append(_end(param if master is None else master).double())
-        error = max_rel_error(found, [copy.detach() for copy in self.copies], self.first)
-        for copy, weight in zip(self.copies, found, strict=True):
-            copy.copy_(weight)
-        self.first = found
-        return error
+    fill_gradients(params, scale=SCALES[0], seed=SEED)
+    made = make(params, precision, max_norm)
+    step_reference(made.n_steps)
+    for number, scale in enumerate(SCALES, 1):
+        fill_gradients(params, scale=scale, seed=SEED + number)
+        step_reference(1)  # first, since torch's clipping changes the gradients of the variant
+        made.step()
+    found = [made.optimizer.state[param].get("master_weight", param.detach()) for param in params]
+    if any(not torch.equal(w.to(p.dtype), p) for w, p in zip(found, params, strict=True)):
+        return float("inf")  # a parameter is not its rounded master weight
+    return max_rel_error([weight.double() for weight in found], [c.detach() for c in copies], first)
 
 
-def _end(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[-N_ELEMENTS:]
+def max_norm_of(params: Sequence[Tensor]) -> float:
+    """Return the norm of gradients of root mean square 1."""
+    return float(sum(param.numel() for param in params) ** 0.5)
 
 
 def make_params(shapes: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -7,7 +7,7 @@ pinned memory, for tables on the host and on disk, and on the device for tables 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 import flatbed
-from benchmarks import cupy_tables
 from benchmarks.harness import (
     SEED,
     Options,
@@ -61,7 +60,6 @@ class Variant:
 
     read: Callable[[Tensor], Tensor]
     write: Callable[[Tensor, Tensor], object]
-    memory: str = ""
 
 
 def shapes(storage: str, options: Options) -> list[Shape]:
@@ -82,13 +80,11 @@ def run(options: Options) -> Iterator[Row]:
     for storage in CASES:
         if options.wants(storage):
             for shape in shapes(storage, options):
-                yield from run_shape("rows", "random", storage, shape, (to, back), options)
+                yield from run_shape(storage, shape, (to, back), options)
                 free_memory(options.device)
 
 
-def run_shape(
-    benchmark: str, case: str, storage: str, shape: Shape, bus: tuple[float, float], options: Options
-) -> Iterator[Row]:
+def run_shape(storage: str, shape: Shape, bus: tuple[float, float], options: Options) -> Iterator[Row]:
     """Measure all variants over tables of one size."""
     device, samples = options.device, options.steps or 7
     by_gpu = storage == "device" and options.on_gpu
@@ -129,10 +125,9 @@ def run_shape(
             "write_gb_per_s": gb_per_s(nbytes, written[name].times),
             "copy_to_gb_per_s": bus[0],
             "copy_back_gb_per_s": bus[1],
-            "memory": chosen[name].memory or None,
         }
         yield options.row(
-            benchmark, case, name, setting=setting, metrics=metrics, n_samples=samples, ok=read[name].ok
+            "rows", "random", name, setting=setting, metrics=metrics, n_samples=samples, ok=read[name].ok
         )
 
 
@@ -166,25 +161,15 @@ def on_device(shape: Shape, options: Options) -> Variants:
 
 @contextmanager
 def on_host(shape: Shape, options: Options) -> Variants:
-    """Make a flatbed table in host memory, and another one that torch and CuPy share."""
-    device = options.device
-    with embedding(shape, options, storage="host", cache_rows=0) as emb, ExitStack() as stack:
-        variants = {OURS: Variant(emb.read_rows, emb.write_rows)}
-        if options.on_gpu and cupy_tables.have_cupy():
-            pinned = cupy_tables.PinnedTable(shape.n_rows, shape.dim)
-            stack.callback(cupy_tables.free_pool)
-            table = pinned.memory
-            variants["CuPy"] = Variant(
-                lambda ids: pinned.read(ids.numpy()),
-                lambda ids, rows: pinned.write(ids.numpy(), rows),
-                "pinned",
-            )
-        else:
-            table = torch.zeros((shape.n_rows, shape.dim))
-            options.report("skipped CuPy: it is not installed, or there is no GPU")
-        variants["torch index, .to()"] = by_torch(table, device)
+    """Make a flatbed table and a tensor in host memory."""
+    with embedding(shape, options, storage="host", cache_rows=0) as emb:
+        table = torch.zeros((shape.n_rows, shape.dim))
+        variants = {
+            OURS: Variant(emb.read_rows, emb.write_rows),
+            "torch index, .to()": by_torch(table, options.device),
+        }
         if options.on_gpu:
-            variants["torch, pinned staging"] = by_staged_torch(table, shape, device)
+            variants["torch, pinned staging"] = by_staged_torch(table, shape, options.device)
         yield variants
 
 

@@ -1,4 +1,8 @@
-"""A table on the host without a cache: training steps, rows moved, and GPU memory that it takes."""
+"""Steps of a table on the host without a cache.
+
+- step: beside tables on the GPU.
+- fit: a table of 40 GB with state, on a GPU of which torch may use 4 GB.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import cupy_tables
-from benchmarks.cases.rows import GB, Shape, run_shape
 from benchmarks.harness import (
     Options,
     Plan,
     allocated_bytes,
-    bus_gb_per_s,
     each,
     free_memory,
     time_in_turns,
@@ -24,20 +25,23 @@ from benchmarks.id_sources import IdSource
 from benchmarks.rows import Row, percentiles
 from benchmarks.trained_tables import (
     SPARSE,
-    SPEEDTORCH,
     Checker,
     FlatbedTable,
     SparseTable,
-    SpeedTorchTable,
     TableSpec,
     scaled,
 )
 
-CASES = ("step", "move", "fit")
+CASES = ("step", "fit")
 HOST, DEVICE = "flatbed host", "flatbed device"
+VARIANTS: dict[str, Callable[..., Any]] = {
+    HOST: partial(FlatbedTable, storage="host", cache_rows=0),
+    DEVICE: partial(FlatbedTable, storage="device"),
+    SPARSE: SparseTable,
+}
 SPEC = TableSpec(20_000_000, 128, 65_536)
 FIT_ROWS = 26_041_666  # 40 GB with Adam's state
-FIT_BYTES = 4 * GB
+FIT_BYTES = 4 * 10**9
 PLAN = Plan(warm_up=5, turns=5, synchronized=6, blocks=2, block_steps=20)
 SMALL_PLAN = Plan(warm_up=2, turns=2, synchronized=2, blocks=1, block_steps=2, settle=1)
 
@@ -46,30 +50,12 @@ def run(options: Options) -> Iterator[Row]:
     """Measure the cases that were asked for."""
     spec = scaled(SPEC, small=options.is_small)
     if options.wants("step"):
-        yield from run_steps("step", spec, options.choose(variants_of(options)), options)
-    if options.wants("move"):
-        shape = Shape(1 << 20, 512, 128) if options.is_small else Shape(10 * GB, 512, 131_072)
-        yield from run_shape("tables", "move", "host", shape, bus_gb_per_s(options.device), options)
-        free_memory(options.device)
+        yield from run_steps("step", spec, options.choose(VARIANTS), options)
     if options.wants("fit") and options.on_gpu:
         fit = scaled(TableSpec(FIT_ROWS, 128, 65_536), small=options.is_small)
         with limited_memory(options.device, FIT_BYTES):
-            host = {HOST: variants_of(options)[HOST]}
+            host = {HOST: VARIANTS[HOST]}
             yield from run_steps("fit", fit, host, options, allowed_memory_bytes=FIT_BYTES)
-
-
-def variants_of(options: Options) -> dict[str, Callable[..., Any]]:
-    """List the variants that run here."""
-    found: dict[str, Callable[..., Any]] = {
-        HOST: partial(FlatbedTable, storage="host", cache_rows=0),
-        DEVICE: partial(FlatbedTable, storage="device"),
-        SPARSE: SparseTable,
-    }
-    if options.on_gpu and cupy_tables.have_cupy():
-        found[SPEEDTORCH] = SpeedTorchTable
-    elif options.on_gpu:
-        options.report(f"skipped {SPEEDTORCH}: CuPy is not installed")
-    return found
 
 
 def run_steps(
@@ -84,10 +70,10 @@ def run_steps(
         try:
             results[name] = checks.check(make)
             free_memory(device)
-            before = allocated_bytes(device) + _cupy_bytes(name)
+            before = allocated_bytes(device)
             tables[name] = make(spec, device)
             tables[name].step(source.draw(1)[0])
-            kept[name] = allocated_bytes(device) + _cupy_bytes(name) - before
+            kept[name] = allocated_bytes(device) - before
         except Exception as error:
             options.skip(name, error)
     plan = SMALL_PLAN if options.is_small else PLAN
@@ -102,8 +88,6 @@ def run_steps(
             "back_to_back_ms": percentiles(readings.back_to_back),
             "synchronized_ms": percentiles(readings.synchronized),
             "peak_memory_bytes": kept[name] + (readings.step_bytes or 0) if options.on_gpu else None,
-            "wrong_rows": result.wrong_rows,
-            "checked_rows": result.checked_rows,
             "max_abs_error": result.max_abs_error,
             **more,
         }
@@ -114,12 +98,8 @@ def run_steps(
             setting={**spec.setting, "table_bytes": spec.nbytes},
             metrics=metrics,
             n_samples=len(readings.back_to_back),
-            ok=None if name == SPEEDTORCH else result.ok,
+            ok=result.ok,
         )
-
-
-def _cupy_bytes(name: str) -> int:
-    return cupy_tables.pool_bytes() if name == SPEEDTORCH else 0
 
 
 @contextmanager

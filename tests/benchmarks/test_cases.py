@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -110,9 +109,7 @@ def test_roofline_finds_a_step_that_does_nothing() -> None:
         optimizer = torch.optim.Adam(params)
         return roofline.Made(optimizer, lambda: None, optimizer.zero_grad)
 
-    shapes = [torch.Size((4, 4)), torch.Size((3,))]
-    probe = roofline.Probe(idle, roofline.PRECISIONS["fp32"], shapes, CPU)
-    assert probe.error() > step.TOLERANCE
+    assert roofline.error_of(idle, roofline.PRECISIONS["fp32"], CPU) > step.TOLERANCE
 
 
 # ---- tables
@@ -120,9 +117,7 @@ def test_roofline_finds_a_step_that_does_nothing() -> None:
 
 def test_tables() -> None:
     listed = check(tables.run(FEW), "tables")
-    steps = [row["variant"] for row in listed if row["case"] == "step"]
-    assert steps == [tables.HOST, tables.DEVICE, tables.SPARSE]
-    assert {row["case"] for row in listed} == {"step", "move"}
+    assert [row["variant"] for row in listed] == [tables.HOST, tables.DEVICE, tables.SPARSE]
 
 
 @pytest.mark.parametrize("storage", random_rows.CASES)
@@ -149,7 +144,7 @@ def test_cached_and_captured_steps_agree_bitwise() -> None:
     assert checker.check(FlatbedTable, cache_rows=0).ok
     captured = checker.check(
         FlatbedTable,
-        lambda table: each(lambda ids: table.captured_step(torch.from_numpy(ids))),
+        lambda table: each(table.captured_step),
         cache_rows=checker.small(),
     )
     assert captured.ok
@@ -168,10 +163,7 @@ def test_a_table_that_loses_repeated_updates_is_found() -> None:
             self._target = target
 
     checker = Checker(8, CPU, n_rows=300, n_ids=32)
-    result = checker.check(Lossy)
-    assert not result.ok
-    assert 0 < result.wrong_rows <= result.checked_rows == len(checker.rows)
-    assert len(np.unique(np.concatenate(checker.batches))) == result.checked_rows
+    assert not checker.check(Lossy).ok
 
 
 # ---- data and word vectors

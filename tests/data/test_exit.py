@@ -72,13 +72,9 @@ assert next(prefetched).tolist() == list(range(10))
 }
 
 
-@pytest.mark.parametrize("storage", ["host", "disk"])
-@pytest.mark.parametrize("end", ENDS)
-def test_exit(end: str, storage: str, tmp_path: Path) -> None:
-    """With one thread, and with the two that tables on disk have."""
-    options = f"storage={storage!r}" + (f", path={str(tmp_path / 'a.bed')!r}" if storage == "disk" else "")
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN.replace("OPTIONS", options) + ENDS[end]],
+def run_script(script: str, options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", BEGIN.replace("OPTIONS", options) + script],
         capture_output=True,
         text=True,
         check=False,
@@ -86,5 +82,33 @@ def test_exit(end: str, storage: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
     )
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+@pytest.mark.parametrize("end", ENDS)
+def test_exit(end: str, storage: str, tmp_path: Path) -> None:
+    """With one thread, and with the two that tables on disk have."""
+    options = f"storage={storage!r}" + (f", path={str(tmp_path / 'a.bed')!r}" if storage == "disk" else "")
+    done = run_script(ENDS[end], options)
     assert done.stderr == ""
     assert done.returncode == (3 if end == "by an exception" else 0)
+
+
+def test_threads_end_before_tables(tmp_path: Path) -> None:
+    """Also before tables that were created after the iteration; their files are closed by finalizers."""
+    script = """
+import weakref
+def loader():
+    try:
+        while True:
+            yield torch.arange(10)
+    finally:
+        print("loader", flush=True)
+prefetched = iter(Prefetcher(loader(), ids))
+class Later: pass
+later = Later()
+weakref.finalize(later, print, "table", flush=True)
+next(prefetched)
+"""
+    done = run_script(script, f"storage='disk', path={str(tmp_path / 'a.bed')!r}")
+    assert (done.stdout.split(), done.stderr, done.returncode) == (["loader", "table"], "", 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import signal
 import sys
 import threading
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import flatbed
 from flatbed import FlatbedError, Prefetcher
@@ -130,12 +128,6 @@ def test_iterations_do_not_disturb_each_other(emb: flatbed.Embedding, prefetches
     assert list(one) == list(other) == []
     assert next(one, None) is None
     assert len(prefetches) == 4
-
-
-def test_length(emb: flatbed.Embedding) -> None:
-    assert len(Prefetcher(batches(5), {emb: "items"})) == 5
-    with pytest.raises(TypeError, match="len"):
-        len(Prefetcher(iter([]), {emb: "items"}))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -320,36 +312,6 @@ def test_a_table_that_grows_in_the_loop() -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    ("lookups", "message"),
-    [
-        (lambda emb: emb, "found Embedding"),
-        (lambda emb: [emb], "found list"),
-        (lambda emb: {nn.Embedding(3, 3): "items"}, "found Embedding: give each"),
-        (lambda emb: {nn.Sequential(emb): "items"}, "found Sequential: give each"),
-        (lambda emb: {"items": emb}, "found str"),
-        (lambda emb: {emb: 1.5}, r"Table\(50 × 4.*found float"),
-    ],
-)
-def test_wrong_lookups(emb: flatbed.Embedding, lookups: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        Prefetcher([], lookups(emb))
-
-
-def test_wrong_arguments(emb: flatbed.Embedding) -> None:
-    for given in (torch.ones(3), np.ones(3), "text", {"a": 1}):
-        with pytest.raises(TypeError, match=rf"found one {type(given).__name__}: give \[batch\]"):
-            Prefetcher(given, {emb: "items"})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="found -1"):
-        Prefetcher([], depth=-1)
-    with pytest.raises(TypeError, match="integer"):
-        Prefetcher([], depth=1.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"found DataLoader.*pin_memory"):
-        Prefetcher(loader(), pin=True)
-    with pytest.raises(FlatbedError, match="meta"):
-        Prefetcher([], device="meta")
-
-
 def test_devices_must_agree(emb: flatbed.Embedding, monkeypatch: pytest.MonkeyPatch) -> None:
     other = flatbed.Embedding(ROWS, 4)
     monkeypatch.setattr(other.table.store, "device", torch.device("cuda", 0))
@@ -357,34 +319,7 @@ def test_devices_must_agree(emb: flatbed.Embedding, monkeypatch: pytest.MonkeyPa
         Prefetcher([], {emb: "items", other: "items"})
 
 
-@pytest.mark.parametrize(
-    ("batch", "error", "message"),
-    [
-        ({"ids": torch.tensor([1]), "y": 3}, KeyError, "'items'.*dict with the keys 'ids', 'y'"),
-        ([torch.tensor([1]), 3], AttributeError, "'items'.*list of length 2"),
-        ({"items": torch.tensor([0.5])}, TypeError, "integers.*found torch.float32"),
-        ({"items": "text"}, TypeError, "integers.*found str"),
-        ({"items": torch.tensor([1, ROWS])}, IndexError, f"id {ROWS} at position 1"),
-    ],
-)
-def test_wrong_ids_name_the_table(
-    emb: flatbed.Embedding, batch: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=rf"Table\({ROWS} × 4.*{message}"):
-        list(Prefetcher([batch], {emb: "items"}))
-
-
 # ---- errors
-
-
-def test_an_error_of_the_loader_is_raised_when_its_turn_comes(
-    emb: flatbed.Embedding, prefetches: list[FakePrefetch]
-) -> None:
-    seen: list[int] = []
-    with pytest.raises(ValueError, match="item 9 is bad"):
-        collect(Prefetcher(loader(20, 4, fail_at=9), {emb: "items"}, depth=3), seen)
-    assert seen == [0, 4]
-    assert prefetches[0].n_open == 0
 
 
 @pytest.mark.parametrize("call", ["stage", "read", "admit", "begin", "finish"])
@@ -563,37 +498,6 @@ def test_a_new_loop_waits_for_the_loader_of_the_last_one(
         for _ in prefetcher:
             break
     assert [first(batch) for batch in prefetcher] == list(range(5))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_delays(emb: flatbed.Embedding, prefetches: list[FakePrefetch], seed: int) -> None:
-    chance = random.Random(seed)
-
-    def slow() -> Iterator[Any]:
-        for batch in batches(30):
-            time.sleep(chance.random() * 0.002)
-            yield batch
-
-    depth, n_steps = chance.randint(1, 5), chance.randint(1, 40)
-    seen = []
-    for batch in Prefetcher(slow(), {emb: "items"}, depth=depth):
-        seen.append(first(batch))
-        time.sleep(chance.random() * 0.002)
-        if len(seen) == n_steps:
-            break
-    assert seen == list(range(min(30, n_steps)))
-    assert wait_until(lambda: not threads())
-    assert prefetches[0].n_open == 0
-
-
-def test_thousands_of_steps_do_not_grow(emb: flatbed.Embedding) -> None:
-    prefetcher = Prefetcher(batches(10) * 300, {emb: "items"})
-    counts = []
-    for n, _ in enumerate(prefetcher):
-        if n in (500, 2900):
-            gc.collect()
-            counts.append(len(gc.get_objects()))
-    assert counts[1] < counts[0] + 200
 
 
 def test_hundreds_of_iterations_do_not_grow(emb: flatbed.Embedding) -> None:

@@ -128,7 +128,7 @@ def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
     """Rows of a disk table are prefetched while it is checkpointed."""
 
     def rows(path: Path, ahead: bool) -> Tensor:
-        emb = flatbed.Embedding(ROWS, DIM, storage="disk", path=path)
+        emb = flatbed.Embedding(ROWS, DIM, storage="disk", path=path, seed=0)
         optimizer = flatbed.optim.Adam(emb, lr=0.1)
         chance = torch.Generator().manual_seed(3)
         given = [torch.randint(0, ROWS, (30,), generator=chance) for _ in range(20)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 
 from flatbed.data.pipeline import THREAD_NAME
 from flatbed.data.worker import BoundedSource, EndOfStream, WorkerThread
-from tests.data.fakes import collect, wait_until
+from tests.data.fakes import collect
 
 SECONDS = 60.0
 
@@ -63,21 +61,6 @@ def n_threads(request: pytest.FixtureRequest) -> int:
 def test_order_and_end(n_threads: int, depth: int) -> None:
     chain = Chain(iter(range(50)), n_threads=n_threads, depth=depth, prepare=lambda item: -item)
     assert [*chain.results()] == [-i for i in range(50)]
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_no_more_items_than_permits_are_read(n_threads: int, depth: int) -> None:
-    read: list[int] = []
-
-    def items() -> Iterator[int]:
-        for i in range(20):
-            read.append(i)
-            yield i
-
-    chain = Chain(items(), n_threads=n_threads, depth=depth)
-    for n, _ in enumerate(chain.results()):
-        assert len(read) <= n + depth
-        assert wait_until(lambda n=n: len(read) == min(20, n + depth))  # type: ignore[misc]
 
 
 def test_the_consumer_need_not_wait(n_threads: int) -> None:
@@ -150,30 +133,6 @@ def test_stop_does_not_wait_for_the_loader(n_threads: int) -> None:
     chain.last.join(0.0)
     go.set()
     chain.close()
-
-
-def test_the_loader_is_released_at_every_end(n_threads: int) -> None:
-    class Items(Iterator[int]):
-        n = 0
-
-        def __next__(self) -> int:
-            self.n += 1
-            if self.n > 5:
-                raise StopIteration
-            return self.n
-
-    for end in ("exhausted", "stopped", "never started"):
-        items = Items()
-        held = weakref.ref(items)
-        chain = Chain(items, n_threads=n_threads)
-        del items
-        if end == "exhausted":
-            assert len([*chain.results()]) == 5
-        elif end == "stopped":
-            next(chain.results())
-        chain.close()
-        gc.collect()
-        assert held() is None, end
 
 
 def test_a_worker_may_be_stopped_in_its_own_thread(n_threads: int) -> None:

@@ -300,15 +300,6 @@ def test_training_is_saved_if_the_vectors_cannot_be_written(
     np.testing.assert_array_equal(matrix(out), matrix(tmp_path / "w.txt"))
 
 
-def test_another_number_of_threads_is_noted(text: Path, tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    options = [text, *QUIET, "--out", tmp_path / "v.txt", "--checkpoint", tmp_path / "run", "--resume"]
-    for n, is_noted in ((threads + 1, True), (threads, False)):
-        torch.set_num_threads(threads)
-        save_half(text, tmp_path / "run")
-        assert ("note: " in run("word2vec", *options, "--threads", n)) == is_noted
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_and_resume(number: signal.Signals, text: Path, tmp_path: Path) -> None:
     """A real signal to a real process; the resumed run ends with the vectors of an uninterrupted one."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -80,21 +79,6 @@ def test_encodings(tmp_path: Path) -> None:
         assert read_corpus(tmp_path / "t.txt").words == ["caf\ufffd", "caf"]
     with pytest.raises(ValueError, match=r"unknown encoding: latin1000: .* such as latin-1"):
         read_corpus(tmp_path / "t.txt", encoding="latin1000")
-
-
-@pytest.mark.parametrize(
-    ("sentences", "match"),
-    [
-        ("text", r"found a string: use .*split"),
-        (["some text"], "found the string 'some text'"),
-        ([[1, 2]], r"must be strings; found 1: use str"),
-        ([["a", ["b"]]], "unhashable"),
-        ([(word for word in "ab")], "generator"),
-    ],
-)
-def test_wrong_sentences(sentences: Any, match: str) -> None:
-    with pytest.raises(TypeError, match=match):
-        Corpus.from_sentences(sentences)
 
 
 def test_python_source(tmp_path: Path) -> None:

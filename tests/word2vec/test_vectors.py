@@ -59,11 +59,6 @@ def test_neighbours_of_few_words() -> None:
     assert vectors["b"].tolist() == [1, 1]
 
 
-def test_a_short_repr() -> None:
-    assert repr(some(3)) == "Vectors(3 words, dim 5: wörd0, wörd1, wörd2)"
-    assert repr(some(70_000)) == "Vectors(70,000 words, dim 5: wörd0, wörd1, wörd2, wörd3, …)"
-
-
 @pytest.mark.parametrize(
     ("content", "match"),
     [
@@ -79,13 +74,6 @@ def test_damaged_files(content: bytes, match: str, tmp_path: Path) -> None:
     (tmp_path / "v").write_bytes(content)
     with pytest.raises(FlatbedError, match=match):
         Vectors.load(tmp_path / "v")
-
-
-def test_unknown_words() -> None:
-    with pytest.raises(FlatbedError, match=r"'wörd' is not among the 7 words; did you mean wörd\d, .*\?"):
-        some().neighbors("wörd")
-    with pytest.raises(FlatbedError, match=r"'xyz' is not among the 7 words$"):
-        some()["xyz"]
 
 
 @pytest.mark.parametrize("binary", [False, True])

@@ -24,7 +24,7 @@ MAX_KEYS = 8  # keys of a batch that an error names
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
+class TableLookups:
     """The lookups of one table in each batch of one iteration."""
 
     table: Table

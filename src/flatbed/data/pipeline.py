@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flatbed.cuda.streams import stream_for
 from flatbed.data.batches import record_stream
-from flatbed.data.lookups import Lookup
+from flatbed.data.lookups import TableLookups
 from flatbed.data.transfer import BatchMover, MovedBatch
 from flatbed.data.worker import JOIN_SECONDS, BoundedSource, EndOfStream, WorkerThread
 from flatbed.tables.prefetch import RowPrefetch
@@ -80,7 +80,7 @@ class ThreadedIteration:
     Has no reference to the iterator of the training loop, so that the garbage collector can end it.
     """
 
-    def __init__(self, source: BoundedSource, lookups: list[Lookup], mover: BatchMover) -> None:
+    def __init__(self, source: BoundedSource, lookups: list[TableLookups], mover: BatchMover) -> None:
         self.source = source
         self.lookups = lookups
         self.mover = mover

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.data.lookups import Lookup, Selector, common_device, selectors_by_table
+from flatbed.data.lookups import Selector, TableLookups, common_device, selectors_by_table
 from flatbed.data.pipeline import InlineIteration, ThreadedIteration
 from flatbed.data.staging import CopyStream, StagingRing, ring_for
 from flatbed.data.transfer import BatchMover, pinned_batches
@@ -113,7 +115,9 @@ class Prefetcher:
         batches = self._begin(mover)
         if self.depth == 0:
             return PrefetchIterator(InlineIteration(batches, mover))
-        lookups = [Lookup(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()]
+        lookups = [
+            TableLookups(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()
+        ]
         iteration = ThreadedIteration(BoundedSource(batches, self.depth), lookups, mover)
         self._previous = iteration.worker
         return PrefetchIterator(iteration)
@@ -142,7 +146,9 @@ class PrefetchIterator(Iterator[Any]):
 
     def __init__(self, iteration: ThreadedIteration | InlineIteration) -> None:
         self._iteration = iteration
-        self._close = weakref.finalize(self, iteration.close)  # also at exit of the interpreter
+        self._close = weakref.finalize(self, iteration.close)
+        _open.add(self)
+        _close_at_exit()
 
     def __next__(self) -> Any:
         return self._iteration.next()
@@ -156,3 +162,20 @@ class PrefetchIterator(Iterator[Any]):
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+_open: weakref.WeakSet[PrefetchIterator] = weakref.WeakSet()
+
+
+@lru_cache(maxsize=1)
+def _close_at_exit() -> None:
+    """Register the end of all iterations after weakref's handler: their threads end before tables do.
+
+    Without this, the order would be that of creation, and tables on disk are created at their first lookup.
+    """
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for iterator in [*_open]:
+        iterator.close()

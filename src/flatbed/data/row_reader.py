@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,6 @@ ALIGNMENT = 16  # bytes that a kernel reads at once
 PIECE_BYTES = 2048  # of a row that a program reads at once: more would take too many registers
 COPY_BYTES = 64 << 20  # copied from the array at once
 GATHER_BYTES = 4 << 20  # gathered at once: the bus copies one part while the host gathers the next
-WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class RowReader:
@@ -219,21 +219,12 @@ def gather_into(array: Array) -> Callable[[Tensor, Tensor], Any]:
 
 def _words(array: Array, row_bytes: int) -> Tensor:
     """Return contiguous rows as a tensor of the largest words that fit: (rows, words of a row)."""
-    interface = dict(array.__array_interface__)
-    address, stride = interface["data"][0], array.strides[0]
-    dtype = next(word for word in WORDS if not any(n % word.itemsize for n in (row_bytes, stride, address)))
-    # Marked as writable, since torch warns of read-only arrays; the tensor is only read.
-    interface.update(data=(address, False), typestr="|u1", shape=(len(array), row_bytes), strides=(stride, 1))
-    interface.pop("descr", None)
-    return torch.from_numpy(np.asarray(_Memory(interface, array))).view(dtype)
-
-
-class _Memory:
-    """Memory of an array, described for numpy."""
-
-    def __init__(self, interface: dict[str, Any], array: Array) -> None:
-        self.__array_interface__ = interface
-        self.array = array
+    numbers = (row_bytes, array.strides[0], array.ctypes.data)
+    size = next(size for size in (8, 4, 2, 1) if not any(number % size for number in numbers))
+    words = array.reshape(len(array), -1).view(np.uint8).view(f"i{size}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of arrays that are read-only: the tensor is only read
+        return torch.from_numpy(words)
 
 
 def as_bytes(rows: Array) -> Array:

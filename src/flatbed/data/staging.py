@@ -26,7 +26,6 @@ N_CHUNKS = 3  # more would not stay in the processor's caches
 PACKED_BYTES = 1 << 20  # smaller tensors share memory, and a copy, with others
 DIRECT_BYTES = 1 << 16  # pinned tensors of this size or more need no staging
 ALIGNMENT = 256  # of tensors that share memory on the device
-BLOCK_BYTES = 1 << 30  # torch rounds pinned memory up to powers of two: `pinned` fills blocks of this size
 
 
 class CopyStream:
@@ -240,30 +239,13 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-# ---- pinned copies that stay
-
-
-def pinned(tensors: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES, pin: bool = True) -> list[Tensor]:
-    """Copy host tensors into pinned memory; those that are not plain, and pinned ones, stay as they are."""
-    sizes = [
-        _aligned(tensor.nbytes) if _is_plain(tensor) and not tensor.is_pinned() else 0 for tensor in tensors
-    ]
-    left = sum(sizes)
-    block, begin = torch.empty(0, dtype=torch.uint8), 0
-    copied: list[Tensor] = []
-    for tensor, size in zip(tensors, sizes, strict=True):
-        if not size:
-            copied.append(tensor)
-            continue
-        if begin + size > block.numel():
-            block = torch.empty(
-                max(size, min(block_bytes, left)), dtype=torch.uint8, device="cpu", pin_memory=pin
-            )
-            begin = 0
-        source, axes = _in_memory_order(tensor)
-        target = block[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
-        target.copy_(source)
-        copied.append(target.permute(axes) if axes else target)
-        begin += size
-        left -= size
-    return copied
+def pinned(tensor: Tensor) -> Tensor:
+    """Copy a host tensor, into pinned memory unless it is so small that it is staged anyway."""
+    if not _is_plain(tensor):
+        return tensor
+    source, axes = _in_memory_order(tensor)
+    is_large = tensor.nbytes >= DIRECT_BYTES
+    copy = (
+        source.contiguous().pin_memory() if is_large else source.clone(memory_format=torch.contiguous_format)
+    )
+    return copy.permute(axes) if axes else copy

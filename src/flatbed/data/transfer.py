@@ -105,8 +105,7 @@ class BatchMover:
 
 
 def pinned_batches(batches: Sequence[Any], mover: BatchMover) -> list[Any]:
-    """Copy the arrays and tensors of all batches into pinned memory."""
+    """Copy the arrays and tensors of all batches, into pinned memory where that is faster."""
     hosts = [mover.to_host(batch) for batch in batches]
-    found = {id(leaf): leaf for host in hosts for leaf in host.leaves if isinstance(leaf, Tensor)}
-    copies = dict(zip(found, pinned([*found.values()]), strict=True))
+    copies = {id(leaf): pinned(leaf) for host in hosts for leaf in host.leaves if isinstance(leaf, Tensor)}
     return [map_leaves(lambda leaf: copies.get(id(leaf), leaf), host.batch) for host in hosts]

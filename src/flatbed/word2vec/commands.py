@@ -101,7 +101,8 @@ def word2vec(
                 f"{settings.torch_device}"
             )
             if saved is not None:
-                _resume(trainer, saved, run.checkpoint)
+                trainer.resume(run.checkpoint)
+                typer.echo(f"continuing at step {trainer.step:,} of {trainer.n_steps:,}")
             _train(trainer, run.checkpoint)
             vectors = _write(trainer, run, binary=binary)
         if settings.storage == "disk":
@@ -235,17 +236,6 @@ def _read(files: Sequence[Path], encoding: str, max_words: int | None) -> Corpus
 
 
 # ---- training
-
-
-def _resume(trainer: Trainer, saved: SavedRun, checkpoint: Path) -> None:
-    trainer.resume(checkpoint)
-    typer.echo(f"continuing at step {trainer.step:,} of {trainer.n_steps:,}")
-    threads = torch.get_num_threads()
-    if trainer.settings.torch_device.type == "cpu" and saved.threads not in (None, threads):
-        typer.echo(
-            f"note: the checkpoint was made with {saved.threads} threads, and this run has {threads}: the "
-            f"last bits of sums may differ; --threads {saved.threads} avoids it"
-        )
 
 
 def _train(trainer: Trainer, checkpoint: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatbed import FlatbedError, Prefetcher, load_checkpoint, save_checkpoint, tables
+import flatbed
+from flatbed import FlatbedError, Prefetcher, load_checkpoint, save_checkpoint
 from flatbed.word2vec.corpus import Corpus
 from flatbed.word2vec.model import MakeTables, block_loss, make_tables, table_files
 from flatbed.word2vec.ngrams import make_bags
@@ -124,7 +125,7 @@ class Trainer:
         if prefetch is None:
             # On a CPU, rows in memory need no loading, and a thread costs as much as it saves.
             prefetch = settings.torch_device.type != "cpu" or settings.storage == "disk"
-        self._prefetch = prefetch and len(tables(self.model)) > 0
+        self._prefetch = prefetch and len(flatbed.tables(self.model)) > 0
 
     # ---- training
 
@@ -237,7 +238,7 @@ class Trainer:
 
     def close(self) -> None:
         """Free the tables' memory and close their files; changes since the last `save` are dropped."""
-        for table in tables(self.model):
+        for table in flatbed.tables(self.model):
             table.close(discard=True)
 
     # ---- checkpoints
@@ -247,7 +248,6 @@ class Trainer:
         extra = {
             "settings": self.settings.to_dict(),
             "text": self._text,
-            "threads": torch.get_num_threads() if self.settings.torch_device.type == "cpu" else None,
             "step": self.step,
             "steps": self.n_steps,
             "words": self.words,
@@ -289,8 +289,6 @@ class SavedRun:
     """The fingerprint of the corpus."""
     step: int
     n_steps: int
-    threads: int | None
-    """torch's threads on a CPU; None for a GPU."""
 
     @classmethod
     def find(cls, folder: str | Path) -> SavedRun | None:
@@ -301,7 +299,7 @@ class SavedRun:
         try:
             version = json.loads((folder / CURRENT).read_text())["version"]
             extra = json.loads((folder / version / MANIFEST).read_text())["extra"]
-            return cls(extra["settings"], extra["text"], extra["step"], extra["steps"], extra.get("threads"))
+            return cls(extra["settings"], extra["text"], extra["step"], extra["steps"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise FlatbedError(
                 f"{folder} holds no intact checkpoint of word vectors ({error!r}): give another folder"

@@ -342,3 +342,12 @@ def test_a_table_that_is_forgotten(end: str, tmp_path: Path) -> None:
     found = [str(one.message) for one in told if "rows.bed" in str(one.message)]
     assert len(found) == (not end)
     assert all("2 rows of" in one and "garbage collected" in one for one in found)
+
+
+def test_a_mapping_lives_as_long_as_its_last_reader(tmp_path: Path) -> None:
+    """Otherwise a thread that reads while another one closes the file would crash the process."""
+    file = MappedFile(tmp_path / "file", create=True)
+    file.write(0, bytes(range(64)))
+    records = file.map(16, 8, count=4)
+    file.close()
+    assert records.tobytes() == bytes(range(16, 48))

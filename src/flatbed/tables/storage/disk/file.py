@@ -67,7 +67,8 @@ class MappedFile:
             mapping.madvise(mmap.MADV_RANDOM)
         self._unmap()
         self._mapping, self.offset = mapping, offset
-        self.rows = np.ndarray((count,), f"V{nbytes}", mapping, offset)
+        # Not np.ndarray(buffer=mapping): its memory could be unmapped while a thread reads it.
+        self.rows = np.frombuffer(mapping, f"V{nbytes}", count, offset)
         return self.rows
 
     def part(self, start: int, stop: int) -> memoryview:
