@@ -24,9 +24,9 @@ from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace
 from flatbed.tables.storage.disk.journal import Journal
+from tests.tables.storage.disk.test_files import largest_file
 from tests.tables.tables import everything
 from tests.tables.test_cache_tables import DIM, ROWS, Twins, embedding, step
-from tests.tables.test_disk_files import largest_file
 
 # ---- reads and writes that fail
 
@@ -396,6 +396,6 @@ def test_room_is_kept_for_changed_rows(n_slots: int, tmp_path: Path, monkeypatch
             check_room(emb)
             assert emb.table.store.n_unsaved == 0
         elif number % 23 == 22:
-            emb.table.store.settle(changing=number % 2 == 0)
+            emb.table.store.flush(drop=number % 2 == 0)
             check_room(emb)
     emb.table.close(discard=True)

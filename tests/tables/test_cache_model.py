@@ -55,7 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.table = emb.table
         self.store = self.table.store
-        self.nbytes = self.store.tier.record.nbytes
+        self.nbytes = self.store.ensure_layout().record.nbytes
         self.expected = {row: torch.zeros(self.nbytes, dtype=torch.uint8) for row in range(n_rows)}
 
     def teardown(self) -> None:
@@ -196,19 +196,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.store.settle()
+        self.store.flush()
         assert not any(self.cached().values())
         self.check_storage()
 
     @rule()
     def drop(self) -> None:
-        self.store.settle(changing=True)
+        self.store.flush(drop=True)
         assert not self.cached()
         self.check_storage()
 
     def check_storage(self) -> None:
         every = torch.arange(self.n_rows)
-        assert torch.equal(self.store.tier.gather(every), self.wanted(every))
+        assert torch.equal(self.store.ensure_layout().gather(every), self.wanted(every))
 
     @rule(n_slots=st.integers(0, 24), policy=st.sampled_from(["lru", "lfu", None]))
     def another_cache(self, n_slots: int, policy: str | None) -> None:
@@ -269,7 +269,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         if isinstance(self.cache, DiskCache):
             self.cache.writer.finish()
-        stored = self.store.tier.gather(torch.arange(self.n_rows))
+        stored = self.store.ensure_layout().gather(torch.arange(self.n_rows))
         for row, expected in self.expected.items():
             slot = -1 if self.cache is None else int(self.cache.index.slot_of_row[row])
             record = stored[row] if slot < 0 else self.cache.records[slot]

@@ -17,7 +17,7 @@ from torch import nn
 import flatbed
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.tables.cache import write_behind
-from flatbed.tables.saving import load_table
+from flatbed.tables.loading import load_table
 from tests.tables.tables import everything
 from tests.tables.test_cache import admit, cached_rows, counts
 

@@ -13,16 +13,8 @@ import torch
 from torch import Tensor
 
 from flatbed.kernels import rows as ops
-from flatbed.kernels.rows import (
-    NONE,
-    SENTINEL,
-    RecordLocation,
-    UniqueRows,
-    gather,
-    scatter_,
-    segment_sum,
-    unique,
-)
+from flatbed.kernels.records import NONE, SENTINEL, RecordLocation, UniqueRows
+from flatbed.kernels.rows import gather, scatter_, segment_sum, unique
 
 ROOT = Path(__file__).parents[2]
 NO_ERROR = (1 << 63) - 1

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatbed.kernels.rows import NONE, SENTINEL, segment_sum, unique
+from flatbed.kernels.records import NONE, SENTINEL
+from flatbed.kernels.rows import segment_sum, unique
 
 N_ROWS = 50
 CHUNK = 64

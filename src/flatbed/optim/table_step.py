@@ -14,8 +14,8 @@ from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.records import RecordLocation
 from flatbed.kernels.reference import Update, begin_step, update_rows
-from flatbed.kernels.rows import RecordLocation
 from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions
 from flatbed.optim.state_builder import LOW, Groups, OptimizerSpec, named_tables
 from flatbed.rule import Group, Rule

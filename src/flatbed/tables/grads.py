@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flatbed.cuda.streams import OrderedLock, is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.kernels.rows import NONE, SENTINEL, segment_sum, unique
+from flatbed.kernels.records import NONE, SENTINEL
+from flatbed.kernels.rows import segment_sum, unique
 from flatbed.tables.lookup_batch import LookupBatch
 
 MAX_PARTS = 16  # recorded parts; more are summed at once

@@ -11,16 +11,8 @@ from torch import Tensor
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.kernels.dispatch import use_triton
-from flatbed.kernels.rows import (
-    INT32_ROWS,
-    NONE,
-    UniqueRows,
-    mask_row,
-    segment_sum,
-    sentinel_of,
-    to_int32_keys,
-    unique,
-)
+from flatbed.kernels.records import NONE, UniqueRows, sentinel_of
+from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.ids import as_ids, check_range, to_device
 from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.table import Table
@@ -97,7 +89,7 @@ def _check_capture(table: Table, ids: Tensor) -> None:
         )
 
 
-class Lookup(torch.autograd.Function):
+class LookupFunction(torch.autograd.Function):
     """ids → (*shape, dim). Backward sums the gradients of equal ids and records them."""
 
     @staticmethod
@@ -138,7 +130,7 @@ class Gather(torch.autograd.Function):
 
 def lookup(table: Table, batch: LookupBatch) -> Tensor:
     """Return the weights of a batch's ids, with gradient."""
-    weights: Tensor = Lookup.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
+    weights: Tensor = LookupFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
     return weights
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatbed.kernels.rows import UniqueRows
+from flatbed.kernels.records import UniqueRows
 
 
 @dataclass(eq=False, slots=True)

@@ -368,12 +368,8 @@ class Table(nn.Parameter):
         """
         if isinstance(num_embeddings, bool) or not hasattr(num_embeddings, "__index__"):
             raise TypeError(f"num_embeddings must be an integer; found {num_embeddings!r}")
-        if self.pending.parts:
-            raise FlatbedError(
-                "gradients are waiting for a step: step, or drop them (zero_grad), then resize"
-            )
         self.store.resize(int(num_embeddings))
-        self.pending = GradAccumulator(self.num_embeddings)
+        self.pending.n_rows = self.num_embeddings
 
     def scalars(self) -> dict[str, float]:
         """The numbers of optimizer state that are one per table, such as the step count."""

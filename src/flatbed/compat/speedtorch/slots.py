@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatbed import FlatbedError
 from flatbed.kernels import rows as ops
-from flatbed.kernels.rows import UniqueRows
+from flatbed.kernels.records import UniqueRows
 from flatbed.tables.ids import as_ids, check_range, to_device
 
 _SLOTS: Any = WeakTensorKeyDictionary()

@@ -15,7 +15,7 @@ from flatbed.compat.speedtorch.variants import StorageSpec, computing_device
 from flatbed.cuda.host_memory import HostMemory, allocate
 from flatbed.kernels import rows as ops
 from flatbed.kernels.dispatch import use_triton
-from flatbed.kernels.rows import UniqueRows
+from flatbed.kernels.records import RecordLocation, UniqueRows
 from flatbed.tables.initializers import fill_, parse
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ class MemoryRows:
         self._is_reachable = self._bytes.device == device or (
             self._memory is not None and self._memory.addressable and use_triton(device)
         )
-        self._location = ops.RecordLocation(self._bytes)
+        self._location = RecordLocation(self._bytes)
         word = next(dtype for dtype in WORDS if self._nbytes % dtype.itemsize == 0)
         self._words = self._bytes[:, : self._nbytes].view(word)
         self._view = self._bytes[:, : self._nbytes].view(self.dtype).view(self.shape)

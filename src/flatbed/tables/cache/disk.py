@@ -32,7 +32,7 @@ from flatbed.kernels.cache import (
     select_victims,
 )
 from flatbed.kernels.dispatch import use_triton
-from flatbed.kernels.rows import RecordLocation, UniqueRows
+from flatbed.kernels.records import RecordLocation, UniqueRows
 from flatbed.tables.cache.stats import CacheStats
 from flatbed.tables.cache.write_behind import HostCopies, WriteBehind, WriteThrough
 from flatbed.tables.lookup_batch import LookupBatch
