@@ -210,6 +210,9 @@ def test_unknown_limits(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # A GPU's, with a driver that only pretends
 
 
+START_DRIVER = cuda_driver.driver
+
+
 class FakeDriver:
     """Records the calls that `cuda.driver.Driver` would make."""
 
@@ -312,8 +315,11 @@ def test_pageable_memory_comes_last_with_one_warning(driver: FakeDriver) -> None
     assert allocate(10, device=GPU).kind == "pageable"
 
 
-def test_without_a_driver(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "driver", lambda: None)
+@pytest.mark.usefixtures("driver")
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(cuda_driver, "_load", lambda: None)
+    monkeypatch.setattr(cuda_driver, "driver", START_DRIVER)
     with pytest.warns(UserWarning, match="libcuda"):
         assert allocate(10, device=GPU).kind == "pageable"
     with pytest.raises(FlatbedError, match="libcuda"):

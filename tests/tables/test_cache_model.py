@@ -298,7 +298,7 @@ class OnDisk(CacheMachine):
     @rule()
     def checkpoint(self) -> None:
         self.table.checkpoint()
-        assert self.store.n_unsaved == 0
+        assert self.store.unsaved_rows == 0
         assert not any(self.cached().values())
 
 

@@ -91,9 +91,7 @@ def test_a_second_optimizer_takes_over_with_state_of_its_own() -> None:
     theirs.load_state_dict(ours.state_dict())
     second = flatbed.optim.Adam(ours, lr=0.1)
     before = ours.state_dict()
-    with pytest.raises(
-        flatbed.FlatbedError, match=r"table 'emb\.weight' has been given to another optimizer"
-    ):
+    with pytest.raises(flatbed.FlatbedError, match=r"'emb\.weight' has been given to another optimizer"):
         first.step()
     for name, value in ours.state_dict().items():
         assert torch.equal(value, before[name])

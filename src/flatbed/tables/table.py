@@ -15,7 +15,7 @@ from flatbed.errors import FlatbedError
 from flatbed.tables import copying, replicas, saving
 from flatbed.tables.cache import CacheStats
 from flatbed.tables.cache import warm as warm_cache
-from flatbed.tables.config import Config, device_of, with_cache
+from flatbed.tables.config import Config, as_integer, device_of, with_cache
 from flatbed.tables.deferred_checks import DeferredIdChecks
 from flatbed.tables.grads import GradAccumulator, RowGrads
 from flatbed.tables.ids import as_ids, as_values, check_range, most_used, to_device
@@ -366,9 +366,7 @@ class Table(nn.Parameter):
 
         For a table on disk this is a checkpoint, too: save what goes with it right after.
         """
-        if isinstance(num_embeddings, bool) or not hasattr(num_embeddings, "__index__"):
-            raise TypeError(f"num_embeddings must be an integer; found {num_embeddings!r}")
-        self.store.resize(int(num_embeddings))
+        self.store.resize(as_integer("num_embeddings", num_embeddings))
         self.pending.n_rows = self.num_embeddings
 
     def scalars(self) -> dict[str, float]:

@@ -100,7 +100,7 @@ def test_what_is_refused_changes_nothing(storage: str, tmp_path: Path) -> None:
     before = emb.read_rows(torch.arange(ROWS))
     with pytest.raises(ValueError, match="can only grow; found 9 rows asked of 10"):
         emb.table.resize(9)
-    for wrong in (12.0, "12", True, None):
+    for wrong in (12.0, "12", None):
         with pytest.raises(TypeError, match="num_embeddings must be an integer"):
             emb.table.resize(wrong)  # type: ignore[arg-type]
     emb.table.resize(ROWS)
