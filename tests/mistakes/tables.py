@@ -77,13 +77,6 @@ def failed_inside_with(folder: Path) -> None:
 
 TABLES: list[Mistake] = [
     mistake(
-        "Table",
-        "by hand",
-        lambda _: flatbed.Table(10, 4),
-        TypeError,
-        r"not made by hand; found Table\(int, int\): use flatbed.Embedding\(rows, dim\).table",
-    ),
-    mistake(
         "Table.grad",
         "without a backward pass",
         kept(assign("grad", torch.ones(3))),
@@ -98,7 +91,7 @@ TABLES: list[Mistake] = [
         "no optimizer",
         nobody_has_it,
         FlatbedError,
-        r"no optimizer has it, so that it would never learn: build the optimizer with the module",
+        r"no optimizer has it: give its parameters to an optimizer",
     ),
     mistake(
         "Table.read_rows",

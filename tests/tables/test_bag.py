@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,27 +90,6 @@ def test_per_sample_weights_and_their_gradient(padding: int | None) -> None:
     torch.testing.assert_close(dense_grad(ours.table), theirs.weight.grad, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("mode", MODES)
-def test_training_equals_torchs(storage: str, mode: str, tmp_path: Path) -> None:
-    theirs = nn.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=2)
-    path = {"path": tmp_path / "table"} if storage == "disk" else {}
-    ours = flatbed.EmbeddingBag.from_pretrained(
-        theirs.weight.detach(), freeze=False, mode=mode, padding_idx=2, storage=storage, **path
-    )
-    optimizers: tuple[Any, ...] = (
-        flatbed.optim.Adagrad(ours, lr=0.1),
-        torch.optim.Adagrad(theirs.parameters(), lr=0.1),
-    )
-    for _ in range(4):
-        ids = torch.randint(ROWS, (6, 3))
-        for bag, optimizer in zip((ours, theirs), optimizers, strict=True):
-            bag(ids).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(ours.read_rows(torch.arange(ROWS)), theirs.weight.detach())
-
-
 def test_ids_and_offsets_of_any_kind() -> None:
     ours, theirs = both(mode="sum")
     ids, offsets = torch.tensor([3, 1, 1, 19]), torch.tensor([0, 2])
@@ -155,21 +133,10 @@ def test_what_is_wrong() -> None:
     assert ours.table.grad is None
 
 
-def test_the_default_mode_is_torchs() -> None:
-    assert flatbed.EmbeddingBag(3, 2).mode == nn.EmbeddingBag(3, 2).mode == "mean"
-
-
 def test_repr_and_attributes() -> None:
     bag = flatbed.EmbeddingBag(3, 2, padding_idx=-1, mode="max", include_last_offset=True)
     assert repr(bag) == "EmbeddingBag(3, 2, padding_idx=2, storage='host', mode='max')"
     assert bag.include_last_offset
-
-
-def test_state_dict_goes_to_torch_and_back() -> None:
-    ours, theirs = both()
-    ours.load_state_dict(nn.EmbeddingBag(ROWS, DIM).state_dict())
-    theirs.load_state_dict(ours.state_dict())
-    assert_alike(ours, theirs, torch.tensor([[1, 2], [3, 3]]))
 
 
 def test_freezing_leaves_the_sample_weights_their_gradient() -> None:
@@ -192,16 +159,6 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     assert ours.table.grad.dtype == wide  # type: ignore[union-attr]
     assert ours.table.grad[1].tolist() == [3.0] * DIM  # type: ignore[index]
-
-
-def test_modes_of_evaluation() -> None:
-    bag = flatbed.EmbeddingBag(ROWS, DIM)
-    expected = bag([[1, 2]]).detach()
-    assert torch.equal(bag.eval()([[1, 2]]), expected)
-    with torch.no_grad():
-        assert not bag([[1, 2]]).requires_grad
-    with torch.inference_mode():
-        assert bag([[1, 2]]).is_inference()
 
 
 def test_a_bag_and_an_embedding_over_one_table() -> None:

@@ -42,7 +42,7 @@ def test_table_shared_by_modules_counts_once() -> None:
     model = nn.ModuleList([nn.Sequential(first), nn.Sequential(nn.Sequential(second), bag), first])
     other = flatbed.Embedding(3, DIM)
     model.append(other)
-    assert flatbed.tables(model) == [first.table, other.table]
+    assert flatbed.tables(model) == list(model.parameters()) == [first.table, other.table]
     assert second.padding_idx == 2
     optimizer = flatbed.optim.SGD(model, lr=1.0)
     assert optimizer.param_groups[0]["param_names"] == ["0.0.weight", "3.weight"]
@@ -500,7 +500,7 @@ def data() -> torch.utils.data.DataLoader[Any]:
 def optimizers(model: Model, *, torchs: bool) -> Any:
     if torchs:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)
-    return flatbed.optim.SGD(model, lr=0.1)
+    return flatbed.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -33,7 +33,7 @@ def test_gradients_without_an_optimizer_are_an_error_at_the_next_training_lookup
     bag = flatbed.EmbeddingBag.from_table(emb.table)
     backward(emb)
     for use in (lambda: emb([1]), lambda: bag([[1]])):
-        with pytest.raises(flatbed.FlatbedError, match=r"no optimizer has it.*flatbed\.optim\.Adam\(model\)"):
+        with pytest.raises(flatbed.FlatbedError, match=r"no optimizer has it.*flatbed\.optim\.Adam\(model"):
             use()
     assert emb.eval()([1]).shape == (1, DIM)
     with torch.no_grad():
@@ -143,38 +143,7 @@ def test_torchs_own_optimizers_say_what_to_use_instead(name: str, more: dict[str
     assert torch.equal(emb.weight, before)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [lambda t: t + 1, lambda t: t.sum(), lambda t: t[0], lambda t: t.clone(), lambda t: t.mul_(2)],
-)
-def test_a_table_is_no_tensor_to_compute_with(use: Any) -> None:
-    with pytest.raises(flatbed.FlatbedError, match="read_rows"):
-        use(made().table)
-
-
 # ---- groups
-
-
-def test_groups_have_their_own_options() -> None:
-    ours, theirs = pair()
-    a = flatbed.optim.SGD(
-        [{"params": ours.head.parameters()}, {"params": [ours.emb.table], "lr": 0.5}],  # type: ignore[list-item]
-        lr=0.1,
-    )
-    b = torch.optim.SGD(
-        [{"params": theirs.head.parameters()}, {"params": theirs.emb.parameters(), "lr": 0.5}], lr=0.1
-    )
-    for ids in ([1, 2, 2], [2, 5]):
-        for model, optimizer in ((ours, a), (theirs, b)):
-            optimizer.zero_grad()
-            model(ids).pow(2).sum().backward()
-            optimizer.step()
-    assert_same(ours, theirs)
-    a.param_groups[1]["lr"] = 0.0
-    before = ours.emb.weight.clone()  # type: ignore[operator,union-attr]
-    ours([1]).sum().backward()
-    a.step()
-    assert torch.equal(ours.emb.weight, before)  # type: ignore[arg-type]
 
 
 def test_add_param_group_in_mid_training() -> None:
@@ -302,44 +271,6 @@ def test_clip_grad_norm(norm_type: float, foreach: bool) -> None:
     torch.testing.assert_close(table.grad, theirs.emb.weight.grad[table.grad_rows])  # type: ignore[index,union-attr]
     nn.utils.clip_grad_value_(table, 2**-10)  # type: ignore[arg-type]
     assert float(table.grad.abs().max()) <= 2**-10  # type: ignore[union-attr,operator]
-
-
-def test_max_norm_and_grad_norm_count_tables() -> None:
-    ours, theirs = pair()
-    a, b = flatbed.optim.SGD(ours, lr=0.1, max_norm=0.5), torch.optim.SGD(theirs.parameters(), lr=0.1)
-    for ids in ([1, 2, 2], [3], [2, 9]):
-        for model, optimizer in ((ours, a), (theirs, b)):
-            optimizer.zero_grad()
-            model(ids).pow(2).sum().backward()
-        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        a.step()
-        b.step()
-        torch.testing.assert_close(a.grad_norm, norm)
-        assert_same(ours, theirs)
-
-
-def test_gradients_that_are_not_finite() -> None:
-    model = Model(made())
-    emb: Any = model.emb
-    optimizer = flatbed.optim.Adam(model, lr=0.1, skip_nonfinite=True)
-    model([1]).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    before = model.state_dict()
-    emb([3]).mul(float("inf")).sum().backward()
-    model([1]).sum().backward()
-    assert optimizer.nonfinite() == ["emb.weight"]
-    optimizer.step()
-    assert int(optimizer.skipped_steps) == 1
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-    assert float(optimizer.state[emb.table]["step"]) == 1
-    optimizer.zero_grad()
-    assert optimizer.nonfinite() == []
-    model([1]).sum().backward()
-    optimizer.step()
-    assert int(optimizer.skipped_steps) == 1
-    assert float(optimizer.state[emb.table]["step"]) == 2
 
 
 @pytest.mark.parametrize("unscale", [False, True])

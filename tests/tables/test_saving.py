@@ -73,16 +73,6 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-class Keeper:
-    """An optimizer as far as tables know it."""
-
-    def __init__(self) -> None:
-        self.scalars: dict[str, float] = {}
-
-    def set_table_scalars(self, table: Table, scalars: dict[str, float]) -> None:
-        self.scalars = dict(scalars)
-
-
 # ---- there and back
 
 
@@ -165,9 +155,9 @@ def test_a_table_that_was_never_used(tmp_path: Path) -> None:
 
 def test_scalars_are_kept_exactly_and_do_not_clash(tmp_path: Path) -> None:
     emb = embedding("host", tmp_path)
-    keeper = Keeper()
+    owner: Any = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     numbers = {"step": 16777217.0, "product": 0.1, "huge": 1e300, "zero": 0.0, "most": float("inf")}
-    emb.table.attach(keeper, [Field("step", torch.float32, 1, 2.0), Field("exp_avg", torch.float32, DIM)])
+    emb.table.attach(owner, (Field("step", torch.float32, 1, 2.0), Field("exp_avg", torch.float32, DIM)))
     emb.table.store.scalars = {
         name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()
     }

@@ -1,4 +1,4 @@
-"""The table: what an optimizer is given, and what gradients of rows are recorded in."""
+"""The table: a parameter whose rows are in host memory, on disk or on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.tables import copying, replicas, saving
@@ -20,6 +20,7 @@ from flatbed.tables.deferred_checks import DeferredIdChecks
 from flatbed.tables.grads import GradAccumulator, RowGrads
 from flatbed.tables.ids import as_ids, as_values, check_range, most_used, to_device
 from flatbed.tables.lookup_batch import LookupBatch
+from flatbed.tables.parameter import TableParameter
 from flatbed.tables.record import Field
 from flatbed.tables.row_grad import RowGrad
 from flatbed.tables.row_io import RowIO
@@ -28,8 +29,8 @@ from flatbed.tables.tensor_file import as_path
 from flatbed.tables.view import WeightView
 
 
-class Table(nn.Parameter):
-    """The rows of a `Embedding`, in the form in which optimizers take parameters.
+class Table(TableParameter):
+    """The weights of an `Embedding` as a parameter.
 
     It is one of the module's `parameters()`, has the shape (num_embeddings, embedding_dim), and holds no
     memory of its own: torch's C++ code sees an empty tensor. Rows are read and written by `read_rows` and
@@ -42,15 +43,8 @@ class Table(nn.Parameter):
     pending: GradAccumulator
     replicate: bool
 
-    def __new__(
-        cls, config: Config, *others: Any, device: torch.device | None = None, replicate: bool = True
-    ) -> Table:
-        if others or device is None or not isinstance(config, Config):
-            given = ", ".join(type(one).__name__ for one in (config, *others))
-            raise TypeError(
-                f"a Table is not made by hand; found Table({given}): use flatbed.Embedding(rows, "
-                f"dim).table, flatbed.load_table(path)"
-            )
+    def __new__(cls, config: Config, *, device: torch.device, replicate: bool = True) -> Table:
+        """Use `flatbed.Embedding(rows, dim).table` or `flatbed.load_table(path)`."""
         empty = torch.empty(0, dtype=config.dtype, device=device)
         table = torch.Tensor._make_subclass(cls, empty, True)
         table.store = TableStorage(config, device)
@@ -72,56 +66,9 @@ class Table(nn.Parameter):
     """Lookups of the batches in hand that were prepared ahead of time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """All is done by `__new__`, as tensors have it."""
+        """Do nothing: `__new__` has built the table, as for tensors."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if func is Tensor.type and len(args) == 1:  # torch.typename: how torch's errors name it
-            return "flatbed.Table"
-        if getattr(func, "__self__", None) is Tensor.data:  # a copy_ into it takes effect, or raises
-            if name == "__set__":
-                raise FlatbedError("a table's data cannot be replaced: use emb.weight.copy_(values)")
-            return args[0].weight.detach()
-        if func in _ALLOWED or name in ("__get__", "__set__", "__delete__"):
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call,unused-ignore]
-        table = args[0] if args else kwargs.get("tensor")
-        if name in _INITIALIZERS and isinstance(table, Table):
-            rest = {key: value for key, value in kwargs.items() if key != "tensor"}
-            others = [one.weight if isinstance(one, Table) else one for one in args[1:]]
-            with torch.no_grad():
-                func(table.weight, *others, **rest)
-            return table
-        if func in (Tensor.detach, torch.detach):
-            return torch.Tensor._make_subclass(
-                DetachedTable, torch.empty(0, dtype=args[0].dtype, device=args[0].device)
-            )
-        raise _no_tensor(func)
-
-    # ---- what it is
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override,unused-ignore]
-        """(num_embeddings, embedding_dim)."""
-        return torch.Size((self.num_embeddings, self.embedding_dim))
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override,unused-ignore]
-        return 2
-
-    def dim(self) -> int:
-        return 2
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one of its dimensions."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        """Return the number of weights, as parameter counts expect."""
-        return self.num_embeddings * self.embedding_dim
-
-    def __len__(self) -> int:
-        return self.num_embeddings
+    # ---- attributes
 
     @property
     def num_embeddings(self) -> int:
@@ -143,7 +90,7 @@ class Table(nn.Parameter):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The optimizer state that rows have beside their weight."""
+        """The optimizer state that rows have besides their weight."""
         return tuple(field.name for field in self.store.record.state)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override,unused-ignore]
@@ -151,17 +98,6 @@ class Table(nn.Parameter):
         where = f'"{self.store.config.path}"' if self.store.config.path else self.storage
         config = self.store.config
         return f"Table({config.n_rows} × {config.dim}, {config.dtype}, {where}{state})"
-
-    def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
-
-    def __bool__(self) -> bool:
-        return True
-
-    __hash__ = nn.Parameter.__hash__
-
-    def __eq__(self, other: object) -> Any:
-        return self is other
 
     # ---- gradients
 
@@ -210,7 +146,7 @@ class Table(nn.Parameter):
         return grads
 
     def share_gradients(self) -> None:
-        """With several ranks: the mean over all of them, which must all be here."""
+        """Average gradients over ranks, which must all call this."""
         replicas.average_grads(self)
 
     def record(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
@@ -232,21 +168,22 @@ class Table(nn.Parameter):
             raise error
 
     def move(self, device: torch.device) -> None:
-        """Compute on another device from now on; rows move at the next use, if they must."""
+        """Compute on another device. Rows move at the next use, where needed."""
         self.store.move(device)
         with torch._C.DisableTorchFunctionSubclass():  # so that next(model.parameters()).device is right
             self.data = torch.empty(0, dtype=self.dtype, device=device)
 
-    # ---- its optimizer
+    # ---- the optimizer
 
     @property
     def owner(self) -> torch.optim.Optimizer | None:
-        """The optimizer that it was given to, as long as that lives."""
+        """The optimizer that the table was given to, as long as that lives."""
         return None if self._owner is None else self._owner()
 
     def check_attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
-        """Raise if the table holds state that the optimizer cannot go on with. In memory, another one begins
-        anew; a file would be made anew for it, and what was last saved would be gone.
+        """Raise if the table holds state that the optimizer cannot continue.
+
+        State of another optimizer in memory is replaced. In a file, replacing it would lose what was saved.
         """
         store = self.store
         in_file = store.config.storage == "disk" and bool(store.record.state) and not store.relayout_pending
@@ -259,11 +196,11 @@ class Table(nn.Parameter):
             raise FlatbedError(
                 f"the table holds optimizer state of its own ({found}), and {type(owner).__name__} keeps "
                 f"other ({wanted}): give it to the optimizer it was trained with, or call table.drop_state() "
-                f"first to begin anew"
+                f"first to start again"
             )
 
     def attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
-        """Belong to an optimizer that keeps this state. State from a file or a copy is taken over."""
+        """Make an optimizer with these fields of state the owner. Loaded or copied state is continued."""
         self.check_attach(owner, state)
         if self.store.state_owned:
             self.store.set_state_fields(state)
@@ -278,7 +215,7 @@ class Table(nn.Parameter):
 
     @property
     def trains(self) -> bool:
-        """`requires_grad`, for those who ask at every lookup."""
+        """`requires_grad`, without the cost of `__torch_function__` at every lookup."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
 
@@ -286,9 +223,8 @@ class Table(nn.Parameter):
         """Raise if gradients were recorded that no optimizer will ever use."""
         if self._orphaned and self.owner is None:
             raise FlatbedError(
-                f"{self!r} receives gradients, but no optimizer has it, so that it would never learn: build "
-                "the optimizer with the module (flatbed.optim.Adam(model)) or with emb.table among its "
-                "parameters, or freeze the table (emb.requires_grad_(False))"
+                f"{self!r} receives gradients, but no optimizer has it: give its parameters to an optimizer "
+                "(flatbed.optim.Adam(model.parameters())), or freeze it (emb.requires_grad_(False))"
             )
 
     # ---- rows
@@ -381,12 +317,12 @@ class Table(nn.Parameter):
         self.store.checkpoint()
 
     def save(self, path: str | Path) -> None:
-        """Write weights and optimizer state to a safetensors file, bit by bit."""
+        """Write weights and optimizer state to a safetensors file, block by block."""
         self.deferred_checks.check_graphs()
         saving.save(self, as_path(path))
 
     def load(self, path: str | Path) -> None:
-        """Read what `save` has written, from a table of any storage; nothing changes if it does not fit."""
+        """Read a file of `save`, from a table of any storage. Nothing changes if it does not fit."""
         saving.load(self, as_path(path))
 
     def close(self, *, discard: bool = False) -> None:
@@ -435,48 +371,6 @@ class Table(nn.Parameter):
     @classmethod
     def _rebuild(cls, *parts: Any) -> Table:
         return copying.rebuild(cls, *parts)
-
-
-class DetachedTable(Tensor):
-    """The result of `table.detach()`: empty for state dicts and DDP, an error for other operations."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ALLOWED or getattr(func, "__name__", "") in ("__get__", "__repr__"):
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call,unused-ignore]
-        raise _no_tensor(func)
-
-
-def _no_tensor(func: Any) -> FlatbedError:
-    if func is Tensor.is_contiguous:  # the first question of FSDP2
-        return FlatbedError(
-            "fully_shard cannot shard a table: pass ignored_params=set(flatbed.tables(model)) to fully_shard"
-        )
-    return FlatbedError(
-        f"{getattr(func, '__name__', func)} was called on a table, whose rows are not one tensor: use "
-        f"table.read_rows(ids), table.write_rows(ids, values) or emb.weight; to train it, an optimizer of "
-        f"flatbed.optim, or flatbed.optim.from_torch(torch.optim.Rprop, model)"
-    )
-
-
-_INITIALIZERS = {"uniform_", "normal_", "fill_", "zero_", "copy_", "constant_", "zeros_", "ones_"}
-_ALLOWED = {
-    Tensor.requires_grad_,
-    Tensor.is_complex,
-    Tensor.is_floating_point,
-    Tensor.numel,
-    Tensor.size,
-    Tensor.dim,
-    Tensor.data_ptr,
-    Tensor.untyped_storage,
-    Tensor.element_size,
-    torch.numel,
-    Tensor.register_hook,
-    Tensor.__hash__,
-    torch.is_complex,
-    torch.is_floating_point,
-    torch.autograd.backward,
-}
 
 
 def make(config: Config, device: Any, *, replicate: bool) -> Table:
