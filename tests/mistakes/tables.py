@@ -39,18 +39,10 @@ def closed(use: Callable[[Any], object]) -> Callable[[Path], object]:
     return attempt
 
 
-def waiting_gradients(folder: Path) -> None:
-    emb = embedding()
-    optimizer = flatbed.optim.Adam(emb)
-    emb(ids([1])).sum().backward()
-    emb.table.resize(20)
-    optimizer.step()
-
-
 def nobody_has_it(folder: Path) -> None:
     emb = embedding()
     emb(ids([1])).sum().backward()
-    emb.table.check_trained()
+    emb([1])
 
 
 def smaller_file(folder: Path) -> Path:
@@ -87,7 +79,7 @@ TABLES: list[Mistake] = [
         "Table.grad", "a number", kept(assign("grad", 0)), TypeError, r"set to None, or to a tensor.*found 0"
     ),
     mistake(
-        "Table.check_trained",
+        "Embedding.__call__",
         "no optimizer",
         nobody_has_it,
         FlatbedError,
@@ -183,13 +175,6 @@ TABLES: list[Mistake] = [
         kept(lambda table: table.resize((20, 4))),
         TypeError,
         r"num_embeddings must be an integer; found \(20, 4\)",
-    ),
-    mistake(
-        "Table.resize",
-        "before the step",
-        waiting_gradients,
-        FlatbedError,
-        r"gradients are waiting for a step: step, or drop them \(zero_grad\), then resize",
     ),
     mistake(
         "Table.checkpoint",

@@ -39,18 +39,6 @@ def assert_alike(ours: Any, theirs: Any, *arguments: Any, **options: Any) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("padding", [None, 3, -1])
-def test_rectangles(mode: str, padding: int | None) -> None:
-    ours, theirs = both(mode=mode, padding_idx=padding)
-    assert ours.padding_idx == theirs.padding_idx
-    for shape in ((3, 4), (1, 1), (5, 7)):
-        ids = torch.randint(ROWS, shape)
-        ids[0, 0] = 3
-        assert_alike(ours, theirs, ids)
-    assert_alike(ours, theirs, torch.tensor([[3, 3], [19, 19], [3, 19]]))
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padding", [None, 3])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("starts", [[0], [0, 2, 2, 5], [0, 0, 0], [0, 6], [0, 3, 6]], ids=str)
@@ -61,33 +49,6 @@ def test_offsets(mode: str, padding: int | None, last: bool, starts: list[int]) 
     if last and starts[-1] != 6:
         starts = [*starts, 6]
     assert_alike(ours, theirs, ids, torch.tensor(starts))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_at_all(mode: str) -> None:
-    ours, theirs = both(mode=mode)
-    assert_alike(ours, theirs, torch.zeros(0, dtype=torch.int64), torch.tensor([0, 0]))
-    assert_alike(ours, theirs, torch.zeros(0, dtype=torch.int64), torch.tensor([0]))
-    assert_alike(ours, theirs, torch.zeros((0, 2), dtype=torch.int64))
-
-
-@pytest.mark.parametrize("padding", [None, 3])
-def test_per_sample_weights_and_their_gradient(padding: int | None) -> None:
-    ours, theirs = both(mode="sum", padding_idx=padding)
-    ids = torch.tensor([3, 1, 1, 19, 3, 7])
-    grads = []
-    optimizer = flatbed.optim.SGD(ours)
-    for bag in (ours, theirs):
-        for shape, offsets in (((6,), torch.tensor([0, 2, 2, 5])), ((2, 3), None)):
-            weights = torch.arange(1.0, 7.0).view(shape).requires_grad_()
-            out = bag(ids.view(shape), offsets, weights)
-            (out * torch.arange(out.numel()).view_as(out)).sum().backward()
-            grads.append(weights.grad.flatten())  # type: ignore[union-attr]
-            grads.append(out.detach().flatten())
-    assert ours.table.owner is optimizer
-    for found, expected in zip(grads[:4], grads[4:], strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(dense_grad(ours.table), theirs.weight.grad, rtol=1e-6, atol=1e-6)
 
 
 def test_ids_and_offsets_of_any_kind() -> None:

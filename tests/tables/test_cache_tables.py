@@ -94,24 +94,6 @@ def test_other_threads_read_and_count(
     twins.check()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_rows_evicted_before_the_step(storage: str, where: str, tmp_path: Path) -> None:
-    twins = Twins(storage, tmp_path, 2, where)
-    twins.step([1, 2], [3, 4], [5, 6])
-    twins.step([7, 8], [1, 3], [9, 1, 10])
-    assert twins.cached.table.cache_stats().evictions > 0
-    twins.check()
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-def test_more_rows_than_the_cache_holds(storage: str, where: str, tmp_path: Path) -> None:
-    twins = Twins(storage, tmp_path, 3, where)
-    for _ in range(2):
-        twins.step(range(12))
-    assert twins.cached.table.cache_stats().overflow == 18
-    twins.check()
-
-
 EDITS = [*product(["write_rows", "load_state_dict", "drop_state"], STORAGES), ("weight", "host")]  # of memory
 
 

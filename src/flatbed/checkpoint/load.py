@@ -144,8 +144,8 @@ def _table_reader(path: Path, name: str, table: Table, *, file: Any, token: str)
         )
     if not table.store.has_token(token):
         raise FlatbedError(
-            f"{table.store.config.path} (table {name}) is not as it was when {path.parent} was saved: it is "
-            "another file, or had a later checkpoint (table.checkpoint(), table.close(), resize, or a "
+            f"{table.store.config.path} (table {name}) is not as it was when {path.parent} was saved: "
+            "it is another file, or had a later checkpoint (table.checkpoint(), table.close(), resize, or a "
             "checkpoint in another folder). Load the folder that was saved last, put a copy of the file from "
             "then in its place, or save with copy_disk_tables=True from now on"
         )

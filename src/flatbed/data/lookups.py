@@ -111,7 +111,7 @@ def common_device(tables: Sequence[Table], wanted: Any) -> torch.device:
     for table in tables:
         if table.store.device != device:
             raise ValueError(
-                f"{table!r} computes on {table.store.device}, and batches are to be moved to {device}: move "
-                "the module with .to(), or use a Prefetcher for each device"
+                f"{table!r} computes on {table.store.device}, and batches are to be moved to {device}: "
+                "move the module with .to(), or use a Prefetcher for each device"
             )
     return device
