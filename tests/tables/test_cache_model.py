@@ -54,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
             cache_policy=policy,
         )
         self.table = emb.table
-        self.store = self.table.store
+        self.store = self.table._storage
         self.nbytes = self.store.ensure_layout().record.nbytes
         self.expected = {row: torch.zeros(self.nbytes, dtype=torch.uint8) for row in range(n_rows)}
 
@@ -151,13 +151,13 @@ class CacheMachine(RuleBasedStateMachine):
         for ids, request in zip(batches, requests, strict=True):
             prefetcher.begin(request)
             batch = prepare_lookup(self.table, ids, training=True)
-            found = self.table.access.lookup(batch)
+            found = self.table._rows.lookup(batch)
             if found is not None:
                 expected = self.wanted(ids)[:, : DIM * 4].contiguous() if len(ids) else found
                 assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
             self.scatter(ids.tolist())
             prefetcher.finish(request)
-        assert not self.table.prefetched
+        assert not self.table._prefetched
         self.follow_cache()
         stats = self.table.cache_stats()
         self.counts = {name: getattr(stats, name) for name in COUNTS}
@@ -167,7 +167,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A step, or write_rows."""
         rows = self.ids(numbers)
         records = self.records(len(rows))
-        self.table.access.scatter_(rows, records)
+        self.table._rows.scatter_(rows, records)
         self.remember(rows, records)
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=25), times=st.integers(1, 3))
@@ -183,13 +183,13 @@ class CacheMachine(RuleBasedStateMachine):
         values = torch.randn(len(rows), DIM, generator=self.draw)
         self.table.write_rows(rows, values)
         assert torch.equal(self.table.read_rows(rows), values)
-        self.remember(rows, self.table.access.gather(rows))  # the padding behind a weight may change
+        self.remember(rows, self.table._rows.gather(rows))  # the padding behind a weight may change
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=12), short=st.booleans())
     def gather(self, numbers: list[int], short: bool) -> None:
         rows = self.ids(numbers)[torch.randperm(len(self.ids(numbers)), generator=self.draw)]
         nbytes = DIM * 4 if short else self.nbytes
-        found = self.table.access.gather(rows, nbytes)
+        found = self.table._rows.gather(rows, nbytes)
         assert found.shape == (len(rows), nbytes)
         if len(rows):
             assert torch.equal(found, self.wanted(rows)[:, :nbytes])

@@ -60,13 +60,13 @@ class Twins:
         self.step([1, 2, 3], [3, 4])
         self.step([5, 1, 29])
         self.step([1, 2, 8, 8])
-        if self.cached.table.store.config.cache_rows:
+        if self.cached.table._storage.config.cache_rows:
             assert self.changed() > 0
         return self
 
     def changed(self) -> int:
         """Rows in the cache that are newer than in storage."""
-        cache = self.cached.table.store.cache
+        cache = self.cached.table._storage.cache
         return 0 if cache is None else int(cache.index.dirty.sum())
 
     def check(self) -> None:
@@ -124,14 +124,14 @@ def test_edits_of_cached_rows(storage: str, edit: str, tmp_path: Path) -> None:
 def test_lookups_without_gradient_leave_the_cache_alone(storage: str, where: str, tmp_path: Path) -> None:
     twins = Twins(storage, tmp_path, 4, where).train()
     before = twins.cached.table.cache_stats()
-    rows = cached_rows(twins.cached.table.store.cache)
+    rows = cached_rows(twins.cached.table._storage.cache)
     ids = torch.arange(ROWS).view(5, 6)
     with torch.no_grad():
         assert torch.equal(*(emb(ids) for emb in twins.both))
     twins.cached.read_rows(ids)
     twins.cached.table.read_state("exp_avg", ids)
     assert twins.cached.table.cache_stats() == before
-    assert cached_rows(twins.cached.table.store.cache) == rows
+    assert cached_rows(twins.cached.table._storage.cache) == rows
 
 
 # ---- files and copies
@@ -139,7 +139,7 @@ def test_lookups_without_gradient_leave_the_cache_alone(storage: str, where: str
 
 def test_checkpoint_of_a_table_on_disk(tmp_path: Path) -> None:
     twins = Twins("disk", tmp_path).train()
-    path = twins.cached.table.store.config.path
+    path = twins.cached.table._storage.config.path
     twins.cached.table.checkpoint()
     assert twins.changed() == 0
     hits = twins.cached.table.cache_stats().hits
@@ -154,13 +154,13 @@ def test_checkpoint_of_a_table_on_disk(tmp_path: Path) -> None:
 def test_closing_and_discarding(tmp_path: Path) -> None:
     """Changed rows are counted in the cache, too, and dropped."""
     twins = Twins("disk", tmp_path, 3).train()
-    path = twins.cached.table.store.config.path
+    path = twins.cached.table._storage.config.path
     twins.cached.table.checkpoint()
     before = everything(twins.cached)[0]
     twins.step([10, 11, 12])
     twins.step([12, 13])
     assert twins.changed() > 0
-    assert twins.cached.table.store.unsaved_rows == 4
+    assert twins.cached.table._storage.unsaved_rows == 4
     twins.cached.table.close(discard=True)
     twins.cached.table.close()
     again = flatbed.Embedding.from_table(load_table(path))
@@ -217,7 +217,7 @@ def test_copies(how: str, tmp_path: Path) -> None:
     original = twins.cached
     twins.cached = made
     twins.check()
-    config = made.table.store.config
+    config = made.table._storage.config
     assert (config.cache_rows, config.cache_bytes, config.cache_policy) == (6, None, "lfu")
     twins.optimizers[0] = flatbed.optim.Adam(made, lr=0.1)
     twins.train()
@@ -307,7 +307,7 @@ def test_warming_by_repeats(policy: str, where: str) -> None:
     emb = flatbed.Embedding(100, DIM, cache_rows=4, cache_policy=policy, device=where)
     ids = [7] * 5 + [8] * 4 + [9] * 3 + [10] * 2 + [11, 12, 13]
     emb.table.warm(torch.tensor(ids)[torch.randperm(len(ids))])
-    cache = emb.table.store.cache
+    cache = emb.table._storage.cache
     assert cache is not None
     assert cached_rows(cache) == {7, 8, 9, 10}
     assert counts(cache) == (0, 4, 0, 0, 0)
@@ -316,7 +316,7 @@ def test_warming_by_repeats(policy: str, where: str) -> None:
 def test_warming_by_counts(where: str) -> None:
     emb = flatbed.Embedding(100, DIM, cache_rows=3, cache_policy="lfu", device=where)
     emb.table.warm([5, 6, 7, 8, 5], counts=[1.0, 10, 30, 20, 12])  # 13 uses of row 5
-    cache = emb.table.store.cache
+    cache = emb.table._storage.cache
     assert cache is not None
     assert cached_rows(cache) == {5, 7, 8}
     frequency = {
@@ -344,7 +344,7 @@ def test_another_size_of_cache(storage: str, where: str, tmp_path: Path) -> None
     twins = Twins(storage, tmp_path, device=where).train()
     for options, n_slots in (
         ({"cache_rows": 2, "policy": "lru"}, 2),
-        ({"cache_bytes": 5 * twins.cached.table.store.record.nbytes + 1}, 5),
+        ({"cache_bytes": 5 * twins.cached.table._storage.record.nbytes + 1}, 5),
         ({"cache_rows": 1000}, ROWS),
         ({"cache_rows": 0}, 0),
         ({"cache_bytes": 0}, 0),
@@ -354,7 +354,7 @@ def test_another_size_of_cache(storage: str, where: str, tmp_path: Path) -> None
         twins.step([1, 2, 3], [9, 8])
         twins.check()
         assert twins.cached.table.cache_stats().rows == n_slots
-    assert twins.cached.table.store.config.cache_policy == "lru"  # as it was said last
+    assert twins.cached.table._storage.config.cache_policy == "lru"  # as it was said last
 
 
 def test_too_few_bytes_for_a_record() -> None:
@@ -369,7 +369,7 @@ def test_too_few_bytes_for_a_record() -> None:
 def test_by_default_there_is_none_on_a_cpu() -> None:
     emb = flatbed.Embedding(ROWS, DIM)
     step(emb, flatbed.optim.SGD(emb, lr=0.1), [1, 2])
-    assert emb.table.store.cache is None
+    assert emb.table._storage.cache is None
 
 
 @pytest.mark.gpu
@@ -403,12 +403,12 @@ def test_wrong_arguments(
         with pytest.raises(kind, match=message):
             made(ROWS, DIM, **options)
     twins = Twins("host", tmp_path).train()
-    cache = twins.cached.table.store.cache
+    cache = twins.cached.table._storage.cache
     with pytest.raises(kind, match=message):
         twins.cached.table.set_cache(
             **{name.replace("cache_policy", "policy"): v for name, v in options.items()}
         )
-    assert twins.cached.table.store.cache is cache
+    assert twins.cached.table._storage.cache is cache
     twins.train()
     twins.check()
 
@@ -423,4 +423,4 @@ def test_tables_on_the_device_have_no_cache(name: str) -> None:
     with pytest.raises(ValueError, match="needs no cache"):
         emb.table.set_cache(**some)
     step(emb, flatbed.optim.SGD(emb, lr=0.1), [1, 2])
-    assert emb.table.store.cache is None
+    assert emb.table._storage.cache is None

@@ -93,7 +93,7 @@ def test_repr_of_a_table_on_disk_names_its_file(tmp_path: Path) -> None:
 def test_the_default_dtype_counts() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        assert made().table.store.config.dtype == torch.float64
+        assert made().table._storage.config.dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -365,7 +365,7 @@ def test_a_table_first_used_in_inference_mode_can_be_trained(
     emb.write_rows([2], torch.zeros(1, DIM))
     if storage != "disk":
         emb.weight.fill_(1.0)
-        assert not emb.table.store.ensure_layout().memory.is_inference()  # type: ignore[union-attr]
+        assert not emb.table._storage.ensure_layout().memory.is_inference()  # type: ignore[union-attr]
 
 
 def test_nothing_is_recorded_without_gradients() -> None:

@@ -280,7 +280,7 @@ def test_dropping_gradients_hides_no_bad_ids(drop: str) -> None:
     """Ids on a GPU are checked by the step at the latest."""
     emb, optimizer = trained()
     before = emb.weight.detach().clone()
-    emb.table.defer_check(torch.tensor([1, 99]), torch.tensor([1]))
+    emb.table._defer_check(torch.tensor([1, 99]), torch.tensor([1]))
     if drop == "optimizer":
         optimizer.zero_grad()
     elif drop == "module":
@@ -362,7 +362,7 @@ def test_state_stays_when_records_move(loaded: bool) -> None:
         emb = other
     before = emb.table.read_state("exp_avg", range(10)).clone()
     assert before.any()
-    emb.table.store.relayout(emb.table.store.record)
+    emb.table._storage.relayout(emb.table._storage.record)
     assert torch.equal(emb.table.read_state("exp_avg", range(10)), before)
 
 

@@ -73,7 +73,7 @@ def test_an_optimizer_that_is_gone() -> None:
     optimizer.step()
     del optimizer
     gc.collect()
-    assert emb.table.owner is None
+    assert emb.table._owner is None
     backward(emb)
     with pytest.raises(flatbed.FlatbedError, match="no optimizer has it"):
         emb([1])
@@ -204,7 +204,7 @@ def test_a_failed_optimizer_changes_nothing(groups: int, wrong: str, tmp_path: P
     if wrong == "option":
         last["lr"] = -1.0
     elif wrong == "state":  # as if it had come from a file
-        second.table.store.state_owned = False
+        second.table._storage.state_owned = False
     else:
         options["master_weights"] = True
     together = [{**last, "params": [first.table, second.table]}]
@@ -212,8 +212,8 @@ def test_a_failed_optimizer_changes_nothing(groups: int, wrong: str, tmp_path: P
     with pytest.raises((ValueError, flatbed.FlatbedError)):
         flatbed.optim.SGD(given, momentum=0.9, **options)
     gc.collect()
-    assert first.table.owner is owner
-    assert second.table.owner is owner
+    assert first.table._owner is owner
+    assert second.table._owner is owner
     assert torch.equal(first.table.read_state("exp_avg", EVERY), state)
     backward(first)
     owner.step()
@@ -224,7 +224,7 @@ def test_state_of_its_own_needs_an_optimizer_of_its_kind() -> None:
     optimizer = flatbed.optim.Adam(emb)
     backward(emb)
     optimizer.step()
-    emb.table.store.state_owned = False  # as if it had come from a file
+    emb.table._storage.state_owned = False  # as if it had come from a file
     with pytest.raises(flatbed.FlatbedError, match=r"exp_avg, exp_avg_sq.*SGD keeps other.*drop_state\(\)"):
         flatbed.optim.SGD(emb, momentum=0.9)
     emb.table.drop_state()

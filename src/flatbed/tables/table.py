@@ -38,31 +38,31 @@ class Table(TableParameter):
     Optimizers of `flatbed.optim` update it (`flatbed.optim.from_torch` takes any elementwise class of torch).
     """
 
-    store: TableStorage
-    access: RowIO
-    pending: GradAccumulator
+    _storage: TableStorage
+    _rows: RowIO
+    _grads: GradAccumulator
     replicate: bool
 
     def __new__(cls, config: Config, *, device: torch.device, replicate: bool = True) -> Table:
         """Use `flatbed.Embedding(rows, dim).table` or `flatbed.load_table(path)`."""
         empty = torch.empty(0, dtype=config.dtype, device=device)
         table = torch.Tensor._make_subclass(cls, empty, True)
-        table.store = TableStorage(config, device)
-        table.access = RowIO(table.store)
-        table.pending = GradAccumulator(config.n_rows)
+        table._storage = TableStorage(config, device)
+        table._rows = RowIO(table._storage)
+        table._grads = GradAccumulator(config.n_rows)
         table.replicate = replicate
-        table._owner = None
+        table._owner_ref = None
         table._orphaned = False
-        table.deferred_checks = DeferredIdChecks(table.store)
+        table._deferred_checks = DeferredIdChecks(table._storage)
         table._exchanges = 0
-        table.prefetched = []
+        table._prefetched = []
         return table
 
-    _owner: weakref.ref[Any] | None
+    _owner_ref: weakref.ref[Any] | None
     _orphaned: bool
-    deferred_checks: DeferredIdChecks
+    _deferred_checks: DeferredIdChecks
     _exchanges: int
-    prefetched: list[LookupBatch]
+    _prefetched: list[LookupBatch]
     """Lookups of the batches in hand that were prepared ahead of time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -72,31 +72,31 @@ class Table(TableParameter):
 
     @property
     def num_embeddings(self) -> int:
-        return self.store.config.n_rows
+        return self._storage.config.n_rows
 
     @property
     def embedding_dim(self) -> int:
-        return self.store.config.dim
+        return self._storage.config.dim
 
     @property
     def storage(self) -> str:  # type: ignore[override,unused-ignore]
         """Where the rows are kept: "host", "disk" or "device"."""
-        return self.store.config.storage
+        return self._storage.config.storage
 
     @property
     def nbytes(self) -> int:  # type: ignore[override,unused-ignore]
         """Size of all records in bytes, padding included."""
-        return self.num_embeddings * self.store.record.nbytes
+        return self.num_embeddings * self._storage.record.nbytes
 
     @property
     def state_names(self) -> tuple[str, ...]:
         """The optimizer state that rows have besides their weight."""
-        return tuple(field.name for field in self.store.record.state)
+        return tuple(field.name for field in self._storage.record.state)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override,unused-ignore]
         state = f", state {', '.join(self.state_names)}" if self.state_names else ""
-        where = f'"{self.store.config.path}"' if self.store.config.path else self.storage
-        config = self.store.config
+        where = f'"{self._storage.config.path}"' if self._storage.config.path else self.storage
+        config = self._storage.config
         return f"Table({config.n_rows} × {config.dim}, {config.dtype}, {where}{state})"
 
     # ---- gradients
@@ -105,12 +105,12 @@ class Table(TableParameter):
     def grad(self) -> Tensor | None:  # type: ignore[override,unused-ignore]
         """The gradient of the rows in `grad_rows`, (n, dim); with several ranks, the mean over them."""
         # With several ranks all of them must take part in an exchange, also those without a gradient.
-        return RowGrad.of(self) if self.pending.parts or replicas.n_replicas(self) > 1 else None
+        return RowGrad.of(self) if self._grads.parts or replicas.n_replicas(self) > 1 else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
-            self.pending.clear()  # ids that are still to be checked stay: a bad batch raises all the same
+            self._grads.clear()  # ids that are still to be checked stay: a bad batch raises all the same
             self._orphaned = False  # dropping gradients shows that the caller knows of them
             return
         if isinstance(value, RowGrad) and value._table is self:  # table.grad *= 0.5 has taken effect
@@ -136,60 +136,60 @@ class Table(TableParameter):
 
     def _row_grads(self, *, compact: bool = True) -> RowGrads:
         """Return all recorded gradients, each row once; without the row -1 if `compact`, which waits."""
-        self.raise_bad_ids()
-        self.share_gradients()
-        grads = self.pending.compact() if compact else self.pending.packed()
+        self._raise_bad_ids()
+        self._average_grads()
+        grads = self._grads.compact() if compact else self._grads.packed()
         if grads is None:
-            rows = torch.empty(0, dtype=torch.int64, device=self.store.device)
-            dtype = torch.promote_types(self.store.config.dtype, torch.float32)
+            rows = torch.empty(0, dtype=torch.int64, device=self._storage.device)
+            dtype = torch.promote_types(self._storage.config.dtype, torch.float32)
             return RowGrads(rows, torch.empty((0, self.embedding_dim), dtype=dtype, device=rows.device))
         return grads
 
-    def share_gradients(self) -> None:
+    def _average_grads(self) -> None:
         """Average gradients over ranks, which must all call this."""
         replicas.average_grads(self)
 
-    def record(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
+    def _record_grads(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
         """Record the gradients of a lookup. Called in backward, in any thread."""
-        if self.owner is None:
+        if self._owner is None:
             self._orphaned = True
-        self.pending.record(rows, grads, batch)
+        self._grads.record(rows, grads, batch)
 
-    def defer_check(self, ids: Tensor, error_slot: Tensor, *, offset: int = 0) -> None:
+    def _defer_check(self, ids: Tensor, error_slot: Tensor, *, offset: int = 0) -> None:
         """Remember a lookup whose ids were checked on the GPU, and raise for earlier ones that are known."""
-        self.raise_bad_ids(wait=False)
-        self.deferred_checks.add(ids, error_slot, offset=offset)
+        self._raise_bad_ids(wait=False)
+        self._deferred_checks.add(ids, error_slot, offset=offset)
 
-    def raise_bad_ids(self, *, wait: bool = True) -> None:
+    def _raise_bad_ids(self, *, wait: bool = True) -> None:
         """Raise if ids of a lookup were out of range, as far as is known; all gradients are dropped then."""
-        error = self.deferred_checks.error(wait=wait)
+        error = self._deferred_checks.error(wait=wait)
         if error is not None:
-            self.pending.clear()
+            self._grads.clear()
             raise error
 
-    def move(self, device: torch.device) -> None:
+    def _move(self, device: torch.device) -> None:
         """Compute on another device. Rows move at the next use, where needed."""
-        self.store.move(device)
+        self._storage.move(device)
         with torch._C.DisableTorchFunctionSubclass():  # so that next(model.parameters()).device is right
             self.data = torch.empty(0, dtype=self.dtype, device=device)
 
     # ---- the optimizer
 
     @property
-    def owner(self) -> torch.optim.Optimizer | None:
+    def _owner(self) -> torch.optim.Optimizer | None:
         """The optimizer that the table was given to, as long as that lives."""
-        return None if self._owner is None else self._owner()
+        return None if self._owner_ref is None else self._owner_ref()
 
-    def check_attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
+    def _check_attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
         """Raise if the table holds state that the optimizer cannot continue.
 
         State of another optimizer in memory is replaced. In a file, replacing it would lose what was saved.
         """
-        store = self.store
+        store = self._storage
         in_file = store.config.storage == "disk" and bool(store.record.state) and not store.relayout_pending
-        if self.store.state_owned and not in_file:
+        if self._storage.state_owned and not in_file:
             return
-        kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (self.store.record.state, state)]
+        kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (self._storage.record.state, state)]
         if kinds[0] != kinds[1]:
             found = ", ".join(name for name, *_ in kinds[0])
             wanted = ", ".join(name for name, *_ in kinds[1]) or "none"
@@ -199,29 +199,29 @@ class Table(TableParameter):
                 f"first to start again"
             )
 
-    def attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
+    def _attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
         """Make an optimizer with these fields of state the owner. Loaded or copied state is continued."""
-        self.check_attach(owner, state)
-        if self.store.state_owned:
-            self.store.set_state_fields(state)
-        self.store.state_owned = True
-        self._owner = weakref.ref(owner)
+        self._check_attach(owner, state)
+        if self._storage.state_owned:
+            self._storage.set_state_fields(state)
+        self._storage.state_owned = True
+        self._owner_ref = weakref.ref(owner)
         self._orphaned = False
 
     def drop_state(self) -> None:
         """Forget all optimizer state, keep the weights."""
-        self.store.set_state_fields(())
-        self._owner = None
+        self._storage.set_state_fields(())
+        self._owner_ref = None
 
     @property
-    def trains(self) -> bool:
+    def _needs_grad(self) -> bool:
         """`requires_grad`, without the cost of `__torch_function__` at every lookup."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
 
-    def check_trained(self) -> None:
+    def _check_owner(self) -> None:
         """Raise if gradients were recorded that no optimizer will ever use."""
-        if self._orphaned and self.owner is None:
+        if self._orphaned and self._owner is None:
             raise FlatbedError(
                 f"{self!r} receives gradients, but no optimizer has it: give its parameters to an optimizer "
                 "(flatbed.optim.Adam(model.parameters())), or freeze it (emb.requires_grad_(False))"
@@ -232,14 +232,14 @@ class Table(TableParameter):
     @property
     def weight(self) -> Tensor:
         """All weights as one tensor, without a copy, for reading and for initialising."""
-        self.deferred_checks.check_graphs()
+        self._deferred_checks.check_graphs()
         return WeightView.of(self)
 
     def read_rows(self, ids: Any) -> Tensor:
         """The weights of some rows: ids of any shape → (*shape, dim), a copy on the computing device."""
-        self.deferred_checks.check_graphs()
+        self._deferred_checks.check_graphs()
         wanted = self._checked(ids)
-        found = self.access.weights(wanted.flatten())
+        found = self._rows.weights(wanted.flatten())
         return found.reshape(*wanted.shape, self.embedding_dim)
 
     def read_state(self, name: str, ids: Any) -> Tensor:
@@ -248,7 +248,7 @@ class Table(TableParameter):
             found = ", ".join(self.state_names) or "none (an optimizer that has the table brings it)"
             raise KeyError(f"there is no state {name!r}; found {found}")
         wanted = self._checked(ids)
-        taken = self.access.read_fields(wanted.flatten())[name]
+        taken = self._rows.read_fields(wanted.flatten())[name]
         return taken.reshape(*wanted.shape, taken.shape[1])
 
     @torch.no_grad()
@@ -263,12 +263,12 @@ class Table(TableParameter):
                 0, inverse, torch.arange(len(rows), device=rows.device), "amax"
             )
             rows, values = unique, values[last.to(values.device)]
-        self.access.write_weights_(rows, values.to(self.store.device, self.store.config.dtype))
+        self._rows.write_weights_(rows, values.to(self._storage.device, self._storage.config.dtype))
 
     def _checked(self, ids: Any) -> Tensor:
         wanted = as_ids(ids)
         check_range(wanted, self.num_embeddings)
-        return to_device(wanted, self.store.device)
+        return to_device(wanted, self._storage.device)
 
     # ---- its cache
 
@@ -277,8 +277,8 @@ class Table(TableParameter):
         ones with `counts` of how often each does. A cache of no given size stays as large as it is.
         """
         rows, counts = most_used(as_ids(ids).cpu().flatten(), counts, self.num_embeddings)
-        sized = self.store.config.sized
-        cache = self.store.cache_for(len(rows)) if sized else self.store.cache
+        sized = self._storage.config.sized
+        cache = self._storage.cache_for(len(rows)) if sized else self._storage.cache
         if cache is None:
             return
         n = min(len(rows), cache.n_slots)
@@ -286,39 +286,39 @@ class Table(TableParameter):
 
     def cache_stats(self) -> CacheStats:
         """What the cache has done so far: hits, misses, evictions, bytes moved. Asking waits for the GPU."""
-        self.deferred_checks.check_graphs()
-        cache = self.store.cache
+        self._deferred_checks.check_graphs()
+        cache = self._storage.cache
         return CacheStats.of([0] * 5, rows=0, nbytes=0) if cache is None else cache.stats()
 
     def set_cache(
         self, cache_rows: int | None = None, cache_bytes: int | None = None, *, policy: str | None = None
     ) -> None:
         """Another size of cache, or another policy; it begins empty. 0: none; nothing given: the default."""
-        chosen = self.store.config.cache_policy if policy is None else policy
-        self.store.change_cache(with_cache(self.store.config, cache_rows, cache_bytes, chosen))
+        chosen = self._storage.config.cache_policy if policy is None else policy
+        self._storage.change_cache(with_cache(self._storage.config, cache_rows, cache_bytes, chosen))
 
     def resize(self, num_embeddings: int) -> None:
         """Grow to so many rows. Rows and state stay; new rows begin from (seed, row).
 
         For a table on disk this is a checkpoint, too: save what goes with it right after.
         """
-        self.store.resize(as_integer("num_embeddings", num_embeddings))
-        self.pending.n_rows = self.num_embeddings
+        self._storage.resize(as_integer("num_embeddings", num_embeddings))
+        self._grads.n_rows = self.num_embeddings
 
     def scalars(self) -> dict[str, float]:
         """The numbers of optimizer state that are one per table, such as the step count."""
-        return {name: float(value) for name, value in self.store.scalars.items()}
+        return {name: float(value) for name, value in self._storage.scalars.items()}
 
     # ---- durable
 
     def checkpoint(self) -> None:
         """Make a disk table's rows and state durable, all or nothing: a crash leads back to here."""
-        self.deferred_checks.check_graphs()
-        self.store.checkpoint()
+        self._deferred_checks.check_graphs()
+        self._storage.checkpoint()
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, block by block."""
-        self.deferred_checks.check_graphs()
+        self._deferred_checks.check_graphs()
         saving.save(self, as_path(path))
 
     def load(self, path: str | Path) -> None:
@@ -331,9 +331,9 @@ class Table(TableParameter):
         ``discard=True`` drops changes since the last checkpoint instead. After `flatbed.save_checkpoint`, it
         keeps the file at the folder's checkpoint. If the checkpoint fails, the table stays open.
         """
-        if not discard and self.store.has_unsaved_changes:
+        if not discard and self._storage.has_unsaved_changes:
             self.checkpoint()
-        self.store.close()
+        self._storage.close()
 
     def __enter__(self) -> Table:
         return self
@@ -344,9 +344,9 @@ class Table(TableParameter):
         After an exception, rows may be those of half a step. They are dropped with a warning, and the file
         stays at its last checkpoint.
         """
-        if kind is not None and self.store.unsaved_rows:
+        if kind is not None and self._storage.unsaved_rows:
             warnings.warn(
-                f"{self.store.unsaved_rows} rows of {self.store.config.path} changed since its last "
+                f"{self._storage.unsaved_rows} rows of {self._storage.config.path} changed since its last "
                 f"checkpoint and are dropped, since the `with` block ended by {kind.__name__}: call "
                 f"table.checkpoint() within the block where rows are complete",
                 stacklevel=2,
