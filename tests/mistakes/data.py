@@ -60,7 +60,9 @@ DATA: list[Mistake] = [
         "a missing file", lambda folder: RowReader(folder / "missing.npy"), FileNotFoundError, "missing.npy"
     ),
     of_rows("an archive", lambda folder: RowReader(archive(folder)), ValueError, r"of rows.*numpy\.save"),
-    of_rows("a wrong device", lambda _: RowReader(FEATURES, device="gpu"), FlatbedError, "found 'gpu'"),
+    of_rows(
+        "a wrong device", lambda _: RowReader(FEATURES, device="gpu"), RuntimeError, "device string: gpu"
+    ),
     of_rows(
         "a row too far",
         lambda _: RowReader(FEATURES, device="cpu")[[0, 3]],
@@ -82,7 +84,7 @@ DATA: list[Mistake] = [
     of_batches("torch's embedding", make([], {nn.Embedding(3, 2): "x"}), TypeError, "found Embedding: give"),
     of_batches("no key", make([], {embedding(): None}), TypeError, "key of the batch.*found NoneType"),
     of_batches("a negative depth", make([], depth=-1), ValueError, "0 or more; found -1"),
-    of_batches("a wrong device", make([], device="gpu"), FlatbedError, "found 'gpu'"),
+    of_batches("a wrong device", make([], device="gpu"), RuntimeError, "device string: gpu"),
     of_batches(
         "a generator to pin", make((x for x in [1]), pin=True), TypeError, "found generator: give a list"
     ),
