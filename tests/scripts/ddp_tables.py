@@ -97,7 +97,7 @@ def train(
 
 
 def same(name: str, rank: int, world: int, **options: Any) -> None:
-    """The replicas are equal bit by bit, and close to what one process makes of all batches."""
+    """The replicas are bitwise equal, and close to one process that trains on all batches."""
     found = train([rank], **options)
     assert_replicas_agree(found)
     path = options.pop("path", None)

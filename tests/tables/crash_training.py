@@ -232,7 +232,7 @@ class Trials:
                 self.place.mkdir()
                 self.step = 0
             child = Child.born(self.place / "table", synced=synced, cache_rows=rows)
-            # Anew: while the file is made. Early: while what the child before has left is recovered.
+            # New: while the file is made. Early: while files of the child before are recovered.
             child.listen(is_new or (0 if early else int(self.generator.integers(0, LIFE * (EVERY + 2)))))
             time.sleep(self.generator.uniform(0, longest[synced] / (4 if early else 1)))
             child.kill()

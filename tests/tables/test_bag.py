@@ -28,7 +28,7 @@ def dense_grad(table: flatbed.Table) -> Tensor:
 
 
 def assert_alike(ours: Any, theirs: Any, *arguments: Any, **options: Any) -> None:
-    """The same output, bit by bit, and the same gradient."""
+    """The same output, bitwise, and the same gradient."""
     ours.table.grad = theirs.weight.grad = None
     found, expected = ours(*arguments, **options), theirs(*arguments, **options)
     assert torch.equal(found, expected)

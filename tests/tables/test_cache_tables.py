@@ -286,7 +286,7 @@ def test_checkpoints_of_trainings(storage: str, copied: bool, tmp_path: Path) ->
 
 
 def test_going_back_to_a_checkpoint_forgets_what_is_cached(tmp_path: Path) -> None:
-    """With all rows in the cache nothing would complain about a file that was opened anew."""
+    """With all rows in the cache, no read of the reopened file would show the mistake."""
     emb = embedding("disk", tmp_path, ROWS)
     optimizer = flatbed.optim.Adam(emb, lr=0.1)
     emb.table.warm(range(ROWS))

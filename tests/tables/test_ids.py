@@ -1,4 +1,4 @@
-"""Ids as people have them, and those that are wrong: nothing changes then."""
+"""Ids of every kind, and wrong ids, which change nothing."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ class GradAccumulator:
         if any(part.captured != capturing for part in self.parts):
             self.clear()
             raise FlatbedError(
-                "a step uses up a table's gradients: capture lookup, backward and optimizer.step() in one "
-                "CUDA graph, and call optimizer.zero_grad() before the capture"
+                "a table has gradients from outside of this CUDA graph, or from inside of another: capture "
+                "lookup, backward and optimizer.step() in one CUDA graph, after optimizer.zero_grad()"
             )
 
     def clear(self) -> None:

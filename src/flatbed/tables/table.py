@@ -209,7 +209,7 @@ class Table(TableParameter):
         self._orphaned = False
 
     def drop_state(self) -> None:
-        """Forget all optimizer state, keep the weights."""
+        """Drop all optimizer state, and keep the weights."""
         self._storage.set_state_fields(())
         self._owner_ref = None
 
@@ -231,19 +231,19 @@ class Table(TableParameter):
 
     @property
     def weight(self) -> Tensor:
-        """All weights as one tensor, without a copy, for reading and for initialising."""
+        """All weights as one tensor, without a copy, for reading and for initialization."""
         self._deferred_checks.check_graphs()
         return WeightView.of(self)
 
     def read_rows(self, ids: Any) -> Tensor:
-        """The weights of some rows: ids of any shape → (*shape, dim), a copy on the computing device."""
+        """Copy the weights of some rows to the computing device: ids of any shape → (*shape, dim)."""
         self._deferred_checks.check_graphs()
         wanted = self._checked(ids)
         found = self._rows.weights(wanted.flatten())
         return found.reshape(*wanted.shape, self.embedding_dim)
 
     def read_state(self, name: str, ids: Any) -> Tensor:
-        """The optimizer state of some rows: ids of any shape → (*shape, dim)."""
+        """Copy the optimizer state of some rows: ids of any shape → (*shape, dim)."""
         if name not in self.state_names:
             found = ", ".join(self.state_names) or "none (an optimizer that has the table brings it)"
             raise KeyError(f"there is no state {name!r}; found {found}")
@@ -270,11 +270,13 @@ class Table(TableParameter):
         check_range(wanted, self.num_embeddings)
         return to_device(wanted, self._storage.device)
 
-    # ---- its cache
+    # ---- the cache
 
     def warm(self, ids: Any, counts: Any = None) -> None:
-        """Fill the cache with the rows that are used most: ids as they occur, repeats and all, or distinct
-        ones with `counts` of how often each does. A cache of no given size stays as large as it is.
+        """Fill the cache with the most frequent rows.
+
+        `ids` are ids as they occur, with repeats, or unique ids with `counts` of how often each occurs. A
+        cache of no given size stays as large as it is.
         """
         rows, counts = most_used(as_ids(ids).cpu().flatten(), counts, self.num_embeddings)
         sized = self._storage.config.sized
@@ -285,7 +287,7 @@ class Table(TableParameter):
         warm_cache(cache, rows[:n].flip(0), counts[:n].flip(0))
 
     def cache_stats(self) -> CacheStats:
-        """What the cache has done so far: hits, misses, evictions, bytes moved. Asking waits for the GPU."""
+        """Return counts of the cache so far: hits, misses, evictions, bytes moved. Waits for the GPU."""
         self._deferred_checks.check_graphs()
         cache = self._storage.cache
         return CacheStats.of([0] * 5, rows=0, nbytes=0) if cache is None else cache.stats()
@@ -293,23 +295,23 @@ class Table(TableParameter):
     def set_cache(
         self, cache_rows: int | None = None, cache_bytes: int | None = None, *, policy: str | None = None
     ) -> None:
-        """Another size of cache, or another policy; it begins empty. 0: none; nothing given: the default."""
+        """Use an empty cache of another size or policy: 0 for none, the default size if none is given."""
         chosen = self._storage.config.cache_policy if policy is None else policy
         self._storage.change_cache(with_cache(self._storage.config, cache_rows, cache_bytes, chosen))
 
     def resize(self, num_embeddings: int) -> None:
-        """Grow to so many rows. Rows and state stay; new rows begin from (seed, row).
+        """Grow to so many rows. Rows, state and gradients stay; new rows are drawn from (seed, row).
 
-        For a table on disk this is a checkpoint, too: save what goes with it right after.
+        For a table on disk this is also a checkpoint: save the model that belongs to it right after.
         """
         self._storage.resize(as_integer("num_embeddings", num_embeddings))
         self._grads.n_rows = self.num_embeddings
 
     def scalars(self) -> dict[str, float]:
-        """The numbers of optimizer state that are one per table, such as the step count."""
+        """Return the optimizer state that is one number per table, such as the step count."""
         return {name: float(value) for name, value in self._storage.scalars.items()}
 
-    # ---- durable
+    # ---- files
 
     def checkpoint(self) -> None:
         """Make a disk table's rows and state durable, all or nothing: a crash leads back to here."""
@@ -374,7 +376,7 @@ class Table(TableParameter):
 
 
 def make(config: Config, device: Any, *, replicate: bool) -> Table:
-    """A table that computes on `device`."""
+    """Return a table that computes on `device`."""
     if not isinstance(replicate, bool):
         raise TypeError(f"replicate must be True or False; found {replicate!r}")
     return Table(config, device=device_of(device), replicate=replicate)

@@ -84,8 +84,8 @@ class GpuCache:
     def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
         """Admit a batch ahead of time, in the current stream, which is not the training stream.
 
-        Returns None if the ids do not fit beside those of the last `window` admissions. `reservation` is for
-        tables on disk.
+        Returns None if the ids do not fit in addition to those of the last `window` admissions. `reservation`
+        is for tables on disk.
         """
         if self.in_graphs or not self._fits(len(keys), window):
             return None
