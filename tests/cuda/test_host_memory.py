@@ -34,7 +34,7 @@ def status(name: str) -> int:
 
 
 def in_child(work: Callable[[], bool]) -> bool:
-    """Whether `work` is true in a forked child."""
+    """True if `work` is true in a forked child."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
         pid = os.fork()
@@ -56,7 +56,7 @@ def raises(work: Callable[[], object], text: str) -> bool:
 
 
 def run(script: str, **variables: str) -> str:
-    """What a script prints that must end well, without a word of error."""
+    """Output of a script that must succeed without printing errors."""
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,

@@ -221,7 +221,7 @@ def overflows(rank: int) -> None:
 
 
 def one_rank_looks(rank: int) -> None:
-    """What only one rank does between steps: look at rows, evaluate, write a checkpoint, load it."""
+    """Work of one rank alone between steps: read rows, evaluate, write and load a checkpoint."""
     model = Model(flatbed.Embedding(ROWS, DIM), dense=False)
     emb: Any = model.emb
     if rank == 0:

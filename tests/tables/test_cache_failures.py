@@ -223,7 +223,7 @@ def reserved(cache: DiskCache, rows: Tensor) -> LookupBatch | None:
 
 
 def step_by_kernels(emb: Any, batch: LookupBatch) -> None:
-    """What a step on a GPU does before its kernels write reserved rows."""
+    """Do what a step on a GPU does before its kernels write reserved rows."""
     grads = RowGrads(batch.keys, torch.empty(0), batch=batch)
     emb.table._rows.reserve_space(grads)
     emb.table._storage.cache._mark_changed(batch.admission.rows, batch.admission.slots)
@@ -283,7 +283,7 @@ def part(number: int) -> range:
 
 
 def until_full(change: Callable[[int], None], most: int = 20) -> int:
-    """How many changes there was room for."""
+    """Number of changes until the disk is full."""
     for number in range(most):
         try:
             change(number)

@@ -1,4 +1,4 @@
-"""Any optimizer of torch's over tables: torch's own step on the touched rows, bit for bit."""
+"""Any optimizer of torch over tables: bitwise torch's own step on the touched rows."""
 
 from __future__ import annotations
 

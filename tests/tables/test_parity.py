@@ -1,4 +1,4 @@
-"""Tables against torch's optimizers on dense copies of the touched rows, bit for bit on a CPU."""
+"""Tables against torch's optimizers on dense copies of the touched rows, bitwise on a CPU."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ BATCHES: dict[str, list[int]] = {
     "at the ends of windows": [64, 64, 65, 63, 192, 1],
     "short ones alone": [3] * 30,
 }
-"""How often each row of a batch occurs."""
+"""Number of occurrences of each row, by name of the batch."""
 
 
 def keys_of(lengths: list[int], draw: torch.Generator) -> Tensor:

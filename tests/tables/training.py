@@ -108,7 +108,7 @@ def close(model: nn.Module) -> None:
 
 
 class Expected:
-    """What a training without interruption has after so many steps."""
+    """Snapshots of a training without interruption, by number of steps."""
 
     def __init__(self, folder: Path, storages: tuple[str, str] = ("host", "disk")) -> None:
         self.model, self.optimizer = build(folder, storages)
