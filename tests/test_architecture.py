@@ -44,7 +44,10 @@ def imported(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             for name in node.names:
                 inner = f"{node.module}.{name.name}"
-                found.add(inner if inner in MODULES else node.module)
+                is_module = (
+                    inner in MODULES and name.name not in flatbed.__all__
+                )  # flatbed.tables is a function
+                found.add(inner if is_module else node.module)
         elif isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
     return found

@@ -1,4 +1,4 @@
-"""Whole trainings in a folder: resumed bit for bit, and whole whatever happens while they are saved."""
+"""Checkpoints of trainings: they resume bitwise, and are complete whatever happens during a save."""
 
 from __future__ import annotations
 
@@ -405,7 +405,7 @@ def saved_twice(folder: Path, operations: Operations) -> tuple[Any, Any, bool]:
 
 
 def goes_on(folder: Path, model: Any, optimizer: Any, *, save: bool) -> bool:
-    """Whether it has trained and saved; it may say that the disk table's file is in doubt."""
+    """True if it trained and saved. It may raise if the state of the disk table's file is unknown."""
     try:
         step(model, optimizer, 3)
         if save:

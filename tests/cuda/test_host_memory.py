@@ -34,7 +34,7 @@ def status(name: str) -> int:
 
 
 def in_child(work: Callable[[], bool]) -> bool:
-    """Whether `work` is true in a forked child."""
+    """True if `work` is true in a forked child."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
         pid = os.fork()
@@ -56,7 +56,7 @@ def raises(work: Callable[[], object], text: str) -> bool:
 
 
 def run(script: str, **variables: str) -> str:
-    """What a script prints that must end well, without a word of error."""
+    """Output of a script that must succeed without printing errors."""
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -210,6 +210,9 @@ def test_unknown_limits(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # A GPU's, with a driver that only pretends
 
 
+START_DRIVER = cuda_driver.driver
+
+
 class FakeDriver:
     """Records the calls that `cuda.driver.Driver` would make."""
 
@@ -312,8 +315,11 @@ def test_pageable_memory_comes_last_with_one_warning(driver: FakeDriver) -> None
     assert allocate(10, device=GPU).kind == "pageable"
 
 
-def test_without_a_driver(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "driver", lambda: None)
+@pytest.mark.usefixtures("driver")
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(cuda_driver, "_load", lambda: None)
+    monkeypatch.setattr(cuda_driver, "driver", START_DRIVER)
     with pytest.warns(UserWarning, match="libcuda"):
         assert allocate(10, device=GPU).kind == "pageable"
     with pytest.raises(FlatbedError, match="libcuda"):

@@ -21,7 +21,7 @@ def kept(use: Callable[[Any], object], **options: Any) -> Callable[[Path], objec
 
     def attempt(folder: Path) -> None:
         table = embedding(**options).table
-        with unchanged(lambda: (table.num_embeddings, table.store.config, table.read_rows(range(10)))):
+        with unchanged(lambda: (table.num_embeddings, table._storage.config, table.read_rows(range(10)))):
             use(table)
 
     return attempt

@@ -97,7 +97,7 @@ def train(
 
 
 def same(name: str, rank: int, world: int, **options: Any) -> None:
-    """The replicas are equal bit by bit, and close to what one process makes of all batches."""
+    """The replicas are bitwise equal, and close to one process that trains on all batches."""
     found = train([rank], **options)
     assert_replicas_agree(found)
     path = options.pop("path", None)
@@ -221,7 +221,7 @@ def overflows(rank: int) -> None:
 
 
 def one_rank_looks(rank: int) -> None:
-    """What only one rank does between steps: look at rows, evaluate, write a checkpoint, load it."""
+    """Work of one rank alone between steps: read rows, evaluate, write and load a checkpoint."""
     model = Model(flatbed.Embedding(ROWS, DIM), dense=False)
     emb: Any = model.emb
     if rank == 0:

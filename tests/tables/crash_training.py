@@ -75,7 +75,7 @@ class Training:
 
     def batches(self) -> Iterator[Batch | None]:
         """From here on, without end; None stands for the one that a step makes by itself."""
-        if not self.embedding.table.store.config.cache_rows:
+        if not self.embedding.table._storage.config.cache_rows:
             return (None for _ in count())
         return iter(Prefetcher(map(batch, count(self.n_steps)), {self.embedding: lambda given: given[0]}))
 
@@ -232,7 +232,7 @@ class Trials:
                 self.place.mkdir()
                 self.step = 0
             child = Child.born(self.place / "table", synced=synced, cache_rows=rows)
-            # Anew: while the file is made. Early: while what the child before has left is recovered.
+            # New: while the file is made. Early: while files of the child before are recovered.
             child.listen(is_new or (0 if early else int(self.generator.integers(0, LIFE * (EVERY + 2)))))
             time.sleep(self.generator.uniform(0, longest[synced] / (4 if early else 1)))
             child.kill()
@@ -290,7 +290,7 @@ class Trials:
             training.step()
         self.compare(training.embedding.table, step)
         training.embedding.table.checkpoint()
-        path = training.embedding.table.store.config.path
+        path = training.embedding.table._storage.config.path
         training.step()
         self.seen["rows that left the cache"] += training.embedding.table.cache_stats().written
         training.embedding.table.close(discard=True)

@@ -1,4 +1,4 @@
-"""What tables are compared with: torch's optimizers, on dense copies of the rows that a step touches."""
+"""References for tables: torch's optimizers on dense copies of the rows that a step touches."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ COUNTING = [case for case in ALL_CASES if "step" in case.kind._rule.scalars]
 
 
 def same_rounding(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, bool]:
-    """What torch's is told to round like ours on a CPU; rows are computed in fp32 at least."""
+    """Options that make torch round like flatbed on a CPU; rows are computed in fp32 at least."""
     if case in OF_ROWS:
         return {}
     return case.same_rounding(torch.promote_types(dtype, torch.float32))
@@ -103,9 +103,9 @@ class Reference:
     numbers: dict[str, Any] = field(default_factory=dict)
     """The table's; or, `per_row`, by how often a row was touched."""
     touched: Tensor = field(init=False)
-    """How often each row was."""
+    """Number of steps that touched each row."""
     changes: Callable[[optim.Optimizer], None] | None = None
-    """What is changed about the optimizer before the next step, for example its learning rate."""
+    """A change of the optimizer before the next step, such as another learning rate."""
 
     def __post_init__(self) -> None:
         self.touched = torch.zeros(len(self.weight), dtype=torch.long)
@@ -123,7 +123,7 @@ class Reference:
         return weight.grad
 
     def rows(self, lookups: Sequence[Tensor]) -> Tensor:
-        """The distinct rows, without the padding row."""
+        """The unique rows, without the padding row."""
         rows = torch.unique(torch.cat([ids.flatten() for ids in lookups]))
         return rows if self.padding_idx is None else rows[rows != self.padding_idx]
 
@@ -283,7 +283,7 @@ def everything(emb: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def assert_close(ours: Tensor, theirs: Tensor, where: str, message: str, *, low: bool = False) -> None:
-    """Bit for bit on a CPU; else to some units in the last place, of half precision if `low`."""
+    """Compare bitwise on a CPU, otherwise to some units in the last place, of half precision if `low`."""
     assert ours.dtype == theirs.dtype, message
     if is_exact(where):
         assert torch.equal(ours, theirs), f"{message}: {(ours - theirs).abs().max()}"
@@ -304,7 +304,7 @@ def assert_same(emb: Any, expected: Reference, where: str) -> None:
     tensors = {name: value for name, value in state.items() if value.shape[1] > 1 or name in expected.state}
     assert set(expected.state) <= set(tensors), f"{set(tensors)} for {set(expected.state)}"
     for name, value in expected.state.items():
-        # What begins as a copy of the weight is made when the row is touched.
+        # State that begins as a copy of the weight is made when the row is first touched.
         rows = expected.touched > 0 if expected.first.get(name) == "weight" else slice(None)
         assert_close(tensors[name][rows], value[rows], where, name, low=low)
     if expected.per_row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ def dense_grad(table: flatbed.Table) -> Tensor:
 
 
 def assert_alike(ours: Any, theirs: Any, *arguments: Any, **options: Any) -> None:
-    """The same output, bit by bit, and the same gradient."""
+    """The same output, bitwise, and the same gradient."""
     ours.table.grad = theirs.weight.grad = None
     found, expected = ours(*arguments, **options), theirs(*arguments, **options)
     assert torch.equal(found, expected)
@@ -37,18 +36,6 @@ def assert_alike(ours: Any, theirs: Any, *arguments: Any, **options: Any) -> Non
     (found * weight).sum().backward()
     (expected * weight).sum().backward()
     torch.testing.assert_close(dense_grad(ours.table), theirs.weight.grad, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("padding", [None, 3, -1])
-def test_rectangles(mode: str, padding: int | None) -> None:
-    ours, theirs = both(mode=mode, padding_idx=padding)
-    assert ours.padding_idx == theirs.padding_idx
-    for shape in ((3, 4), (1, 1), (5, 7)):
-        ids = torch.randint(ROWS, shape)
-        ids[0, 0] = 3
-        assert_alike(ours, theirs, ids)
-    assert_alike(ours, theirs, torch.tensor([[3, 3], [19, 19], [3, 19]]))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -62,54 +49,6 @@ def test_offsets(mode: str, padding: int | None, last: bool, starts: list[int]) 
     if last and starts[-1] != 6:
         starts = [*starts, 6]
     assert_alike(ours, theirs, ids, torch.tensor(starts))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_at_all(mode: str) -> None:
-    ours, theirs = both(mode=mode)
-    assert_alike(ours, theirs, torch.zeros(0, dtype=torch.int64), torch.tensor([0, 0]))
-    assert_alike(ours, theirs, torch.zeros(0, dtype=torch.int64), torch.tensor([0]))
-    assert_alike(ours, theirs, torch.zeros((0, 2), dtype=torch.int64))
-
-
-@pytest.mark.parametrize("padding", [None, 3])
-def test_per_sample_weights_and_their_gradient(padding: int | None) -> None:
-    ours, theirs = both(mode="sum", padding_idx=padding)
-    ids = torch.tensor([3, 1, 1, 19, 3, 7])
-    grads = []
-    optimizer = flatbed.optim.SGD(ours)
-    for bag in (ours, theirs):
-        for shape, offsets in (((6,), torch.tensor([0, 2, 2, 5])), ((2, 3), None)):
-            weights = torch.arange(1.0, 7.0).view(shape).requires_grad_()
-            out = bag(ids.view(shape), offsets, weights)
-            (out * torch.arange(out.numel()).view_as(out)).sum().backward()
-            grads.append(weights.grad.flatten())  # type: ignore[union-attr]
-            grads.append(out.detach().flatten())
-    assert ours.table.owner is optimizer
-    for found, expected in zip(grads[:4], grads[4:], strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(dense_grad(ours.table), theirs.weight.grad, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("mode", MODES)
-def test_training_equals_torchs(storage: str, mode: str, tmp_path: Path) -> None:
-    theirs = nn.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=2)
-    path = {"path": tmp_path / "table"} if storage == "disk" else {}
-    ours = flatbed.EmbeddingBag.from_pretrained(
-        theirs.weight.detach(), freeze=False, mode=mode, padding_idx=2, storage=storage, **path
-    )
-    optimizers: tuple[Any, ...] = (
-        flatbed.optim.Adagrad(ours, lr=0.1),
-        torch.optim.Adagrad(theirs.parameters(), lr=0.1),
-    )
-    for _ in range(4):
-        ids = torch.randint(ROWS, (6, 3))
-        for bag, optimizer in zip((ours, theirs), optimizers, strict=True):
-            bag(ids).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(ours.read_rows(torch.arange(ROWS)), theirs.weight.detach())
 
 
 def test_ids_and_offsets_of_any_kind() -> None:
@@ -155,21 +94,10 @@ def test_what_is_wrong() -> None:
     assert ours.table.grad is None
 
 
-def test_the_default_mode_is_torchs() -> None:
-    assert flatbed.EmbeddingBag(3, 2).mode == nn.EmbeddingBag(3, 2).mode == "mean"
-
-
 def test_repr_and_attributes() -> None:
     bag = flatbed.EmbeddingBag(3, 2, padding_idx=-1, mode="max", include_last_offset=True)
     assert repr(bag) == "EmbeddingBag(3, 2, padding_idx=2, storage='host', mode='max')"
     assert bag.include_last_offset
-
-
-def test_state_dict_goes_to_torch_and_back() -> None:
-    ours, theirs = both()
-    ours.load_state_dict(nn.EmbeddingBag(ROWS, DIM).state_dict())
-    theirs.load_state_dict(ours.state_dict())
-    assert_alike(ours, theirs, torch.tensor([[1, 2], [3, 3]]))
 
 
 def test_freezing_leaves_the_sample_weights_their_gradient() -> None:
@@ -192,16 +120,6 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     assert ours.table.grad.dtype == wide  # type: ignore[union-attr]
     assert ours.table.grad[1].tolist() == [3.0] * DIM  # type: ignore[index]
-
-
-def test_modes_of_evaluation() -> None:
-    bag = flatbed.EmbeddingBag(ROWS, DIM)
-    expected = bag([[1, 2]]).detach()
-    assert torch.equal(bag.eval()([[1, 2]]), expected)
-    with torch.no_grad():
-        assert not bag([[1, 2]]).requires_grad
-    with torch.inference_mode():
-        assert bag([[1, 2]]).is_inference()
 
 
 def test_a_bag_and_an_embedding_over_one_table() -> None:

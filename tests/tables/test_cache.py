@@ -28,7 +28,7 @@ from flatbed.tables.cache.gpu import GpuCache
 from flatbed.tables.cache.write_behind import WriteThrough
 from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.memory import host_tier
+from flatbed.tables.storage.memory import host_storage
 
 RECORD = Record((Field("weight", torch.float32, 3), Field("sum", torch.float32, 1)))
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def cache_of(where: str, n_rows: int, n_slots: int, policy: str = "lru") -> Cache:
     """A cache over host memory; with its index on the host if no kernels are available."""
     device = torch.device("cuda", 0) if where == "cuda" else CPU
-    storage = host_tier(RECORD, n_rows, device)
+    storage = host_storage(RECORD, n_rows, device)
     assert storage.memory is not None
     storage.memory.copy_(torch.arange(n_rows)[:, None].expand(-1, RECORD.nbytes))  # modulo 256
     return build(storage, n_slots, policy=policy, device=device)

@@ -24,9 +24,9 @@ from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace
 from flatbed.tables.storage.disk.journal import Journal
+from tests.tables.storage.disk.test_files import largest_file
 from tests.tables.tables import everything
 from tests.tables.test_cache_tables import DIM, ROWS, Twins, embedding, step
-from tests.tables.test_disk_files import largest_file
 
 # ---- reads and writes that fail
 
@@ -65,7 +65,7 @@ def test_failed_writes_are_tried_again(tmp_path: Path, monkeypatch: pytest.Monke
     everything(emb)  # writes all rows back
     twins.step([1, 2, 8, 29])
     expected = everything(twins.plain)[0]
-    cache = emb.table.store.cache
+    cache = emb.table._storage.cache
     n_failed = 0
 
     def fail(*_: Any, **__: Any) -> None:
@@ -90,7 +90,7 @@ def test_failed_writes_are_tried_again(tmp_path: Path, monkeypatch: pytest.Monke
 def test_only_rows_that_fit_are_read(many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "MANY", many)
     twins = Twins("disk", tmp_path, n_slots=4).train()
-    cache = twins.cached.table.store.cache
+    cache = twins.cached.table._storage.cache
     collect, read = DiskStorage.collect, []
 
     def counted(self: DiskStorage, ids: Tensor, into: Tensor) -> Any:
@@ -108,7 +108,7 @@ def test_only_rows_that_fit_are_read(many: int, tmp_path: Path, monkeypatch: pyt
 def test_failed_reads_change_nothing(many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "MANY", many)
     twins = Twins("disk", tmp_path, n_slots=4).train()
-    cache = twins.cached.table.store.cache
+    cache = twins.cached.table._storage.cache
     before = cache.index.slot_of_row.clone(), cache.index.dirty.clone()
 
     def fail(self: DiskStorage, ids: Tensor, into: Tensor) -> None:
@@ -139,7 +139,7 @@ def test_rows_survive_an_interruption_anywhere(function: str, how: str, tmp_path
         emb = embedding("disk", folder, 6)
         emb.write_rows(range(6), torch.randn(6, DIM))
         emb(torch.arange(2))  # builds the cache
-        cache = emb.table.store.cache
+        cache = emb.table._storage.cache
         cache.admit(torch.arange(6))
         emb.write_rows(range(6), torch.randn(6, DIM))
         if not interrupted(lambda cache=cache: cache.admit(torch.tensor([9, 10])), function, number):
@@ -190,7 +190,7 @@ def interrupted(do: Callable[[], Any], function: str, number: int) -> bool:
 def test_forked_process_waits_for_no_thread_of_its_parent(tmp_path: Path) -> None:
     emb = embedding("disk", tmp_path, 4)
     emb(torch.arange(4)).sum().backward()
-    writer = emb.table.store.cache.writer
+    writer = emb.table._storage.cache.writer
     pending = PendingWrite(torch.empty(0), HostCopies(torch.empty(0)), 3, Future())  # never completed
     writer._pending = pending
     writer._process -= 1
@@ -203,13 +203,13 @@ def test_failed_write_raises_before_the_step(tmp_path: Path) -> None:
     emb = embedding("disk", tmp_path, 8)
     flatbed.optim.Adam(emb, lr=0.1)
     emb(torch.arange(4)).sum().backward()
-    cache = emb.table.store.cache
+    cache = emb.table._storage.cache
     cache.reserve_space(torch.arange(4), None)
     failed: Future[None] = Future()
     failed.set_exception(OSError("the disk is gone"))
     wrong = torch.zeros(1, 3, dtype=torch.uint8)  # cannot be written now, either
     cache.writer._pending = PendingWrite(torch.tensor([1]), HostCopies(wrong), 0, failed)
-    with pytest.raises(ValueError, match="expected uint8 records"):
+    with pytest.raises(ValueError, match="expected 1 records"):
         cache.reserve_space(torch.arange(4), None)
     cache.writer._pending = None
     emb.table.close(discard=True)
@@ -223,10 +223,10 @@ def reserved(cache: DiskCache, rows: Tensor) -> LookupBatch | None:
 
 
 def step_by_kernels(emb: Any, batch: LookupBatch) -> None:
-    """What a step on a GPU does before its kernels write reserved rows."""
+    """Do what a step on a GPU does before its kernels write reserved rows."""
     grads = RowGrads(batch.keys, torch.empty(0), batch=batch)
-    emb.table.access.reserve_space(grads)
-    emb.table.store.cache._mark_changed(batch.admission.rows, batch.admission.slots)
+    emb.table._rows.reserve_space(grads)
+    emb.table._storage.cache._mark_changed(batch.admission.rows, batch.admission.slots)
 
 
 def test_training_on_reserved_rows_takes_no_lock(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_training_on_reserved_rows_takes_no_lock(tmp_path: Path) -> None:
     emb = embedding("disk", tmp_path, 8)
     flatbed.optim.Adam(emb, lr=0.1)
     emb(torch.arange(4)).sum().backward()
-    cache, rows = emb.table.store.cache, torch.tensor([1, 5])
+    cache, rows = emb.table._storage.cache, torch.tensor([1, 5])
     cache.reserve_space(rows, None)  # as the first step does
     batch = reserved(cache, rows)
     assert batch is not None
@@ -251,18 +251,16 @@ def test_training_on_reserved_rows_takes_no_lock(tmp_path: Path) -> None:
     emb.table.close(discard=True)
 
 
-@pytest.mark.parametrize("discard", [False, True])
-def test_tables_on_a_full_disk_can_be_closed(
-    discard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_a_table_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that fails leaves the table open; changes can be discarded."""
     twins = Twins("disk", tmp_path).train()
-
-    monkeypatch.setattr(DiskStorage, "scatter_", no_space)
-    if discard:
-        twins.cached.table.close(discard=True)
-    else:
-        with pytest.warns(UserWarning, match=r"^7 rows of .* changed since its last checkpoint"):
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStorage, "scatter_", no_space)
+        with pytest.raises(FlatbedError, match="no space left"):
             twins.cached.table.close()
+    twins.check()
+    monkeypatch.setattr(DiskStorage, "scatter_", no_space)
+    twins.cached.table.close(discard=True)
 
 
 # ---- full disks
@@ -274,7 +272,7 @@ FIRST_ROOM = 682
 
 
 def wide(folder: Path, n_slots: int) -> tuple[Any, Any]:
-    emb = flatbed.Embedding(MANY, WIDE, storage="disk", path=folder / "wide", cache_rows=n_slots)
+    emb = flatbed.Embedding(MANY, WIDE, seed=1, storage="disk", path=folder / "wide", cache_rows=n_slots)
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     step(emb, optimizer, [0])  # creates the journal
     return emb, optimizer
@@ -285,7 +283,7 @@ def part(number: int) -> range:
 
 
 def until_full(change: Callable[[int], None], most: int = 20) -> int:
-    """How many changes there was room for."""
+    """Number of changes until the disk is full."""
     for number in range(most):
         try:
             change(number)
@@ -298,7 +296,7 @@ def until_full(change: Callable[[int], None], most: int = 20) -> int:
 def test_full_disk_loses_nothing(tmp_path: Path) -> None:
     """A lookup or a step raises; training goes on when there is room again."""
     emb, optimizer = wide(tmp_path, 500)
-    plain = flatbed.Embedding(MANY, WIDE, cache_rows=0)
+    plain = flatbed.Embedding(MANY, WIDE, seed=1, cache_rows=0)
     other = flatbed.optim.SGD(plain, lr=0.1)
     step(plain, other, [0])
     every = torch.arange(MANY)
@@ -343,17 +341,17 @@ def test_full_disk_does_not_stop_the_next_checkpoint(how: str, tmp_path: Path) -
 
 def check_room(emb: Any) -> None:
     """Every changed row is in the journal, or the journal has room for it."""
-    store = emb.table.store
-    cache, storage = store.cache, store.disk
-    n_unsaved = store.n_unsaved
+    store = emb.table._storage
+    cache, storage = store.cache, store.ensure_layout()
+    n_unsaved = store.unsaved_rows
     with cache.lock:
         cache.writer.finish()
     changed = cache.index.row_of_slot[cache.index.dirty != 0]
     n_unjournaled = int(storage.unchanged(changed).sum())
     assert cache.n_unsaved == n_unjournaled
-    journal = storage._held.journal
+    journal = storage._files.journal
     assert journal._capacity >= journal.n_slots + n_unjournaled
-    assert store.n_unsaved == n_unsaved == journal.n_slots + n_unjournaled
+    assert store.unsaved_rows == n_unsaved == journal.n_slots + n_unjournaled
 
 
 @pytest.mark.parametrize("n_slots", [3, 8, ROWS])
@@ -384,18 +382,18 @@ def test_room_is_kept_for_changed_rows(n_slots: int, tmp_path: Path, monkeypatch
         if kind == 4:
             emb.write_rows(ids, torch.randn(len(ids), DIM))
         elif kind == 5:
-            batch = reserved(emb.table.store.cache, torch.unique(ids))
+            batch = reserved(emb.table._storage.cache, torch.unique(ids))
             if batch is not None:
                 step_by_kernels(emb, batch)
-                emb.table.store.cache.release(batch.admission, None)
+                emb.table._storage.cache.release(batch.admission, None)
         else:
             step(emb, optimizer, ids)
         check_room(emb)
         if number % 17 == 16:
             emb.table.checkpoint()
             check_room(emb)
-            assert emb.table.store.n_unsaved == 0
+            assert emb.table._storage.unsaved_rows == 0
         elif number % 23 == 22:
-            emb.table.store.settle(changing=number % 2 == 0)
+            emb.table._storage.flush(drop=number % 2 == 0)
             check_room(emb)
     emb.table.close(discard=True)

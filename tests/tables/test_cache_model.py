@@ -54,8 +54,8 @@ class CacheMachine(RuleBasedStateMachine):
             cache_policy=policy,
         )
         self.table = emb.table
-        self.store = self.table.store
-        self.nbytes = self.store.tier.record.nbytes
+        self.store = self.table._storage
+        self.nbytes = self.store.ensure_layout().record.nbytes
         self.expected = {row: torch.zeros(self.nbytes, dtype=torch.uint8) for row in range(n_rows)}
 
     def teardown(self) -> None:
@@ -151,13 +151,13 @@ class CacheMachine(RuleBasedStateMachine):
         for ids, request in zip(batches, requests, strict=True):
             prefetcher.begin(request)
             batch = prepare_lookup(self.table, ids, training=True)
-            found = self.table.access.lookup(batch)
+            found = self.table._rows.lookup(batch)
             if found is not None:
                 expected = self.wanted(ids)[:, : DIM * 4].contiguous() if len(ids) else found
                 assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
             self.scatter(ids.tolist())
             prefetcher.finish(request)
-        assert not self.table.prefetched
+        assert not self.table._prefetched
         self.follow_cache()
         stats = self.table.cache_stats()
         self.counts = {name: getattr(stats, name) for name in COUNTS}
@@ -167,7 +167,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A step, or write_rows."""
         rows = self.ids(numbers)
         records = self.records(len(rows))
-        self.table.access.scatter_(rows, records)
+        self.table._rows.scatter_(rows, records)
         self.remember(rows, records)
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=25), times=st.integers(1, 3))
@@ -183,32 +183,32 @@ class CacheMachine(RuleBasedStateMachine):
         values = torch.randn(len(rows), DIM, generator=self.draw)
         self.table.write_rows(rows, values)
         assert torch.equal(self.table.read_rows(rows), values)
-        self.remember(rows, self.table.access.gather(rows))  # the padding behind a weight may change
+        self.remember(rows, self.table._rows.gather(rows))  # the padding behind a weight may change
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=12), short=st.booleans())
     def gather(self, numbers: list[int], short: bool) -> None:
         rows = self.ids(numbers)[torch.randperm(len(self.ids(numbers)), generator=self.draw)]
         nbytes = DIM * 4 if short else self.nbytes
-        found = self.table.access.gather(rows, nbytes)
+        found = self.table._rows.gather(rows, nbytes)
         assert found.shape == (len(rows), nbytes)
         if len(rows):
             assert torch.equal(found, self.wanted(rows)[:, :nbytes])
 
     @rule()
     def flush(self) -> None:
-        self.store.settle()
+        self.store.flush()
         assert not any(self.cached().values())
         self.check_storage()
 
     @rule()
     def drop(self) -> None:
-        self.store.settle(changing=True)
+        self.store.flush(drop=True)
         assert not self.cached()
         self.check_storage()
 
     def check_storage(self) -> None:
         every = torch.arange(self.n_rows)
-        assert torch.equal(self.store.tier.gather(every), self.wanted(every))
+        assert torch.equal(self.store.ensure_layout().gather(every), self.wanted(every))
 
     @rule(n_slots=st.integers(0, 24), policy=st.sampled_from(["lru", "lfu", None]))
     def another_cache(self, n_slots: int, policy: str | None) -> None:
@@ -269,7 +269,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         if isinstance(self.cache, DiskCache):
             self.cache.writer.finish()
-        stored = self.store.tier.gather(torch.arange(self.n_rows))
+        stored = self.store.ensure_layout().gather(torch.arange(self.n_rows))
         for row, expected in self.expected.items():
             slot = -1 if self.cache is None else int(self.cache.index.slot_of_row[row])
             record = stored[row] if slot < 0 else self.cache.records[slot]
@@ -298,7 +298,7 @@ class OnDisk(CacheMachine):
     @rule()
     def checkpoint(self) -> None:
         self.table.checkpoint()
-        assert self.store.n_unsaved == 0
+        assert self.store.unsaved_rows == 0
         assert not any(self.cached().values())
 
 

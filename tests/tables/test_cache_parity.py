@@ -298,7 +298,7 @@ def test_kind_of_cache(storage: str, where: str, tmp_path: Path) -> None:
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     emb([1, 2]).sum().backward()
     kind = GpuCache if storage == "host" and use_triton(torch.device(where)) else DiskCache
-    assert type(emb.table.store.cache) is kind
+    assert type(emb.table._storage.cache) is kind
     optimizer.zero_grad()
 
 
@@ -308,7 +308,7 @@ def test_kind_of_cache(storage: str, where: str, tmp_path: Path) -> None:
 def prefetched(table: flatbed.Table, batches: list[list[Tensor]], depth: int) -> Iterator[list[Tensor]]:
     """Hand out batches of lookups, with the rows of the next `depth` batches admitted ahead of time."""
     prefetcher, pending = RowPrefetch(table, depth), deque[tuple[list[Tensor], PrefetchRequest]]()
-    device, coming, in_use = table.store.device, iter(batches), None
+    device, coming, in_use = table._storage.device, iter(batches), None
     on_gpu = device.type == "cuda"
     while True:
         if in_use is not None:
@@ -347,14 +347,14 @@ def test_prefetched_lookups(
         emb = embedding(like(storage=storage, policy=policy, dim=3), n_slots, where, tmp_path)
         optimizer, outputs = flatbed.optim.Adam(emb, lr=0.1), []
         for number, batch in enumerate(prefetched(emb.table, lookups, depth)):
-            n_used += len(emb.table.prefetched)
+            n_used += len(emb.table._prefetched)
             found = [emb(batch[0].flatten()), emb(batch[1].view(1, -1))]
             outputs += [one.detach().cpu() for one in found]
             torch.autograd.backward([one.sin().sum() for one in found])
             if number % n_passes == n_passes - 1:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert not emb.table.prefetched
+        assert not emb.table._prefetched
         results.append(Result(outputs, *everything(emb), emb.table.scalars(), emb.table.cache_stats()))
     results[1].check(results[0])
     results[2].check(results[0])

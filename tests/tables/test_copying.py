@@ -54,9 +54,9 @@ def test_a_copy_is_equal_and_apart(storage: str, dtype: torch.dtype, way: Any, t
     made = way(emb)
     assert same(everything(made.table), before)
     assert made.table.scalars() == {"step": 3.0}
-    assert made.table.store.config == emb.table.store.config
-    assert made.table.owner is None
-    assert not made.table.store.state_owned
+    assert made.table._storage.config == emb.table._storage.config
+    assert made.table._owner is None
+    assert not made.table._storage.state_owned
     train(emb, optimizer)
     assert same(everything(made.table), before)
 
@@ -79,8 +79,8 @@ def test_a_table_that_was_never_used(storage: str, way: Any) -> None:
     emb = Embedding(ROWS, DIM, storage=storage, seed=8, replicate=False)
     flatbed.optim.Adam(emb)
     made = way(emb)
-    assert not made.table.store.is_allocated
-    assert made.table.store.state_owned
+    assert not made.table._storage.is_allocated
+    assert made.table._storage.state_owned
     assert not made.table.replicate
     assert torch.equal(made.weight, Embedding(ROWS, DIM, seed=8).weight)
 
@@ -136,7 +136,7 @@ def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     emb = Embedding(ROWS, DIM, storage="device")
     about, *rest = copying.parts(emb.table)
     made = copying.rebuild(flatbed.Table, {**about, "device": f"cuda:{torch.cuda.device_count()}"}, *rest)
-    assert made.store.device == torch.device("cpu")
+    assert made._storage.device == torch.device("cpu")
 
 
 def test_another_process_reads_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ids as people have them, and those that are wrong: nothing changes then."""
+"""Ids of every kind, and wrong ids, which change nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_nothing_is_made_for_wrong_ids(storage: str, cache_rows: int | None, tmp
     emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=cache_rows)
     with pytest.raises(IndexError, match="id 50 at position 2 is out of range for a table of 50 rows"):
         emb([0, 1, ROWS])
-    assert not emb.table.store.is_allocated
+    assert not emb.table._storage.is_allocated
     assert not list(tmp_path.iterdir())
     larger = flatbed.Embedding(ROWS + 1, DIM, storage=storage, path=path, cache_rows=cache_rows)
     assert larger([0, 1, ROWS]).shape == (3, DIM)
@@ -189,15 +189,15 @@ def test_what_is_to_be_looked_at_does_not_pile_up() -> None:
     table = flatbed.Embedding(ROWS, DIM).table
     ids = torch.tensor([[1, 2], [ROWS, 4]])
     for _ in range(10):
-        table.defer_check(ids, torch.tensor([NO_ERROR]))
-    assert len(table.deferred_checks) == 1
-    table.defer_check(ids, torch.tensor([2]))
+        table._defer_check(ids, torch.tensor([NO_ERROR]))
+    assert len(table._deferred_checks) == 1
+    table._defer_check(ids, torch.tensor([2]))
     with pytest.raises(IndexError, match=r"id 50 at position \(1, 0\)"):
-        table.defer_check(ids, torch.tensor([NO_ERROR]))
-    table.defer_check(ids, torch.tensor([2]))
+        table._defer_check(ids, torch.tensor([NO_ERROR]))
+    table._defer_check(ids, torch.tensor([2]))
     with pytest.raises(IndexError):
-        table.raise_bad_ids()
-    table.raise_bad_ids()
+        table._raise_bad_ids()
+    table._raise_bad_ids()
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,33 +34,21 @@ def train(model: nn.Module, optimizer: Any, n_steps: int = 3) -> None:
 # ---- modules
 
 
-def test_table_is_not_a_parameter() -> None:
-    model = Model(flatbed.Embedding(ROWS, DIM))
-    assert [name for name, _ in model.named_parameters()] == ["head.weight", "head.bias"]
-    assert list(model.state_dict()) == ["emb.weight", "head.weight", "head.bias"]
-    assert not list(model.emb.buffers())
-    assert flatbed.tables(model) == [model.emb.table]
-    assert flatbed.tables(model.head) == []
-    with pytest.raises(ValueError, match="empty parameter list"):
-        torch.optim.Adam(model.emb.parameters())
-
-
 def test_table_shared_by_modules_counts_once() -> None:
     """Two towers and a nested bag over the same rows."""
-    first = flatbed.Embedding(ROWS, DIM, padding_idx=2)
+    first = flatbed.Embedding(ROWS, DIM, padding_idx=2, init="zeros")
     second = flatbed.Embedding.from_table(first.table)
     bag = flatbed.EmbeddingBag.from_table(first.table, mode="sum")
     model = nn.ModuleList([nn.Sequential(first), nn.Sequential(nn.Sequential(second), bag), first])
     other = flatbed.Embedding(3, DIM)
     model.append(other)
-    assert flatbed.tables(model) == [first.table, other.table]
+    assert flatbed.tables(model) == list(model.parameters()) == [first.table, other.table]
     assert second.padding_idx == 2
     optimizer = flatbed.optim.SGD(model, lr=1.0)
-    assert optimizer.param_groups[0]["param_names"] == ["0.0.table", "3.table"]
-    before = first.weight.clone()
+    assert optimizer.param_groups[0]["param_names"] == ["0.0.weight", "3.weight"]
     (first([1, 2]).sum() + second([1, 3]).sum() + bag([[1, 1]]).sum()).backward()
     optimizer.step()
-    assert (before - first.weight)[:, 0].tolist() == [0, 4, 0, 1] + [0] * 12
+    assert first.weight[:, 0].tolist() == [0, -4, 0, -1] + [0] * 12
     assert torch.equal(first.weight, second.weight)
 
 
@@ -80,11 +68,42 @@ def test_devices_that_cannot_compute_are_refused() -> None:
     before = emb.weight.clone()
     with pytest.raises(flatbed.FlatbedError, match=r'computes on "cpu" or "cuda".*"meta"'):
         nn.Sequential(emb).to("meta")
-    with torch.device("meta"), pytest.raises(flatbed.FlatbedError, match='give device="cpu"'):
+    with torch.device("meta"), pytest.raises(flatbed.FlatbedError, match='with device="cpu"'):
         flatbed.Embedding(ROWS, DIM)
     assert torch.equal(emb.weight, before)
     nn.Sequential(emb).to_empty(device="cpu")
     assert torch.equal(emb.weight, before)
+
+
+@pytest.fixture
+def meta_by_default() -> Iterator[None]:
+    """Tensors made without a device have no memory, and fail when they are read."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("meta_by_default")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_default_device_is_ignored(storage: str, tmp_path: Path) -> None:
+    path = tmp_path / "table" if storage == "disk" else None
+    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, device="cpu", padding_idx=1)
+    bag = flatbed.EmbeddingBag.from_table(emb.table)
+    for options in ({"max_norm": 1.0}, {"per_row_steps": True}):
+        emb.table.drop_state()
+        optimizer = flatbed.optim.Adam(emb, **options)  # type: ignore[arg-type]
+        for _ in range(2):
+            emb([1, 2, 2]).sum().backward()
+            bag([[1, 3]]).sum().backward()
+            emb.write_rows([2, 2], torch.ones(2, DIM, device="cpu"))
+            assert float(nn.utils.clip_grad_norm_(emb.parameters(), 1.0)) > 0
+            optimizer.step()
+            optimizer.zero_grad()
+        emb.table.resize(emb.num_embeddings + 5)
+        optimizer.load_state_dict(optimizer.state_dict())
+        emb.load_state_dict(emb.state_dict())
+    weights = torch.ones(3, 2, device="cpu")
+    assert flatbed.Embedding.from_pretrained(weights)([1]).device.type == "cpu"
 
 
 # ---- optimizers
@@ -261,7 +280,7 @@ def test_dropping_gradients_hides_no_bad_ids(drop: str) -> None:
     """Ids on a GPU are checked by the step at the latest."""
     emb, optimizer = trained()
     before = emb.weight.detach().clone()
-    emb.table.defer_check(torch.tensor([1, 99]), torch.tensor([1]))
+    emb.table._defer_check(torch.tensor([1, 99]), torch.tensor([1]))
     if drop == "optimizer":
         optimizer.zero_grad()
     elif drop == "module":
@@ -277,12 +296,74 @@ def test_dropping_gradients_hides_no_bad_ids(drop: str) -> None:
 
 @pytest.mark.parametrize("storage", ["host", "device", "disk"])
 def test_growing_before_a_pending_layout(storage: str, tmp_path: Path) -> None:
-    emb = Embedding(20, 4, storage=storage, path=tmp_path / "t.bed" if storage == "disk" else None)
+    path = tmp_path / "t.bed" if storage == "disk" else None
+    emb = Embedding(20, 4, seed=0, storage=storage, path=path)
     before = emb.read_rows(range(20)).clone()
     optim.Adam(emb)
     emb.table.resize(30)
     assert torch.equal(emb.read_rows(range(20)), before)
-    assert torch.equal(emb.read_rows(range(30)), Embedding(30, 4).read_rows(range(30)))
+    assert torch.equal(emb.read_rows(range(30)), Embedding(30, 4, seed=0).read_rows(range(30)))
+
+
+class UserAdamax(torch.optim.Adamax):
+    """A class that flatbed has no rule for."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.Adam, {}),
+        (torch.optim.Adamax, {}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.ASGD, {}),
+        (UserAdamax, {}),
+    ],
+)
+@pytest.mark.parametrize("by", ["from_torch", "rule"])
+def test_training_continues_from_state_dicts_of_torch(kind: Any, options: dict[str, Any], by: str) -> None:
+    if by == "rule" and not hasattr(optim, kind.__name__):
+        pytest.skip("no rule of that name")
+    theirs = nn.Embedding(6, 4)
+    reference = kind(theirs.parameters(), lr=0.1, **options)
+    factors = [torch.randn(6, 4) for _ in range(5)]
+
+    def step(module: nn.Module, optimizer: Any, factor: Tensor) -> None:
+        (module(torch.arange(6)) * factor).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for factor in factors[:3]:
+        step(theirs, reference, factor)
+    emb = Embedding(6, 4)
+    if by == "rule":
+        optimizer = getattr(optim, kind.__name__)(emb, lr=0.1, **options)
+    else:
+        optimizer = optim.from_torch(kind, emb, lr=0.1, **options)
+    emb.load_state_dict(theirs.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    for factor in factors[3:]:
+        step(theirs, reference, factor)
+        step(emb, optimizer, factor)
+    torch.testing.assert_close(emb.weight.detach(), theirs.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_state_stays_when_records_move(loaded: bool) -> None:
+    """As when a trained table moves to a GPU."""
+    emb, optimizer = trained()
+    if loaded:
+        other = Embedding(10, 4)
+        loading = optim.Adam(other, lr=0.1)
+        other.load_state_dict(emb.state_dict())
+        loading.load_state_dict(optimizer.state_dict())
+        emb = other
+    before = emb.table.read_state("exp_avg", range(10)).clone()
+    assert before.any()
+    emb.table._storage.relayout(emb.table._storage.record)
+    assert torch.equal(emb.table.read_state("exp_avg", range(10)), before)
 
 
 def test_gradients_of_frozen_tables_are_dropped() -> None:
@@ -299,6 +380,49 @@ def test_gradients_of_frozen_tables_are_dropped() -> None:
 
 
 # ---- loaders and processes
+
+
+class Ids(torch.utils.data.Dataset[Tensor]):
+    """A dataset that holds the model; with `use`, its workers try to read rows."""
+
+    def __init__(self, emb: flatbed.Embedding, use: bool = False) -> None:
+        self.emb, self.use = emb, use
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not self.use:
+            repr(self.emb)
+            return torch.tensor([index, index + 1])
+        try:
+            self.emb.read_rows([index])
+        except flatbed.FlatbedError as error:
+            return torch.tensor("in the training process" in str(error))
+        return torch.tensor(False)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_forked_workers(storage: str, tmp_path: Path) -> None:
+    """Workers may hold a table; using one raises, and the training process is not disturbed."""
+    path = tmp_path / "table" if storage == "disk" else None
+    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path)
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    emb([0])
+    expected = emb.read_rows(EVERY)
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "batch_size": 4}
+    for ids in torch.utils.data.DataLoader(Ids(emb), **options):
+        emb(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected[:9] -= 0.1
+    expected[1:8] -= 0.1  # in two of the pairs
+    torch.testing.assert_close(emb.read_rows(EVERY), expected)
+    for refused in torch.utils.data.DataLoader(Ids(emb, use=True), **options):
+        assert refused.all()
+    torch.testing.assert_close(emb.read_rows(EVERY), expected)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -376,7 +500,7 @@ def data() -> torch.utils.data.DataLoader[Any]:
 def optimizers(model: Model, *, torchs: bool) -> Any:
     if torchs:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)
-    return flatbed.optim.SGD(model, lr=0.1)
+    return flatbed.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -392,7 +516,7 @@ def test_accelerate() -> None:
             with accelerator.accumulate(prepared):
                 accelerator.backward(prepared(ids).pow(2).mean())
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_([*model.parameters(), *flatbed.tables(model)], 0.1)
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()

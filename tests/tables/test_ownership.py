@@ -33,7 +33,7 @@ def test_gradients_without_an_optimizer_are_an_error_at_the_next_training_lookup
     bag = flatbed.EmbeddingBag.from_table(emb.table)
     backward(emb)
     for use in (lambda: emb([1]), lambda: bag([[1]])):
-        with pytest.raises(flatbed.FlatbedError, match=r"no optimizer has it.*flatbed\.optim\.Adam\(model\)"):
+        with pytest.raises(flatbed.FlatbedError, match=r"no optimizer has it.*flatbed\.optim\.Adam\(model"):
             use()
     assert emb.eval()([1]).shape == (1, DIM)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_an_optimizer_that_is_gone() -> None:
     optimizer.step()
     del optimizer
     gc.collect()
-    assert emb.table.owner is None
+    assert emb.table._owner is None
     backward(emb)
     with pytest.raises(flatbed.FlatbedError, match="no optimizer has it"):
         emb([1])
@@ -91,7 +91,7 @@ def test_a_second_optimizer_takes_over_with_state_of_its_own() -> None:
     theirs.load_state_dict(ours.state_dict())
     second = flatbed.optim.Adam(ours, lr=0.1)
     before = ours.state_dict()
-    with pytest.raises(flatbed.FlatbedError, match=r"table 'emb\.table' has been given to another optimizer"):
+    with pytest.raises(flatbed.FlatbedError, match=r"'emb\.weight' has been given to another optimizer"):
         first.step()
     for name, value in ours.state_dict().items():
         assert torch.equal(value, before[name])
@@ -134,8 +134,8 @@ def test_torchs_own_optimizers_say_what_to_use_instead(name: str, more: dict[str
         backward(emb)
         optimizer.step(lambda: torch.zeros(())) if name == "LBFGS" else optimizer.step()
 
-    if name in ("Muon", "SparseAdam"):  # they look at shapes and layouts first
-        with pytest.raises((ValueError, RuntimeError), match=r"2D parameters|dense gradients"):
+    if name == "SparseAdam":  # it looks at the layout of gradients first
+        with pytest.raises(RuntimeError, match="dense gradients"):
             train()
     else:
         with pytest.raises(flatbed.FlatbedError, match=r"was called on a table.*flatbed\.optim"):
@@ -143,38 +143,7 @@ def test_torchs_own_optimizers_say_what_to_use_instead(name: str, more: dict[str
     assert torch.equal(emb.weight, before)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [lambda t: t + 1, lambda t: t.sum(), lambda t: t[0], lambda t: t.clone(), lambda t: nn.init.normal_(t)],
-)
-def test_a_table_is_no_tensor_to_compute_with(use: Any) -> None:
-    with pytest.raises(flatbed.FlatbedError, match="read_rows"):
-        use(made().table)
-
-
 # ---- groups
-
-
-def test_groups_have_their_own_options() -> None:
-    ours, theirs = pair()
-    a = flatbed.optim.SGD(
-        [{"params": ours.head.parameters()}, {"params": [ours.emb.table], "lr": 0.5}],  # type: ignore[list-item]
-        lr=0.1,
-    )
-    b = torch.optim.SGD(
-        [{"params": theirs.head.parameters()}, {"params": theirs.emb.parameters(), "lr": 0.5}], lr=0.1
-    )
-    for ids in ([1, 2, 2], [2, 5]):
-        for model, optimizer in ((ours, a), (theirs, b)):
-            optimizer.zero_grad()
-            model(ids).pow(2).sum().backward()
-            optimizer.step()
-    assert_same(ours, theirs)
-    a.param_groups[1]["lr"] = 0.0
-    before = ours.emb.weight.clone()  # type: ignore[operator,union-attr]
-    ours([1]).sum().backward()
-    a.step()
-    assert torch.equal(ours.emb.weight, before)  # type: ignore[arg-type]
 
 
 def test_add_param_group_in_mid_training() -> None:
@@ -211,7 +180,7 @@ def test_ways_to_name_a_table() -> None:
     model = Model(made())
     table = model.emb.table
     by_module = flatbed.optim.Adam(model)
-    assert by_module.param_groups[0]["param_names"] == ["emb.table", "head.weight", "head.bias"]
+    assert by_module.param_groups[0]["param_names"] == ["emb.weight", "head.weight", "head.bias"]
     assert flatbed.optim.Adam([table]).param_groups[0]["params"] == [table]
     assert flatbed.optim.Adam([("items", table)]).param_groups[0]["param_names"] == ["items"]  # type: ignore[list-item]
     assert flatbed.optim.Adam({"params": table} for _ in range(1)).param_groups[0]["params"] == [table]
@@ -235,7 +204,7 @@ def test_a_failed_optimizer_changes_nothing(groups: int, wrong: str, tmp_path: P
     if wrong == "option":
         last["lr"] = -1.0
     elif wrong == "state":  # as if it had come from a file
-        second.table.store.state_owned = False
+        second.table._storage.state_owned = False
     else:
         options["master_weights"] = True
     together = [{**last, "params": [first.table, second.table]}]
@@ -243,8 +212,8 @@ def test_a_failed_optimizer_changes_nothing(groups: int, wrong: str, tmp_path: P
     with pytest.raises((ValueError, flatbed.FlatbedError)):
         flatbed.optim.SGD(given, momentum=0.9, **options)
     gc.collect()
-    assert first.table.owner is owner
-    assert second.table.owner is owner
+    assert first.table._owner is owner
+    assert second.table._owner is owner
     assert torch.equal(first.table.read_state("exp_avg", EVERY), state)
     backward(first)
     owner.step()
@@ -255,7 +224,7 @@ def test_state_of_its_own_needs_an_optimizer_of_its_kind() -> None:
     optimizer = flatbed.optim.Adam(emb)
     backward(emb)
     optimizer.step()
-    emb.table.store.state_owned = False  # as if it had come from a file
+    emb.table._storage.state_owned = False  # as if it had come from a file
     with pytest.raises(flatbed.FlatbedError, match=r"exp_avg, exp_avg_sq.*SGD keeps other.*drop_state\(\)"):
         flatbed.optim.SGD(emb, momentum=0.9)
     emb.table.drop_state()
@@ -275,18 +244,17 @@ def test_the_packed_gradient() -> None:
     emb([7]).sum().backward()
     assert table.grad_rows.tolist() == [1, 5, 7]  # type: ignore[union-attr]
     assert table.grad[:, 0].tolist() == [2, 2, 1]  # type: ignore[index]
-    assert table.grad is table.grad
     table.grad.mul_(2)  # type: ignore[union-attr]
     table.grad = table.grad + 1  # type: ignore[operator]
     assert table.grad[:, 0].tolist() == [5, 5, 3]  # type: ignore[index]
-    with pytest.raises(flatbed.FlatbedError, match=r"same shape \(\(3, 4\)\); found \(16, 4\)"):
+    with pytest.raises(flatbed.FlatbedError, match=r"same shape \(3, 4\); found \(16, 4\)"):
         table.grad = torch.zeros(ROWS, DIM)
     before = emb.weight.clone()
     optimizer.step()
     torch.testing.assert_close((before - emb.weight)[[1, 5, 7], 0], torch.tensor([0.5, 0.5, 0.3]))
     del table.grad
     assert table.grad is None
-    with pytest.raises(flatbed.FlatbedError, match=r"same shape \(none\)"):
+    with pytest.raises(flatbed.FlatbedError, match=r"same shape \(0, 4\)"):
         table.grad = torch.zeros(1, DIM)
 
 
@@ -297,51 +265,12 @@ def test_clip_grad_norm(norm_type: float, foreach: bool) -> None:
     norms = []
     for model in (ours, theirs):
         model([1, 2, 2, 9]).pow(2).sum().backward()
-        params = [*model.parameters(), *flatbed.tables(model)]
-        norms.append(nn.utils.clip_grad_norm_(params, 0.1, norm_type, foreach=foreach))
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type, foreach=foreach))
     torch.testing.assert_close(norms[0], norms[1])
     table = ours.emb.table
     torch.testing.assert_close(table.grad, theirs.emb.weight.grad[table.grad_rows])  # type: ignore[index,union-attr]
     nn.utils.clip_grad_value_(table, 2**-10)  # type: ignore[arg-type]
     assert float(table.grad.abs().max()) <= 2**-10  # type: ignore[union-attr,operator]
-
-
-def test_max_norm_and_grad_norm_count_tables() -> None:
-    ours, theirs = pair()
-    a, b = flatbed.optim.SGD(ours, lr=0.1, max_norm=0.5), torch.optim.SGD(theirs.parameters(), lr=0.1)
-    for ids in ([1, 2, 2], [3], [2, 9]):
-        for model, optimizer in ((ours, a), (theirs, b)):
-            optimizer.zero_grad()
-            model(ids).pow(2).sum().backward()
-        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        a.step()
-        b.step()
-        torch.testing.assert_close(a.grad_norm, norm)
-        assert_same(ours, theirs)
-
-
-def test_gradients_that_are_not_finite() -> None:
-    model = Model(made())
-    emb: Any = model.emb
-    optimizer = flatbed.optim.Adam(model, lr=0.1, skip_nonfinite=True)
-    model([1]).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    before = model.state_dict()
-    emb([3]).mul(float("inf")).sum().backward()
-    model([1]).sum().backward()
-    assert optimizer.nonfinite() == ["emb.table"]
-    optimizer.step()
-    assert int(optimizer.skipped_steps) == 1
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-    assert float(optimizer.state[emb.table]["step"]) == 1
-    optimizer.zero_grad()
-    assert optimizer.nonfinite() == []
-    model([1]).sum().backward()
-    optimizer.step()
-    assert int(optimizer.skipped_steps) == 1
-    assert float(optimizer.state[emb.table]["step"]) == 2
 
 
 @pytest.mark.parametrize("unscale", [False, True])
@@ -359,8 +288,7 @@ def test_grad_scaler(unscale: bool, kind: str) -> None:
             scaler.scale(loss).backward()
             if unscale:
                 scaler.unscale_(optimizer)
-                params = [*model.parameters(), *flatbed.tables(model)]
-                nn.utils.clip_grad_norm_(params, 0.5)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -368,7 +296,7 @@ def test_grad_scaler(unscale: bool, kind: str) -> None:
     assert_same(ours, theirs)
 
 
-# ---- using gradients up
+# ---- dropping gradients
 
 
 def test_zero_grad_variants() -> None:
@@ -379,6 +307,7 @@ def test_zero_grad_variants() -> None:
         optimizer.zero_grad,
         lambda: optimizer.zero_grad(set_to_none=False),
         model.emb.zero_grad,
+        model.zero_grad,
         lambda: setattr(table, "grad", None),
     ):
         model([1]).sum().backward()
@@ -401,8 +330,7 @@ def test_rows_that_were_dropped_do_not_move() -> None:
 
 
 @pytest.mark.parametrize("zero", ["model", "optimizer", "neither"])
-def test_a_step_uses_the_gradient_up(zero: str) -> None:
-    """`model.zero_grad()` does not know of tables: the next backward pass starts from zero all the same."""
+def test_gradients_add_up_until_zero_grad(zero: str) -> None:
     model = Model(made(init="zeros"))
     emb: Any = model.emb
     optimizer = flatbed.optim.SGD(model, lr=1.0)
@@ -411,7 +339,7 @@ def test_a_step_uses_the_gradient_up(zero: str) -> None:
         optimizer.step()
         if zero != "neither":
             (model if zero == "model" else optimizer).zero_grad()
-    assert emb.weight[1].tolist() == [-3.0] * DIM
+    assert emb.weight[1].tolist() == [-6.0 if zero == "neither" else -3.0] * DIM
 
 
 def test_a_step_without_gradients_does_nothing() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -57,13 +54,6 @@ def test_names_shapes_and_counts_are_those_of_nn_embedding() -> None:
     assert list(ours.state_dict()) == list(theirs.state_dict())
 
 
-def test_a_shared_table_is_one_parameter() -> None:
-    emb = flatbed.Embedding(ROWS, DIM)
-    model = nn.ModuleList([emb, flatbed.EmbeddingBag.from_table(emb.table)])
-    assert list(model.parameters()) == [emb.table]
-    assert flatbed.tables(model) == [emb.table]
-
-
 @pytest.mark.parametrize("clip", ["torch", "optimizer", "value"])
 def test_training_with_the_usual_calls(clip: str) -> None:
     ours, theirs = pair()
@@ -83,88 +73,6 @@ def test_training_with_the_usual_calls(clip: str) -> None:
             optimizer.step()
             (model if step % 2 else optimizer).zero_grad(set_to_none=step != 2)
     check_equal(ours, theirs)
-
-
-def test_the_norm_counts_row_gradients() -> None:
-    ours, theirs = pair()
-    for model in (ours, theirs):
-        loss(model).backward()
-    norms = [nn.utils.clip_grad_norm_(model.parameters(), 1e9) for model in (ours, theirs)]
-    torch.testing.assert_close(norms[0], norms[1])
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_gradients(set_to_none: bool) -> None:
-    model, _ = pair()
-    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.1)
-    before = table_of(model).read_rows(range(ROWS))
-    loss(model).backward()
-    model.zero_grad(set_to_none=set_to_none)
-    assert table_of(model).grad is None
-    optimizer.step()
-    assert torch.equal(table_of(model).read_rows(range(ROWS)), before)
-
-
-def test_gradients_stay_until_zero_grad() -> None:
-    model, _ = pair()
-    optimizer = flatbed.optim.SGD(model.parameters(), lr=0.1)
-    loss(model).backward()
-    optimizer.step()
-    grad = table_of(model).grad
-    assert grad is not None
-    assert float(grad.norm()) > 0
-    optimizer.zero_grad()
-    assert table_of(model).grad is None
-
-
-def test_requires_grad_freezes() -> None:
-    model, _ = pair()
-    model.requires_grad_(False)
-    assert not table_of(model).requires_grad
-    assert not model(IDS).requires_grad
-    model.requires_grad_(True)
-    loss(model).backward()
-    assert table_of(model).grad is not None
-
-
-def test_grad_scaler_unscales_and_skips() -> None:
-    model, _ = pair()
-    optimizer = flatbed.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    loss(model).backward()
-    expected = table_of(model).grad.clone()  # type: ignore[union-attr]
-    model.zero_grad()
-    scaler.scale(loss(model)).backward()
-    scaler.unscale_(optimizer)
-    torch.testing.assert_close(table_of(model).grad.clone(), expected)  # type: ignore[union-attr]
-    table_of(model).grad.mul_(float("inf"))  # type: ignore[union-attr]
-    model.zero_grad()
-    scaler.update()
-    before = table_of(model).read_rows(range(ROWS))
-    (scaler.scale(loss(model)) * float("inf")).backward()
-    scaler.step(optimizer)
-    assert torch.equal(table_of(model).read_rows(range(ROWS)), before)
-
-
-OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
-    lambda params: torch.optim.SGD(params, lr=0.1),
-    lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
-    lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1, fused=True),
-    lambda params: torch.optim.Adam(params, lr=0.1),
-    lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
-    lambda params: torch.optim.Rprop(params, lr=0.1),
-]
-
-
-@pytest.mark.parametrize("build", OPTIMIZERS)
-def test_torch_optimizers_raise_with_the_remedy(build: Callable[..., torch.optim.Optimizer]) -> None:
-    model, _ = pair()
-    optimizer = build(flatbed.tables(model))
-    before = table_of(model).read_rows(range(ROWS))
-    loss(model).backward()
-    with pytest.raises(FlatbedError, match=r"flatbed\.optim"):
-        optimizer.step()
-    assert torch.equal(table_of(model).read_rows(range(ROWS)), before)
 
 
 def test_averaging_raises() -> None:
@@ -211,71 +119,6 @@ def test_other_operations_raise(call: Callable[[Tensor], Tensor]) -> None:
         call(flatbed.Embedding(ROWS, DIM).table)
 
 
-def test_copies_and_pickles_train_on() -> None:
-    model, _ = pair()
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    copies.append(torch.load(io.BytesIO(buffer.getvalue()), weights_only=False))
-    for one in [model, *copies]:
-        optimizer = flatbed.optim.Adam(one.parameters(), lr=0.1)
-        for _ in range(2):
-            loss(one).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for one in copies:
-        check_equal(one, model)
-
-
-def test_state_dicts_go_both_ways() -> None:
-    ours, theirs = pair()
-    optimizers = flatbed.optim.Adam(ours.parameters(), lr=0.1), torch.optim.Adam(theirs.parameters(), lr=0.1)
-    everything = torch.arange(ROWS)  # dense Adam moves rows outside of the batch, too
-    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-        loss(model, everything).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    ours.load_state_dict(theirs.state_dict())
-    optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
-    theirs.load_state_dict(ours.state_dict())
-    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-        loss(model, everything).backward()
-        optimizer.step()
-    check_equal(ours, theirs)
-
-
-def test_missing_and_unexpected_keys() -> None:
-    model, _ = pair()
-    found = model.load_state_dict({}, strict=False)
-    assert "0.weight" in found.missing_keys
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict({**model.state_dict(), "0.weight": torch.zeros(3, DIM)})
-
-
-def test_a_compiled_model_trains() -> None:
-    ours, theirs = pair()
-    compiled = torch.compile(ours, backend="eager")
-    optimizers = (
-        flatbed.optim.SGD(compiled.parameters(), lr=0.1),
-        torch.optim.SGD(theirs.parameters(), lr=0.1),
-    )
-    for model, optimizer in zip((compiled, theirs), optimizers, strict=True):
-        for _ in range(2):
-            loss(model).backward()  # type: ignore[arg-type]
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-    check_equal(ours, theirs)
-
-
-def test_dtype_conversions_leave_tables_as_they_are() -> None:
-    model, _ = pair()
-    model.half()
-    assert table_of(model).dtype == torch.float32
-    assert next(model.parameters()).device == torch.device("cpu")
-
-
 def test_weight_cannot_be_replaced() -> None:
     model, _ = pair()
     with pytest.raises(AttributeError, match="from_pretrained"):
@@ -283,52 +126,6 @@ def test_weight_cannot_be_replaced() -> None:
     model[0].weight += 1  # type: ignore[operator]
     with pytest.raises(FlatbedError, match="copy_"):
         table_of(model).data = torch.zeros(ROWS, DIM)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_clips_tables() -> None:
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):  # type: ignore[misc]
-        def __init__(self, model: nn.Module, kind: Any) -> None:
-            super().__init__()
-            self.model, self.kind = model, kind
-
-        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-            return loss(self.model, batch[0])
-
-        def configure_optimizers(self) -> Any:
-            return self.kind(self.parameters(), lr=0.5)
-
-    data = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.randint(ROWS, (12,))), batch_size=4
-    )
-    ours, theirs = pair()
-    for model, kind in ((ours, flatbed.optim.SGD), (theirs, torch.optim.SGD)):
-        quiet = {
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        }
-        lightning.Trainer(accelerator="cpu", max_epochs=2, gradient_clip_val=0.05, **quiet).fit(
-            Module(model, kind), data
-        )
-    check_equal(ours, theirs)
-
-
-def test_accelerate_clips_tables() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    ours, theirs = pair()
-    for model, kind in ((ours, flatbed.optim.SGD), (theirs, torch.optim.SGD)):
-        accelerator = accelerate.Accelerator(cpu=True)
-        prepared, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=0.5))
-        for step in range(3):
-            accelerator.backward(loss(prepared, (IDS + step) % ROWS))
-            accelerator.clip_grad_norm_(prepared.parameters(), 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
-    check_equal(ours, theirs)
 
 
 @pytest.mark.filterwarnings("ignore")

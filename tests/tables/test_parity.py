@@ -1,4 +1,4 @@
-"""Tables against torch's optimizers on dense copies of the touched rows, bit for bit on a CPU."""
+"""Tables against torch's optimizers on dense copies of the touched rows, bitwise on a CPU."""
 
 from __future__ import annotations
 
@@ -285,6 +285,7 @@ def trials(where: str, storage: str, folder: Path, *, n_rows: int = 200, seed_st
     for _ in range(seed_steps):
         emb(torch.empty(0, dtype=torch.long)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
     emb(torch.arange(n_rows)).sum().backward()
     optimizer.step()
     return emb.read_rows(torch.arange(n_rows)).cpu().float()

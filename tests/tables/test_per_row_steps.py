@@ -66,6 +66,7 @@ def check(case: Case, pattern: str, where: str, storage: str, tmp_path: Any) -> 
         grads = upstream(lookups, DIM, torch.float32)
         backward(emb, lookups, grads)
         optimizer.step()
+        optimizer.zero_grad()
         alone.step(dense.rows(lookups), dense.gradients(lookups, grads))
     for row, param in enumerate(alone.params):
         assert_close(emb.read_rows([row]).cpu(), param.detach(), where, f"row {row}")
@@ -131,6 +132,7 @@ def test_one_count_per_table_differs(where: str) -> None:
         for emb, optimizer in zip(tables, optimizers, strict=True):
             emb(torch.tensor([0] if step < 2 else [0, 7])).sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
     one, two = (emb.read_rows(torch.arange(N_ROWS)) for emb in tables)
     torch.testing.assert_close(one[:7], two[:7])
     assert (one[7] - two[7]).abs().min() > 1e-4

@@ -13,21 +13,12 @@ import torch
 from torch import Tensor
 
 from flatbed.kernels import rows as ops
-from flatbed.kernels.rows import (
-    NONE,
-    SENTINEL,
-    RecordLocation,
-    UniqueRows,
-    gather,
-    scatter_,
-    segment_sum,
-    unique,
-)
+from flatbed.kernels.records import NONE, SENTINEL, RecordLocation, UniqueRows
+from flatbed.kernels.rows import gather, scatter_, unique
 
 ROOT = Path(__file__).parents[2]
 NO_ERROR = (1 << 63) - 1
 N_ROWS = 30
-DIMS = [1, 3, 4, 7, 64, 130]
 KEYS = {
     "empty": torch.empty(0, dtype=torch.int64),
     "one": torch.tensor([5]),
@@ -83,35 +74,6 @@ def test_both_forms_agree(name: str, kernel_device: str, monkeypatch: pytest.Mon
     assert torch.equal(found.inverse, expected.inverse)
     assert torch.equal(marks[0], marks[1])
     assert torch.equal(marks[2], marks[3])  # an earlier position stays
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", DIMS)
-def test_segment_sum(
-    dim: int, dtype: torch.dtype, kernel_device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = list(KEYS)[DIMS.index(dim) + 2]
-    keys = KEYS[name][:80]
-    grads = torch.randn(len(keys), dim).to(kernel_device, dtype)
-    given = grads.repeat(1, 2)[:, :dim]  # with holes
-    for padding_idx in (None, 4):
-        rows, sums = segment_sum(given, unique(keys.to(kernel_device), N_ROWS), padding_idx)
-        with monkeypatch.context() as patch:
-            by_torch(patch)
-            expected_rows, expected = segment_sum(grads.cpu(), unique(keys, N_ROWS), padding_idx)
-        n = len(expected_rows)
-        assert sums.dtype == torch.promote_types(dtype, torch.float32)
-        assert torch.equal(rows[:n].cpu(), expected_rows)
-        assert (rows[n:] == NONE).all()
-        assert not sums[rows == NONE].any()
-        assert torch.equal(sums[:n].cpu(), expected)  # in the same order
-
-
-def test_sum_of_nothing(kernel_device: str) -> None:
-    found = unique(torch.empty(0, dtype=torch.int64, device=kernel_device), N_ROWS)
-    rows, sums = segment_sum(torch.empty((0, 4), device=kernel_device), found, None)
-    assert rows.shape == (0,)
-    assert sums.shape == (0, 4)
 
 
 @pytest.mark.parametrize("nbytes", [16, 32, 64, 128, 384, 1536])

@@ -61,26 +61,16 @@ def trained(storage: str, folder: Path, **options: Any) -> tuple[Embedding, torc
 
 def everything(table: Table) -> dict[str, torch.Tensor]:
     """All fields, as bytes so that equal means bitwise."""
-    _ = table.store.ensure_layout()
+    _ = table._storage.ensure_layout()
     fields = {
-        field.name: table.store.read_field(field.name, 0, table.num_embeddings)
-        for field in table.store.record.fields
+        field.name: table._storage.read_field(field.name, 0, table.num_embeddings)
+        for field in table._storage.record.fields
     }
     return {name: values.view(torch.uint8) for name, values in fields.items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-class Keeper:
-    """An optimizer as far as tables know it."""
-
-    def __init__(self) -> None:
-        self.scalars: dict[str, float] = {}
-
-    def set_table_scalars(self, table: Table, scalars: dict[str, float]) -> None:
-        self.scalars = dict(scalars)
 
 
 # ---- there and back
@@ -98,8 +88,8 @@ def test_round_trip(storage: str, to: str, dtype: torch.dtype, tmp_path: Path) -
     assert same(everything(new), everything(emb.table))
     assert new.scalars() == emb.table.scalars() == {"step": 3.0}
     assert new.storage == to
-    assert new.store.config.describe() == emb.table.store.config.describe()
-    assert not new.store.state_owned
+    assert new._storage.config.describe() == emb.table._storage.config.describe()
+    assert not new._storage.state_owned
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -151,24 +141,24 @@ def test_dtypes_are_converted(storage: str, tmp_path: Path) -> None:
     emb.table.save(tmp_path / "t.safetensors")
     other = embedding(storage, tmp_path, dtype=torch.bfloat16)
     other.table.load(tmp_path / "t.safetensors")
-    found = other.table.store.read_field("weight", 0, ROWS)
+    found = other.table._storage.read_field("weight", 0, ROWS)
     assert torch.equal(found, emb.weight.to(torch.bfloat16))
-    assert other.table.store.record["exp_avg"].dtype == emb.table.store.record["exp_avg"].dtype
+    assert other.table._storage.record["exp_avg"].dtype == emb.table._storage.record["exp_avg"].dtype
 
 
 def test_a_table_that_was_never_used(tmp_path: Path) -> None:
     Embedding(ROWS, DIM, seed=3).table.save(tmp_path / "t.safetensors")
     found = safetensors.torch.load_file(tmp_path / "t.safetensors")
     assert torch.equal(found["weight"], Embedding(ROWS, DIM, seed=3).weight)
-    assert load_table(tmp_path / "t.safetensors").store.state_owned
+    assert load_table(tmp_path / "t.safetensors")._storage.state_owned
 
 
 def test_scalars_are_kept_exactly_and_do_not_clash(tmp_path: Path) -> None:
     emb = embedding("host", tmp_path)
-    keeper = Keeper()
+    owner: Any = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     numbers = {"step": 16777217.0, "product": 0.1, "huge": 1e300, "zero": 0.0, "most": float("inf")}
-    emb.table.attach(keeper, [Field("step", torch.float32, 1, 2.0), Field("exp_avg", torch.float32, DIM)])
-    emb.table.store.scalars = {
+    emb.table._attach(owner, (Field("step", torch.float32, 1, 2.0), Field("exp_avg", torch.float32, DIM)))
+    emb.table._storage.scalars = {
         name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()
     }
     emb.table.save(tmp_path / "t.safetensors")
@@ -179,7 +169,7 @@ def test_scalars_are_kept_exactly_and_do_not_clash(tmp_path: Path) -> None:
     assert raw["product"].dtype == torch.float64
     new = load_table(tmp_path / "t.safetensors")
     assert new.scalars() == numbers
-    assert new.store.record == emb.table.store.record  # first values, too
+    assert new._storage.record == emb.table._storage.record  # first values, too
 
 
 def test_growing_goes_on_from_the_same_seed(tmp_path: Path) -> None:
@@ -377,11 +367,11 @@ def test_a_disk_file_is_not_overwritten(tmp_path: Path) -> None:
 def test_load_table_opens_a_disk_table_in_place(tmp_path: Path) -> None:
     emb, optimizer = trained("disk", tmp_path, dtype=torch.bfloat16, padding_idx=2, seed=4)
     emb.table.checkpoint()
-    expected, config = everything(emb.table), emb.table.store.config
+    expected, config = everything(emb.table), emb.table._storage.config
     emb.table.close()
     found = load_table(tmp_path / "t.bed")
     assert same(everything(found), expected)
-    assert found.store.config == config
+    assert found._storage.config == config
     assert found.scalars() == {"step": 3.0}
     del optimizer
 
@@ -417,12 +407,12 @@ def test_rows_are_allocated_at_the_first_use(storage: str, tmp_path: Path) -> No
     emb = embedding(storage, tmp_path)
     flatbed.optim.Adam(emb)
     _ = emb.table.storage, emb.table.nbytes, emb.table.state_names, repr(emb)
-    assert emb.table.store.phase == "unallocated"
+    assert emb.table._storage.phase == "unallocated"
     assert not list(tmp_path.iterdir())
     emb(torch.tensor([1]))
-    assert emb.table.store.phase == "allocated"
+    assert emb.table._storage.phase == "allocated"
     emb.table.close()
-    assert emb.table.store.phase == "closed"
+    assert emb.table._storage.phase == "closed"
 
 
 def test_leaving_a_with_block_checkpoints(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def killed(folder: Path, n_kills: int, *, cache_rows: int) -> dict[str, int]:
-    """What was seen in so many kills; with a cache, batches come from a prefetcher."""
+    """Counts of events in so many kills; with a cache, a prefetcher hands out the batches."""
     given = [str(folder), str(n_kills), "0", str(cache_rows)]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.tables.crash_training", *given],

@@ -68,17 +68,6 @@ def test_initialisers_draw_what_they_draw_for_torch(init: Any) -> None:
     assert torch.equal(emb.weight, theirs.weight.detach())
 
 
-def test_model_apply() -> None:
-    model = nn.Sequential(made(), nn.Linear(DIM, 1))
-
-    def start(module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, flatbed.Embedding)):
-            nn.init.ones_(module.weight)
-
-    model.apply(start)
-    assert bool((model[0].weight == 1).all())
-
-
 def test_updates_are_seen() -> None:
     emb = made()
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
@@ -132,14 +121,6 @@ def test_torch_save_writes_the_weights_alone() -> None:
     assert buffer.tell() < 2048
     buffer.seek(0)
     assert torch.equal(torch.load(buffer, weights_only=True), emb.weight[3:5])
-
-
-def test_an_embedding_of_torchs_from_the_view() -> None:
-    emb = made()
-    theirs = nn.Embedding.from_pretrained(emb.weight)
-    assert emb.table.requires_grad
-    assert torch.equal(theirs(EVERY), emb(EVERY))
-    assert not theirs.weight.requires_grad
 
 
 def test_parts_and_copies_freeze_nothing() -> None:

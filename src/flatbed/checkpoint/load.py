@@ -142,10 +142,10 @@ def _table_reader(path: Path, name: str, table: Table, *, file: Any, token: str)
             f"the rows of {name} are not in {path}, but in the table's own file: build it with "
             f'storage="disk" and that path, or save with copy_disk_tables=True'
         )
-    if not table.store.has_token(token):
+    if not table._storage.has_token(token):
         raise FlatbedError(
-            f"{table.store.config.path} (table {name}) is not as it was when {path.parent} was saved: it is "
-            "another file, or had a later checkpoint (table.checkpoint(), table.close(), resize, or a "
+            f"{table._storage.config.path} (table {name}) is not as it was when {path.parent} was saved: "
+            "it is another file, or had a later checkpoint (table.checkpoint(), table.close(), resize, or a "
             "checkpoint in another folder). Load the folder that was saved last, put a copy of the file from "
             "then in its place, or save with copy_disk_tables=True from now on"
         )
@@ -154,8 +154,8 @@ def _table_reader(path: Path, name: str, table: Table, *, file: Any, token: str)
 
 def _revert(table: Table) -> None:
     """Let a disk table go back to its file's checkpoint."""
-    scalars = table.store.revert()
-    if table.owner is None:
-        table.store.adopt_state(scalars)
+    scalars = table._storage.revert()
+    if table._owner is None:
+        table._storage.adopt_state(scalars)
     else:
-        table.store.set_scalars(scalars)
+        table._storage.set_scalars(scalars)

@@ -62,7 +62,7 @@ def save_checkpoint(
             version.append(folders.make_version(folder))
             _write(version[0], training, token, in_place=in_place, extra=text)
         for table in in_place:
-            prepared.append(table.store.prepare_checkpoint(decision=folder / CURRENT, token=token))
+            prepared.append(table._storage.prepare_checkpoint(decision=folder / CURRENT, token=token))
     with _on_all_ranks(ranks, undo):
         if ranks.first:
             write_text(folder / CURRENT, json.dumps({"token": token, "version": version[0].name}))

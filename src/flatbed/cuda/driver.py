@@ -146,10 +146,13 @@ class Driver:
             self.calls["cuCtxPopCurrent_v2"](byref(c_void_p()))
 
 
-def driver() -> Driver | None:
-    """Start CUDA and return its driver; None without one."""
+def driver() -> Driver:
+    """Start CUDA and return its driver."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    return _load()
+    found = _load()
+    if found is None:
+        raise DriverError("NVIDIA's libcuda.so.1 was not found")
+    return found
 
 
 def exchange_capture_mode(mode: int) -> int | None:

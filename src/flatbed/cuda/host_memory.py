@@ -180,8 +180,6 @@ _has_warned = False
 
 def _addressable(kind: str, nbytes: int, gpu: int, limit: str | None) -> Tensor:
     driver = cuda_driver.driver()
-    if driver is None:
-        raise DriverError("NVIDIA's libcuda.so.1 was not found")
     if kind == "managed":
         return _managed(nbytes, gpu, driver=driver, limit=limit)
     return _registered(nbytes, gpu, driver=driver)

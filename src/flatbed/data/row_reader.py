@@ -20,7 +20,7 @@ from flatbed.data.staging import CopyStream, StagingRing, ring_for
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
 from flatbed.kernels.dispatch import use_triton
-from flatbed.kernels.rows import RecordLocation
+from flatbed.kernels.records import RecordLocation
 from flatbed.tables.ids import as_ids, check_range, to_device
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ def pack(state_dict: StateDict, tables: Mapping[Any, TableSlot], *, with_tables:
 def _table_state(slot: TableSlot) -> dict[str, Any]:
     """A table's state as torch has it for an embedding's weight; empty before the first step."""
     table = slot.table
-    if table.store.relayout_pending:
+    if table._storage.relayout_pending:
         return {}
     held: dict[str, Any] = {}
     for name, value in slot.scalars.items():  # in fp32, as in torch, unless that would round
@@ -102,7 +102,7 @@ def dense_state(state_dict: StateDict, params: Mapping[Any, Any]) -> dict[Any, A
 def check_table_state(slot: TableSlot, held: Any) -> dict[str, Any]:
     """A table's state in a checkpoint; raise if it does not fit the table."""
     table, found = slot.table, dict(held or {})
-    for field in table.store.record.state:
+    for field in table._storage.record.state:
         value = found.get(field.name)
         shape = (table.num_embeddings, field.count)
         if value is None and found and not field.name.startswith("_"):
@@ -122,15 +122,15 @@ def check_table_state(slot: TableSlot, held: Any) -> dict[str, Any]:
 def load_table_state(spec: OptimizerSpec, slot: TableSlot, held: dict[str, Any]) -> None:
     """Write a table's fields and scalars; those that the checkpoint lacks get their first values."""
     table = slot.table
-    table.store.set_state_fields(table.store.record.state)
-    for field in table.store.record.state:
+    table._storage.set_state_fields(table._storage.record.state)
+    for field in table._storage.record.state:
         if field.name in held:
             write_field(table, field.name, held[field.name].reshape(-1, field.count))
         elif held and field.name.startswith("_"):  # torch does not know it: its state has been through a step
             write_field(table, field.name, torch.ones(table.num_embeddings, 1, device="cpu"))
     names = [name for name in spec.rule.scalars if name not in slot.row_scalars]
     hidden = {name: 1.0 for name in names if held and name.startswith("_")}
-    table.store.scalars = {**hidden, **{name: float(held[name]) for name in names if name in held}}
+    table._storage.scalars = {**hidden, **{name: float(held[name]) for name in names if name in held}}
 
 
 def warn_of_losses(spec: OptimizerSpec, state_dict: StateDict) -> None:

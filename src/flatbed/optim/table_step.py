@@ -14,8 +14,8 @@ from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels.records import RecordLocation
 from flatbed.kernels.reference import Update, begin_step, update_rows
-from flatbed.kernels.rows import RecordLocation
 from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions
 from flatbed.optim.state_builder import LOW, Groups, OptimizerSpec, named_tables
 from flatbed.rule import Group, Rule
@@ -32,7 +32,7 @@ CHUNK_BYTES = 4 << 20  # of weights: temporaries of an update should stay in the
 
 @dataclass(slots=True)
 class TableSlot:
-    """A table as the step sees it. Its scalars, such as the step count, are `table.store.scalars`."""
+    """A table as the step sees it. Its scalars, such as the step count, are `table._storage.scalars`."""
 
     name: str
     table: Table
@@ -43,12 +43,12 @@ class TableSlot:
     @property
     def scalars(self) -> dict[str, Any]:
         """The scalars that are one per table, as tensors on the computing device."""
-        return self.table.store.scalars
+        return self.table._storage.scalars
 
 
 def state_fields(spec: OptimizerSpec, group: Group, table: Table) -> tuple[Field, ...]:
     """The fields of a record besides the weight."""
-    rule, config = spec.rule, table.store.config
+    rule, config = spec.rule, table._storage.config
     dtype = torch.promote_types(config.dtype, torch.float32)
     count = 1 if rule.rowwise else config.dim
     scalars = rule.scalars_of_rows(group, per_row_steps=spec.options.per_row_steps)
@@ -59,7 +59,7 @@ def state_fields(spec: OptimizerSpec, group: Group, table: Table) -> tuple[Field
 
 def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group: Group) -> None:
     """Raise if a table cannot be trained with these options, or holds state of another optimizer."""
-    options, dtype = spec.options, table.store.config.dtype
+    options, dtype = spec.options, table._storage.config.dtype
     wide = torch.promote_types(dtype, torch.float32)
     if options.master_weights and dtype in LOW:
         raise ValueError(
@@ -74,11 +74,11 @@ def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group:
         raise ValueError(f"the state of table {name} is {wide}; found state_dtype={options.state_dtype}")
     if options.stochastic_rounding and dtype == torch.float16:
         raise FlatbedError(f"stochastic_rounding is for bf16; table {name} is fp16: make it bf16 or fp32")
-    table.check_attach(owner, state_fields(spec, group, table))
+    table._check_attach(owner, state_fields(spec, group, table))
     expected = {scalar for scalar in spec.rule.scalars if not scalar.startswith("_")}
     expected -= set(spec.rule.scalars_of_rows(group, per_row_steps=options.per_row_steps))
-    known = {scalar for scalar in table.store.scalars if not scalar.startswith("_")}
-    if not table.store.state_owned and known and known != expected:
+    known = {scalar for scalar in table._storage.scalars if not scalar.startswith("_")}
+    if not table._storage.state_owned and known and known != expected:
         raise FlatbedError(
             f"table {name} holds state of another optimizer than {spec.name}: its scalars are "
             f"{sorted(known)}, expected {sorted(expected)}. Give it to the optimizer it was trained with, or "
@@ -101,12 +101,12 @@ class OptimizerTables:
         self, spec: OptimizerSpec, owner: Any, state: dict[Any, Any], slot: TableSlot, group: Group
     ) -> None:
         """Make the optimizer own a table. State and scalars from a file or a copy are continued."""
-        rule, store = spec.rule, slot.table.store
+        rule, store = spec.rule, slot.table._storage
         remembered = {} if store.state_owned else dict(store.scalars)
         has_counts = any(not scalar.startswith("_") for scalar in rule.scalars)
         # State from elsewhere has been through a step.
         stepped = bool(remembered) if has_counts else not store.state_owned and bool(store.record.state)
-        slot.table.attach(owner, state_fields(spec, group, slot.table))
+        slot.table._attach(owner, state_fields(spec, group, slot.table))
         hidden = {name: 1.0 for name in rule.scalars if stepped and name.startswith("_")}
         store.scalars = hidden | remembered | state.get(slot.table, {})
         self.slots.append(slot)
@@ -114,7 +114,7 @@ class OptimizerTables:
 
     def publish(self, spec: OptimizerSpec, slot: TableSlot, group: Group, state: dict[Any, Any]) -> None:
         """Complete a table's scalars, as tensors on its computing device, and show them in the state."""
-        rule, store = spec.rule, slot.table.store
+        rule, store = spec.rule, slot.table._storage
         # Kernels count in fp32, as torch does. Scalars of torch's own classes may need more.
         dtype = torch.float64 if rule.update is None else torch.float32
         scalars: dict[str, Any] = {}
@@ -145,30 +145,30 @@ class OptimizerTables:
     def collect_grads(self, owner: Any, options: StepOptions) -> list[RowGrads | None]:
         """The gradients of all tables; with several ranks, their mean. Errors precede any change."""
         several = world_size() > 1
-        capturing = any(is_capturing(slot.table.store.device) for slot in self.slots)
+        capturing = any(is_capturing(slot.table._storage.device) for slot in self.slots)
         if several:
             self._refuse_local_norms(options)
             if capturing:
                 raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
         for slot in self.slots:
-            if slot.table.owner is not owner:
+            if slot.table._owner is not owner:
                 raise FlatbedError(
                     f"table {slot.name} has been given to another optimizer since: step that one"
                 )
-            if slot.table.deferred_checks and not capturing:
-                slot.table.raise_bad_ids()
+            if slot.table._deferred_checks and not capturing:
+                slot.table._raise_bad_ids()
         packs = []
         for slot in self.slots:
             table = slot.table
-            table.pending.check_capture(capturing)
+            table._grads.check_capture(capturing)
             if several:
-                table.share_gradients()
-            if not table.trains:
-                table.pending.clear()
-            packs.append(table.pending.packed())
+                table._average_grads()
+            if not table._needs_grad:
+                table._grads.clear()
+            packs.append(table._grads.packed())
         for slot, pack in zip(self.slots, packs, strict=True):
             if pack is not None:
-                slot.table.access.reserve_space(pack)
+                slot.table._rows.reserve_space(pack)
         return packs
 
     def _refuse_local_norms(self, options: StepOptions) -> None:
@@ -186,12 +186,12 @@ class OptimizerTables:
         """Return the steppers of all devices, given their gradients."""
         key = id(groups), [_layout_key(spec.rule, slot, groups[slot.group]) for slot in self.slots]
         if key != self._built_from:
-            if any(is_capturing(slot.table.store.device) for slot in self.slots):
+            if any(is_capturing(slot.table._storage.device) for slot in self.slots):
                 raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
             self._retired += [stepper for stepper in self._steppers if stepper.captured]
             by_device: dict[torch.device, list[TableSlot]] = {}
             for slot in self.slots:
-                by_device.setdefault(slot.table.store.device, []).append(slot)
+                by_device.setdefault(slot.table._storage.device, []).append(slot)
             vectors = stats.of("tables", by_device)
             self._steppers = [
                 TableStepper(spec.rule, groups, slots, vectors[device]) for device, slots in by_device.items()
@@ -205,7 +205,7 @@ class OptimizerTables:
 
 def _layout_key(rule: Rule, slot: TableSlot, group: Group) -> tuple[Any, ...]:
     """All that the launches of a table depend on."""
-    store = slot.table.store
+    store = slot.table._storage
     layout = store.device, store.ensure_layout().record, slot.group, [*map(id, slot.scalars.values())]
     return (*layout, rule.has(group), rule.scalars_of_rows(group, per_row_steps=False))
 
@@ -268,7 +268,7 @@ class TableStepper:
         self.packs = []
 
     def _launch(self, kernels: TritonRows, index: int, pack: RowGrads, options: StepOptions) -> None:
-        store, access = self.slots[index].table.store, self.slots[index].table.access
+        store, access = self.slots[index].table._storage, self.slots[index].table._rows
         location = access.location_for_update(pack)
         if location is not None:
             weights = pack.weights(store.generation)
@@ -284,7 +284,7 @@ class TableStepper:
 def _check_fields(rule: Rule, slot: TableSlot, group: Group) -> None:
     """Raise if an option was changed that needs state for which the records have no room."""
     needed = (*rule.state_names(group), *rule.scalars_of_rows(group, per_row_steps=False))
-    missing = [name for name in needed if name not in slot.table.store.record]
+    missing = [name for name in needed if name not in slot.table._storage.record]
     if missing:
         raise FlatbedError(
             f"a changed option needs state ({missing[0]}) that the rows of table {slot.name} do not have: "
@@ -295,7 +295,7 @@ def _check_fields(rule: Rule, slot: TableSlot, group: Group) -> None:
 def _table_layout(rule: Rule, slot: TableSlot, group: Group) -> TableLayout:
     from flatbed.kernels._triton.row_stepper import TableLayout
 
-    record = slot.table.store.record
+    record = slot.table._storage.record
     names = [name for name in rule.state if name in record]
     return TableLayout(
         group=slot.group,
@@ -312,7 +312,7 @@ def _table_layout(rule: Rule, slot: TableSlot, group: Group) -> TableLayout:
 
 def _update_in_chunks(slot: TableSlot, pack: RowGrads, update: Update, seeds: Any) -> None:
     """Read, update and write rows in torch operations."""
-    access = slot.table.access
+    access = slot.table._rows
     before = {name: float(value) for name, value in slot.scalars.items()}
     after: Mapping[str, float] = before
     # Whole vectors, so that a row's bits do not depend on where the chunks end.

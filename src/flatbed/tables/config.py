@@ -106,21 +106,21 @@ def build_config(
             f"num_embeddings must be an integer; found a tensor of shape {tuple(num_embeddings.shape)}: "
             f"from_pretrained takes weights"
         )
-    n_rows = _integer("num_embeddings", num_embeddings)
+    n_rows = as_integer("num_embeddings", num_embeddings)
     if padding_idx is not None:
-        padding_idx = _integer("padding_idx", padding_idx)
+        padding_idx = as_integer("padding_idx", padding_idx)
         if not -n_rows <= padding_idx < n_rows:
             raise ValueError(f"padding_idx must be within the {n_rows} rows; found {padding_idx}")
         padding_idx %= n_rows
     config = Config(
         n_rows=n_rows,
-        dim=_integer("embedding_dim", embedding_dim),
+        dim=as_integer("embedding_dim", embedding_dim),
         dtype=torch.get_default_dtype() if dtype is None else dtype,
         storage=storage,
         path=None if path is None else Path(path).absolute(),
         init=initializers.parse(init),
         # Drawn as torch draws first weights: repeatable with torch.manual_seed, different for every table.
-        seed=int(torch.randint(1 << 62, (), device="cpu")) if seed is None else _integer("seed", seed),
+        seed=int(torch.randint(1 << 62, (), device="cpu")) if seed is None else as_integer("seed", seed),
         padding_idx=padding_idx,
     )
     empty = torch.empty((0, config.dim), dtype=config.dtype, device="cpu")
@@ -130,12 +130,13 @@ def build_config(
 
 def with_cache(config: Config, cache_rows: int | None, cache_bytes: int | None, cache_policy: str) -> Config:
     """Return the same table with another cache."""
-    rows = None if cache_rows is None else _integer("cache_rows", cache_rows)
-    nbytes = None if cache_bytes is None else _integer("cache_bytes", cache_bytes)
+    rows = None if cache_rows is None else as_integer("cache_rows", cache_rows)
+    nbytes = None if cache_bytes is None else as_integer("cache_bytes", cache_bytes)
     return replace(config, cache_rows=rows, cache_bytes=nbytes, cache_policy=cache_policy)
 
 
-def _integer(name: str, value: Any) -> int:
+def as_integer(name: str, value: Any) -> int:
+    """Return the argument `name` as an int, or raise."""
     try:
         return operator.index(value)
     except TypeError:

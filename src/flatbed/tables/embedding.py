@@ -55,7 +55,7 @@ class TableModule(nn.Module):
     @property
     def padding_idx(self) -> int | None:
         """The row that never gets a gradient."""
-        return self.table.store.config.padding_idx
+        return self.table._storage.config.padding_idx
 
     @property
     def weight(self) -> Tensor:
@@ -80,7 +80,7 @@ class TableModule(nn.Module):
         self.table.write_rows(ids, values)
 
     def extra_repr(self) -> str:
-        config = self.table.store.config
+        config = self.table._storage.config
         parts = [f"{config.n_rows}, {config.dim}"]
         parts += [] if self.padding_idx is None else [f"padding_idx={self.padding_idx}"]
         parts += [f"storage={config.storage!r}"]
@@ -95,8 +95,8 @@ class TableModule(nn.Module):
         self._parameters = {name: one for name, one in parameters.items() if one is not table}
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call,unused-ignore]
-            probe = torch.empty(0, dtype=torch.uint8, device=table.store.device)
-            table.move(fn(probe).device)
+            probe = torch.empty(0, dtype=torch.uint8, device=table._storage.device)
+            table._move(fn(probe).device)
         finally:
             parameters.update(self._parameters)
             self._parameters = parameters
@@ -107,7 +107,7 @@ class TableModule(nn.Module):
         if isinstance(destination, DenseStateDict):
             del destination[prefix + WEIGHT]
             return
-        self.table.deferred_checks.check_graphs()
+        self.table._deferred_checks.check_graphs()
         destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT)
 
     def _load_from_state_dict(
@@ -234,7 +234,7 @@ class Embedding(TableModule):
         batch = prepare_lookup(table, input, training=record)
         if record:
             return lookup(table, batch)
-        rows = table.access.weights(batch.unique.rows)
+        rows = table._rows.weights(batch.unique.rows)
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
@@ -316,11 +316,11 @@ class EmbeddingBag(TableModule):
         table = self.table
         record = needs_grad(table, training=self.training)
         batch = prepare_lookup(table, input, for_bag=True, training=record)
-        device = table.store.device
+        device = table._storage.device
         if len(batch.shape) not in (1, 2):
             raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(batch.shape)}")
         found = batch.unique
-        rows = gather(table, batch) if record else table.access.weights(found.rows)
+        rows = gather(table, batch) if record else table._rows.weights(found.rows)
         if offsets is not None:
             offsets = as_ids(offsets).to(device)
         if per_sample_weights is not None:
@@ -372,7 +372,7 @@ def _pretrained(cls: Any, embeddings: Any, freeze: bool, **options: Any) -> Any:
 
 def whole_field(table: Table, name: str) -> Tensor:
     """A field of all rows as one contiguous tensor; on the GPU for tables that live there."""
-    store = table.store
+    store = table._storage
     field = store.record[name]
     nbytes = table.num_embeddings * field.nbytes
     on_gpu = store.config.storage == "device" and store.device.type == "cuda"
@@ -391,8 +391,8 @@ def whole_field(table: Table, name: str) -> Tensor:
 @torch.no_grad()
 def write_field(table: Table, name: str, values: Tensor) -> None:
     """The inverse of `whole_field`."""
-    for start, stop in table.store.field_blocks(name):
-        table.store.write_field(name, start, values[start:stop].detach())
+    for start, stop in table._storage.field_blocks(name):
+        table._storage.write_field(name, start, values[start:stop].detach())
 
 
 def named_tables(module: nn.Module) -> Iterator[tuple[str, Table]]:

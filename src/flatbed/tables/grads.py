@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flatbed.cuda.streams import OrderedLock, is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.kernels.rows import NONE, SENTINEL, segment_sum, unique
+from flatbed.kernels.records import NONE, SENTINEL
+from flatbed.kernels.rows import segment_sum, unique
 from flatbed.tables.lookup_batch import LookupBatch
 
 MAX_PARTS = 16  # recorded parts; more are summed at once
@@ -89,8 +90,8 @@ class GradAccumulator:
         if any(part.captured != capturing for part in self.parts):
             self.clear()
             raise FlatbedError(
-                "a step uses up a table's gradients: capture lookup, backward and optimizer.step() in one "
-                "CUDA graph, and call optimizer.zero_grad() before the capture"
+                "a table has gradients from outside of this CUDA graph, or from inside of another: capture "
+                "lookup, backward and optimizer.step() in one CUDA graph, after optimizer.zero_grad()"
             )
 
     def clear(self) -> None:

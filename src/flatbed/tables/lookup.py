@@ -11,16 +11,8 @@ from torch import Tensor
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.kernels.dispatch import use_triton
-from flatbed.kernels.rows import (
-    INT32_ROWS,
-    NONE,
-    UniqueRows,
-    mask_row,
-    segment_sum,
-    sentinel_of,
-    to_int32_keys,
-    unique,
-)
+from flatbed.kernels.records import NONE, UniqueRows, sentinel_of
+from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.ids import as_ids, check_range, to_device
 from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.table import Table
@@ -34,23 +26,23 @@ def prepare_lookup(table: Table, ids: Any, *, for_bag: bool = False, training: b
     Ids out of range: those on the host raise here, those on a GPU raise later (`DeferredIdChecks`).
     For a bag of a table with a padding row, the first unique row is -1, in place of the padding row.
     """
-    given, padding_idx = as_ids(ids), table.store.config.padding_idx
-    capturing = is_capturing(table.store.device)
+    given, padding_idx = as_ids(ids), table._storage.config.padding_idx
+    capturing = is_capturing(table._storage.device)
     is_checked = given.device.type == "cpu" and not capturing
     if is_checked:
         check_range(given, table.num_embeddings)
     elif capturing:
         _check_capture(table, given)
     if training and not capturing:
-        table.deferred_checks.prepare_capture()
+        table._deferred_checks.prepare_capture()
     lead = padding_idx if for_bag else None
     if training and lead is None and not capturing and isinstance(ids, Tensor):
-        for batch in table.prefetched:
+        for batch in table._prefetched:
             if batch.matches(ids) and batch.cache.protects(batch):
                 return replace(batch, shape=given.shape)
     keys = _keys(table, given.flatten(), is_checked=is_checked)
-    error_slot = None if is_checked else table.deferred_checks.error_slot(capturing=capturing)
-    cache = table.store.cache_for(given.numel()) if training else None
+    error_slot = None if is_checked else table._deferred_checks.error_slot(capturing=capturing)
+    cache = table._storage.cache_for(given.numel()) if training else None
     sought = keys if lead is None else _with_lead(keys, lead)
     admission = None
     if cache is None:
@@ -60,13 +52,13 @@ def prepare_lookup(table: Table, ids: Any, *, for_bag: bool = False, training: b
     if lead is not None:
         found = UniqueRows(found.rows, found.inverse[1:])
     if error_slot is not None and not capturing:
-        table.defer_check(given, error_slot, offset=int(lead is not None))
+        table._defer_check(given, error_slot, offset=int(lead is not None))
     return LookupBatch(given.shape, keys, found, cache, admission)
 
 
 def _keys(table: Table, ids: Tensor, *, is_checked: bool) -> Tensor:
     """Return ids, (n,), on the computing device, in the dtype that kernels sort fastest."""
-    n_rows, device = table.num_embeddings, table.store.device
+    n_rows, device = table.num_embeddings, table._storage.device
     if is_checked:
         is_int32 = n_rows <= INT32_ROWS and use_triton(device)
         return to_device(ids, device, torch.int32 if is_int32 else torch.int64)
@@ -80,8 +72,8 @@ def _with_lead(keys: Tensor, padding_idx: int) -> Tensor:
 
 
 def _check_capture(table: Table, ids: Tensor) -> None:
-    store = table.store
-    if not store.is_allocated or store.relayout_pending or table.access.location is None:
+    store = table._storage
+    if not store.is_allocated or store.relayout_pending or table._rows.location is None:
         raise FlatbedError(
             "a lookup of this table cannot be part of a CUDA graph"
             + (
@@ -97,17 +89,17 @@ def _check_capture(table: Table, ids: Tensor) -> None:
         )
 
 
-class Lookup(torch.autograd.Function):
+class LookupFunction(torch.autograd.Function):
     """ids → (*shape, dim). Backward sums the gradients of equal ids and records them."""
 
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
-        out = table.access.lookup(batch)
+        out = table._rows.lookup(batch)
         if out is None:
-            rows = table.access.weights(batch.unique.rows)
+            rows = table._rows.weights(batch.unique.rows)
             if use_triton(rows.device):
-                batch.weights, batch.generation = rows, table.store.generation
+                batch.weights, batch.generation = rows, table._storage.generation
             out = rows.index_select(0, batch.unique.inverse)
         return out if len(batch.shape) == 1 else _reshape(out, (*batch.shape, table.embedding_dim))
 
@@ -115,8 +107,8 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         table, batch = ctx.table, ctx.batch
         grad = grads[0].detach().reshape(-1, table.embedding_dim)
-        rows, sums = segment_sum(grad, batch.unique, table.store.config.padding_idx)
-        table.record(rows, sums, batch)
+        rows, sums = segment_sum(grad, batch.unique, table._storage.config.padding_idx)
+        table._record_grads(rows, sums, batch)
         return None, None
 
 
@@ -126,19 +118,19 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
-        return table.access.weights(batch.unique.rows, batch)
+        return table._rows.weights(batch.unique.rows, batch)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         rows, sums = mask_row(ctx.batch.unique.rows, grads[0].detach().to(wide), NONE)
-        ctx.table.record(rows, sums, ctx.batch)
+        ctx.table._record_grads(rows, sums, ctx.batch)
         return None, None
 
 
 def lookup(table: Table, batch: LookupBatch) -> Tensor:
     """Return the weights of a batch's ids, with gradient."""
-    weights: Tensor = Lookup.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
+    weights: Tensor = LookupFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
     return weights
 
 
@@ -150,8 +142,8 @@ def gather(table: Table, batch: LookupBatch) -> Tensor:
 
 def needs_grad(table: Table, *, training: bool) -> bool:
     """Return True if a lookup records gradients. Raises in training if no optimizer has the table."""
-    if not (torch.is_grad_enabled() and table.trains):
+    if not (torch.is_grad_enabled() and table._needs_grad):
         return False
     if training:
-        table.check_trained()
+        table._check_owner()
     return True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatbed.kernels.rows import UniqueRows
+from flatbed.kernels.records import UniqueRows
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +23,7 @@ class LookupBatch:
     cache: Any = None
     """The cache that the rows were admitted to."""
     admission: Any = None
-    """What `cache` returned for the batch: `GpuCache` a number, `DiskCache` a `Reservation`."""
+    """Admission of the batch to `cache`: a number for `GpuCache`, a `Reservation` for `DiskCache`."""
     ids: Tensor | None = None
     """The ids that a prefetched batch was made of, and their version: see `matches`."""
     version: int = -1

@@ -52,12 +52,12 @@ class RowPrefetch:
 
     @property
     def _device(self) -> torch.device:
-        return self.table.store.device
+        return self.table._storage.device
 
     @property
     def reads_disk(self) -> bool:
         """True if `read` takes long enough for a thread of its own."""
-        config = self.table.store.config
+        config = self.table._storage.config
         return config.storage == "disk" and (not self._admits or config.cache_rows != 0)
 
     @property
@@ -84,7 +84,7 @@ class RowPrefetch:
         rows, request.rows = request.rows, []
         if not rows:
             return
-        store = self.table.store
+        store = self.table._storage
         if not self._admits:
             for some in torch.split(torch.cat(rows), READ_ROWS):
                 with suppress(FlatbedError):  # the file may be replaced meanwhile
@@ -114,7 +114,7 @@ class RowPrefetch:
         n_ids = sum(one.numel() for one in request.ids)
         if request.error is not None or not n_ids or not self._admits:
             return
-        cache = self.table.store.cache_for(n_ids)
+        cache = self.table._storage.cache_for(n_ids)
         if cache is None:
             return
         window = (self.depth + 2) * len(ids) - 1
@@ -148,14 +148,14 @@ class RowPrefetch:
                 batch.record_stream(stream)
         if request.batches:
             request.batches[0].cache.begin(request.batches[0].admission)
-        self.table.prefetched.extend(request.batches)
+        self.table._prefetched.extend(request.batches)
 
     def finish(self, request: PrefetchRequest) -> None:
         """Let the rows be evicted after the training work issued so far. Any thread; idempotent."""
         batches, request.batches = request.batches, []
         for batch in batches:
             with suppress(ValueError):
-                self.table.prefetched.remove(batch)
+                self.table._prefetched.remove(batch)
         reservations, request.reservations = request.reservations, []
         after = self._issued_work() if any(reservations) else None
         for reserved in reservations:

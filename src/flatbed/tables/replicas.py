@@ -31,7 +31,7 @@ def average_grads(table: Table) -> None:
     """Replace the recorded gradients by the mean over all ranks. A collective: every rank calls it."""
     if n_replicas(table) == 1:
         return
-    pending, device = table.pending, communication_device(table.store.device)
+    pending, device = table._grads, communication_device(table._storage.device)
     own = GradAccumulator(pending.n_rows, [part for part in pending.parts if not part.shared])
     packed = own.compact()
     n_rows = 0 if packed is None else len(packed.rows)
@@ -50,12 +50,12 @@ def any_replica(flag: Tensor | None, tables: Sequence[Table]) -> Tensor | None:
     """Return an overflow flag that is set if any rank has set its own: all replicas must skip together."""
     if world_size() == 1 or not any(table.replicate for table in tables):
         return flag
-    return any_rank(torch.zeros(1, device=tables[0].store.device) if flag is None else flag)
+    return any_rank(torch.zeros(1, device=tables[0]._storage.device) if flag is None else flag)
 
 
 def _mean(table: Table, packed: RowGrads | None, sizes: list[int], device: torch.device) -> RowGrads:
     """Return the mean of all ranks' gradients, summed in rank order on every rank."""
-    dtype, target = torch.promote_types(table.store.config.dtype, torch.float32), table.store.device
+    dtype, target = torch.promote_types(table._storage.config.dtype, torch.float32), table._storage.device
     rows = torch.full((max(sizes),), -1, dtype=torch.int64, device=device)
     grads = torch.zeros((max(sizes), table.embedding_dim), dtype=dtype, device=device)
     if packed is not None:
@@ -73,7 +73,7 @@ def _compare_rows(table: Table, rows: Tensor, device: torch.device) -> None:
     """Raise if a sample of the rows of this step differs between ranks: replicas would drift apart."""
     stride = -(-len(rows) // SAMPLE)
     table._exchanges += 1
-    records = table.access.gather(rows[table._exchanges % stride :: stride]).cpu()
+    records = table._rows.gather(rows[table._exchanges % stride :: stride]).cpu()
     digest = hashlib.sha256(records.contiguous().numpy().tobytes()).digest()
     digests = all_gather(torch.tensor(list(digest), dtype=torch.uint8, device=device))
     if any(not torch.equal(one, digests[0]) for one in digests):
@@ -90,5 +90,5 @@ def _unequal() -> FlatbedError:
 
 def _digest_of_kind(table: Table) -> int:
     """Return size, layout and step count as one number."""
-    kind = [table.num_embeddings, table.store.record.describe(), sorted(table.scalars().items())]
+    kind = [table.num_embeddings, table._storage.record.describe(), sorted(table.scalars().items())]
     return int.from_bytes(hashlib.sha256(json.dumps(kind).encode()).digest()[:7], "little")

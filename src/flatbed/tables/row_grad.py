@@ -27,8 +27,8 @@ class RowGrad(Tensor):
     @staticmethod
     def of(table: Table) -> RowGrad:
         """Return the gradient of a table that has one."""
-        dtype = torch.promote_types(table.store.config.dtype, torch.float32)
-        empty = torch.empty(0, dtype=dtype, device=table.store.device)
+        dtype = torch.promote_types(table._storage.config.dtype, torch.float32)
+        empty = torch.empty(0, dtype=dtype, device=table._storage.device)
         grad: RowGrad = torch.Tensor._make_subclass(RowGrad, empty)
         grad._table = table
         return grad

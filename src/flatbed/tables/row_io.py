@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatbed.kernels import rows as ops
-from flatbed.kernels.rows import RecordLocation
+from flatbed.kernels.records import RecordLocation
 from flatbed.tables.cache import location_of
 from flatbed.tables.cache.disk import DiskCache
 from flatbed.tables.grads import RowGrads

@@ -20,7 +20,7 @@ from flatbed.tables.config import Config
 from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import TABLE
-from flatbed.tables.storage.table_storage import reported
+from flatbed.tables.storage.fills import reported
 from flatbed.tables.tensor_file import TensorEntry, entries_of, opened, writing
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class TableFile:
 
 def save(table: Table, path: Path) -> None:
     """Write a table's weights ("weight", (rows, dim)), state by name, and numbers of state (0-dim)."""
-    store = table.store
+    store = table._storage
     storage, record, config = store.ensure_layout(), store.record, store.config
     scalars = {name: scalar_tensor(value) for name, value in table.scalars().items()}
     keys = {name: name if name not in record else f"scalar.{name}" for name in scalars}
@@ -176,16 +176,16 @@ def _weights_of_torch(path: Path, found: Mapping[str, TensorEntry], n_tensors: i
 
 def check_fit(table: Table, found: TableFile) -> None:
     """Raise unless a file can be read into a table."""
-    config, (n_rows, dim) = table.store.config, (found.n_rows, found.record.weight.count)
+    config, (n_rows, dim) = table._storage.config, (found.n_rows, found.record.weight.count)
     if (n_rows, dim) != (config.n_rows, config.dim):
         raise FlatbedError(
             f"{found.path} holds a table of {n_rows} × {dim}, and this one is of "
             f"{config.n_rows} × {config.dim}: make one of the file's size (flatbed.load_table does)"
         )
-    ours, theirs = _counts(table.store.record.state), _counts(found.record.state)
-    if table.owner is not None and theirs and ours != theirs:
+    ours, theirs = _counts(table._storage.record.state), _counts(found.record.state)
+    if table._owner is not None and theirs and ours != theirs:
         raise FlatbedError(
-            f"{found.path} holds the optimizer state {_listed(theirs)}, and {type(table.owner).__name__} "
+            f"{found.path} holds the optimizer state {_listed(theirs)}, and {type(table._owner).__name__} "
             f"keeps {_listed(ours)}: build the optimizer that the table was trained with, or load the file "
             f"before an optimizer has the table, and call table.drop_state()"
         )
@@ -201,7 +201,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 def read_into(table: Table, found: TableFile) -> None:
     """Replace a table's rows by those of a file that fits. A disk table's are durable at once."""
-    store, owner, state = table.store, table.owner, found.record.state
+    store, owner, state = table._storage, table._owner, found.record.state
     is_adopted = bool(state) and owner is None
     record = Record((store.config.weight, *state)) if is_adopted else store.record
     scalars = found.scalars if state else table.scalars()

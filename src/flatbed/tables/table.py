@@ -1,4 +1,4 @@
-"""The table: what an optimizer is given, and what gradients of rows are recorded in."""
+"""The table: a parameter whose rows are in host memory, on disk or on the device."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.tables import copying, replicas, saving
 from flatbed.tables.cache import CacheStats
 from flatbed.tables.cache import warm as warm_cache
-from flatbed.tables.config import Config, device_of, with_cache
+from flatbed.tables.config import Config, as_integer, device_of, with_cache
 from flatbed.tables.deferred_checks import DeferredIdChecks
 from flatbed.tables.grads import GradAccumulator, RowGrads
 from flatbed.tables.ids import as_ids, as_values, check_range, most_used, to_device
 from flatbed.tables.lookup_batch import LookupBatch
+from flatbed.tables.parameter import TableParameter
 from flatbed.tables.record import Field
 from flatbed.tables.row_grad import RowGrad
 from flatbed.tables.row_io import RowIO
@@ -28,8 +29,8 @@ from flatbed.tables.tensor_file import as_path
 from flatbed.tables.view import WeightView
 
 
-class Table(nn.Parameter):
-    """The rows of a `Embedding`, in the form in which optimizers take parameters.
+class Table(TableParameter):
+    """The weights of an `Embedding` as a parameter.
 
     It is one of the module's `parameters()`, has the shape (num_embeddings, embedding_dim), and holds no
     memory of its own: torch's C++ code sees an empty tensor. Rows are read and written by `read_rows` and
@@ -37,131 +38,66 @@ class Table(nn.Parameter):
     Optimizers of `flatbed.optim` update it (`flatbed.optim.from_torch` takes any elementwise class of torch).
     """
 
-    store: TableStorage
-    access: RowIO
-    pending: GradAccumulator
+    _storage: TableStorage
+    _rows: RowIO
+    _grads: GradAccumulator
     replicate: bool
 
-    def __new__(
-        cls, config: Config, *others: Any, device: torch.device | None = None, replicate: bool = True
-    ) -> Table:
-        if others or device is None or not isinstance(config, Config):
-            given = ", ".join(type(one).__name__ for one in (config, *others))
-            raise TypeError(
-                f"a Table is not made by hand; found Table({given}): use flatbed.Embedding(rows, "
-                f"dim).table, flatbed.load_table(path)"
-            )
+    def __new__(cls, config: Config, *, device: torch.device, replicate: bool = True) -> Table:
+        """Use `flatbed.Embedding(rows, dim).table` or `flatbed.load_table(path)`."""
         empty = torch.empty(0, dtype=config.dtype, device=device)
         table = torch.Tensor._make_subclass(cls, empty, True)
-        table.store = TableStorage(config, device)
-        table.access = RowIO(table.store)
-        table.pending = GradAccumulator(config.n_rows)
+        table._storage = TableStorage(config, device)
+        table._rows = RowIO(table._storage)
+        table._grads = GradAccumulator(config.n_rows)
         table.replicate = replicate
-        table._owner = None
+        table._owner_ref = None
         table._orphaned = False
-        table.deferred_checks = DeferredIdChecks(table.store)
+        table._deferred_checks = DeferredIdChecks(table._storage)
         table._exchanges = 0
-        table.prefetched = []
+        table._prefetched = []
         return table
 
-    _owner: weakref.ref[Any] | None
+    _owner_ref: weakref.ref[Any] | None
     _orphaned: bool
-    deferred_checks: DeferredIdChecks
+    _deferred_checks: DeferredIdChecks
     _exchanges: int
-    prefetched: list[LookupBatch]
+    _prefetched: list[LookupBatch]
     """Lookups of the batches in hand that were prepared ahead of time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """All is done by `__new__`, as tensors have it."""
+        """Do nothing: `__new__` has built the table, as for tensors."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if func is Tensor.type and len(args) == 1:  # torch.typename: how torch's errors name it
-            return "flatbed.Table"
-        if getattr(func, "__self__", None) is Tensor.data:  # a copy_ into it takes effect, or raises
-            if name == "__set__":
-                raise FlatbedError("a table's data cannot be replaced: use emb.weight.copy_(values)")
-            return args[0].weight.detach()
-        if func in _ALLOWED or name in ("__get__", "__set__", "__delete__"):
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call,unused-ignore]
-        table = args[0] if args else kwargs.get("tensor")
-        if name in _INITIALIZERS and isinstance(table, Table):
-            rest = {key: value for key, value in kwargs.items() if key != "tensor"}
-            others = [one.weight if isinstance(one, Table) else one for one in args[1:]]
-            with torch.no_grad():
-                func(table.weight, *others, **rest)
-            return table
-        if func in (Tensor.detach, torch.detach):
-            return torch.Tensor._make_subclass(
-                DetachedTable, torch.empty(0, dtype=args[0].dtype, device=args[0].device)
-            )
-        raise _no_tensor(func)
-
-    # ---- what it is
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override,unused-ignore]
-        """(num_embeddings, embedding_dim)."""
-        return torch.Size((self.num_embeddings, self.embedding_dim))
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override,unused-ignore]
-        return 2
-
-    def dim(self) -> int:
-        return 2
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one of its dimensions."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        """Return the number of weights, as parameter counts expect."""
-        return self.num_embeddings * self.embedding_dim
-
-    def __len__(self) -> int:
-        return self.num_embeddings
+    # ---- attributes
 
     @property
     def num_embeddings(self) -> int:
-        return self.store.config.n_rows
+        return self._storage.config.n_rows
 
     @property
     def embedding_dim(self) -> int:
-        return self.store.config.dim
+        return self._storage.config.dim
 
     @property
     def storage(self) -> str:  # type: ignore[override,unused-ignore]
         """Where the rows are kept: "host", "disk" or "device"."""
-        return self.store.config.storage
+        return self._storage.config.storage
 
     @property
     def nbytes(self) -> int:  # type: ignore[override,unused-ignore]
         """Size of all records in bytes, padding included."""
-        return self.num_embeddings * self.store.record.nbytes
+        return self.num_embeddings * self._storage.record.nbytes
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The optimizer state that rows have beside their weight."""
-        return tuple(field.name for field in self.store.record.state)
+        """The optimizer state that rows have besides their weight."""
+        return tuple(field.name for field in self._storage.record.state)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override,unused-ignore]
         state = f", state {', '.join(self.state_names)}" if self.state_names else ""
-        where = f'"{self.store.config.path}"' if self.store.config.path else self.storage
-        config = self.store.config
+        where = f'"{self._storage.config.path}"' if self._storage.config.path else self.storage
+        config = self._storage.config
         return f"Table({config.n_rows} × {config.dim}, {config.dtype}, {where}{state})"
-
-    def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
-
-    def __bool__(self) -> bool:
-        return True
-
-    __hash__ = nn.Parameter.__hash__
-
-    def __eq__(self, other: object) -> Any:
-        return self is other
 
     # ---- gradients
 
@@ -169,12 +105,12 @@ class Table(nn.Parameter):
     def grad(self) -> Tensor | None:  # type: ignore[override,unused-ignore]
         """The gradient of the rows in `grad_rows`, (n, dim); with several ranks, the mean over them."""
         # With several ranks all of them must take part in an exchange, also those without a gradient.
-        return RowGrad.of(self) if self.pending.parts or replicas.n_replicas(self) > 1 else None
+        return RowGrad.of(self) if self._grads.parts or replicas.n_replicas(self) > 1 else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
-            self.pending.clear()  # ids that are still to be checked stay: a bad batch raises all the same
+            self._grads.clear()  # ids that are still to be checked stay: a bad batch raises all the same
             self._orphaned = False  # dropping gradients shows that the caller knows of them
             return
         if isinstance(value, RowGrad) and value._table is self:  # table.grad *= 0.5 has taken effect
@@ -200,119 +136,119 @@ class Table(nn.Parameter):
 
     def _row_grads(self, *, compact: bool = True) -> RowGrads:
         """Return all recorded gradients, each row once; without the row -1 if `compact`, which waits."""
-        self.raise_bad_ids()
-        self.share_gradients()
-        grads = self.pending.compact() if compact else self.pending.packed()
+        self._raise_bad_ids()
+        self._average_grads()
+        grads = self._grads.compact() if compact else self._grads.packed()
         if grads is None:
-            rows = torch.empty(0, dtype=torch.int64, device=self.store.device)
-            dtype = torch.promote_types(self.store.config.dtype, torch.float32)
+            rows = torch.empty(0, dtype=torch.int64, device=self._storage.device)
+            dtype = torch.promote_types(self._storage.config.dtype, torch.float32)
             return RowGrads(rows, torch.empty((0, self.embedding_dim), dtype=dtype, device=rows.device))
         return grads
 
-    def share_gradients(self) -> None:
-        """With several ranks: the mean over all of them, which must all be here."""
+    def _average_grads(self) -> None:
+        """Average gradients over ranks, which must all call this."""
         replicas.average_grads(self)
 
-    def record(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
+    def _record_grads(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
         """Record the gradients of a lookup. Called in backward, in any thread."""
-        if self.owner is None:
+        if self._owner is None:
             self._orphaned = True
-        self.pending.record(rows, grads, batch)
+        self._grads.record(rows, grads, batch)
 
-    def defer_check(self, ids: Tensor, error_slot: Tensor, *, offset: int = 0) -> None:
+    def _defer_check(self, ids: Tensor, error_slot: Tensor, *, offset: int = 0) -> None:
         """Remember a lookup whose ids were checked on the GPU, and raise for earlier ones that are known."""
-        self.raise_bad_ids(wait=False)
-        self.deferred_checks.add(ids, error_slot, offset=offset)
+        self._raise_bad_ids(wait=False)
+        self._deferred_checks.add(ids, error_slot, offset=offset)
 
-    def raise_bad_ids(self, *, wait: bool = True) -> None:
+    def _raise_bad_ids(self, *, wait: bool = True) -> None:
         """Raise if ids of a lookup were out of range, as far as is known; all gradients are dropped then."""
-        error = self.deferred_checks.error(wait=wait)
+        error = self._deferred_checks.error(wait=wait)
         if error is not None:
-            self.pending.clear()
+            self._grads.clear()
             raise error
 
-    def move(self, device: torch.device) -> None:
-        """Compute on another device from now on; rows move at the next use, if they must."""
-        self.store.move(device)
+    def _move(self, device: torch.device) -> None:
+        """Compute on another device. Rows move at the next use, where needed."""
+        self._storage.move(device)
         with torch._C.DisableTorchFunctionSubclass():  # so that next(model.parameters()).device is right
             self.data = torch.empty(0, dtype=self.dtype, device=device)
 
-    # ---- its optimizer
+    # ---- the optimizer
 
     @property
-    def owner(self) -> torch.optim.Optimizer | None:
-        """The optimizer that it was given to, as long as that lives."""
-        return None if self._owner is None else self._owner()
+    def _owner(self) -> torch.optim.Optimizer | None:
+        """The optimizer that the table was given to, as long as that lives."""
+        return None if self._owner_ref is None else self._owner_ref()
 
-    def check_attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
-        """Raise if the table holds state that the optimizer cannot go on with. In memory, another one begins
-        anew; a file would be made anew for it, and what was last saved would be gone.
+    def _check_attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
+        """Raise if the table holds state that the optimizer cannot continue.
+
+        State of another optimizer in memory is replaced. In a file, replacing it would lose what was saved.
         """
-        store = self.store
+        store = self._storage
         in_file = store.config.storage == "disk" and bool(store.record.state) and not store.relayout_pending
-        if self.store.state_owned and not in_file:
+        if self._storage.state_owned and not in_file:
             return
-        kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (self.store.record.state, state)]
+        kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (self._storage.record.state, state)]
         if kinds[0] != kinds[1]:
             found = ", ".join(name for name, *_ in kinds[0])
             wanted = ", ".join(name for name, *_ in kinds[1]) or "none"
             raise FlatbedError(
                 f"the table holds optimizer state of its own ({found}), and {type(owner).__name__} keeps "
                 f"other ({wanted}): give it to the optimizer it was trained with, or call table.drop_state() "
-                f"first to begin anew"
+                f"first to start again"
             )
 
-    def attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
-        """Belong to an optimizer that keeps this state. State from a file or a copy is taken over."""
-        self.check_attach(owner, state)
-        if self.store.state_owned:
-            self.store.set_state_fields(state)
-        self.store.state_owned = True
-        self._owner = weakref.ref(owner)
+    def _attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
+        """Make an optimizer with these fields of state the owner. Loaded or copied state is continued."""
+        self._check_attach(owner, state)
+        if self._storage.state_owned:
+            self._storage.set_state_fields(state)
+        self._storage.state_owned = True
+        self._owner_ref = weakref.ref(owner)
         self._orphaned = False
 
     def drop_state(self) -> None:
-        """Forget all optimizer state, keep the weights."""
-        self.store.set_state_fields(())
-        self._owner = None
+        """Drop all optimizer state, and keep the weights."""
+        self._storage.set_state_fields(())
+        self._owner_ref = None
 
     @property
-    def trains(self) -> bool:
-        """`requires_grad`, for those who ask at every lookup."""
+    def _needs_grad(self) -> bool:
+        """`requires_grad`, without the cost of `__torch_function__` at every lookup."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
 
-    def check_trained(self) -> None:
+    def _check_owner(self) -> None:
         """Raise if gradients were recorded that no optimizer will ever use."""
-        if self._orphaned and self.owner is None:
+        if self._orphaned and self._owner is None:
             raise FlatbedError(
-                f"{self!r} receives gradients, but no optimizer has it, so that it would never learn: build "
-                "the optimizer with the module (flatbed.optim.Adam(model)) or with emb.table among its "
-                "parameters, or freeze the table (emb.requires_grad_(False))"
+                f"{self!r} receives gradients, but no optimizer has it: give its parameters to an optimizer "
+                "(flatbed.optim.Adam(model.parameters())), or freeze it (emb.requires_grad_(False))"
             )
 
     # ---- rows
 
     @property
     def weight(self) -> Tensor:
-        """All weights as one tensor, without a copy, for reading and for initialising."""
-        self.deferred_checks.check_graphs()
+        """All weights as one tensor, without a copy, for reading and for initialization."""
+        self._deferred_checks.check_graphs()
         return WeightView.of(self)
 
     def read_rows(self, ids: Any) -> Tensor:
-        """The weights of some rows: ids of any shape → (*shape, dim), a copy on the computing device."""
-        self.deferred_checks.check_graphs()
+        """Copy the weights of some rows to the computing device: ids of any shape → (*shape, dim)."""
+        self._deferred_checks.check_graphs()
         wanted = self._checked(ids)
-        found = self.access.weights(wanted.flatten())
+        found = self._rows.weights(wanted.flatten())
         return found.reshape(*wanted.shape, self.embedding_dim)
 
     def read_state(self, name: str, ids: Any) -> Tensor:
-        """The optimizer state of some rows: ids of any shape → (*shape, dim)."""
+        """Copy the optimizer state of some rows: ids of any shape → (*shape, dim)."""
         if name not in self.state_names:
             found = ", ".join(self.state_names) or "none (an optimizer that has the table brings it)"
             raise KeyError(f"there is no state {name!r}; found {found}")
         wanted = self._checked(ids)
-        taken = self.access.read_fields(wanted.flatten())[name]
+        taken = self._rows.read_fields(wanted.flatten())[name]
         return taken.reshape(*wanted.shape, taken.shape[1])
 
     @torch.no_grad()
@@ -327,72 +263,68 @@ class Table(nn.Parameter):
                 0, inverse, torch.arange(len(rows), device=rows.device), "amax"
             )
             rows, values = unique, values[last.to(values.device)]
-        self.access.write_weights_(rows, values.to(self.store.device, self.store.config.dtype))
+        self._rows.write_weights_(rows, values.to(self._storage.device, self._storage.config.dtype))
 
     def _checked(self, ids: Any) -> Tensor:
         wanted = as_ids(ids)
         check_range(wanted, self.num_embeddings)
-        return to_device(wanted, self.store.device)
+        return to_device(wanted, self._storage.device)
 
-    # ---- its cache
+    # ---- the cache
 
     def warm(self, ids: Any, counts: Any = None) -> None:
-        """Fill the cache with the rows that are used most: ids as they occur, repeats and all, or distinct
-        ones with `counts` of how often each does. A cache of no given size stays as large as it is.
+        """Fill the cache with the most frequent rows.
+
+        `ids` are ids as they occur, with repeats, or unique ids with `counts` of how often each occurs. A
+        cache of no given size stays as large as it is.
         """
         rows, counts = most_used(as_ids(ids).cpu().flatten(), counts, self.num_embeddings)
-        sized = self.store.config.sized
-        cache = self.store.cache_for(len(rows)) if sized else self.store.cache
+        sized = self._storage.config.sized
+        cache = self._storage.cache_for(len(rows)) if sized else self._storage.cache
         if cache is None:
             return
         n = min(len(rows), cache.n_slots)
         warm_cache(cache, rows[:n].flip(0), counts[:n].flip(0))
 
     def cache_stats(self) -> CacheStats:
-        """What the cache has done so far: hits, misses, evictions, bytes moved. Asking waits for the GPU."""
-        self.deferred_checks.check_graphs()
-        cache = self.store.cache
+        """Return counts of the cache so far: hits, misses, evictions, bytes moved. Waits for the GPU."""
+        self._deferred_checks.check_graphs()
+        cache = self._storage.cache
         return CacheStats.of([0] * 5, rows=0, nbytes=0) if cache is None else cache.stats()
 
     def set_cache(
         self, cache_rows: int | None = None, cache_bytes: int | None = None, *, policy: str | None = None
     ) -> None:
-        """Another size of cache, or another policy; it begins empty. 0: none; nothing given: the default."""
-        chosen = self.store.config.cache_policy if policy is None else policy
-        self.store.change_cache(with_cache(self.store.config, cache_rows, cache_bytes, chosen))
+        """Use an empty cache of another size or policy: 0 for none, the default size if none is given."""
+        chosen = self._storage.config.cache_policy if policy is None else policy
+        self._storage.change_cache(with_cache(self._storage.config, cache_rows, cache_bytes, chosen))
 
     def resize(self, num_embeddings: int) -> None:
-        """Grow to so many rows. Rows and state stay; new rows begin from (seed, row).
+        """Grow to so many rows. Rows, state and gradients stay; new rows are drawn from (seed, row).
 
-        For a table on disk this is a checkpoint, too: save what goes with it right after.
+        For a table on disk this is also a checkpoint: save the model that belongs to it right after.
         """
-        if isinstance(num_embeddings, bool) or not hasattr(num_embeddings, "__index__"):
-            raise TypeError(f"num_embeddings must be an integer; found {num_embeddings!r}")
-        if self.pending.parts:
-            raise FlatbedError(
-                "gradients are waiting for a step: step, or drop them (zero_grad), then resize"
-            )
-        self.store.resize(int(num_embeddings))
-        self.pending = GradAccumulator(self.num_embeddings)
+        self._storage.resize(as_integer("num_embeddings", num_embeddings))
+        self._grads.n_rows = self.num_embeddings
 
     def scalars(self) -> dict[str, float]:
-        """The numbers of optimizer state that are one per table, such as the step count."""
-        return {name: float(value) for name, value in self.store.scalars.items()}
+        """Return the optimizer state that is one number per table, such as the step count."""
+        return {name: float(value) for name, value in self._storage.scalars.items()}
 
-    # ---- durable
+    # ---- files
 
     def checkpoint(self) -> None:
         """Make a disk table's rows and state durable, all or nothing: a crash leads back to here."""
-        self.deferred_checks.check_graphs()
-        self.store.checkpoint()
+        self._deferred_checks.check_graphs()
+        self._storage.checkpoint()
 
     def save(self, path: str | Path) -> None:
-        """Write weights and optimizer state to a safetensors file, bit by bit."""
-        self.deferred_checks.check_graphs()
+        """Write weights and optimizer state to a safetensors file, block by block."""
+        self._deferred_checks.check_graphs()
         saving.save(self, as_path(path))
 
     def load(self, path: str | Path) -> None:
-        """Read what `save` has written, from a table of any storage; nothing changes if it does not fit."""
+        """Read a file of `save`, from a table of any storage. Nothing changes if it does not fit."""
         saving.load(self, as_path(path))
 
     def close(self, *, discard: bool = False) -> None:
@@ -401,9 +333,9 @@ class Table(nn.Parameter):
         ``discard=True`` drops changes since the last checkpoint instead. After `flatbed.save_checkpoint`, it
         keeps the file at the folder's checkpoint. If the checkpoint fails, the table stays open.
         """
-        if not discard and self.store.has_unsaved_changes:
+        if not discard and self._storage.has_unsaved_changes:
             self.checkpoint()
-        self.store.close()
+        self._storage.close()
 
     def __enter__(self) -> Table:
         return self
@@ -414,9 +346,9 @@ class Table(nn.Parameter):
         After an exception, rows may be those of half a step. They are dropped with a warning, and the file
         stays at its last checkpoint.
         """
-        if kind is not None and self.store.unsaved_rows:
+        if kind is not None and self._storage.unsaved_rows:
             warnings.warn(
-                f"{self.store.unsaved_rows} rows of {self.store.config.path} changed since its last "
+                f"{self._storage.unsaved_rows} rows of {self._storage.config.path} changed since its last "
                 f"checkpoint and are dropped, since the `with` block ended by {kind.__name__}: call "
                 f"table.checkpoint() within the block where rows are complete",
                 stacklevel=2,
@@ -443,50 +375,8 @@ class Table(nn.Parameter):
         return copying.rebuild(cls, *parts)
 
 
-class DetachedTable(Tensor):
-    """The result of `table.detach()`: empty for state dicts and DDP, an error for other operations."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ALLOWED or getattr(func, "__name__", "") in ("__get__", "__repr__"):
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call,unused-ignore]
-        raise _no_tensor(func)
-
-
-def _no_tensor(func: Any) -> FlatbedError:
-    if func is Tensor.is_contiguous:  # the first question of FSDP2
-        return FlatbedError(
-            "fully_shard cannot shard a table: pass ignored_params=set(flatbed.tables(model)) to fully_shard"
-        )
-    return FlatbedError(
-        f"{getattr(func, '__name__', func)} was called on a table, whose rows are not one tensor: use "
-        f"table.read_rows(ids), table.write_rows(ids, values) or emb.weight; to train it, an optimizer of "
-        f"flatbed.optim, or flatbed.optim.from_torch(torch.optim.Rprop, model)"
-    )
-
-
-_INITIALIZERS = {"uniform_", "normal_", "fill_", "zero_", "copy_", "constant_", "zeros_", "ones_"}
-_ALLOWED = {
-    Tensor.requires_grad_,
-    Tensor.is_complex,
-    Tensor.is_floating_point,
-    Tensor.numel,
-    Tensor.size,
-    Tensor.dim,
-    Tensor.data_ptr,
-    Tensor.untyped_storage,
-    Tensor.element_size,
-    torch.numel,
-    Tensor.register_hook,
-    Tensor.__hash__,
-    torch.is_complex,
-    torch.is_floating_point,
-    torch.autograd.backward,
-}
-
-
 def make(config: Config, device: Any, *, replicate: bool) -> Table:
-    """A table that computes on `device`."""
+    """Return a table that computes on `device`."""
     if not isinstance(replicate, bool):
         raise TypeError(f"replicate must be True or False; found {replicate!r}")
     return Table(config, device=device_of(device), replicate=replicate)

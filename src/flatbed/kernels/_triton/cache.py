@@ -11,7 +11,7 @@ from flatbed.kernels._triton import cache_kernels
 from flatbed.kernels._triton.launch import TYPES, Bound
 from flatbed.kernels._triton.rows import WRITERS, addresses, power, tile, unique
 from flatbed.kernels.cache import ROUNDS, CacheIndex
-from flatbed.kernels.rows import RecordLocation, UniqueRows
+from flatbed.kernels.records import RecordLocation, UniqueRows
 
 MOVERS = 96  # programs at most, for both ways over the bus at once; one record of 1,536 bytes at a time
 PROBE, SELECT = 512, 128  # rows per program

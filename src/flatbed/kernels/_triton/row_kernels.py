@@ -310,18 +310,3 @@ def squares(values_ptr, partials_ptr, n, per_program, BLOCK: tl.constexpr):
         x = tl.load(values_ptr + at, mask=at < n, other=0.0).to(tl.float64)
         total += x * x
     tl.store(partials_ptr + tl.program_id(0), tl.sum(total, 0))
-
-
-@triton.jit(do_not_specialize=["n", "target", "value"])
-def fill_bytes(n, target, value, BLOCK: tl.constexpr):
-    """Fill memory from an address on with one byte."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target.to(tl.pointer_type(tl.uint8)) + i, value.to(tl.uint8), mask=i < n)
-
-
-@triton.jit(do_not_specialize=["n", "source", "target"])
-def copy_bytes(n, source, target, BLOCK: tl.constexpr):
-    """Copy bytes from one address to another."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.load(source.to(tl.pointer_type(tl.uint8)) + i, mask=i < n)
-    tl.store(target.to(tl.pointer_type(tl.uint8)) + i, found, mask=i < n)

@@ -14,7 +14,7 @@ from flatbed.kernels._triton import row_kernels
 from flatbed.kernels._triton.coefficients import COLUMNS, GROUP, SCALARS, Coefficients, on_its_device
 from flatbed.kernels._triton.launch import TYPES, Bound, element
 from flatbed.kernels._triton.rows import UPDATERS, addresses, power, programs, squares, tile
-from flatbed.kernels.rows import RecordLocation
+from flatbed.kernels.records import RecordLocation
 from flatbed.kernels.step import Scaling, StepOptions
 from flatbed.rule import Group, Rule
 

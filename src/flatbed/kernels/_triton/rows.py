@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatbed.kernels._triton import row_kernels
 from flatbed.kernels._triton.launch import TYPES, Bound
-from flatbed.kernels.rows import RecordLocation, UniqueRows, sentinel_of
+from flatbed.kernels.records import RecordLocation, UniqueRows, sentinel_of
 
 if TYPE_CHECKING:
     from flatbed.kernels._triton.cache import AdmitScratch

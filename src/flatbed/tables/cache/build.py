@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels.dispatch import use_triton
-from flatbed.kernels.rows import RecordLocation
+from flatbed.kernels.records import RecordLocation
 from flatbed.tables.cache.disk import DiskCache
 from flatbed.tables.cache.gpu import GpuCache
 from flatbed.tables.cache.write_behind import WriteBehind, WriteThrough

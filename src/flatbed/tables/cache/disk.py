@@ -32,7 +32,7 @@ from flatbed.kernels.cache import (
     select_victims,
 )
 from flatbed.kernels.dispatch import use_triton
-from flatbed.kernels.rows import RecordLocation, UniqueRows
+from flatbed.kernels.records import RecordLocation, UniqueRows
 from flatbed.tables.cache.stats import CacheStats
 from flatbed.tables.cache.write_behind import HostCopies, WriteBehind, WriteThrough
 from flatbed.tables.lookup_batch import LookupBatch
@@ -124,7 +124,7 @@ class DiskCache:
     def reserve(self, rows: Tensor) -> Reservation | None:
         """Bring unique rows, which are on the host, into the cache and keep them there.
 
-        Returns None if they do not fit beside other reservations.
+        Returns None if they do not fit in addition to other reservations.
         """
         with self._access():
             slots = None if self.retired else self._admit(rows, all_or_nothing=True)

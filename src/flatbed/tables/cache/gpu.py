@@ -31,7 +31,7 @@ from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing, relaxed_capture
 from flatbed.kernels.cache import CacheIndex
-from flatbed.kernels.rows import RecordLocation, UniqueRows
+from flatbed.kernels.records import RecordLocation, UniqueRows
 from flatbed.tables.cache.stats import CacheStats
 from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.storage.memory import MemoryStorage
@@ -84,8 +84,8 @@ class GpuCache:
     def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
         """Admit a batch ahead of time, in the current stream, which is not the training stream.
 
-        Returns None if the ids do not fit beside those of the last `window` admissions. `reservation` is for
-        tables on disk.
+        Returns None if the ids do not fit in addition to those of the last `window` admissions. `reservation`
+        is for tables on disk.
         """
         if self.in_graphs or not self._fits(len(keys), window):
             return None

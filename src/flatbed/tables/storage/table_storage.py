@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -15,14 +14,13 @@ from torch import Tensor
 
 from flatbed.cuda.streams import OrderedLock, is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.progress import progress
-from flatbed.tables import initializers as initial
 from flatbed.tables.cache import Cache, build, slots_for
-from flatbed.tables.config import Config, check_device, fill_state, fill_weights
+from flatbed.tables.config import Config, check_device, fill_state
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.base import CPU, Fill, Storage, row_blocks
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.factory import create_storage, open_storage
+from flatbed.tables.storage.fills import begins_at_zero, in_turn, initial_rows, kept_rows, reported
 
 
 class TableStorage:
@@ -114,9 +112,9 @@ class TableStorage:
             name = self.config.path or "this table"
             raise FlatbedError(f"{name} is closed: make the table again, or load its file, to use it")
         if self._storage is None:
-            n_rows, first = self.config.n_rows, self._initial_rows(self.record)
+            n_rows, first = self.config.n_rows, initial_rows(self.config, self.record)
             with reported("initialising the table", n_rows, first) as fill:
-                self._allocate(self.record, fill, zero=self._begins_at_zero())
+                self._allocate(self.record, fill, zero=begins_at_zero(self.config, self.record))
         elif self.relayout_pending or not self._storage.serves(self.device):
             self.relayout(self.record)
         assert self._storage is not None
@@ -130,16 +128,6 @@ class TableStorage:
         self.record = record
         self.version += 1
 
-    def _begins_at_zero(self) -> bool:
-        return isinstance(self.config.init, initial.Zeros) and not any(f.initial for f in self.record.state)
-
-    def _initial_rows(self, record: Record) -> Fill:
-        def fill(start: int, stop: int, records: Tensor) -> None:
-            fill_weights(record, records, start, self.config)
-            fill_state(record, records)
-
-        return fill
-
     def relayout(self, record: Record) -> None:
         """Move all rows into records with these fields, on memory that the device can use."""
         self.forget_cache()
@@ -152,18 +140,8 @@ class TableStorage:
 
     def _kept_rows(self, record: Record) -> Fill:
         """Rows of the present storage with other fields. State that was to be replaced begins again."""
-        old = self._storage
-        assert old is not None
-        kept = [field.name for field in record.fields if field.name in old.record]
-        kept = kept[:1] if self.relayout_pending else kept
-
-        def fill(start: int, stop: int, records: Tensor) -> None:
-            fill_state(record, records)
-            before = old.read(start, stop).cpu()
-            for name in kept:
-                record.view(records, name).copy_(old.record.view(before, name))
-
-        return fill
+        assert self._storage is not None
+        return kept_rows(self._storage, record, with_state=not self.relayout_pending)
 
     # ---- transitions
 
@@ -203,14 +181,14 @@ class TableStorage:
         is_complete = {field.name for field in record.fields} <= set(fields)
         with self._lock:
             if self.phase == "unallocated":
-                first = [] if is_complete else [self._initial_rows(record)]
-                self._allocate(record, _in_turn(*first, fill), scalars)
+                first = [] if is_complete else [initial_rows(self.config, record)]
+                self._allocate(record, in_turn(*first, fill), scalars)
                 return
             storage = self.ensure_layout()
             if not self.in_memory:
                 self.forget_cache()
                 kept = [] if is_complete else [self._kept_rows(record)]
-                self._storage = storage.rebuilt(record, fill=_in_turn(*kept, fill), meta=self._meta(scalars))
+                self._storage = storage.rebuilt(record, fill=in_turn(*kept, fill), meta=self._meta(scalars))
                 self.record = record
                 self.version += 1
                 return
@@ -241,7 +219,7 @@ class TableStorage:
                 if storage is not None:
                     self.forget_cache()
                     self.flush()
-                    fill, meta = self._initial_rows(storage.record), self._meta()
+                    fill, meta = initial_rows(self.config, storage.record), self._meta()
                     self._storage = storage.resize(n_rows, fill=fill, meta=meta)
             except BaseException:
                 self.config = before
@@ -431,25 +409,3 @@ class TableStorage:
     def field_blocks(self, name: str) -> Iterator[tuple[int, int]]:
         """Yield the bounds of blocks of rows for `read_field` and `write_field`."""
         return row_blocks(0, self.config.n_rows, max(self.record[name].nbytes, self.record.nbytes))
-
-
-@contextmanager
-def reported(description: str, n_rows: int, fill: Fill) -> Iterator[Fill]:
-    """Show a progress bar while a storage calls `fill`."""
-    with progress(description, n_rows, "rows") as advance:
-
-        def filling(start: int, stop: int, records: Tensor) -> None:
-            fill(start, stop, records)
-            advance(stop - start)
-
-        yield filling
-
-
-def _in_turn(*fills: Fill) -> Fill:
-    """Fill rows by several functions, one after the other."""
-
-    def fill(start: int, stop: int, records: Tensor) -> None:
-        for one in fills:
-            one(start, stop, records)
-
-    return fill

@@ -36,7 +36,7 @@ LIFE = 6  # checkpoints that the oldest children see
 
 
 class Model:
-    """What the table must hold after a step. Steps are numbered through all children's lives."""
+    """Rows that the table must hold after a step. Steps are numbered over all children."""
 
     def __init__(self) -> None:
         self.step, self.rows = 0, filled(0, N_ROWS, NBYTES)

@@ -35,7 +35,7 @@ def fill(start: int, stop: int, records: Tensor) -> None:
 
 
 def batch(step: int, n_rows: int, nbytes: int) -> tuple[NDArray[np.int64], Dense]:
-    """What a step of training writes: distinct rows in any order, and their records."""
+    """Rows and records that a step of training writes: unique rows in any order."""
     generator = np.random.default_rng(step)
     n_ids = int(generator.integers(1, min(n_rows, 64)))
     ids = generator.permutation(n_rows)[:n_ids]

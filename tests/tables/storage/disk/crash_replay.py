@@ -114,7 +114,7 @@ class Content:
         self.pending.clear()
 
     def left(self, choice: Choice) -> bytes:
-        """What a loss of power might leave."""
+        """Files that a loss of power might leave."""
         found = bytearray(self.synced)
         n_sizes = choice.up_to(sum(event.kind == "size" for event in self.pending))
         n_writes = choice.up_to(len(self.pending)) if choice.how == "prefix" else len(self.pending)
@@ -132,7 +132,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is kept of unsynced writes: all, none, the first, or any, in pieces of `grain` bytes."""
+    """Kept parts of unsynced writes: all, none, the first, or any, in pieces of `grain` bytes."""
 
     generator: Generator
     how: str

@@ -53,7 +53,7 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a table holds after a checkpoint."""
+    """Rows and metadata of a table after a checkpoint."""
 
     generation: int
     meta: dict[str, Any]
