@@ -368,7 +368,7 @@ def test_state_that_an_option_brings_later() -> None:
     assert torch.equal(emb.read_rows([1]), before)
 
 
-def test_the_random_state_is_left_alone() -> None:
+def test_random_state_is_left_alone() -> None:
     table = flatbed.Embedding(5, 4, init="zeros").table
     before = torch.get_rng_state()
     from_torch(optim.RAdam, [table])
