@@ -38,7 +38,9 @@ def current(folder: Path) -> Path:
 
 @pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
 @pytest.mark.parametrize("storages", PAIRS, ids="-".join)
-def test_resuming_is_as_not_stopping(storages: tuple[str, str], copied: bool, tmp_path: Path) -> None:
+def test_resumed_training_equals_uninterrupted_training(
+    storages: tuple[str, str], copied: bool, tmp_path: Path
+) -> None:
     expected = Expected(tmp_path / "expected", storages)
     model, optimizer = build(tmp_path, storages)
     for number in range(1, 7):
@@ -150,7 +152,7 @@ def test_any_optimizer_of_torch(kind: Any, options: dict[str, Any], tmp_path: Pa
         assert torch.equal(other[0].state_dict()[name], value), name
 
 
-def test_a_model_alone(tmp_path: Path) -> None:
+def test_model_without_optimizer(tmp_path: Path) -> None:
     model, optimizer = build(tmp_path / "a", ("host", "host"))
     step(model, optimizer, 1)
     save_checkpoint(tmp_path / "saved", model, optimizer, extra={"a": [1, None]})
@@ -162,7 +164,7 @@ def test_a_model_alone(tmp_path: Path) -> None:
     assert other.first.table.scalars() == {"step": 1.0}
 
 
-def test_a_model_without_tables_and_one_of_tables_alone(tmp_path: Path) -> None:
+def test_model_without_tables_and_one_of_tables_alone(tmp_path: Path) -> None:
     for n, model in enumerate((nn.Linear(2, 3), Embedding(4, 2), nn.Module())):
         save_checkpoint(tmp_path / str(n), model)
         assert load_checkpoint(tmp_path / str(n), model) == {}
@@ -171,7 +173,7 @@ def test_a_model_without_tables_and_one_of_tables_alone(tmp_path: Path) -> None:
 # ---- what is in the folder
 
 
-def test_the_files_are_readable_without_flatbed(tmp_path: Path) -> None:
+def test_files_are_readable_without_flatbed(tmp_path: Path) -> None:
     model, optimizer = build(tmp_path)
     step(model, optimizer, 1)
     save_checkpoint(tmp_path / "saved", model, optimizer)
@@ -344,7 +346,7 @@ def test_optimizers_are_put_back_if_a_later_one_refuses(tmp_path: Path) -> None:
     assert not torch.equal(model.weight, before)
 
 
-def test_a_disk_table_that_has_moved_on(tmp_path: Path) -> None:
+def test_disk_table_with_a_later_checkpoint_raises(tmp_path: Path) -> None:
     model, optimizer = build(tmp_path)
     step(model, optimizer, 1)
     save_checkpoint(tmp_path / "saved", model, optimizer)
@@ -360,7 +362,7 @@ def test_a_disk_table_that_has_moved_on(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "saved", model, optimizer)
 
 
-def test_a_disk_table_in_place_does_not_load_into_memory(tmp_path: Path) -> None:
+def test_disk_table_in_place_does_not_load_into_memory(tmp_path: Path) -> None:
     model, optimizer = build(tmp_path / "a")
     save_checkpoint(tmp_path / "saved", model, optimizer)
     with pytest.raises(FlatbedError, match=r'second.*storage="disk"'):
@@ -374,7 +376,7 @@ def test_a_disk_table_in_place_does_not_load_into_memory(tmp_path: Path) -> None
         assert difference(snapshot(other, its), snapshot(model, optimizer)) is None
 
 
-def test_a_moved_folder_and_table(tmp_path: Path) -> None:
+def test_moved_folder_and_table(tmp_path: Path) -> None:
     model, optimizer = build(tmp_path / "a")
     step(model, optimizer, 1)
     save_checkpoint(tmp_path / "a" / "saved", model, optimizer)
@@ -405,7 +407,7 @@ def saved_twice(folder: Path, operations: Operations) -> tuple[Any, Any, bool]:
 
 
 def goes_on(folder: Path, model: Any, optimizer: Any, *, save: bool) -> bool:
-    """True if it trained and saved. It may raise if the state of the disk table's file is unknown."""
+    """True if it has trained and saved; False if the state of the disk table's file is unknown."""
     try:
         step(model, optimizer, 3)
         if save:

@@ -132,7 +132,7 @@ def test_memory_goes_with_the_last_view() -> None:
 
 
 @linux
-def test_a_forked_child_neither_touches_nor_frees() -> None:
+def test_forked_child_neither_touches_nor_frees() -> None:
     held = allocate(4 * MIB, device=CPU)
     held.tensor.fill_(9)
     address = held.tensor.data_ptr()
@@ -328,16 +328,14 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["managed", "registered", "pageable"])
 @pytest.mark.parametrize("by", ["argument", "variable"])
-def test_a_kind_can_be_asked_for(
-    driver: FakeDriver, kind: str, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kind_can_be_chosen(driver: FakeDriver, kind: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if by == "variable":
         monkeypatch.setenv("FLATBED_HOST_MEMORY", kind)
     held = allocate(10, device=GPU, kind=kind if by == "argument" else None)
     assert held.kind == kind
 
 
-def test_a_kind_that_is_not_there(driver: FakeDriver) -> None:
+def test_unavailable_kind_raises(driver: FakeDriver) -> None:
     driver.manages = driver.registers = False
     for kind in ("managed", "registered"):
         with pytest.raises(FlatbedError, match=f"no {kind} memory of 10 bytes for cuda:0"):
@@ -357,7 +355,7 @@ def test_managed_memory_has_a_limit(driver: FakeDriver, limit: str, monkeypatch:
 
 
 @linux
-def test_a_forked_child_leaves_the_driver_alone(driver: FakeDriver) -> None:
+def test_forked_child_leaves_the_driver_alone(driver: FakeDriver) -> None:
     held = [allocate(4 * MIB, device=GPU, kind=kind) for kind in ("managed", "registered")]
 
     def work() -> bool:

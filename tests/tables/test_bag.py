@@ -67,7 +67,7 @@ def test_ids_and_offsets_of_any_kind() -> None:
             assert torch.equal(ours(given, starts), expected)
 
 
-def test_what_is_wrong() -> None:
+def test_wrong_arguments_raise() -> None:
     ours, theirs = both(mode="sum")
     with pytest.raises(ValueError, match=r"\(bags, length\), or \(n,\) with offsets; found \(1, 1, 1\)"):
         ours([[[1]]])
@@ -122,7 +122,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert ours.table.grad[1].tolist() == [3.0] * DIM  # type: ignore[index]
 
 
-def test_a_bag_and_an_embedding_over_one_table() -> None:
+def test_bag_and_an_embedding_over_one_table() -> None:
     emb = flatbed.Embedding(ROWS, DIM)
     bag = flatbed.EmbeddingBag.from_table(emb.table, mode="sum", include_last_offset=True)
     assert torch.equal(bag([1, 2], [0, 2])[0], emb([1, 2]).sum(0))

@@ -48,7 +48,7 @@ storages = pytest.mark.parametrize("storage", ["host", "device"])
 @ways
 @storages
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_copy_is_equal_and_apart(storage: str, dtype: torch.dtype, way: Any, tmp_path: Path) -> None:
+def test_copy_is_equal_and_apart(storage: str, dtype: torch.dtype, way: Any, tmp_path: Path) -> None:
     emb, optimizer = trained(storage, tmp_path, dtype=dtype, padding_idx=1, seed=4)
     before = everything(emb.table)
     made = way(emb)
@@ -63,7 +63,7 @@ def test_a_copy_is_equal_and_apart(storage: str, dtype: torch.dtype, way: Any, t
 
 @ways
 @storages
-def test_the_copy_goes_on_where_the_original_was(storage: str, way: Any, tmp_path: Path) -> None:
+def test_copy_goes_on_where_the_original_was(storage: str, way: Any, tmp_path: Path) -> None:
     emb, optimizer = trained(storage, tmp_path)
     made = way(emb)
     other = flatbed.optim.Adam(made, lr=0.1)
@@ -75,7 +75,7 @@ def test_the_copy_goes_on_where_the_original_was(storage: str, way: Any, tmp_pat
 
 @ways
 @storages
-def test_a_table_that_was_never_used(storage: str, way: Any) -> None:
+def test_table_that_was_never_used(storage: str, way: Any) -> None:
     emb = Embedding(ROWS, DIM, storage=storage, seed=8, replicate=False)
     flatbed.optim.Adam(emb)
     made = way(emb)
@@ -109,7 +109,7 @@ def test_flags_are_kept_and_gradients_are_not(storage: str, way: Any, tmp_path: 
 
 
 @ways
-def test_a_table_that_is_shared_stays_shared(way: Any) -> None:
+def test_table_that_is_shared_stays_shared(way: Any) -> None:
     first = Embedding(ROWS, DIM)
     model = nn.ModuleList([first, Embedding.from_table(first.table), first])
     made = way(model)
@@ -132,7 +132,7 @@ def test_too_large_to_pickle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         pickle.dumps(emb)
 
 
-def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_device_becomes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     emb = Embedding(ROWS, DIM, storage="device")
     about, *rest = copying.parts(emb.table)
     made = copying.rebuild(flatbed.Table, {**about, "device": f"cuda:{torch.cuda.device_count()}"}, *rest)

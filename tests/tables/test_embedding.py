@@ -90,7 +90,7 @@ def test_repr_of_a_table_on_disk_names_its_file(tmp_path: Path) -> None:
     assert str(tmp_path / "table") in repr(emb.table)
 
 
-def test_the_default_dtype_counts() -> None:
+def test_default_dtype_is_used() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         assert made().table._storage.config.dtype == torch.float64
@@ -98,7 +98,7 @@ def test_the_default_dtype_counts() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_the_same_seed_gives_the_same_weights_everywhere(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_weights_everywhere(tmp_path: Path) -> None:
     rows = [made(storage, tmp_path, seed=3).read_rows(range_of(ROWS)) for storage in STORAGES]
     assert torch.equal(rows[0], rows[1])
     assert torch.equal(rows[0], rows[2])
@@ -174,7 +174,7 @@ def test_padding(padding: int) -> None:
     assert theirs.padding_idx not in ours.table.grad_rows.tolist()  # type: ignore[union-attr]
 
 
-def test_the_padding_row_begins_with_zeros_and_stays(tmp_path: Path) -> None:
+def test_padding_row_begins_with_zeros_and_stays(tmp_path: Path) -> None:
     for storage in STORAGES:
         emb = made(storage, tmp_path, padding_idx=4)
         optimizer = flatbed.optim.SGD(emb, lr=0.1, weight_decay=0.1)
@@ -320,7 +320,7 @@ def test_loading_keeps_state_and_dtype() -> None:
     assert torch.equal(emb.table.read_state("exp_avg", [1]), state)
 
 
-def test_a_table_too_large_for_memory_says_to_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_too_large_for_memory_says_to_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
     emb = made()
     optimizer = flatbed.optim.Adam(emb)
     emb([1]).sum().backward()
@@ -349,9 +349,7 @@ def test_eval_no_grad_and_inference_mode() -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_table_first_used_in_inference_mode_can_be_trained(
-    storage: str, ahead: bool, tmp_path: Path
-) -> None:
+def test_table_first_used_in_inference_mode_can_be_trained(storage: str, ahead: bool, tmp_path: Path) -> None:
     emb = made(storage, tmp_path)
     optimizer = flatbed.optim.Adam(emb, lr=0.1) if ahead else None
     with torch.inference_mode():
@@ -417,7 +415,7 @@ def test_freezing(way: str) -> None:
     assert not torch.equal(emb.weight, before)
 
 
-def test_a_frozen_table_needs_no_optimizer() -> None:
+def test_frozen_table_needs_no_optimizer() -> None:
     emb, head = made().requires_grad_(False), nn.Linear(DIM, 1)
     for _ in range(2):
         head(emb([1])).sum().backward()
@@ -467,7 +465,7 @@ def test_activation_checkpointing_counts_gradients_once(reentrant: bool) -> None
     check_steps(losses)
 
 
-def test_a_gradient_penalty_on_the_rows() -> None:
+def test_gradient_penalty_on_the_rows() -> None:
     def losses(emb: Any) -> None:
         rows = emb(torch.tensor([1, 2, 2]))
         loss = rows.pow(3).sum()

@@ -126,7 +126,7 @@ WRONG_KIND = [
 
 
 @pytest.mark.parametrize("ids", WRONG_KIND, ids=lambda ids: f"{type(ids).__name__}-{ids}")
-def test_what_is_no_integer(ids: Any) -> None:
+def test_ids_that_are_not_integers_raise(ids: Any) -> None:
     emb = flatbed.Embedding(ROWS, DIM)
     for use in (emb, flatbed.EmbeddingBag.from_table(emb.table), emb.read_rows):
         with pytest.raises(TypeError, match="integers"):
@@ -156,7 +156,7 @@ def test_out_of_range_names_the_id_its_place_and_the_bound(ids: Any, message: st
 
 
 @pytest.mark.parametrize("storage", ["host", "device", "disk"])
-def test_a_bad_batch_changes_nothing(storage: str, tmp_path: Any) -> None:
+def test_bad_batch_changes_nothing(storage: str, tmp_path: Any) -> None:
     path = tmp_path / "table" if storage == "disk" else None
     emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path)
     bag = flatbed.EmbeddingBag.from_table(emb.table)
@@ -184,7 +184,7 @@ def test_a_bad_batch_changes_nothing(storage: str, tmp_path: Any) -> None:
 # ---- ids on a GPU: the range is looked at without waiting
 
 
-def test_what_is_to_be_looked_at_does_not_pile_up() -> None:
+def test_deferred_checks_do_not_accumulate() -> None:
     """Evaluation takes no steps: a bad batch is raised by a later lookup, good ones are forgotten."""
     table = flatbed.Embedding(ROWS, DIM).table
     ids = torch.tensor([[1, 2], [ROWS, 4]])

@@ -137,7 +137,7 @@ def test_rows_may_lie_apart(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("init", [Constant(2.5), *RANDOM])
-def test_the_padding_row_is_zero(init: Init) -> None:
+def test_padding_row_is_zero(init: Init) -> None:
     with_padding = drawn(20, 8, init, first_row=10, padding_idx=13)
     assert (with_padding[3] == 0).all()
     others = torch.arange(20) != 3
@@ -155,7 +155,7 @@ def test_rows_far_out() -> None:
     assert torch.equal(drawn(3, 128, first_row=far)[2], drawn(1, 128, first_row=far + 2)[0])
 
 
-def test_the_numbers_stay_what_they_are() -> None:
+def test_draws_are_the_same_in_every_version() -> None:
     """Tables that grow, or are made again, must get the same rows from later versions."""
     uniform, normal = (drawn(1, 4, init, first_row=3, seed=5)[0] for init in (Uniform(), Normal()))
     assert uniform.tolist() == [

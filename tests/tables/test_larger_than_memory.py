@@ -37,7 +37,7 @@ print(emb.table.nbytes > 1.9 * allowed, all(b < a for a, b in zip(losses[::2], l
 """
 
 
-def test_a_disk_table_larger_than_the_memory_allowed_trains(tmp_path: Path) -> None:
+def test_disk_table_larger_than_the_memory_allowed_trains(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "large.bed")],
         capture_output=True,

@@ -44,7 +44,7 @@ def test_gradients_without_an_optimizer_are_an_error_at_the_next_training_lookup
     assert emb.table.grad is not None
 
 
-def test_an_optimizer_that_comes_later_uses_the_gradients() -> None:
+def test_optimizer_that_comes_later_uses_the_gradients() -> None:
     emb = made(init="zeros")
     emb([1]).sum().backward()
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
@@ -66,7 +66,7 @@ def test_dropped_gradients_need_no_optimizer() -> None:
     assert emb.weight[1].tolist() == [-6.0] * DIM
 
 
-def test_an_optimizer_that_is_gone() -> None:
+def test_deleted_optimizer_no_longer_owns_the_table() -> None:
     emb = made()
     optimizer = flatbed.optim.Adam(emb)
     backward(emb)
@@ -82,7 +82,7 @@ def test_an_optimizer_that_is_gone() -> None:
 # ---- another optimizer
 
 
-def test_a_second_optimizer_takes_over_with_state_of_its_own() -> None:
+def test_second_optimizer_takes_over_with_state_of_its_own() -> None:
     ours, theirs = pair()
     first = flatbed.optim.Adam(ours, lr=0.1)
     ours([1, 2]).sum().backward()
@@ -168,7 +168,7 @@ def test_add_param_group_in_mid_training() -> None:
     assert_same(ours, theirs)
 
 
-def test_a_table_twice() -> None:
+def test_table_given_twice_raises() -> None:
     emb = made()
     with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
         flatbed.optim.Adam([{"params": [emb.table]}, {"params": [emb.table]}])
@@ -190,7 +190,7 @@ def test_ways_to_name_a_table() -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("wrong", ["option", "state", "dtype"])
-def test_a_failed_optimizer_changes_nothing(groups: int, wrong: str, tmp_path: Path) -> None:
+def test_failed_optimizer_changes_nothing(groups: int, wrong: str, tmp_path: Path) -> None:
     """Neither of two tables leaves its optimizer if one cannot come along."""
     first = made()
     second = made(dtype=torch.bfloat16) if wrong == "dtype" else made()
@@ -234,7 +234,7 @@ def test_state_of_its_own_needs_an_optimizer_of_its_kind() -> None:
 # ---- gradients
 
 
-def test_the_packed_gradient() -> None:
+def test_grad_holds_each_row_once() -> None:
     emb = made()
     table = emb.table
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
@@ -342,7 +342,7 @@ def test_gradients_add_up_until_zero_grad(zero: str) -> None:
     assert emb.weight[1].tolist() == [-6.0 if zero == "neither" else -3.0] * DIM
 
 
-def test_a_step_without_gradients_does_nothing() -> None:
+def test_step_without_gradients_does_nothing() -> None:
     model = Model(made())
     optimizer = flatbed.optim.Adam(model)
     before = model.state_dict()
@@ -364,7 +364,7 @@ def one_step(model: nn.Module, optimizer: flatbed.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("other", [flatbed.optim.SGD, partial(flatbed.optim.Adam, amsgrad=True)])
-def test_a_file_is_not_rewritten_for_another_optimizer(other: Any, tmp_path: Path) -> None:
+def test_file_is_not_rewritten_for_another_optimizer(other: Any, tmp_path: Path) -> None:
     """In a living process as in a new one: what was saved would be gone."""
     model = model_on_disk(tmp_path)
     optimizer = flatbed.optim.Adam(model, lr=0.1)
@@ -386,7 +386,7 @@ def test_a_file_is_not_rewritten_for_another_optimizer(other: Any, tmp_path: Pat
     model[0].table.close(discard=True)
 
 
-def test_an_optimizer_that_was_never_used_does_not_matter(tmp_path: Path) -> None:
+def test_optimizer_that_was_never_used_does_not_matter(tmp_path: Path) -> None:
     model = model_on_disk(tmp_path)
     flatbed.optim.Adam(model, lr=0.1)
     one_step(model, flatbed.optim.SGD(model, lr=0.1))

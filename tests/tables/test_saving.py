@@ -93,7 +93,7 @@ def test_round_trip(storage: str, to: str, dtype: torch.dtype, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_going_on_after_load_table_is_as_going_on_without(storage: str, tmp_path: Path) -> None:
+def test_training_continues_after_load_table(storage: str, tmp_path: Path) -> None:
     emb, optimizer = trained("host", tmp_path)
     emb.table.save(tmp_path / "t.safetensors")
     to = tmp_path / "new.bed" if storage == "disk" else None
@@ -146,7 +146,7 @@ def test_dtypes_are_converted(storage: str, tmp_path: Path) -> None:
     assert other.table._storage.record["exp_avg"].dtype == emb.table._storage.record["exp_avg"].dtype
 
 
-def test_a_table_that_was_never_used(tmp_path: Path) -> None:
+def test_table_that_was_never_used(tmp_path: Path) -> None:
     Embedding(ROWS, DIM, seed=3).table.save(tmp_path / "t.safetensors")
     found = safetensors.torch.load_file(tmp_path / "t.safetensors")
     assert torch.equal(found["weight"], Embedding(ROWS, DIM, seed=3).weight)
@@ -201,7 +201,7 @@ print(emb.weight.double().sum().item())
     assert float(done.stdout) == emb.weight.double().sum().item()
 
 
-def test_the_file_is_as_the_library_would_write_it(tmp_path: Path) -> None:
+def test_file_follows_the_safetensors_layout(tmp_path: Path) -> None:
     emb, _ = trained("host", tmp_path, dtype=torch.float16)
     emb.table.save(tmp_path / "t.safetensors")
     raw = (tmp_path / "t.safetensors").read_bytes()
@@ -220,7 +220,7 @@ def test_the_file_is_as_the_library_would_write_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_file_of_torch_has_weights_only(storage: str, tmp_path: Path) -> None:
+def test_file_of_torch_has_weights_only(storage: str, tmp_path: Path) -> None:
     plain = nn.Embedding(ROWS, DIM)
     safetensors.torch.save_file(dict(plain.state_dict()), tmp_path / "plain.safetensors")
     emb, optimizer = trained(storage, tmp_path)
@@ -331,7 +331,7 @@ def test_foreign_files(tensors: dict[str, torch.Tensor], words: str, tmp_path: P
     assert same(everything(emb.table), before)
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_missing_files_raise(tmp_path: Path) -> None:
     with pytest.raises(FlatbedError, match="there is no"):
         load_table(tmp_path / "nothing")
     with pytest.raises(FlatbedError, match="there is no"):
@@ -355,7 +355,7 @@ def test_state_of_another_optimizer(storage: str, tmp_path: Path) -> None:
         flatbed.optim.SGD([load_table(tmp_path / "t.safetensors")], lr=0.1, momentum=0.9)
 
 
-def test_a_disk_file_is_not_overwritten(tmp_path: Path) -> None:
+def test_disk_file_is_not_overwritten(tmp_path: Path) -> None:
     emb = embedding("host", tmp_path)
     emb.table.save(tmp_path / "t.safetensors")
     (tmp_path / "x.bed").write_bytes(b"precious")
@@ -421,7 +421,7 @@ def test_leaving_a_with_block_checkpoints(tmp_path: Path) -> None:
     assert (saved_row(tmp_path) == 2).all()
 
 
-def test_an_exception_drops_changes_with_a_warning(tmp_path: Path) -> None:
+def test_exception_drops_changes_with_a_warning(tmp_path: Path) -> None:
     """They may be half a step."""
     table = changed_table(tmp_path)
     with pytest.warns(UserWarning, match=r"1 rows .*KeyError.*checkpoint"), pytest.raises(KeyError), table:
@@ -519,7 +519,7 @@ def test_drafts_of_killed_processes_are_removed_and_others_are_not(tmp_path: Pat
     assert files(tmp_path)["t.safetensors"] == b"old"
 
 
-def test_a_failing_load_table_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_load_table_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emb = embedding("host", tmp_path)
     emb.table.save(tmp_path / "t.safetensors")
 

@@ -82,7 +82,7 @@ def test_dtypes_and_dims(dtype: torch.dtype, dim: int, kernel_device: str) -> No
 
 
 @pytest.mark.parametrize("padding", ["long", "short", "absent"])
-def test_the_padding_row(padding: str, kernel_device: str) -> None:
+def test_padding_row(padding: str, kernel_device: str) -> None:
     draw = torch.Generator().manual_seed(4)
     keys = keys_of([65, 200, 1, 70], draw)
     rows = torch.unique(keys)
@@ -91,7 +91,7 @@ def test_the_padding_row(padding: str, kernel_device: str) -> None:
     check(keys, 3, torch.float32, kernel_device, padding_idx)
 
 
-def test_nothing(kernel_device: str) -> None:
+def test_no_ids(kernel_device: str) -> None:
     check(torch.empty(0, dtype=torch.int64), 4, torch.float32, kernel_device)
 
 
@@ -108,7 +108,7 @@ def test_keys_of_no_row(kernel_device: str) -> None:
     assert not sums[0].any()
 
 
-def test_the_sum_of_a_row_depends_on_its_own_ids_alone(kernel_device: str) -> None:
+def test_sum_of_a_row_depends_on_its_own_ids_alone(kernel_device: str) -> None:
     grads = torch.randn(150, 3)
     alone = torch.full((150,), 20)
     sums = []
@@ -121,7 +121,7 @@ def test_the_sum_of_a_row_depends_on_its_own_ids_alone(kernel_device: str) -> No
     assert torch.equal(sums[0], sums[2])
 
 
-def test_the_reference_adds_in_the_order_of_ids() -> None:
+def test_reference_adds_in_the_order_of_ids() -> None:
     """torch's own, on a CPU, does so without chunks: short segments have the same bits."""
     draw = torch.Generator().manual_seed(6)
     keys = keys_of([1, 63, 64, 7], draw)

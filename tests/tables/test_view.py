@@ -80,7 +80,7 @@ def test_updates_are_seen() -> None:
     assert not weight[0].any()
 
 
-def test_what_is_derived_is_an_ordinary_tensor() -> None:
+def test_results_of_operations_are_ordinary_tensors() -> None:
     weight = made().weight
     for found in (
         weight + 1,
@@ -183,7 +183,7 @@ def test_stale_views_raise(storage: str, move: str) -> None:
         assert torch.equal(emb.weight[:ROWS], emb.read_rows(EVERY))
 
 
-def test_a_view_keeps_the_rows_alive() -> None:
+def test_view_keeps_the_rows_alive() -> None:
     emb = made()
     expected = emb.weight.clone()
     weight = emb.weight
@@ -191,7 +191,7 @@ def test_a_view_keeps_the_rows_alive() -> None:
     assert torch.equal(weight, expected)
 
 
-def test_a_table_on_disk_has_no_view(tmp_path: Path) -> None:
+def test_table_on_disk_has_no_view(tmp_path: Path) -> None:
     emb = made("disk", tmp_path)
     with pytest.raises(flatbed.FlatbedError, match=r"read_rows\(ids\) and write_rows\(ids, values\)"):
         _ = emb.weight

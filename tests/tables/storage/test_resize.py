@@ -95,7 +95,7 @@ def test_state_dicts_after_growth_load_into_a_larger_model() -> None:
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_what_is_refused_changes_nothing(storage: str, tmp_path: Path) -> None:
+def test_refused_resizes_change_nothing(storage: str, tmp_path: Path) -> None:
     emb = made(storage, tmp_path)
     before = emb.read_rows(torch.arange(ROWS))
     with pytest.raises(ValueError, match="can only grow; found 9 rows asked of 10"):
@@ -120,7 +120,7 @@ def test_gradients_stay_when_a_table_grows(storage: str, tmp_path: Path) -> None
     assert emb.read_rows([1, 9, 49, 2])[:, 0].tolist() == [-2, -1, -1, 0]
 
 
-def test_a_table_without_room_to_grow_stays_as_it_is() -> None:
+def test_table_without_room_to_grow_stays_as_it_is() -> None:
     emb = flatbed.Embedding(ROWS, DIM)
     before = emb.weight.clone()
     with pytest.raises(flatbed.FlatbedError, match="bytes of host memory"):

@@ -94,7 +94,7 @@ def ids(storage: Storage, *rows: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=storage.device)
 
 
-def test_what_it_says_of_itself(storage: Storage, record: Record) -> None:
+def test_attributes(storage: Storage, record: Record) -> None:
     assert storage.record == record
     assert storage.n_rows == N_ROWS
     if storage.memory is not None:
@@ -136,13 +136,13 @@ def test_read_and_write(storage: Storage, record: Record) -> None:
         assert torch.equal(storage.gather(ids(storage, *range(N_ROWS))).cpu(), expected)
 
 
-def test_what_is_handed_out_is_a_copy(storage: Storage, record: Record) -> None:
+def test_reads_are_copies(storage: Storage, record: Record) -> None:
     for found in (storage.gather(ids(storage, 1, 2)), storage.read(1, 3)):
         found.zero_()
     assert torch.equal(storage.read(0, N_ROWS).cpu(), first_records(record))
 
 
-def test_what_was_given_may_change(storage: Storage, record: Record) -> None:
+def test_written_records_are_copied(storage: Storage, record: Record) -> None:
     given = torch.full((2, record.nbytes), 3, dtype=torch.uint8, device=storage.device)
     storage.scatter_(ids(storage, 1, 2), given)
     storage.write_(4, given)

@@ -48,7 +48,7 @@ def test_existing_files_are_kept(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-def test_a_journal_of_a_replaced_table_is_dropped(tmp_path: Path) -> None:
+def test_journal_of_a_replaced_table_is_dropped(tmp_path: Path) -> None:
     """Also if the process ends between the new table's name and the old journal's end."""
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
@@ -82,7 +82,7 @@ def test_copies_of_different_times_are_refused(tmp_path: Path) -> None:
         DiskStorage.open(tmp_path / "table")
 
 
-def test_a_table_without_its_journal_is_refused(tmp_path: Path) -> None:
+def test_table_without_its_journal_is_refused(tmp_path: Path) -> None:
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
 
@@ -110,7 +110,7 @@ def test_no_table(tmp_path: Path) -> None:
         DiskStorage.open(tmp_path / "pipe")
 
 
-def test_a_draft_left_behind_is_taken_over(tmp_path: Path) -> None:
+def test_draft_left_behind_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "table.new").write_bytes(b"x" * 1_000_000)
     made(tmp_path).close()
     assert list(files(tmp_path)) == ["table"]
@@ -171,7 +171,7 @@ def test_one_user_at_a_time(tmp_path: Path) -> None:
     DiskStorage.open(tmp_path / "table").close()
 
 
-def test_a_forgotten_storage_gives_everything_back(tmp_path: Path) -> None:
+def test_forgotten_storage_gives_everything_back(tmp_path: Path) -> None:
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
     storage = made(tmp_path)
@@ -308,7 +308,7 @@ def test_no_room_for_more_rows(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("cache_rows", [0, 50])
-def test_an_exit_tells_what_it_loses(last: str, told: str, cache_rows: int, tmp_path: Path) -> None:
+def test_exit_warns_of_lost_changes(last: str, told: str, cache_rows: int, tmp_path: Path) -> None:
     path = tmp_path / "rows.bed"
     program = f"""
 import os, torch, flatbed
@@ -325,7 +325,7 @@ optimizer.step()
 
 
 @pytest.mark.parametrize("end", ["", "checkpoint", "discard"])
-def test_a_table_that_is_forgotten(end: str, tmp_path: Path) -> None:
+def test_table_that_is_forgotten(end: str, tmp_path: Path) -> None:
     """Garbage collection of a table with unsaved rows warns."""
     emb = flatbed.Embedding(30, 4, storage="disk", path=tmp_path / "rows.bed")
     optimizer = flatbed.optim.SGD(emb, lr=0.1)

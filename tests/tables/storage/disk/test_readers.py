@@ -105,7 +105,7 @@ ENDS: dict[str, Callable[[DiskStorage], Any]] = {
 
 
 @pytest.mark.parametrize("what", ENDS)
-def test_the_file_stays_as_it_is_while_it_is_read(what: str, tmp_path: Path, disk: SlowDisk) -> None:
+def test_file_stays_as_it_is_while_it_is_read(what: str, tmp_path: Path, disk: SlowDisk) -> None:
     table = made(tmp_path)
     expected = torch.from_numpy(everything(table).copy())
     reader = slow_reader(table, disk, range(100))
@@ -118,7 +118,7 @@ def test_the_file_stays_as_it_is_while_it_is_read(what: str, tmp_path: Path, dis
     table.close()
 
 
-def test_a_reader_that_fails_delays_no_other_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_that_fails_delays_no_other_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = made(tmp_path)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -170,7 +170,7 @@ def test_every_row_is_copied_once(n_rows: int) -> None:
     assert sorted(given) == list(range(n_rows))
 
 
-def test_a_call_runs_once_if_no_thread_can_be_started() -> None:
+def test_call_runs_once_if_no_thread_can_be_started() -> None:
     """The pool queues a call before it starts a thread for it."""
     done: list[int] = []
 
@@ -188,7 +188,7 @@ def test_a_call_runs_once_if_no_thread_can_be_started() -> None:
     assert sorted(done) == list(range(5))
 
 
-def test_a_reader_that_was_interrupted_on_its_way_out() -> None:
+def test_reader_that_was_interrupted_on_its_way_out() -> None:
     """Control-C in the line before it is gone: its own thread does not wait for it."""
     readers = Readers()
     readers.__enter__()

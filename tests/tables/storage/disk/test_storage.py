@@ -296,7 +296,7 @@ def test_prepare_keeps_rows_still(tmp_path: Path) -> None:
         ("{}", "cannot be read"),
     ],
 )
-def test_a_file_decides(
+def test_decision_file_completes_or_drops_a_checkpoint(
     tmp_path: Path, text: str | None, outcome: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -321,7 +321,7 @@ def test_a_file_decides(
         (tmp_path / "decision").unlink(missing_ok=True)
 
 
-def test_an_interrupted_commit_can_be_repeated(tmp_path: Path) -> None:
+def test_interrupted_commit_can_be_repeated(tmp_path: Path) -> None:
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
     now = everything(storage)
@@ -339,7 +339,7 @@ def test_an_interrupted_commit_can_be_repeated(tmp_path: Path) -> None:
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
-def test_an_interrupted_seal_is_taken_back(tmp_path: Path) -> None:
+def test_interrupted_seal_is_taken_back(tmp_path: Path) -> None:
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
 
@@ -352,7 +352,7 @@ def test_an_interrupted_seal_is_taken_back(tmp_path: Path) -> None:
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
-def test_an_interrupted_scatter_changes_nothing(tmp_path: Path) -> None:
+def test_interrupted_scatter_changes_nothing(tmp_path: Path) -> None:
     storage = made(tmp_path)
     storage.scatter_(torch.arange(20), random_records(20))
     now = everything(storage)
