@@ -42,17 +42,23 @@ def prepare_lookup(table: Table, ids: Any, *, for_bag: bool = False, training: b
                 return replace(batch, shape=given.shape)
     keys = _keys(table, given.flatten(), is_checked=is_checked)
     error_slot = None if is_checked else table._deferred_checks.error_slot(capturing=capturing)
+
+    def defer_check() -> None:  # before rows move, so that `step` need not wait for the bus
+        if error_slot is not None and not capturing:
+            table._deferred_checks.add(given, error_slot, offset=int(lead is not None))
+
+    if error_slot is not None and not capturing:
+        table._raise_bad_ids(wait=False)
     cache = table._storage.cache_for(given.numel()) if training else None
     sought = keys if lead is None else _with_lead(keys, lead)
     admission = None
     if cache is None:
         found = unique(sought, table.num_embeddings, error_slot)
+        defer_check()
     else:
-        found, admission = cache.admit(sought, error_slot)
+        found, admission = cache.admit(sought, error_slot, on_checked=defer_check)
     if lead is not None:
         found = UniqueRows(found.rows, found.inverse[1:])
-    if error_slot is not None and not capturing:
-        table._defer_check(given, error_slot, offset=int(lead is not None))
     return LookupBatch(given.shape, keys, found, cache, admission)
 
 

@@ -155,11 +155,6 @@ class Table(TableParameter):
             self._orphaned = True
         self._grads.record(rows, grads, batch)
 
-    def _defer_check(self, ids: Tensor, error_slot: Tensor, *, offset: int = 0) -> None:
-        """Remember a lookup whose ids were checked on the GPU, and raise for earlier ones that are known."""
-        self._raise_bad_ids(wait=False)
-        self._deferred_checks.add(ids, error_slot, offset=offset)
-
     def _raise_bad_ids(self, *, wait: bool = True) -> None:
         """Raise if ids of a lookup were out of range, as far as is known; all gradients are dropped then."""
         error = self._deferred_checks.error(wait=wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ def admit(
     *,
     window: int = 0,
     error_slot: Tensor | None = None,
+    on_checked: Callable[[], None] | None = None,
 ) -> UniqueRows:
     """Find the unique rows of keys and bring them into the cache: unique, probe, select victims, move.
 
@@ -44,20 +46,24 @@ def admit(
     n = len(keys)
     scratch = AdmitScratch(index, n)
     found = unique(keys, len(index.slot_of_row), error_slot, scratch)
+    if on_checked is not None:
+        on_checked()
     if n == 0:
         return found
     by_frequency = index.policy == "lfu"
     frequency = index.frequency if by_frequency else index.stamp  # not read with "lru"
-    cache_kernels.probe[(-(-n // PROBE),)](
+    probe, select_victims = _decisions(index.direct, by_frequency)
+    probe(
+        -(-n // PROBE), keys.device,
         found.rows, scratch.missing, scratch.n_missing,
         index.slot_of_row, index.stamp, frequency, index.clock, index.counts,
-        n, len(index.slot_of_row), index.ageing, FREQUENCY=by_frequency, BLOCK=PROBE,
+        n, len(index.slot_of_row), index.ageing,
     )  # fmt: skip
-    cache_kernels.select_victims[(-(-n // SELECT),)](
+    select_victims(
+        -(-n // SELECT), keys.device,
         scratch.missing, scratch.n_missing, scratch.slots, scratch.victims,
         index.slot_of_row, index.row_of_slot, index.stamp, frequency, index.dirty, index.clock, index.counts,
         window, index.n_slots, index.ageing,
-        DIRECT=index.direct, FREQUENCY=by_frequency, ROUNDS=ROUNDS, BLOCK=SELECT, num_warps=4,
     )  # fmt: skip
     fill_and_write_back(location, scratch, n)
     return found
@@ -69,10 +75,21 @@ def fill_and_write_back(location: RecordLocation, scratch: AdmitScratch, n: int)
     columns = min(power(words), 256)
     n_rows = tile(columns, 256)
     memory, cached, *_ = addresses(location, scratch.missing)
-    cache_kernels.fill_and_write_back[(min(MOVERS, -(-n // n_rows)),)](
+    _mover(location.stride, words, columns, n_rows)(
+        min(MOVERS, -(-n // n_rows)), scratch.missing.device,
         memory, cached, scratch.missing, scratch.slots, scratch.victims, scratch.n_missing,
-        STRIDE=location.stride, WORDS=words, COLUMNS=columns, ROWS=n_rows, num_warps=4,
     )  # fmt: skip
+
+
+@functools.cache
+def _decisions(direct: bool, by_frequency: bool) -> tuple[Bound, Bound]:
+    probe = Bound(cache_kernels.probe, (by_frequency, PROBE))
+    return probe, Bound(cache_kernels.select_victims, (direct, by_frequency, ROUNDS, SELECT))
+
+
+@functools.cache
+def _mover(stride: int, words: int, columns: int, n_rows: int) -> Bound:
+    return Bound(cache_kernels.fill_and_write_back, (stride, words, columns, n_rows))
 
 
 def flush(index: CacheIndex, location: RecordLocation) -> None:

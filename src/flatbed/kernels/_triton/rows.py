@@ -25,6 +25,8 @@ AT_ONCE = 8
 
 
 _TO_INT32 = Bound(row_kernels.narrow, (BLOCK,))
+_HEADS = [Bound(row_kernels.heads, (advances_clock, BLOCK)) for advances_clock in (False, True)]
+_MARK = Bound(row_kernels.mark, (False, BLOCK))
 
 
 def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
@@ -51,14 +53,11 @@ def unique(
     n_blocks = -(-(n + 1) // BLOCK)
     counts = empty(n_blocks, torch.int32)
     clock, n_missing = (counts, counts) if scratch is None else (scratch.clock, scratch.n_missing)
-    row_kernels.heads[(n_blocks,)](
-        in_order, counts, clock, n_missing, n, TICKS=scratch is not None, BLOCK=BLOCK
-    )
+    _HEADS[scratch is not None](n_blocks, keys.device, in_order, counts, clock, n_missing, n)
     # Always with a place for errors: a captured lookup must not need a kernel that no eager one has loaded.
-    row_kernels.mark[(n_blocks,)](
-        in_order, order, counts, rank, inverse, rows, starts,
+    _MARK(
+        n_blocks, keys.device, in_order, order, counts, rank, inverse, rows, starts,
         empty(1) if error_slot is None else error_slot, n, n_rows, sentinel_of(in_order), n_blocks,
-        CHECKED=False, BLOCK=BLOCK,
     )  # fmt: skip
     return UniqueRows(rows, inverse, order, starts, rank)
 

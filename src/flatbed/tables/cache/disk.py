@@ -10,7 +10,7 @@ the lock, and is ordered after the one before on the device, too, since threads 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -113,9 +113,16 @@ class DiskCache:
 
     # ---- admission and reservations
 
-    def admit(self, keys: Tensor, error_slot: Tensor | None = None) -> tuple[UniqueRows, None]:
+    def admit(
+        self,
+        keys: Tensor,
+        error_slot: Tensor | None = None,
+        on_checked: Callable[[], None] | None = None,
+    ) -> tuple[UniqueRows, None]:
         """Find the unique rows of a batch and bring them into the cache. Waits for the device."""
         unique = ops.unique(keys, self.n_rows, error_slot)
+        if on_checked is not None:
+            on_checked()
         rows = unique.rows.to(CPU)
         with self._access():
             self._admit(rows[rows >= 0])

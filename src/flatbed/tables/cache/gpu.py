@@ -24,6 +24,7 @@ into the cache together, so that all their rows are in slots.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 
 import torch
@@ -68,10 +69,16 @@ class GpuCache:
 
     # ---- admission
 
-    def admit(self, keys: Tensor, error_slot: Tensor | None = None) -> tuple[UniqueRows, int]:
+    def admit(
+        self,
+        keys: Tensor,
+        error_slot: Tensor | None = None,
+        on_checked: Callable[[], None] | None = None,
+    ) -> tuple[UniqueRows, int]:
         """Find the unique rows of a batch and bring them into the cache, in the current stream.
 
-        Returns the number of the admission, too.
+        Calls `on_checked` when the kernel that writes `error_slot` is issued, before rows move. Returns the
+        number of the admission, too.
         """
         if is_capturing(self.device):
             self._enter_graph()
@@ -79,7 +86,7 @@ class GpuCache:
             self._training_stream = torch.cuda.current_stream(self.device)
         self.wait_for_prefetch()
         window = self._window if self._fits(len(keys), self._window) else 0
-        return self._admit(keys, window, error_slot)
+        return self._admit(keys, window, error_slot, on_checked)
 
     def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
         """Admit a batch ahead of time, in the current stream, which is not the training stream.
@@ -91,11 +98,11 @@ class GpuCache:
             return None
         self._window = window
         if self.device.type != "cuda":
-            return self._admit(keys, window, None)
+            return self._admit(keys, window)
         stream = torch.cuda.current_stream(self.device)
         self._wait_for_training(stream, self._n_admissions + 1 - window)
         try:
-            return self._admit(keys, window, None)
+            return self._admit(keys, window)
         finally:
             self._prefetch_done = stream.record_event()
 
@@ -105,13 +112,21 @@ class GpuCache:
         n_kept = sum(islice(reversed(self._sizes), window))
         return window <= MAX_WINDOW and n_kept + n_ids <= self.n_slots
 
-    def _admit(self, keys: Tensor, window: int, error_slot: Tensor | None) -> tuple[UniqueRows, int]:
+    def _admit(
+        self,
+        keys: Tensor,
+        window: int,
+        error_slot: Tensor | None = None,
+        on_checked: Callable[[], None] | None = None,
+    ) -> tuple[UniqueRows, int]:
         from flatbed.kernels._triton import cache
 
         n, before = len(keys), self._oldest_protected
         number = self._n_admissions = self._n_admissions + (n > 0)
         self._oldest_protected = number + 1  # until the kernels are issued
-        unique = cache.admit(self.index, keys, self.location, window=window, error_slot=error_slot)
+        unique = cache.admit(
+            self.index, keys, self.location, window=window, error_slot=error_slot, on_checked=on_checked
+        )
         if n == 0:
             self._oldest_protected = before
         else:
