@@ -314,7 +314,7 @@ class Optimizer(torch.optim.Optimizer):
         if len(plan.devices) == 1 and not any(pack is not None for pack in packs):
             stepper = plan.devices[0].stepper
             scaling = None if scaling is None else scaling.to(stepper.device)
-            stepper.set_grads(found.grads, found.unordered)
+            stepper.set_grads(found.grads, found.addresses, found.unordered)
             if self._options.needs_norm:
                 stepper.squares(self._options)
             stepper.update(self._options, scaling, None)
@@ -337,7 +337,8 @@ class Optimizer(torch.optim.Optimizer):
             steppers += self._tables.set_grads(self._spec, self.param_groups, self._stats, packs)
         for device in plan.devices:
             own = frozenset(n for n, i in enumerate(device.indices) if i in found.unordered)
-            device.stepper.set_grads([found.grads[i] for i in device.indices], own)
+            grads, addresses = ([side[i] for i in device.indices] for side in (found.grads, found.addresses))
+            device.stepper.set_grads(grads, addresses, own)
             steppers.append(device.stepper)
         squares = [stepper.squares(self._options) for stepper in steppers if self._options.needs_norm]
         for stepper in steppers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ class TritonStepper:
         )
         self._squares: list[Launch] | None = None
         self._updates: list[Launch] | None = None
-        self._grads: Grads = ()
+        self._ordered: list[Tensor] = []
 
     def _build(self) -> tuple[Tensor, list[LaunchGroup], Tensor]:
         keys: dict[LaunchKey, list[int]] = {}
@@ -148,18 +148,15 @@ class TritonStepper:
         return self._coefficients.captured
 
     @on_its_device
-    def set_grads(self, grads: Grads, unordered: frozenset[int]) -> None:
+    def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
         self._coefficients.enter_stream()
-        if unordered:
-            grads = [
-                in_order(self.slots[i].param, g) if i in unordered and g is not None else g
-                for i, g in enumerate(grads)
-            ]
-        self._grads = grads  # copies must live until the kernels have read them
-        try:
-            addresses = list(map(Tensor.data_ptr, grads))  # type: ignore[arg-type]  # faster, if all are there
-        except TypeError:
-            addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+        # Copies must live until the kernels have read them.
+        copies = {i: in_order(self.slots[i].param, cast(Tensor, grads[i])) for i in unordered}
+        self._ordered = list(copies.values())
+        if copies or self._empty:
+            addresses = list(addresses)
+        for i, copy in copies.items():
+            addresses[i] = copy.data_ptr()
         for i in self._empty:
             # An empty gradient has no address. Kernels only test that there is one.
             addresses[i] = 0 if grads[i] is None else self._table.data_ptr()
@@ -190,7 +187,7 @@ class TritonStepper:
             launch(self._coefficients.stream.handle)
         for i, copy in self._copies.items():
             self.slots[i].param.copy_(copy)
-        self._grads = ()
+        self._ordered = []
 
     def _bind_squares(self, tables: ArgumentTables) -> list[Launch]:
         launches = []
