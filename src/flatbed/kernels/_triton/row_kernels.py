@@ -16,13 +16,6 @@ def narrow(ids_ptr, keys_ptr, n, n_rows, BLOCK: tl.constexpr):
     tl.store(keys_ptr + i, tl.where((row >= 0) & (row < n_rows), row, -1).to(tl.int32), mask=i < n)
 
 
-@triton.jit(do_not_specialize=["host", "n"])
-def bring(host, keys_ptr, n, BLOCK: tl.constexpr):
-    """Read keys from pinned host memory: in a CUDA graph cheaper to launch than a copy."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(keys_ptr + i, tl.load(host.to(tl.pointer_type(tl.int32)) + i, mask=i < n), mask=i < n)
-
-
 @triton.jit(do_not_specialize=["n"])
 def heads(
     sorted_ptr, counts_ptr, clock_ptr, n_missing_ptr, n, TICKS: tl.constexpr, BLOCK: tl.constexpr
@@ -310,18 +303,3 @@ def squares(values_ptr, partials_ptr, n, per_program, BLOCK: tl.constexpr):
         x = tl.load(values_ptr + at, mask=at < n, other=0.0).to(tl.float64)
         total += x * x
     tl.store(partials_ptr + tl.program_id(0), tl.sum(total, 0))
-
-
-@triton.jit(do_not_specialize=["n", "target", "value"])
-def fill_bytes(n, target, value, BLOCK: tl.constexpr):
-    """Fill memory from an address on with one byte."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target.to(tl.pointer_type(tl.uint8)) + i, value.to(tl.uint8), mask=i < n)
-
-
-@triton.jit(do_not_specialize=["n", "source", "target"])
-def copy_bytes(n, source, target, BLOCK: tl.constexpr):
-    """Copy bytes from one address to another."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.load(source.to(tl.pointer_type(tl.uint8)) + i, mask=i < n)
-    tl.store(target.to(tl.pointer_type(tl.uint8)) + i, found, mask=i < n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -101,8 +102,7 @@ class TritonStepper:
             partials=self._partials,
             also_used=[group.blocks for group in self._groups],
         )
-        self._squares: list[Launch] | None = None
-        self._updates: list[Launch] | None = None
+        self._launches: dict[str, list[Launch]] = {}
         self._ordered: list[Tensor] = []
 
     def _build(self) -> tuple[Tensor, list[LaunchGroup], Tensor]:
@@ -164,12 +164,7 @@ class TritonStepper:
 
     @on_its_device
     def squares(self, options: StepOptions) -> Tensor:
-        if self._coefficients.stream.capturing:
-            launches = self._bind_squares(self._coefficients.arguments)
-        else:
-            launches = self._squares = self._squares or self._bind_squares(self._coefficients.arguments)
-        for launch in launches:
-            launch(self._coefficients.stream.handle)
+        self._launch("squares", self._bind_squares)
         return self._partials
 
     @on_its_device
@@ -177,17 +172,21 @@ class TritonStepper:
         self._coefficients.prepare(options, scaling, squares)
         for i, copy in self._copies.items():
             copy.copy_(self.slots[i].param)
-        if self._coefficients.stream.capturing:
-            launches = self._bind_updates(options, self._coefficients.arguments)
-        else:
-            launches = self._updates = self._updates or self._bind_updates(
-                options, self._coefficients.arguments
-            )
-        for launch in launches:
-            launch(self._coefficients.stream.handle)
+        self._launch("updates", functools.partial(self._bind_updates, options))
         for i, copy in self._copies.items():
             self.slots[i].param.copy_(copy)
         self._ordered = []
+
+    def _launch(self, name: str, bind: Callable[[ArgumentTables], list[Launch]]) -> None:
+        """Run the launches of this name. Those of a captured step have tables of their own."""
+        capturing = self._coefficients.capturing
+        launches = None if capturing else self._launches.get(name)
+        if launches is None:
+            launches = bind(self._coefficients.arguments)
+            if not capturing:
+                self._launches[name] = launches
+        for launch in launches:
+            launch()
 
     def _bind_squares(self, tables: ArgumentTables) -> list[Launch]:
         launches = []
