@@ -62,8 +62,8 @@ class Fingerprint:
     """The groups, state and parameters that a plan was built from, as far as a step depends on them.
 
     Parameters are compared by identity and address, entries of the state by identity and length. Code that
-    converts dtypes, or that replaces or moves tensors inside of entries, does so for all parameters: the first
-    and the last one are compared in detail.
+    converts dtypes, or replaces or moves tensors inside of entries, does so for all parameters: the first and
+    the last one are compared in detail.
     """
 
     def __init__(self, rule: Rule, groups: Groups, state: dict[Any, Any], slots: list[ParamSlot]) -> None:
