@@ -147,7 +147,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero."""
-        checks.check_set_to_none(set_to_none)
         if not set_to_none:
             for slot in self._tables.slots:  # rows with a gradient of zero would be updated
                 slot.table.grad = None

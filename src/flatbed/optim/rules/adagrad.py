@@ -50,14 +50,7 @@ def fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
 
 
 class Adagrad(Optimizer):
-    """`torch.optim.Adagrad` in one pass over memory.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = Adagrad(model.parameters(), lr=1e-2)
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> optimizer.step()
-    """
+    """`torch.optim.Adagrad` in one pass over memory."""
 
     _rule = Rule(
         hyperparameters=("lr", "lr_decay", "weight_decay", "eps"),

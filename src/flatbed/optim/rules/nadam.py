@@ -61,14 +61,7 @@ def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 class NAdam(Optimizer):
-    """`torch.optim.NAdam` in one pass over memory.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = NAdam(model.parameters(), lr=2e-3, weight_decay=0.01)
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> optimizer.step()
-    """
+    """`torch.optim.NAdam` in one pass over memory."""
 
     _rule = Rule(
         hyperparameters=(

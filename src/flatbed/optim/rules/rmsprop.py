@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
-from flatbed.optim.rules.foreach import multiply_
+from flatbed.optim.rules.moments import multiply_
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 if TYPE_CHECKING:
@@ -63,14 +63,7 @@ def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 class RMSprop(Optimizer):
-    """`torch.optim.RMSprop` in one pass over memory.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = RMSprop(model.parameters(), lr=1e-2, momentum=0.9)
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> optimizer.step()
-    """
+    """`torch.optim.RMSprop` in one pass over memory."""
 
     _rule = Rule(
         hyperparameters=("lr", "alpha", "eps", "weight_decay", "momentum"),
