@@ -62,7 +62,7 @@ def of_each(name: str) -> list[Mistake]:
             "the model's",
             lambda o: o.load_state_dict(model().state_dict()),
             ValueError,
-            r"param_groups among '0\.weight'",
+            r"param_groups.*'0\.weight'",
         ),
         ("ema_weights", "no average", lambda o: o.ema_weights().__enter__(), FlatbedError, "ema_decay"),
         ("max_norm", "a string", lambda o: setattr(o, "max_norm", "1"), ValueError, "max_norm.*'1'"),

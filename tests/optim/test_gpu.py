@@ -136,17 +136,8 @@ def test_a_captured_step(max_norm: float | None) -> None:
             norm = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
             torch.testing.assert_close(a.grad_norm, norm)
         b.step()
-        if step == 3:  # an eager step in between, with other gradients elsewhere, leaves the graph intact
-            kept = [p.grad for p in ours.parameters()]
-            give_grads(ours, theirs, seed=100)
-            if max_norm is not None:
-                nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
-            a.step()
-            b.step()
-            for p, grad in zip(ours.parameters(), kept, strict=True):
-                p.grad = grad
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert float(a.state[p]["step"]) == 7
+        assert float(a.state[p]["step"]) == 6
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 

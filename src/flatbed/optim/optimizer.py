@@ -336,8 +336,8 @@ class Optimizer(torch.optim.Optimizer):
             steppers += self._tables.set_grads(self._spec, self.param_groups, self._stats, packs)
         for device in plan.devices:
             own = frozenset(n for n, i in enumerate(device.indices) if i in found.unordered)
-            grads, addresses = ([side[i] for i in device.indices] for side in (found.grads, found.addresses))
-            device.stepper.set_grads(grads, addresses, own)
+            addresses = [found.addresses[i] for i in device.indices]
+            device.stepper.set_grads([found.grads[i] for i in device.indices], addresses, own)
             steppers.append(device.stepper)
         squares = [stepper.squares(self._options) for stepper in steppers if self._options.needs_norm]
         for stepper in steppers:
