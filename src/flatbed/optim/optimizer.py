@@ -65,15 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         self._reset()
         if isinstance(params, nn.Module):
             params = params.named_parameters()
-        try:
-            super().__init__(params, defaults)
-        except ValueError as error:
-            if "empty parameter list" not in str(error):
-                raise
-            raise ValueError(
-                "empty parameter list: found no parameter to train. module.parameters() can be read once: "
-                "give the module itself, or a list"
-            ) from error
+        super().__init__(params, defaults)
         if self._rule.eager:
             self._rebuild(everything=True)
         self._own_tables()  # last: tables leave their optimizers for this one, and nothing can fail any more

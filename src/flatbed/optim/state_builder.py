@@ -89,7 +89,7 @@ class SlotBuilder:
         self.slots.append(slot)
 
     def _refuse_foreign(self, slot: ParamSlot, held: dict[str, Any], names: Sequence[str]) -> None:
-        """Raise for state of another optimizer: unknown keys, missing tensors, or a checkpoint without scalars."""
+        """Raise for state of another optimizer: unknown keys, missing tensors, missing scalars."""
         rule = self.spec.rule
         shown = [name for name in rule.scalars if not name.startswith("_")]
         needed = [name for name in names if rule.state[name] is None] + (shown if self.loaded else [])

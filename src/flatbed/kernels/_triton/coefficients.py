@@ -73,7 +73,7 @@ class Coefficients:
         self.rule, self.groups, self.table, self.step_stats = rule, groups, table, step_stats
         self.device = table.device
         self.capturing = False
-        self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        self._first_stream = _current_stream(self.device)
         self.values = torch.zeros(len(table), LINE, dtype=torch.float64, device=self.device)
         self._eager = ArgumentTables(len(table), len(groups), self.device)
         self._one, self._zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
@@ -100,10 +100,9 @@ class Coefficients:
     def enter_stream(self) -> None:
         """Find if this step is captured. Memory is recorded for streams other than the first."""
         self.capturing = is_capturing(self.device)
-        if self._stream is not None and not self.capturing:
-            stream = torch.cuda.current_stream(self.device)
-            for tensor in self._memory if stream != self._stream else ():
-                tensor.record_stream(stream)
+        if not self.capturing and _current_stream(self.device) != self._first_stream:
+            for tensor in self._memory:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
 
     # ---- arguments
 
@@ -190,6 +189,10 @@ class Coefficients:
         fixed = (self.table, tables.grads, tables.hyperparameters, self.values, self.step_stats, n)
         varying = (self._partials, self._one, self._zero, len(self._partials), 1.0)
         return PREPARE.bind(-(-n // LANES), constants, *fixed, *varying)
+
+
+def _current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _upload(to: Tensor, values: Any) -> None:
