@@ -28,7 +28,7 @@ def give_grads(*models: nn.Module, seed: int = 0, skip: tuple[int, ...] = ()) ->
     for model in models:
         generator = torch.Generator().manual_seed(seed)
         for i, p in enumerate(model.parameters()):
-            # In the order of the parameter's elements: torch's fused CPU kernel takes memory as it comes.
+            # In the order of the parameter's elements: torch's fused CPU kernel ignores strides.
             grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
             p.grad = None if i in skip else grad
 
@@ -264,7 +264,7 @@ def test_clearing_the_state_starts_again(where: str) -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "expanded", "sliced", "shared", "misaligned"])
 def test_gradients_that_lie_otherwise(where: str, kind: str) -> None:
-    """A gradient's strides and address are its own affair."""
+    """A gradient may have other strides and another alignment than its parameter."""
     torch.manual_seed(0)
     shape = (4, 6, 3, 5)
     values = torch.randn(shape).to(where).to(memory_format=torch.channels_last)
@@ -290,7 +290,7 @@ def test_parameters_with_holes(where: str) -> None:
 def assert_same_steps(
     ours: Tensor, theirs: Tensor, grads: list[Tensor], where: str, *, tolerant: bool = False
 ) -> None:
-    # The reference gets its gradient in order: torch's fused CPU kernel reads memory as it comes.
+    # The reference gets its gradient in order: torch's fused CPU kernel ignores strides.
     a, b = flatbed.optim.Adam([ours], lr=0.1), optim.Adam([theirs], lr=0.1, fused=not tolerant)
     for grad in grads:
         ours.grad, theirs.grad = grad, torch.empty_like(theirs).copy_(grad)

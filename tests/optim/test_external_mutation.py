@@ -105,7 +105,7 @@ def test_param_groups_replaced_as_a_list(where: str) -> None:
 
 
 def test_state_moved_by_data(where: str) -> None:
-    """As offloading does it: away, and back to somewhere else."""
+    """Offloading moves state to other memory and back."""
     ours, theirs = pair(where)
     a, b = adam_pair(ours, theirs)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""What only a GPU can show: launches, waits, graphs, streams, memory, very large tensors."""
+"""Properties that only a GPU has: launches, waits, graphs, streams, memory, very large tensors."""
 
 from __future__ import annotations
 

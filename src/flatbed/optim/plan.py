@@ -149,18 +149,14 @@ class Plan:
         params = self.params
         grads = [p.grad for p in params]
         present: list[Any] = [g for g in grads if g is not None]
-        unordered: frozenset[int] = frozenset()
-        if not (self._all_contiguous and all(map(Tensor.is_contiguous, present))):
-            if any(g.layout != torch.strided for g in present):
-                return None
-            unordered = frozenset(
-                i
-                for i, (grad, stride) in enumerate(zip(grads, self._strides, strict=True))
-                if grad is not None and grad.numel() > 1 and grad.stride() != stride
-            )
+        try:
+            unordered = self._find_unordered(grads, present)
+            addresses = list(map(Tensor.data_ptr, present))
+        except RuntimeError:  # sparse gradients have no strides or no address
+            return None
         if self._mixed_dtypes and any(map(_is_other, grads, self._grad_dtypes)):
             return None
-        addresses, sizes = list(map(Tensor.data_ptr, present)), self._grad_sizes
+        sizes = self._grad_sizes
         if len(present) < len(grads):
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
             addresses = [0 if g is None else g.data_ptr() for g in grads]
@@ -171,6 +167,18 @@ class Plan:
             return None
         self._addresses = addresses
         return StepGrads(grads, addresses, unordered, params)
+
+    def _find_unordered(self, grads: Grads, present: list[Any]) -> frozenset[int]:
+        """Find the slots whose gradient is in another order of elements than the parameter."""
+        if self._all_contiguous and all(map(Tensor.is_contiguous, present)):
+            return frozenset()
+        if len(present) == len(grads) and list(map(Tensor.stride, present)) == self._strides:
+            return frozenset()
+        return frozenset(
+            i
+            for i, (grad, stride) in enumerate(zip(grads, self._strides, strict=True))
+            if grad is not None and grad.stride() != stride and grad.numel() > 1
+        )
 
 
 def _is_other(grad: Tensor | None, dtype: torch.dtype) -> bool:

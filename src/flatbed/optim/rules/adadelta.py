@@ -43,7 +43,7 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
-    g = tl.where(c[4] != 0, g + c[4] * p, g)  # an infinite weight must not spoil it
+    g = tl.where(c[4] != 0, g + c[4] * p, g)  # 0 * inf would be nan
     square_avg = c[1] * state[0] + c[2] * g * g
     delta = sqrt((state[1] + c[3]) / (square_avg + c[3])) * g
     acc_delta = c[1] * state[1] + c[2] * delta * delta

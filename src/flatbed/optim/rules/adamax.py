@@ -41,7 +41,7 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
-    g = tl.where(c[4] != 0, g + c[4] * p, g)  # an infinite weight must not spoil it
+    g = tl.where(c[4] != 0, g + c[4] * p, g)  # 0 * inf would be nan
     exp_avg = state[0] + c[1] * (g - state[0])
     exp_inf = tl.maximum(c[2] * state[1], tl.abs(g) + c[3], propagate_nan=tl.PropagateNan.ALL)
     return p - c[0] * exp_avg / exp_inf, (exp_avg, exp_inf)
