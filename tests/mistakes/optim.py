@@ -56,14 +56,13 @@ def of_each(name: str) -> list[Mistake]:
             "more than one|names",
         ),
         ("step", "the loss", lambda o: o.step(torch.ones(())), TypeError, "Tensor.*callable"),
-        ("zero_grad", "the model", lambda o: o.zero_grad(model()), TypeError, r"Sequential.*zero_grad\(\)"),
         ("load_state_dict", "a path", lambda o: o.load_state_dict("a.pt"), TypeError, r"str.*torch\.load"),
         (
             "load_state_dict",
             "the model's",
             lambda o: o.load_state_dict(model().state_dict()),
             ValueError,
-            r"param_groups among '0\.weight'",
+            r"param_groups.*'0\.weight'",
         ),
         ("ema_weights", "no average", lambda o: o.ema_weights().__enter__(), FlatbedError, "ema_decay"),
         ("max_norm", "a string", lambda o: setattr(o, "max_norm", "1"), ValueError, "max_norm.*'1'"),
@@ -79,12 +78,6 @@ def of_each(name: str) -> list[Mistake]:
 
 def given(params: Callable[[], Any]) -> Callable[[Path], object]:
     return lambda _: optim.Adam(params())
-
-
-def iterated_twice() -> Any:
-    parameters = model().parameters()
-    assert sum(p.numel() for p in parameters)
-    return parameters
 
 
 def load(kind: Any, module: nn.Module, **options: Any) -> Callable[[Path], object]:
@@ -146,7 +139,6 @@ OTHERS = [
     ("Adam", "a state dict", given(lambda: model().state_dict()), TypeError, "str"),
     ("Adam", "a list of modules", given(lambda: [embedding()]), TypeError, "Embedding"),
     ("Adam", "emb.weight", given(lambda: [embedding().weight]), TypeError, r"view.*emb\.table"),
-    ("Adam", "a used iterator", given(iterated_twice), ValueError, r"parameters\(\).*once"),
     ("Adam", "one beta", lambda _: optim.Adam(model(), betas=0.9), ValueError, r"betas.*0\.9"),
     ("AdamW", "a string", lambda _: made("AdamW", lr="1e-3"), TypeError, "lr.*'1e-3'"),
     (

@@ -52,6 +52,7 @@ NO_MISTAKE = {
         "flatbed.compat.speedtorch.*.optInit",
         "flatbed.compat.speedtorch.*.zerosInit",
         "flatbed.optim.*.refresh_masters",
+        "flatbed.optim.*.zero_grad",
         "flatbed.optim.Adagrad.share_memory",
         "flatbed.word2vec.Trainer.close",
         "flatbed.word2vec.Trainer.stop",

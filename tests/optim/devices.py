@@ -1,4 +1,4 @@
-"""What equality means in each of the places where a step runs."""
+"""Equality for each of the places where a step runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 
 def is_exact(where: str) -> bool:
-    """Whether the step is torch's own fused kernel, bit for bit."""
+    """Tell if the step is bitwise equal to torch's fused kernel."""
     return where == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def assert_equal(ours: Tensor, theirs: Tensor, where: str, message: str = "") -> None:
-    """Bit for bit where torch's own kernel runs, else to a few units in the last place."""
+    """Assert bitwise equality where torch's own kernel runs, otherwise to a few units in the last place."""
     if is_exact(where):
         assert torch.equal(ours, theirs), f"{message}: {(ours - theirs).abs().max()}"
     else:

@@ -30,7 +30,7 @@ class Case:
         return self.torch_kind(params, **copy.deepcopy({**self.options, **more}))
 
     def same_rounding(self, dtype: torch.dtype = torch.float32, *, whole: bool = True) -> dict[str, bool]:
-        """What torch's is told to round like ours on a CPU.
+        """Options with which torch's optimizer rounds as ours does on a CPU.
 
         Its fused kernels know nothing of holes, and SGD's leaves out most of a tensor in half precision
         (pytorch/pytorch#191763).

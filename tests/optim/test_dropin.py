@@ -28,7 +28,7 @@ def give_grads(*models: nn.Module, seed: int = 0, skip: tuple[int, ...] = ()) ->
     for model in models:
         generator = torch.Generator().manual_seed(seed)
         for i, p in enumerate(model.parameters()):
-            # In the order of the parameter's elements: torch's fused CPU kernel takes memory as it comes.
+            # In the order of the parameter's elements: torch's fused CPU kernel ignores strides.
             grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
             p.grad = None if i in skip else grad
 
@@ -94,25 +94,15 @@ def test_profiler_names_the_step() -> None:
 
 SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
     "step": lambda o: optim.lr_scheduler.StepLR(o, 2),
-    "multistep": lambda o: optim.lr_scheduler.MultiStepLR(o, [2, 3]),
-    "constant": lambda o: optim.lr_scheduler.ConstantLR(o),
-    "linear": lambda o: optim.lr_scheduler.LinearLR(o),
     "exponential": lambda o: optim.lr_scheduler.ExponentialLR(o, 0.8),
-    "polynomial": lambda o: optim.lr_scheduler.PolynomialLR(o, 10),
-    "cosine": lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 10),
     "cosine-restarts": lambda o: optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "lambda": lambda o: optim.lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
-    "multiplicative": lambda o: optim.lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
     "cyclic": lambda o: optim.lr_scheduler.CyclicLR(o, 1e-3, 1e-2, cycle_momentum=True),
     "one-cycle": lambda o: optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=10),
     "sequential": lambda o: optim.lr_scheduler.SequentialLR(
         o, [optim.lr_scheduler.ConstantLR(o), optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
     ),
-    "chained": lambda o: optim.lr_scheduler.ChainedScheduler(
-        [optim.lr_scheduler.ConstantLR(o), optim.lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
     "plateau": lambda o: optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    "swa": lambda o: optim.swa_utils.SWALR(o, swa_lr=0.05),
 }
 
 
@@ -133,23 +123,17 @@ def test_schedulers(name: str, tensor_lr: bool) -> None:
     assert_models_equal(ours, theirs, "cpu")
 
 
-def test_learning_rate_changes_reach_the_kernel(where: str) -> None:
-    ours, theirs = pair(where)
-    a, b = adam_pair(ours, theirs)
-    for step, lr in enumerate((0.01, 0.003, 0.1)):
-        a.param_groups[0]["lr"] = b.param_groups[0]["lr"] = lr
-        train_both(ours, theirs, a, b, [step])
-    assert_models_equal(ours, theirs, where)
-
-
-def test_tensor_learning_rate_on_the_device(where: str) -> None:
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_changed_learning_rates_are_used(where: str, tensor_lr: bool) -> None:
     ours, theirs = pair(where)
     rates = [torch.tensor(0.01, device=where) for _ in range(2)]
-    a = flatbed.optim.Adam(ours.parameters(), lr=rates[0])
+    a = flatbed.optim.Adam(ours.parameters(), lr=rates[0] if tensor_lr else 0.01)
     b = optim.Adam(theirs.parameters(), lr=rates[1], fused=True)
-    for step, lr in enumerate((0.01, 0.003)):
+    for step, lr in enumerate((0.01, 0.003, 0.1)):
         for rate in rates:
             rate.fill_(lr)
+        if not tensor_lr:
+            a.param_groups[0]["lr"] = lr
         train_both(ours, theirs, a, b, [step])
     assert_models_equal(ours, theirs, where)
 
@@ -167,21 +151,6 @@ def test_parameters_come_and_go(where: str, model: str) -> None:
     assert_models_equal(ours, theirs, where)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert float(a.state[p]["step"]) == float(b.state[q]["step"])
-
-
-def test_no_gradients_at_all_is_a_step_that_does_nothing(where: str) -> None:
-    model = build("mixed", where)
-    optimizer = flatbed.optim.Adam(model.parameters())
-    optimizer.step()
-    give_grads(model)
-    optimizer.step()
-    before = [p.clone() for p in model.parameters()]
-    optimizer.zero_grad()
-    optimizer.step()
-    assert all(map(torch.equal, before, model.parameters()))
-    assert (
-        not optimizer.state_dict()["state"] or float(optimizer.state[next(model.parameters())]["step"]) == 1
-    )
 
 
 def test_groups_that_differ_in_state_and_sign(where: str) -> None:
@@ -295,7 +264,7 @@ def test_clearing_the_state_starts_again(where: str) -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "expanded", "sliced", "shared", "misaligned"])
 def test_gradients_that_lie_otherwise(where: str, kind: str) -> None:
-    """A gradient's strides and address are its own affair."""
+    """A gradient may have other strides and another alignment than its parameter."""
     torch.manual_seed(0)
     shape = (4, 6, 3, 5)
     values = torch.randn(shape).to(where).to(memory_format=torch.channels_last)
@@ -321,7 +290,7 @@ def test_parameters_with_holes(where: str) -> None:
 def assert_same_steps(
     ours: Tensor, theirs: Tensor, grads: list[Tensor], where: str, *, tolerant: bool = False
 ) -> None:
-    # The reference gets its gradient in order: torch's fused CPU kernel reads memory as it comes.
+    # The reference gets its gradient in order: torch's fused CPU kernel ignores strides.
     a, b = flatbed.optim.Adam([ours], lr=0.1), optim.Adam([theirs], lr=0.1, fused=not tolerant)
     for grad in grads:
         ours.grad, theirs.grad = grad, torch.empty_like(theirs).copy_(grad)
@@ -391,15 +360,3 @@ def test_nothing_keeps_a_dropped_optimizer_alive(where: str) -> None:
     del optimizer
     gc.collect()
     assert gone() is None
-
-
-def test_gradient_accumulation(where: str) -> None:
-    ours, theirs = pair(where)
-    a, b = adam_pair(ours, theirs)
-    for i, x in enumerate(batches(6, where)):
-        for model, optimizer in ((ours, a), (theirs, b)):
-            loss_of(model, x).backward()
-            if i % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_models_equal(ours, theirs, where)

@@ -1,8 +1,7 @@
-"""What only a GPU can show: launches, waits, graphs, streams, memory, very large tensors."""
+"""Properties that only a GPU has: launches, waits, graphs, streams, memory, very large tensors."""
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 import flatbed
 from tests.cases import batches, build, loss_of, two_groups
@@ -137,17 +136,8 @@ def test_a_captured_step(max_norm: float | None) -> None:
             norm = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
             torch.testing.assert_close(a.grad_norm, norm)
         b.step()
-        if step == 3:  # an eager step in between, with other gradients elsewhere, leaves the graph intact
-            kept = [p.grad for p in ours.parameters()]
-            give_grads(ours, theirs, seed=100)
-            if max_norm is not None:
-                nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
-            a.step()
-            b.step()
-            for p, grad in zip(ours.parameters(), kept, strict=True):
-                p.grad = grad
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert float(a.state[p]["step"]) == 7
+        assert float(a.state[p]["step"]) == 6
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
@@ -269,35 +259,6 @@ def test_graphs_survive_what_happens_to_the_optimizer() -> None:
     del junk
     for p, q, grad in zip(model.parameters(), before, kept, strict=True):
         torch.testing.assert_close(p, q - 0.5 * grad)
-
-
-def test_autocast_with_a_scaler_and_infs() -> None:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
-    ours = layers.to(CUDA, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    theirs = copy.deepcopy(ours)
-    scalers = [torch.amp.GradScaler(CUDA, init_scale=2.0**14) for _ in range(2)]
-    a = flatbed.optim.SGD(ours.parameters(), lr=0.01, momentum=0.9, max_norm=1.0)
-    b = optim.SGD(theirs.parameters(), lr=0.01, momentum=0.9)
-    for step in range(6):
-        x = torch.randn(4, 3, 12, 12, device=CUDA, generator=torch.Generator(CUDA).manual_seed(step))
-        if step in (1, 3):
-            x[0, 0, 0, 0] = math.inf
-        for model, optimizer, scaler in ((ours, a, scalers[0]), (theirs, b, scalers[1])):
-            with torch.autocast(CUDA, dtype=torch.float16):
-                loss = model(x.contiguous(memory_format=torch.channels_last)).float().pow(2).mean()
-            scaler.scale(loss).backward()
-            if optimizer is b:
-                scaler.unscale_(b)
-                nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**12
-    assert int(a.skipped_steps) == 2
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert p.isfinite().all()
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own
@@ -423,38 +384,3 @@ def test_a_model_that_moves_to_the_gpu_takes_its_state_along() -> None:
         assert a.grad_norm.device == next(ours.parameters()).device
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-
-
-def test_gradients_as_views_of_one_buffer() -> None:
-    """As DDP keeps them with gradient_as_bucket_view: odd offsets, so that no address is a multiple of 16."""
-    torch.manual_seed(0)
-    shapes = [(5,), (1023,), (3, 1111), (4096,), (1,)]
-    ours, theirs = ([nn.Parameter(torch.ones(s, device=CUDA)) for s in shapes] for _ in range(2))
-    bucket = torch.randn(1 + sum(math.prod(s) for s in shapes), device=CUDA)
-    at = 1
-    for p, q in zip(ours, theirs, strict=True):
-        p.grad = bucket[at : at + p.numel()].view(p.shape)
-        q.grad = p.grad.clone()
-        at += p.numel()
-    a, b = flatbed.optim.Adam(ours, lr=0.1, max_norm=1.0), optim.Adam(theirs, lr=0.1, fused=True)
-    nn.utils.clip_grad_norm_(theirs, 1.0)
-    a.step()
-    b.step()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q)
-
-
-def test_a_table_of_values(tmp_path: Any) -> None:
-    """The errors of a long run, on the GPU's own arithmetic: no worse than torch's fused kernel."""
-    torch.manual_seed(0)
-    start = torch.randn(5000, device=CUDA)
-    params: list[Tensor] = [nn.Parameter(start.clone()) for _ in range(2)] + [nn.Parameter(start.double())]
-    optimizers = [flatbed.optim.Adam(params[:1]), optim.Adam(params[1:2], fused=True), optim.Adam(params[2:])]
-    for step in range(200):
-        grad = torch.randn(5000, device=CUDA, generator=torch.Generator(CUDA).manual_seed(step))
-        for p, optimizer in zip(params, optimizers, strict=True):
-            p.grad = grad.to(p.dtype)
-            optimizer.step()
-    exact = params[2].detach()
-    ours, theirs = ((p.detach().double() - exact).abs().max() for p in params[:2])
-    assert ours <= 1.5 * theirs

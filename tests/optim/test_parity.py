@@ -1,4 +1,4 @@
-"""Every optimizer against torch's, bit for bit on a CPU: parameters, state and what state dicts hold."""
+"""Every optimizer is bitwise equal to torch's on a CPU: parameters, state and state dicts."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class TorchStepper:
 
     # ---- a step
 
-    def set_grads(self, grads: Grads, unordered: frozenset[int]) -> None:
+    def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
         if unordered:
             grads = [
                 in_order(self.slots[i].param, g) if i in unordered and g is not None else g

@@ -124,5 +124,5 @@ class DenseStepper(Stepper, Protocol):
 
     slots: list[ParamSlot]
 
-    def set_grads(self, grads: Grads, unordered: frozenset[int]) -> None:
+    def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
         """Take one gradient per slot. Those in `unordered` differ from their parameter in element order."""

@@ -19,30 +19,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def _not_negative(value: float) -> bool:
-    return value >= 0
-
-
-def _fraction(value: float) -> bool:
-    return 0 <= value < 1
-
-
-def _share(value: float) -> bool:
-    return 0 <= value <= 1
-
-
 LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "lr": (_not_negative, "≥ 0"),
-    "eps": (_not_negative, "≥ 0"),
-    "weight_decay": (_not_negative, "≥ 0"),
-    "momentum": (_not_negative, "≥ 0"),
-    "lr_decay": (_not_negative, "≥ 0"),
-    "momentum_decay": (_not_negative, "≥ 0"),
-    "initial_accumulator_value": (_not_negative, "≥ 0"),
-    "alpha": (_not_negative, "≥ 0"),
-    "betas": (_fraction, "in [0, 1)"),
-    "rho": (_share, "in [0, 1]"),
-}
+    **dict.fromkeys(
+        (
+            "lr", "eps", "weight_decay", "momentum", "lr_decay", "momentum_decay", "alpha",
+            "initial_accumulator_value",
+        ),
+        (lambda value: value >= 0, "≥ 0"),
+    ),
+    "betas": (lambda value: 0 <= value < 1, "in [0, 1)"),
+    "rho": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+}  # fmt: skip
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -89,14 +76,6 @@ def check_known(kind: type, unknown: Iterable[str], extras: Iterable[str]) -> No
     if named := ", ".join(map(repr, unknown)):
         own = [name for name in inspect.signature(kind).parameters if name not in ("params", "extras")]
         raise TypeError(f"{kind.__name__} has no option {named}; it has {', '.join([*own, *extras])}")
-
-
-def check_set_to_none(set_to_none: Any) -> None:
-    """Raise for parameters or a module in place of the flag, which would be taken for True."""
-    if not isinstance(set_to_none, bool):
-        raise TypeError(
-            f"set_to_none must be True or False; found {type(set_to_none).__name__}: call zero_grad()"
-        )
 
 
 def check_param(param: Tensor, name: str) -> None:

@@ -26,6 +26,8 @@ class MasterWeights:
 
     def sync_from_params(self) -> None:
         """Update the masters of parameters that were written to since the last step."""
+        if not self.slots:
+            return
         written = [
             slot
             for slot, version in zip(self.slots, self.versions, strict=True)

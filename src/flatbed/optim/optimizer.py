@@ -65,15 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         self._reset()
         if isinstance(params, nn.Module):
             params = params.named_parameters()
-        try:
-            super().__init__(params, defaults)
-        except ValueError as error:
-            if "empty parameter list" not in str(error):
-                raise
-            raise ValueError(
-                "empty parameter list: found no parameter to train. module.parameters() can be read once: "
-                "give the module itself, or a list"
-            ) from error
+        super().__init__(params, defaults)
         if self._rule.eager:
             self._rebuild(everything=True)
         self._own_tables()  # last: tables leave their optimizers for this one, and nothing can fail any more
@@ -147,7 +139,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero."""
-        checks.check_set_to_none(set_to_none)
         if not set_to_none:
             for slot in self._tables.slots:  # rows with a gradient of zero would be updated
                 slot.table.grad = None
@@ -314,7 +305,7 @@ class Optimizer(torch.optim.Optimizer):
         if len(plan.devices) == 1 and not any(pack is not None for pack in packs):
             stepper = plan.devices[0].stepper
             scaling = None if scaling is None else scaling.to(stepper.device)
-            stepper.set_grads(found.grads, found.unordered)
+            stepper.set_grads(found.grads, found.addresses, found.unordered)
             if self._options.needs_norm:
                 stepper.squares(self._options)
             stepper.update(self._options, scaling, None)
@@ -337,7 +328,8 @@ class Optimizer(torch.optim.Optimizer):
             steppers += self._tables.set_grads(self._spec, self.param_groups, self._stats, packs)
         for device in plan.devices:
             own = frozenset(n for n, i in enumerate(device.indices) if i in found.unordered)
-            device.stepper.set_grads([found.grads[i] for i in device.indices], own)
+            addresses = [found.addresses[i] for i in device.indices]
+            device.stepper.set_grads([found.grads[i] for i in device.indices], addresses, own)
             steppers.append(device.stepper)
         squares = [stepper.squares(self._options) for stepper in steppers if self._options.needs_norm]
         for stepper in steppers:

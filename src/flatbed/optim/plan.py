@@ -61,22 +61,30 @@ class StepStats:
 class Fingerprint:
     """The groups, state and parameters that a plan was built from, as far as a step depends on them.
 
-    Tensors are compared by identity, parameters also by address, size and contiguity. The dtype of a
-    parameter shows in the dtype of its gradient, which `Plan.collect_grads` compares.
+    Parameters are compared by identity and address, entries of the state by identity and length. Code that
+    converts dtypes, or replaces or moves tensors inside of entries, does so for all parameters: the first and
+    the last one are compared in detail.
     """
 
     def __init__(self, rule: Rule, groups: Groups, state: dict[Any, Any], slots: list[ParamSlot]) -> None:
         self._rule, self._groups, self._state = rule, groups, state
         self._params = [*_params(groups), ...]
         self._has = [rule.has(group) for group in groups]
-        self._values = [*_values(state), ...]
-        slotted = {id(slot.param) for slot in slots}
-        self._idle = [p for p in _params(groups) if id(p) not in slotted and not isinstance(p, Table)]
+        self._entries = [*state.values(), ...]
+        self._lengths = list(map(len, state.values()))
         self._slotted = [slot.param for slot in slots]
-        self._geometry = _geometry(self._slotted)
-        # Code that moves state by `.data = …`, to the host and back for example, moves all of it.
-        ends = [slots[0], slots[-1]] if slots else []
-        self._ends = [(tensor, tensor.data_ptr()) for slot in ends for tensor in slot.state.values()]
+        slotted = set(map(id, self._slotted))
+        self._idle = [p for p in _params(groups) if id(p) not in slotted and not isinstance(p, Table)]
+        self._addresses = list(map(Tensor.data_ptr, self._slotted))
+        self._ends = [(slot.param, slot.published or {}) for slot in (*slots[:1], *slots[1:][-1:])]
+        self._details = self._describe_ends()
+
+    def _describe_ends(self) -> list[Any]:
+        found: list[Any] = []
+        for param, entry in self._ends:
+            found += (param.dtype, param.shape, param.stride(), *map(id, entry.values()))
+            found += [value.data_ptr() for value in entry.values() if isinstance(value, Tensor)]
+        return found
 
     def matches(self, groups: Groups, state: dict[Any, Any]) -> bool:
         """Compare with the present. An Ellipsis ends each list, so that lengths are compared too."""
@@ -85,9 +93,10 @@ class Fingerprint:
             and state is self._state
             and all(map(is_, self._params, chain(_params(groups), (...,))))
             and self._has == [self._rule.has(group) for group in groups]
-            and all(map(is_, self._values, chain(_values(state), (...,))))
-            and _geometry(self._slotted) == self._geometry
-            and all(tensor.data_ptr() == address for tensor, address in self._ends)
+            and all(map(is_, self._entries, chain(state.values(), (...,))))
+            and self._lengths == list(map(len, state.values()))
+            and self._addresses == list(map(Tensor.data_ptr, self._slotted))
+            and self._details == self._describe_ends()
             and all(p.grad is None for p in self._idle)
         )
 
@@ -96,20 +105,12 @@ def _params(groups: Groups) -> Iterator[Tensor]:
     return chain.from_iterable([group["params"] for group in groups])
 
 
-def _values(state: dict[Any, Any]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, state.values()))
-
-
-def _geometry(tensors: list[Tensor]) -> tuple[list[Any], ...]:
-    contiguous = list(map(Tensor.is_contiguous, tensors))
-    strides = [] if all(contiguous) else [t.stride() for t in tensors if not t.is_contiguous()]
-    return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors)), contiguous, strides
-
-
 class StepGrads(NamedTuple):
     """The gradients of one step."""
 
     grads: Grads
+    addresses: list[int]
+    """One per gradient; 0 where there is none."""
     unordered: frozenset[int]
     """Slots whose gradient is in another order of elements than the parameter."""
     params: list[Tensor]
@@ -137,29 +138,51 @@ class Plan:
         self.slots, self.devices, self.masters, self.fingerprint = slots, devices, masters, fingerprint
         self.params = [slot.param for slot in slots]
         self._grad_dtypes = [slot.grad_dtype for slot in slots]
+        self._grad_sizes = [slot.param.numel() * slot.grad_dtype.itemsize for slot in slots]
+        self._mixed_dtypes = any(slot.grad_dtype != slot.param.dtype for slot in slots)
         self._strides = [stride_of(param) for param in self.params]
         self._all_contiguous = all(map(Tensor.is_contiguous, self.params))
+        self._addresses: list[int] = []
 
     def collect_grads(self) -> StepGrads | None:
         """The present gradients. None: some are of another kind than the plan was built for."""
-        grads = [p.grad for p in self.params]
-        params, dtypes = self.params, self._grad_dtypes
+        params = self.params
+        grads = [p.grad for p in params]
         present: list[Any] = [g for g in grads if g is not None]
+        try:
+            unordered = self._find_unordered(grads, present)
+            addresses = list(map(Tensor.data_ptr, present))
+        except RuntimeError:  # sparse gradients have no strides or no address
+            return None
+        if self._mixed_dtypes and any(map(_is_other, grads, self._grad_dtypes)):
+            return None
+        sizes = self._grad_sizes
         if len(present) < len(grads):
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
-            dtypes = [dtype for dtype, g in zip(dtypes, grads, strict=True) if g is not None]
-        if [g.dtype for g in present] != dtypes:
+            addresses = [0 if g is None else g.data_ptr() for g in grads]
+            sizes = [size for size, g in zip(sizes, grads, strict=True) if g is not None]
+        if addresses == self._addresses:
+            addresses = self._addresses  # lists of the same numbers are compared faster
+        elif [g.nbytes for g in present] != sizes:
             return None
-        unordered: frozenset[int] = frozenset()
-        if not (self._all_contiguous and all(map(Tensor.is_contiguous, present))):
-            if any(g.layout != torch.strided for g in present):
-                return None
-            unordered = frozenset(
-                i
-                for i, (grad, stride) in enumerate(zip(grads, self._strides, strict=True))
-                if grad is not None and grad.numel() > 1 and grad.stride() != stride
-            )
-        return StepGrads(grads, unordered, params)
+        self._addresses = addresses
+        return StepGrads(grads, addresses, unordered, params)
+
+    def _find_unordered(self, grads: Grads, present: list[Any]) -> frozenset[int]:
+        """Find the slots whose gradient is in another order of elements than the parameter."""
+        if self._all_contiguous and all(map(Tensor.is_contiguous, present)):
+            return frozenset()
+        if len(present) == len(grads) and list(map(Tensor.stride, present)) == self._strides:
+            return frozenset()
+        return frozenset(
+            i
+            for i, (grad, stride) in enumerate(zip(grads, self._strides, strict=True))
+            if grad is not None and grad.stride() != stride and grad.numel() > 1
+        )
+
+
+def _is_other(grad: Tensor | None, dtype: torch.dtype) -> bool:
+    return grad is not None and grad.dtype != dtype
 
 
 def build_plan(

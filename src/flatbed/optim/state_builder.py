@@ -78,8 +78,6 @@ class SlotBuilder:
             raise FlatbedError(
                 f"stochastic_rounding is for bf16; parameter {name} is fp16: use master_weights=True for it"
             )
-        if self.loaded:
-            self._refuse_foreign(slot, held)
         self._add_tensors(slot, group, held)
         self._add_scalars(slot, held)
         # What a checkpoint lacks starts at the weights of the next step, which may be loaded later.
@@ -90,30 +88,25 @@ class SlotBuilder:
             self._add(slot, EMA, held.get(EMA), dtype, param, partial(setattr, slot, "ema"))
         self.slots.append(slot)
 
-    def _refuse_foreign(self, slot: ParamSlot, held: dict[str, Any]) -> None:
-        """Raise unless a checkpoint's state has all keys of this optimizer and no others."""
+    def _refuse_foreign(self, slot: ParamSlot, held: dict[str, Any], names: Sequence[str]) -> None:
+        """Raise for state of another optimizer: unknown keys, missing tensors, missing scalars."""
         rule = self.spec.rule
         shown = [name for name in rule.scalars if not name.startswith("_")]
-        odd = [key for key in held if key not in (*rule.state, *shown, MASTER, EMA)]
-        lacking = [name for name in shown if held.get(name) is None] if set(held) - {MASTER, EMA} else []
+        needed = [name for name in names if rule.state[name] is None] + (shown if self.loaded else [])
+        odd = [key for key in held if key not in (*rule.state, *shown, MASTER, EMA)] if self.loaded else []
+        has_some = any(held.get(key) is not None for key in (*rule.state, *rule.scalars))
+        lacking = [name for name in needed if has_some and held.get(name) is None]
         if odd or lacking:
             found = f"has {', '.join(map(repr, odd))}" if odd else f"lacks {', '.join(map(repr, lacking))}"
             raise FlatbedError(
-                f"the checkpoint's state of parameter {slot.name} {found}: it belongs to another optimizer "
-                f"than {self.spec.name}. Build that one"
+                f"the state of parameter {slot.name} {found}: it belongs to another optimizer than "
+                f"{self.spec.name}. Build that one, or clear the state to start again"
             )
 
     def _add_tensors(self, slot: ParamSlot, group: Group, held: dict[str, Any]) -> None:
         rule = self.spec.rule
         names = rule.state_names(group)
-        if any(held.get(key) is not None for key in (*rule.state, *rule.scalars)):
-            for name in names:
-                if rule.state[name] is None and held.get(name) is None:
-                    found = ", ".join(map(repr, held))
-                    raise FlatbedError(
-                        f"the state of parameter {slot.name} lacks '{name}' and has {found}: it belongs to "
-                        f"another optimizer. Clear it (`del optimizer.state[p]`) to start again"
-                    )
+        self._refuse_foreign(slot, held, names)
         dtype = self._state_dtype(slot, [held[name] for name in names if isinstance(held.get(name), Tensor)])
         for name in names:
             first = rule.first_value(self.spec.defaults, name)

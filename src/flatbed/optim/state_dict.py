@@ -55,16 +55,13 @@ def _table_state(slot: TableSlot) -> dict[str, Any]:
 
 
 def check_format(state_dict: Any) -> None:
-    """Raise for what is no optimizer's state dict."""
+    """Raise unless this is an optimizer's state dict."""
     if not isinstance(state_dict, Mapping):
-        raise TypeError(
-            f"a state dict is what optimizer.state_dict() returned; found {type(state_dict).__name__} (a "
-            f"file is read by torch.load first)"
-        )
-    if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
+        raise TypeError(f"expected a state dict; found {type(state_dict).__name__}: read files by torch.load")
+    if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
-            f"an optimizer's state dict has 'state' and 'param_groups'; found no {' and no '.join(missing)} "
-            f"among {', '.join(map(repr, list(state_dict)[:6]))}"
+            f"an optimizer's state dict has 'state' and 'param_groups'; found "
+            f"{', '.join(map(repr, list(state_dict)[:6]))}"
         )
 
 

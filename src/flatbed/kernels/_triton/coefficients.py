@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.kernels._triton import step
-from flatbed.kernels._triton.launch import Kernel, Stream, address, element, outside_of_capture
+from flatbed.kernels._triton.launch import Kernel, element, outside_of_capture
 from flatbed.kernels.step import Scaling, StepOptions
 from flatbed.rule import MAX_COEFFICIENTS, Group, Rule, hyperparameter
 
@@ -26,21 +27,6 @@ STATES = SCALARS + 2
 COLUMNS = STATES + 4
 
 PREPARE = Kernel(step.prepare, num_warps=4)
-
-
-class StepFlags(NamedTuple):
-    """The options of a step that its launches are compiled for."""
-
-    clip: bool
-    needs_norm: bool
-    skip_nonfinite: bool
-    scaled: bool
-
-    @staticmethod
-    def of(options: StepOptions, scaling: Scaling | None) -> StepFlags:
-        return StepFlags(
-            options.max_norm is not None, options.needs_norm, options.skip_nonfinite, scaling is not None
-        )
 
 
 class ArgumentTables:
@@ -82,23 +68,21 @@ class Coefficients:
         *,
         step_stats: Tensor,
         partials: Tensor | None = None,
-        also_used: Sequence[Tensor] = (),
+        also_used: Iterable[Tensor] = (),
     ) -> None:
         self.rule, self.groups, self.table, self.step_stats = rule, groups, table, step_stats
         self.device = table.device
-        self.stream = Stream(self.device)
+        self.capturing = False
+        self._first_stream = _current_stream(self.device)
         self.values = torch.zeros(len(table), LINE, dtype=torch.float64, device=self.device)
         self._eager = ArgumentTables(len(table), len(groups), self.device)
         self._one, self._zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
         self._partials = self._zero.double()[:0] if partials is None else partials
-        self._also_used = also_used  # by launches of the owner, in the same stream
-        self._unscaled = (
-            *(address(t) for t in (self._partials, self._one, self._one)),
-            len(self._partials),
-        )
+        own = self.table, self._eager.memory, self.values, self._partials, self._one, self.step_stats
+        self._memory = [*own, *also_used]
         self._addresses: list[int] = []
         self._hyperparameters: list[tuple[float, ...]] = []
-        self._launches: dict[StepFlags, Callable[..., None]] = {}
+        self._launches: dict[tuple[bool, ...], Callable[..., None]] = {}
         self._spare: list[tuple[ArgumentTables, ArgumentTables]] = []
         self._spare_ready: torch.cuda.Event | None = None
         self._captured: list[tuple[ArgumentTables, ArgumentTables]] = []
@@ -111,21 +95,20 @@ class Coefficients:
     @property
     def arguments(self) -> ArgumentTables:
         """The tables of this step."""
-        return self._captured[-1][0] if self.stream.capturing else self._eager
+        return self._captured[-1][0] if self.capturing else self._eager
 
     def enter_stream(self) -> None:
-        """Find the stream of this step, and whether it is capturing."""
-        self.stream.enter(self._memory)
-
-    def _memory(self) -> list[Tensor]:
-        own = [self.table, self._eager.memory, self.values, self._partials, self._one, self.step_stats]
-        return [*own, *self._also_used]
+        """Find if this step is captured. Memory is recorded for streams other than the first."""
+        self.capturing = is_capturing(self.device)
+        if not self.capturing and _current_stream(self.device) != self._first_stream:
+            for tensor in self._memory:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
 
     # ---- arguments
 
     def set_grads(self, addresses: list[int]) -> None:
         """Upload the addresses of gradients if some are new; 0 stands for no gradient."""
-        if self.stream.capturing:
+        if self.capturing:
             self._stage(addresses)
         elif addresses != self._addresses:
             self._addresses = []  # until the upload is issued
@@ -185,31 +168,31 @@ class Coefficients:
     @on_its_device
     def prepare(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         """Count the step, and compute clipping and coefficients for all lines."""
-        flags = StepFlags.of(options, scaling)
-        if self.stream.capturing:
+        flags = options.max_norm is not None, options.needs_norm, options.skip_nonfinite, scaling is not None
+        if self.capturing:
             launch = self._bind(flags, self.arguments)
         else:
             self._upload_hyperparameters()
             self._replenish()
-            launch = self._launches.get(flags) or self._launches.setdefault(
-                flags, self._bind(flags, self._eager)
-            )
-        varying = self._unscaled
-        if scaling is not None or squares is not None:
-            partials = self._partials if squares is None else squares
-            scale = self._one if scaling is None or scaling.scale is None else scaling.scale
-            found_inf = self._zero if scaling is None or scaling.found_inf is None else scaling.found_inf
-            varying = (*(address(t) for t in (partials, scale, found_inf)), len(partials))
-        launch(self.stream.handle, *varying, float(options.max_norm or 0.0))
+            launch = self._launches.get(flags) or self._bind(flags, self._eager)
+            self._launches[flags] = launch
+        partials = self._partials if squares is None else squares
+        scale = self._one if scaling is None or scaling.scale is None else scaling.scale
+        found_inf = self._zero if scaling is None or scaling.found_inf is None else scaling.found_inf
+        launch(partials, scale, found_inf, len(partials), float(options.max_norm or 0.0))
 
-    def _bind(self, flags: StepFlags, tables: ArgumentTables) -> Callable[..., None]:
+    def _bind(self, flags: tuple[bool, ...], tables: ArgumentTables) -> Callable[..., None]:
         rule, n = self.rule, len(self.table)
         n_at_once = min(MAX_PARTIALS, max(16, 1 << (len(self._partials) - 1).bit_length()))
         counts = len(rule.scalars), rule.n_coefficients
         constants = (element(rule.prepare), *counts, *flags, LANES, n_at_once)
         fixed = (self.table, tables.grads, tables.hyperparameters, self.values, self.step_stats, n)
-        varying = (self._partials, self._one, self._one, len(self._partials), 1.0)
+        varying = (self._partials, self._one, self._zero, len(self._partials), 1.0)
         return PREPARE.bind(-(-n // LANES), constants, *fixed, *varying)
+
+
+def _current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _upload(to: Tensor, values: Any) -> None:

@@ -7,7 +7,7 @@ that once per kind of arguments and keep the compiled kernel.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,15 +46,14 @@ class Kernel:
     def bind(self, n_programs: int, constants: tuple[Any, ...], *args: Any) -> Callable[..., None]:
         """Return a launch with these arguments, in the current stream.
 
-        The launch takes the stream's handle, which is not used, and values in place of the last arguments:
-        numbers and addresses (tensors under the interpreter).
+        The launch takes values in place of the last arguments: numbers and tensors.
         """
         device = args[0].device
         if n_programs == 0:
-            return lambda stream, *last: None
+            return lambda *last: None
         if device.type != "cuda":  # the interpreter
 
-            def interpret(stream: int, *last: Any) -> None:
+            def interpret(*last: Any) -> None:
                 self.function[(n_programs,)](*args[: len(args) - len(last)], *last, *constants)
 
             return interpret
@@ -65,10 +64,10 @@ class Kernel:
                     *args, *constants, num_warps=self.num_warps, grid=(n_programs,)
                 )
             run = self.compiled[key][(n_programs, 1, 1)]  # loads the module, too
-        fixed = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+        fixed = _addresses(args)
 
-        def launch(stream: int, *last: Any) -> None:
-            run(*fixed[: len(fixed) - len(last)], *last, *constants)
+        def launch(*last: Any) -> None:
+            run(*fixed[: len(fixed) - len(last)], *_addresses(last), *constants)
 
         return launch
 
@@ -89,7 +88,7 @@ class Bound:
             self.function[(n_programs,)](*args, *self.constants)
             return
         with torch.cuda.device(device):
-            values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+            values = _addresses(args)
             if any(isinstance(arg, Tensor) and value % 16 for arg, value in zip(args, values, strict=True)):
                 self.function[(n_programs,)](*args, *self.constants, num_warps=self.num_warps)
                 return
@@ -102,15 +101,14 @@ class Bound:
             compiled[(n_programs, 1, 1)](*values, *self.constants)
 
 
+def _addresses(args: Iterable[Any]) -> list[Any]:
+    return [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+
+
 def _kind(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return arg.dtype
     return arg.bit_length() > 31 if isinstance(arg, int) else float
-
-
-def address(tensor: Tensor) -> Any:
-    """What a launch takes for a tensor."""
-    return tensor.data_ptr() if tensor.device.type == "cuda" else tensor
 
 
 @contextmanager
@@ -129,25 +127,3 @@ def outside_of_capture(device: torch.device, after: torch.cuda.Event | None) -> 
                 aside.wait_event(after)
             yield True
         aside.synchronize()
-
-
-class Stream:
-    """The stream that a step is issued to. It can differ from step to step, and it can be capturing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.capturing = False
-        self.handle = self._first = self._current()
-
-    def _current(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-
-    def enter(self, memory: Callable[[], list[Tensor]]) -> None:
-        """Note the current stream. Memory used in another stream than the first is recorded for it."""
-        if self.device.type != "cuda":
-            return
-        self.capturing = torch.cuda.is_current_stream_capturing()
-        self.handle = self._current()
-        if self.handle != self._first and not self.capturing:
-            for tensor in memory():
-                tensor.record_stream(torch.cuda.current_stream(self.device))

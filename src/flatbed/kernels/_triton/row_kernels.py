@@ -16,13 +16,6 @@ def narrow(ids_ptr, keys_ptr, n, n_rows, BLOCK: tl.constexpr):
     tl.store(keys_ptr + i, tl.where((row >= 0) & (row < n_rows), row, -1).to(tl.int32), mask=i < n)
 
 
-@triton.jit(do_not_specialize=["host", "n"])
-def bring(host, keys_ptr, n, BLOCK: tl.constexpr):
-    """Read keys from pinned host memory: in a CUDA graph cheaper to launch than a copy."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(keys_ptr + i, tl.load(host.to(tl.pointer_type(tl.int32)) + i, mask=i < n), mask=i < n)
-
-
 @triton.jit(do_not_specialize=["n"])
 def heads(
     sorted_ptr, counts_ptr, clock_ptr, n_missing_ptr, n, TICKS: tl.constexpr, BLOCK: tl.constexpr

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -101,9 +102,8 @@ class TritonStepper:
             partials=self._partials,
             also_used=[group.blocks for group in self._groups],
         )
-        self._squares: list[Launch] | None = None
-        self._updates: list[Launch] | None = None
-        self._grads: Grads = ()
+        self._launches: dict[str, list[Launch]] = {}
+        self._ordered: list[Tensor] = []
 
     def _build(self) -> tuple[Tensor, list[LaunchGroup], Tensor]:
         keys: dict[LaunchKey, list[int]] = {}
@@ -148,18 +148,15 @@ class TritonStepper:
         return self._coefficients.captured
 
     @on_its_device
-    def set_grads(self, grads: Grads, unordered: frozenset[int]) -> None:
+    def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
         self._coefficients.enter_stream()
-        if unordered:
-            grads = [
-                in_order(self.slots[i].param, g) if i in unordered and g is not None else g
-                for i, g in enumerate(grads)
-            ]
-        self._grads = grads  # copies must live until the kernels have read them
-        try:
-            addresses = list(map(Tensor.data_ptr, grads))  # type: ignore[arg-type]  # faster, if all are there
-        except TypeError:
-            addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+        # Copies must live until the kernels have read them.
+        copies = {i: in_order(self.slots[i].param, cast(Tensor, grads[i])) for i in unordered}
+        self._ordered = list(copies.values())
+        if copies or self._empty:
+            addresses = list(addresses)
+        for i, copy in copies.items():
+            addresses[i] = copy.data_ptr()
         for i in self._empty:
             # An empty gradient has no address. Kernels only test that there is one.
             addresses[i] = 0 if grads[i] is None else self._table.data_ptr()
@@ -167,12 +164,7 @@ class TritonStepper:
 
     @on_its_device
     def squares(self, options: StepOptions) -> Tensor:
-        if self._coefficients.stream.capturing:
-            launches = self._bind_squares(self._coefficients.arguments)
-        else:
-            launches = self._squares = self._squares or self._bind_squares(self._coefficients.arguments)
-        for launch in launches:
-            launch(self._coefficients.stream.handle)
+        self._launch("squares", self._bind_squares)
         return self._partials
 
     @on_its_device
@@ -180,17 +172,21 @@ class TritonStepper:
         self._coefficients.prepare(options, scaling, squares)
         for i, copy in self._copies.items():
             copy.copy_(self.slots[i].param)
-        if self._coefficients.stream.capturing:
-            launches = self._bind_updates(options, self._coefficients.arguments)
-        else:
-            launches = self._updates = self._updates or self._bind_updates(
-                options, self._coefficients.arguments
-            )
-        for launch in launches:
-            launch(self._coefficients.stream.handle)
+        self._launch("updates", functools.partial(self._bind_updates, options))
         for i, copy in self._copies.items():
             self.slots[i].param.copy_(copy)
-        self._grads = ()
+        self._ordered = []
+
+    def _launch(self, name: str, bind: Callable[[ArgumentTables], list[Launch]]) -> None:
+        """Run the launches of this name. Those of a captured step have tables of their own."""
+        capturing = self._coefficients.capturing
+        launches = None if capturing else self._launches.get(name)
+        if launches is None:
+            launches = bind(self._coefficients.arguments)
+            if not capturing:
+                self._launches[name] = launches
+        for launch in launches:
+            launch()
 
     def _bind_squares(self, tables: ArgumentTables) -> list[Launch]:
         launches = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
-from flatbed.optim.rules.foreach import multiply_
+from flatbed.optim.rules.moments import multiply_
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
-    g = tl.where(c[4] != 0, g + c[4] * p, g)  # an infinite weight must not spoil it
+    g = tl.where(c[4] != 0, g + c[4] * p, g)  # 0 * inf would be nan
     square_avg = c[1] * state[0] + c[2] * g * g
     delta = sqrt((state[1] + c[3]) / (square_avg + c[3])) * g
     acc_delta = c[1] * state[1] + c[2] * delta * delta
@@ -51,14 +51,7 @@ def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 class Adadelta(Optimizer):
-    """`torch.optim.Adadelta` in one pass over memory.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = Adadelta(model.parameters(), rho=0.9)
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> optimizer.step()
-    """
+    """`torch.optim.Adadelta` in one pass over memory."""
 
     _rule = Rule(
         hyperparameters=("lr", "rho", "eps", "weight_decay"),

@@ -36,7 +36,7 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
-    g = tl.where(c[1] != 0, g + c[1] * p, g)  # an infinite weight must not spoil it
+    g = tl.where(c[1] != 0, g + c[1] * p, g)  # 0 * inf would be nan
     total = state[0] + g * g
     return p - c[0] * g / (sqrt(total) + c[2]), (total,)
 
@@ -50,14 +50,7 @@ def fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
 
 
 class Adagrad(Optimizer):
-    """`torch.optim.Adagrad` in one pass over memory.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = Adagrad(model.parameters(), lr=1e-2)
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> optimizer.step()
-    """
+    """`torch.optim.Adagrad` in one pass over memory."""
 
     _rule = Rule(
         hyperparameters=("lr", "lr_decay", "weight_decay", "eps"),

@@ -42,7 +42,7 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
 
 def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
     p *= c[0]
-    g = tl.where(c[1] != 0, g + c[1] * p, g)  # an infinite weight must not spoil it
+    g = tl.where(c[1] != 0, g + c[1] * p, g)  # 0 * inf would be nan
     exp_avg = state[0] + c[2] * (g - state[0])
     exp_avg_sq = c[3] * state[1] + c[4] * g * g
     second = exp_avg_sq

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
-from flatbed.optim.rules.foreach import multiply_
+from flatbed.optim.rules.moments import multiply_
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 if TYPE_CHECKING:
@@ -41,21 +41,14 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
-    g = tl.where(c[4] != 0, g + c[4] * p, g)  # an infinite weight must not spoil it
+    g = tl.where(c[4] != 0, g + c[4] * p, g)  # 0 * inf would be nan
     exp_avg = state[0] + c[1] * (g - state[0])
     exp_inf = tl.maximum(c[2] * state[1], tl.abs(g) + c[3], propagate_nan=tl.PropagateNan.ALL)
     return p - c[0] * exp_avg / exp_inf, (exp_avg, exp_inf)
 
 
 class Adamax(Optimizer):
-    """`torch.optim.Adamax` in one pass over memory.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = Adamax(model.parameters(), lr=2e-3)
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> optimizer.step()
-    """
+    """`torch.optim.Adamax` in one pass over memory."""
 
     _rule = Rule(
         hyperparameters=("lr", "beta1", "beta2", "eps", "weight_decay"),

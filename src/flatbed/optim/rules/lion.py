@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
-from flatbed.optim.rules.foreach import multiply_
+from flatbed.optim.rules.moments import multiply_
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
 
 def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
     p *= c[0]
-    g = tl.where(c[1] != 0, g + c[1] * p, g)  # an infinite weight must not spoil it
+    g = tl.where(c[1] != 0, g + c[1] * p, g)  # 0 * inf would be nan
     exp_avg = state[0] + c[2] * (g - state[0])
     exp_avg_sq = c[3] * state[1] + c[4] * g * g
     p -= (c[6] * g + c[7] * exp_avg) / (sqrt(exp_avg_sq) + c[5])
@@ -61,14 +61,7 @@ def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 class NAdam(Optimizer):
-    """`torch.optim.NAdam` in one pass over memory.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = NAdam(model.parameters(), lr=2e-3, weight_decay=0.01)
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> optimizer.step()
-    """
+    """`torch.optim.NAdam` in one pass over memory."""
 
     _rule = Rule(
         hyperparameters=(

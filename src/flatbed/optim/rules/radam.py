@@ -1,4 +1,4 @@
-"""RAdam: Adam that waits for its second moment to mean something."""
+"""RAdam: Adam with a rectified step size while the second moment is inexact."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
-from flatbed.optim.rules.foreach import multiply_
-from flatbed.optim.rules.moments import update_moments_
+from flatbed.optim.rules.moments import multiply_, update_moments_
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
     power = tl.exp(step * tl.log(beta2))
     rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - 2 * step * power / (1 - power)
-    rectified = rho > 5.0  # else, numbers that have a root
+    rectified = rho > 5.0  # otherwise, values that have a root
     rho, rho_inf = tl.where(rectified, rho, 6.0), tl.where(rectified, rho_inf, 6.0)
     ratio = (rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)
     step_size = lr / (1 - tl.exp(step * tl.log(beta1)))
@@ -55,7 +54,7 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
 
 def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
     p *= c[0]
-    g = tl.where(c[1] != 0, g + c[1] * p, g)  # an infinite weight must not spoil it
+    g = tl.where(c[1] != 0, g + c[1] * p, g)  # 0 * inf would be nan
     exp_avg = state[0] + c[2] * (g - state[0])
     exp_avg_sq = c[3] * state[1] + c[4] * g * g
     p -= c[6] * exp_avg / tl.where(c[7] != 0, sqrt(exp_avg_sq) + c[5], 1.0)
@@ -63,14 +62,7 @@ def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 class RAdam(Optimizer):
-    """`torch.optim.RAdam` in one pass over memory.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = RAdam(model.parameters(), lr=1e-3)
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> optimizer.step()
-    """
+    """`torch.optim.RAdam` in one pass over memory."""
 
     _rule = Rule(
         hyperparameters=("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay"),

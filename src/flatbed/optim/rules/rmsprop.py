@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
-from flatbed.optim.rules.foreach import multiply_
+from flatbed.optim.rules.moments import multiply_
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
-    g = tl.where(c[4] != 0, g + c[4] * p, g)  # an infinite weight must not spoil it
+    g = tl.where(c[4] != 0, g + c[4] * p, g)  # 0 * inf would be nan
     square_avg = c[1] * state[0] + c[2] * g * g
     buffer, grad_avg = state[1], state[2]
     variance = square_avg
@@ -63,14 +63,7 @@ def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 class RMSprop(Optimizer):
-    """`torch.optim.RMSprop` in one pass over memory.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = RMSprop(model.parameters(), lr=1e-2, momentum=0.9)
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> optimizer.step()
-    """
+    """`torch.optim.RMSprop` in one pass over memory."""
 
     _rule = Rule(
         hyperparameters=("lr", "alpha", "eps", "weight_decay", "momentum"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
-from flatbed.optim.rules.foreach import multiply_
+from flatbed.optim.rules.moments import multiply_
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
 
 
 def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
-    g = tl.where(c[1] != 0, g + c[1] * p, g)  # an infinite weight must not spoil it
+    g = tl.where(c[1] != 0, g + c[1] * p, g)  # 0 * inf would be nan
     buffer = c[2] * state[0] + c[3] * g
     if HAS & 1:
         g = tl.where(c[4] != 0, g + c[2] * buffer, buffer)
@@ -50,8 +50,8 @@ def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
 
 def fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     """One step by torch's CPU kernel."""
-    spoiled = at.params[0].dtype in (torch.bfloat16, torch.float16)  # by it: pytorch/pytorch#191763
-    if spoiled or group["momentum"] == group["weight_decay"] == 0:  # where lists give the same bits, faster
+    wrong = at.params[0].dtype in (torch.bfloat16, torch.float16)  # pytorch/pytorch#191763
+    if wrong or group["momentum"] == group["weight_decay"] == 0:  # where lists give the same bits, faster
         grads = torch._foreach_neg(at.grads) if group["maximize"] else at.grads
         return reference(group, Tensors(at.params, grads, at.state), scalars)
     options = {name: group[name] for name in (*SGD._rule.hyperparameters, "maximize")}
