@@ -325,7 +325,9 @@ class Optimizer(torch.optim.Optimizer):
         """Step several devices or tables: each measures its gradients, and all clip by the norm of all."""
         steppers: list[Stepper] = []
         if any(pack is not None for pack in packs):  # first, since files may fail
-            steppers += self._tables.set_grads(self._spec, self.param_groups, self._stats, packs)
+            steppers += self._tables.set_grads(
+                self._spec, self.param_groups, packs, state=self.state, stats=self._stats
+            )
         for device in plan.devices:
             own = frozenset(n for n, i in enumerate(device.indices) if i in found.unordered)
             addresses = [found.addresses[i] for i in device.indices]

@@ -181,9 +181,18 @@ class OptimizerTables:
             )
 
     def set_grads(
-        self, spec: OptimizerSpec, groups: Groups, stats: StepStats, packs: list[RowGrads | None]
+        self,
+        spec: OptimizerSpec,
+        groups: Groups,
+        packs: list[RowGrads | None],
+        *,
+        state: dict[Any, Any],
+        stats: StepStats,
     ) -> list[TableStepper]:
-        """Return the steppers of all devices, given their gradients."""
+        """Return the steppers of all devices, given their gradients. Scalars follow tables that moved."""
+        for slot in self.slots:
+            if any(value.device != slot.table._storage.device for value in slot.scalars.values()):
+                self.publish(spec, slot, groups[slot.group], state)
         key = id(groups), [_layout_key(spec.rule, slot, groups[slot.group]) for slot in self.slots]
         if key != self._built_from:
             if any(is_capturing(slot.table._storage.device) for slot in self.slots):
