@@ -14,7 +14,7 @@ ROWS = 500
 
 
 def main() -> None:
-    cached, plain = (flatbed.Embedding(ROWS, 16, device="cuda", cache_rows=n) for n in (64, 0))
+    cached, plain = (flatbed.Embedding(ROWS, 16, device="cuda", seed=1, cache_rows=n) for n in (64, 0))
     both = [(emb, flatbed.optim.Adam(emb, lr=0.1)) for emb in (cached, plain)]
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.rand(60 if i % 2 else 20, generator=generator) ** 2 * ROWS).long() for i in range(10)]
