@@ -60,7 +60,7 @@ DATA: list[Mistake] = [
         "a missing file", lambda folder: RowReader(folder / "missing.npy"), FileNotFoundError, "missing.npy"
     ),
     of_rows("an archive", lambda folder: RowReader(archive(folder)), ValueError, r"of rows.*numpy\.save"),
-    of_rows("a wrong device", lambda _: RowReader(FEATURES, device="gpu"), RuntimeError, "device.*gpu"),
+    of_rows("a wrong device", lambda _: RowReader(FEATURES, device="gpu"), ValueError, "device.*gpu"),
     of_rows(
         "a row too far",
         lambda _: RowReader(FEATURES, device="cpu")[[0, 3]],
@@ -85,7 +85,7 @@ DATA: list[Mistake] = [
     of_batches("a meta device", make([], device="meta"), FlatbedError, "meta"),
     of_batches("no key", make([], {embedding(): None}), TypeError, "key of the batch.*found NoneType"),
     of_batches("a negative depth", make([], depth=-1), ValueError, "0 or more; found -1"),
-    of_batches("a wrong device", make([], device="gpu"), RuntimeError, "device.*gpu"),
+    of_batches("a wrong device", make([], device="gpu"), ValueError, "device.*gpu"),
     of_batches(
         "a generator to pin", make((x for x in [1]), pin=True), TypeError, "found generator: give a list"
     ),
