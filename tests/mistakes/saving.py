@@ -39,7 +39,7 @@ CONTIGUOUS = [
         "after p.data",
         moved_away,
         ValueError,
-        r"param 0: .*outside the buffer.*rebind\(\)",
+        r"'param 0' lies outside.*rebind\(\)",
     ),
     mistake(
         "ContiguousParams.param_buffer",
