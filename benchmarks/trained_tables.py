@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,7 +109,9 @@ class FlatbedTable:
     def use_cache(self, cache_rows: int) -> None:
         """Start again with an empty cache of another size."""
         self._graph = None
-        self.emb.table.set_cache(cache_rows=cache_rows)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a table that CUDA graphs")  # the graph is dropped here
+            self.emb.table.set_cache(cache_rows=cache_rows)
 
     def counts(self) -> tuple[int, int]:
         """Return hits and misses of the cache so far."""

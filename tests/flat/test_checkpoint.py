@@ -222,7 +222,8 @@ def test_files_equal_those_of_a_plain_model(
     for source in (plain, model):
         write(source, tmp_path / "model")
         written.append((tmp_path / "model").read_bytes())
-    assert len(written[0]) == len(written[1])
+    if (name, device) != ("rnn", "cuda"):  # cuDNN keeps all weights of a plain RNN in one storage
+        assert len(written[0]) == len(written[1])
     if read is None:
         return
     for target in (build(name, device), model):  # a plain model, and the flattened one itself

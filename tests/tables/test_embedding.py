@@ -143,7 +143,7 @@ def test_tables_start_different_and_repeatably() -> None:
         ((3, 4), {"dtype": torch.int64}, ValueError, "dtype must be one of .*found torch.int64"),
         ((3, 4), {"dtype": "float32"}, ValueError, "dtype must be one of"),
         ((3, 4), {"device": "meta"}, flatbed.FlatbedError, 'computes on "cpu" or "cuda".*"meta"'),
-        ((3, 4), {"device": "somewhere"}, RuntimeError, "somewhere"),
+        ((3, 4), {"device": "somewhere"}, ValueError, "somewhere"),
         ((3, 4), {"init": "xavier"}, ValueError, "init='xavier' is not known; expected one of"),
         ((3, 4), {"init": ("normal", 0)}, ValueError, "is not known"),
         ((3, 4), {"init": float("nan")}, ValueError, "not a finite number"),
