@@ -103,6 +103,7 @@ def train(name: str, text: Text, corpus: Corpus, options: Options) -> tuple[dict
     """Train one epoch; returns metrics, the number of timed stretches and of different words."""
     device = options.device
     if options.on_gpu:
+        torch.cuda.init()  # type: ignore[no-untyped-call,unused-ignore]  # the trainer starts CUDA later
         torch.cuda.reset_peak_memory_stats(device)
     settings = Settings(
         dim=128,
