@@ -117,6 +117,7 @@ class RowPrefetch:
         cache = self.table._storage.cache_for(n_ids)
         if cache is None:
             return
+        # The batch in hand, `depth` batches after it, and the one whose step may still run; not this lookup.
         window = (self.depth + 2) * len(ids) - 1
         reservations = request.reservations or [None] * len(ids)
         for one, reserved in zip(ids, reservations, strict=True):

@@ -123,7 +123,7 @@ class GpuCache:
 
         n, before = len(keys), self._oldest_protected
         number = self._n_admissions = self._n_admissions + (n > 0)
-        self._oldest_protected = number + 1  # until the kernels are issued
+        self._oldest_protected = number + 1  # nothing is protected if a launch below raises
         unique = cache.admit(
             self.index, keys, self.location, window=window, error_slot=error_slot, on_checked=on_checked
         )
