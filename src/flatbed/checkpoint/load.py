@@ -36,8 +36,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint of `save_checkpoint` into the same model, optimizers and tables; returns `extra`.
 
-    Everything is checked first, and nothing changes if it does not fit. Without optimizers, their state is
-    left out. With torch.distributed, all ranks call this.
+    Everything is checked first, and nothing changes if it does not fit. Without optimizers, state of dense
+    parameters is left out; tables are loaded with their state. With torch.distributed, all ranks call this.
     """
     folder, training = as_folder(folder), Training.of(model, optimizer)
     current = read_current(folder)

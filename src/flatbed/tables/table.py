@@ -111,7 +111,6 @@ class Table(TableParameter):
     def grad(self, value: Tensor | None) -> None:
         if value is None:
             self._grads.clear()  # ids that are still to be checked stay: a bad batch raises all the same
-            self._orphaned = False  # dropping gradients shows that the caller knows of them
             return
         if isinstance(value, RowGrad) and value._table is self:  # table.grad *= 0.5 has taken effect
             return
@@ -259,6 +258,7 @@ class Table(TableParameter):
             )
             rows, values = unique, values[last.to(values.device)]
         self._rows.write_weights_(rows, values.to(self._storage.device, self._storage.config.dtype))
+        self._orphaned = False  # the caller trains the rows
 
     def _checked(self, ids: Any) -> Tensor:
         wanted = as_ids(ids)
