@@ -516,3 +516,23 @@ def test_tensors_that_cannot_be_saved(model: nn.Module, words: str, tmp_path: Pa
     with pytest.raises(FlatbedError, match=words):
         save_checkpoint(tmp_path / "saved", model)
     assert list((tmp_path / "saved").iterdir()) == []
+
+
+def test_closing_a_table_that_is_newer_than_its_folder_raises(tmp_path: Path) -> None:
+    emb = flatbed.Embedding(10, 4, storage="disk", path=tmp_path / "items.bed")
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+
+    def train() -> None:
+        emb([1]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    flatbed.save_checkpoint(tmp_path / "run", emb, optimizer)
+    train()
+    with pytest.raises(FlatbedError, match="discard=True"):
+        emb.table.close()
+    emb.table.close(discard=True)
+    emb = flatbed.Embedding(10, 4, storage="disk", path=tmp_path / "items.bed")
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    flatbed.load_checkpoint(tmp_path / "run", emb, optimizer)

@@ -43,6 +43,8 @@ class GradAccumulator:
 
     n_rows: int
     parts: list[RowGrads] = field(default_factory=list)
+    n_cleared: int = 0
+    """How often gradients were dropped: `table.grad` of an earlier count is stale."""
     _lock: OrderedLock = field(default_factory=lambda: OrderedLock("gradients"), repr=False)
 
     def record(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
@@ -98,6 +100,7 @@ class GradAccumulator:
         """Drop all gradients."""
         with self._lock:
             self.parts = []
+            self.n_cleared += 1
 
 
 def compacted(packed: RowGrads) -> RowGrads:

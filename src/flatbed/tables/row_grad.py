@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from flatbed.errors import FlatbedError
+
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
 
@@ -23,6 +25,7 @@ class RowGrad(Tensor):
     """
 
     _table: Table
+    _n_cleared: int
 
     @staticmethod
     def of(table: Table) -> RowGrad:
@@ -30,8 +33,16 @@ class RowGrad(Tensor):
         dtype = torch.promote_types(table._storage.config.dtype, torch.float32)
         empty = torch.empty(0, dtype=dtype, device=table._storage.device)
         grad: RowGrad = torch.Tensor._make_subclass(RowGrad, empty)
-        grad._table = table
+        grad._table, grad._n_cleared = table, table._grads.n_cleared
         return grad
+
+    def check(self) -> None:
+        """Raise if the gradient that this object stood for was dropped."""
+        if self._n_cleared != self._table._grads.n_cleared:
+            raise FlatbedError(
+                "this gradient of a table was dropped (zero_grad): read table.grad again, or keep values by "
+                "table.grad.clone() before"
+            )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,6 +55,7 @@ class RowGrad(Tensor):
         found: dict[int, RowGrad] = {}
 
         def values(grad: RowGrad) -> Tensor:
+            grad.check()
             packed = grad._table._row_grads(compact=name not in _ELEMENTWISE)
             found[id(packed.grads)] = grad
             return packed.grads

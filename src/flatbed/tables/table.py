@@ -113,6 +113,7 @@ class Table(TableParameter):
             self._grads.clear()  # ids that are still to be checked stay: a bad batch raises all the same
             return
         if isinstance(value, RowGrad) and value._table is self:  # table.grad *= 0.5 has taken effect
+            value.check()
             return
         if not isinstance(value, Tensor):
             raise TypeError(f"a table's gradient is set to None or to a tensor; found {value!r}")
@@ -325,10 +326,16 @@ class Table(TableParameter):
     def close(self, *, discard: bool = False) -> None:
         """Release memory and files. A disk table whose rows changed is checkpointed first.
 
-        ``discard=True`` drops changes since the last checkpoint instead. After `flatbed.save_checkpoint`, it
-        keeps the file at the folder's checkpoint. If the checkpoint fails, the table stays open.
+        ``discard=True`` drops changes since the last checkpoint instead. A table that was last saved by
+        `flatbed.save_checkpoint` raises if rows changed since: a checkpoint of its own would make that folder
+        unloadable. If the checkpoint fails, the table stays open.
         """
         if not discard and self._storage.has_unsaved_changes:
+            if self._storage.is_part_of_folder:
+                raise FlatbedError(
+                    f"rows of {self._storage.config.path} changed since flatbed.save_checkpoint: save again, "
+                    f"or call table.close(discard=True) to keep what the folder has"
+                )
             self.checkpoint()
         self._storage.close()
 

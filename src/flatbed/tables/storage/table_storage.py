@@ -273,6 +273,13 @@ class TableStorage:
         return n_cached + self._storage.unsaved_rows
 
     @property
+    def is_part_of_folder(self) -> bool:
+        """True if the file's last checkpoint belongs to a folder of `flatbed.save_checkpoint`."""
+        if self._storage is None or self.in_memory:
+            return False
+        return "token" in cast(DiskStorage, self._storage).meta
+
+    @property
     def has_unsaved_changes(self) -> bool:
         """True if rows of a file changed since its last checkpoint, or lost their state."""
         storage = self._storage
