@@ -309,23 +309,28 @@ class UserAdamax(torch.optim.Adamax):
     """A class that flatbed has no rule for."""
 
 
+TORCH_OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.Adam, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.ASGD, {}),
+    (UserAdamax, {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "by"),
     [
-        (torch.optim.Adam, {}),
-        (torch.optim.Adamax, {}),
-        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
-        (torch.optim.Rprop, {}),
-        (torch.optim.NAdam, {}),
-        (torch.optim.Adagrad, {}),
-        (torch.optim.ASGD, {}),
-        (UserAdamax, {}),
+        (kind, options, by)
+        for kind, options in TORCH_OPTIMIZERS
+        for by in ("from_torch", "rule")
+        if by == "from_torch" or hasattr(optim, kind.__name__)
     ],
 )
-@pytest.mark.parametrize("by", ["from_torch", "rule"])
 def test_training_continues_from_state_dicts_of_torch(kind: Any, options: dict[str, Any], by: str) -> None:
-    if by == "rule" and not hasattr(optim, kind.__name__):
-        pytest.skip("no rule of that name")
     theirs = nn.Embedding(6, 4)
     reference = kind(theirs.parameters(), lr=0.1, **options)
     factors = [torch.randn(6, 4) for _ in range(5)]
