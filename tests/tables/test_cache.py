@@ -22,11 +22,12 @@ from flatbed.kernels.cache import (
     probe,
     select_victims,
 )
-from flatbed.tables.cache import Cache, build, disk
-from flatbed.tables.cache.disk import DiskCache, Reservation
+from flatbed.tables.cache import host_index
+from flatbed.tables.cache.base import Cache, LookupBatch
 from flatbed.tables.cache.gpu import GpuCache
+from flatbed.tables.cache.host_index import HostIndexCache, Reservation
 from flatbed.tables.cache.write_behind import WriteThrough
-from flatbed.tables.lookup_batch import LookupBatch
+from flatbed.tables.factory import build_cache
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.memory import host_storage
 
@@ -40,28 +41,28 @@ def cache_of(where: str, n_rows: int, n_slots: int, policy: str = "lru") -> Cach
     storage = host_storage(RECORD, n_rows, device)
     assert storage.memory is not None
     storage.memory.copy_(torch.arange(n_rows)[:, None].expand(-1, RECORD.nbytes))  # modulo 256
-    return build(storage, n_slots, policy=policy, device=device)
+    return build_cache(storage, n_slots, policy=policy, device=device)
 
 
-def disk_cache_of(n_rows: int, n_slots: int, policy: str = "lru") -> DiskCache:
+def disk_cache_of(n_rows: int, n_slots: int, policy: str = "lru") -> HostIndexCache:
     cache = cache_of("cpu", n_rows, n_slots, policy)
     storage = cache.storage
-    return DiskCache(storage, n_slots, policy=policy, device=CPU, writer=WriteThrough(storage))
+    return HostIndexCache(storage, n_slots, policy=policy, device=CPU, writer=WriteThrough(storage))
 
 
 def admit(cache: Cache, rows: Any) -> None:
-    cache.admit(torch.as_tensor(rows, dtype=torch.int64, device=cache.record_device))
+    cache.admit(torch.as_tensor(rows, dtype=torch.int64, device=cache.device))
 
 
 def read(cache: Cache, rows: Any) -> Tensor:
-    rows = torch.as_tensor(rows, device=cache.index_device)
+    rows = torch.as_tensor(rows, device=cache.index.clock.device)
     if isinstance(cache, GpuCache):
         return ops.gather(cache.location, rows, RECORD.nbytes).cpu()
     return cache.gather(rows).cpu()
 
 
 def write(cache: Cache, rows: Any, records: Tensor) -> None:
-    rows = torch.as_tensor(rows, device=cache.index_device)
+    rows = torch.as_tensor(rows, device=cache.index.clock.device)
     if isinstance(cache, GpuCache):
         ops.scatter_(cache.location, rows, records.to(cache.device))
     else:
@@ -272,11 +273,11 @@ def test_empty_admissions_are_not_counted(kernel_device: str) -> None:
 # ---- reservations, index on the host
 
 
-def reserve(cache: DiskCache, rows: Any) -> Reservation | None:
+def reserve(cache: HostIndexCache, rows: Any) -> Reservation | None:
     return cache.reserve(torch.as_tensor(rows, dtype=torch.int64))
 
 
-def batch_of(cache: DiskCache, reservation: Reservation) -> LookupBatch:
+def batch_of(cache: HostIndexCache, reservation: Reservation) -> LookupBatch:
     found = cache.prefetch(reservation.rows, window=0, reservation=reservation)
     assert found is not None
     return LookupBatch(reservation.rows.shape, reservation.rows, found[0], cache, found[1])
@@ -375,9 +376,9 @@ class FailingStorage:
         self.storage.scatter_(ids, records)
 
 
-def failing(policy: str) -> tuple[DiskCache, Any]:
+def failing(policy: str) -> tuple[HostIndexCache, Any]:
     storage: Any = FailingStorage(disk_cache_of(40, 6).storage)
-    return DiskCache(storage, 6, policy=policy, device=CPU, writer=WriteThrough(storage)), storage
+    return HostIndexCache(storage, 6, policy=policy, device=CPU, writer=WriteThrough(storage)), storage
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
@@ -406,7 +407,7 @@ def test_admission_that_fails_changes_nothing(fails: str, policy: str) -> None:
 
 @pytest.mark.parametrize("method", ["flush", "drop"])
 def test_flush_that_fails_keeps_the_rows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "FLUSH_BYTES", 2 * RECORD.nbytes)
+    monkeypatch.setattr(host_index, "FLUSH_BYTES", 2 * RECORD.nbytes)
     cache, storage = failing("lru")
     admit(cache, range(6))
     new = torch.full((6, RECORD.nbytes), 77, dtype=torch.uint8)

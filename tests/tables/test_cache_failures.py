@@ -17,10 +17,10 @@ import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.kernels import cache as decisions
 from flatbed.tables.cache import write_behind
-from flatbed.tables.cache.disk import DiskCache
+from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.cache.host_index import HostIndexCache
 from flatbed.tables.cache.write_behind import HostCopies, PendingWrite
 from flatbed.tables.grads import RowGrads
-from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace
 from flatbed.tables.storage.disk.journal import Journal
@@ -215,7 +215,7 @@ def test_failed_write_raises_before_the_step(tmp_path: Path) -> None:
     emb.table.close(discard=True)
 
 
-def reserved(cache: DiskCache, rows: Tensor) -> LookupBatch | None:
+def reserved(cache: HostIndexCache, rows: Tensor) -> LookupBatch | None:
     """A prefetched batch of these rows."""
     reservation = cache.reserve(rows)
     found = cache.prefetch(rows, window=0, reservation=reservation)

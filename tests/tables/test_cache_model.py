@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 import flatbed
-from flatbed.tables.cache.disk import DiskCache
 from flatbed.tables.cache.gpu import GpuCache
+from flatbed.tables.cache.host_index import HostIndexCache
 from flatbed.tables.lookup import prepare_lookup
 from flatbed.tables.prefetch import RowPrefetch
 
@@ -251,7 +251,7 @@ class CacheMachine(RuleBasedStateMachine):
         """`slot_of_row` and `row_of_slot` are inverse to each other, and free slots are clean."""
         if not hasattr(self, "table") or self.cache is None:
             return
-        kind = GpuCache if self.interpreted and self.storage == "host" else DiskCache
+        kind = GpuCache if self.interpreted and self.storage == "host" else HostIndexCache
         assert type(self.cache) is kind
         index = self.cache.index
         slots = (index.row_of_slot >= 0).nonzero().flatten()
@@ -267,7 +267,7 @@ class CacheMachine(RuleBasedStateMachine):
     def every_row_is_what_it_should_be(self) -> None:
         if not hasattr(self, "table"):
             return
-        if isinstance(self.cache, DiskCache):
+        if isinstance(self.cache, HostIndexCache):
             self.cache.writer.finish()
         stored = self.store.ensure_layout().gather(torch.arange(self.n_rows))
         for row, expected in self.expected.items():

@@ -19,9 +19,9 @@ import flatbed.optim
 from flatbed.cuda.streams import stream_for
 from flatbed.data import Prefetcher
 from flatbed.kernels.dispatch import use_triton
-from flatbed.tables.cache import CacheStats
-from flatbed.tables.cache.disk import DiskCache
+from flatbed.tables.cache.base import CacheStats
 from flatbed.tables.cache.gpu import GpuCache
+from flatbed.tables.cache.host_index import HostIndexCache
 from flatbed.tables.prefetch import PrefetchRequest, RowPrefetch
 from tests.tables.tables import ALL_CASES, BY_NAME, everything
 
@@ -297,7 +297,7 @@ def test_kind_of_cache(storage: str, where: str, tmp_path: Path) -> None:
     emb = embedding(like(storage=storage), 5, where, tmp_path)
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     emb([1, 2]).sum().backward()
-    kind = GpuCache if storage == "host" and use_triton(torch.device(where)) else DiskCache
+    kind = GpuCache if storage == "host" and use_triton(torch.device(where)) else HostIndexCache
     assert type(emb.table._storage.cache) is kind
     optimizer.zero_grad()
 

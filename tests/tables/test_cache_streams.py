@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flatbed.kernels._triton import cache as kernels
 from flatbed.tables.cache import gpu
+from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.cache.gpu import GpuCache
-from flatbed.tables.lookup_batch import LookupBatch
 from tests.tables.test_cache import cache_of
 
 N_ROWS = 24
@@ -96,7 +96,7 @@ class Simulation:
         self.begun.append(batches)
 
     def use(self, batch: LookupBatch | None, rows: Tensor) -> None:
-        self.cache.location_for_update(batch)
+        self.cache.location_for(batch, update=True)
         self.issue(set(rows.tolist()))
 
     def conflicts(self) -> int:

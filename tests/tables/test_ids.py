@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import flatbed
-from flatbed.tables.deferred_checks import NO_ERROR
+from flatbed.tables.ids import NO_ERROR
 
 ROWS, DIM = 50, 6
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -191,11 +191,11 @@ def test_deferred_checks_do_not_accumulate() -> None:
 
     def look_up(position: int) -> None:
         table._raise_bad_ids(wait=False)
-        table._deferred_checks.add(ids, torch.tensor([position]))
+        table._deferred_checks.add(ids, torch.tensor([position]), n_rows=table.num_embeddings)
 
     for _ in range(10):
         look_up(NO_ERROR)
-    assert len(table._deferred_checks) == 1
+    assert len(table._deferred_checks.pending) == 1
     look_up(2)
     with pytest.raises(IndexError, match=r"id 50 at position \(1, 0\)"):
         look_up(NO_ERROR)

@@ -280,7 +280,7 @@ def test_dropping_gradients_hides_no_bad_ids(drop: str) -> None:
     """Ids on a GPU are checked by the step at the latest."""
     emb, optimizer = trained()
     before = emb.weight.detach().clone()
-    emb.table._deferred_checks.add(torch.tensor([1, 99]), torch.tensor([1]))
+    emb.table._deferred_checks.add(torch.tensor([1, 99]), torch.tensor([1]), n_rows=emb.num_embeddings)
     if drop == "optimizer":
         optimizer.zero_grad()
     elif drop == "module":
