@@ -178,10 +178,11 @@ class Table(TableParameter):
         State of another optimizer in memory is replaced. In a file, replacing it would lose what was saved.
         """
         store = self._storage
-        in_file = store.config.storage == "disk" and bool(store.record.state) and not store.relayout_pending
-        if self._storage.state_owned and not in_file:
+        has_file = store.config.storage == "disk" and store.is_allocated
+        in_file = has_file and bool(store.record.state) and not store.relayout_pending
+        if store.state_owned and not in_file:
             return
-        kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (self._storage.record.state, state)]
+        kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (store.record.state, state)]
         if kinds[0] != kinds[1]:
             found = ", ".join(name for name, *_ in kinds[0])
             wanted = ", ".join(name for name, *_ in kinds[1]) or "none"
