@@ -15,8 +15,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from flatbed import optim  # noqa: E402
-from flatbed.kernels._triton import step  # noqa: E402
+from flatbed.kernels._triton.coefficients import prepare_kernel  # noqa: E402
 from flatbed.kernels._triton.launch import element  # noqa: E402
+from flatbed.kernels._triton.step import update_kernel  # noqa: E402
 
 POINTERS = {
     **dict.fromkeys(("table_ptr", "grads_ptr"), "*i64"),
@@ -44,7 +45,7 @@ def main(names: list[str]) -> None:
             continue
         rule = getattr(optim, name)._rule
         update = ptx(
-            step.update,
+            update_kernel,
             RULE=element(rule.update),
             HAS=(1 << len(rule.state)) - 1,
             **dict.fromkeys(("PARAM_TYPE", "GRAD_TYPE", "STATE_TYPE", "COMPUTE"), tl.float32),
@@ -53,7 +54,7 @@ def main(names: list[str]) -> None:
             BLOCK=512,
         )
         ptx(
-            step.prepare,
+            prepare_kernel,
             RULE=element(rule.prepare),
             N_SCALARS=len(rule.scalars),
             N_COEFFICIENTS=rule.n_coefficients,

@@ -16,7 +16,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from flatbed import optim  # noqa: E402
-from flatbed.kernels._triton import cache_kernels, row_kernels  # noqa: E402
+from flatbed.kernels._triton import cache as cache_kernels  # noqa: E402
+from flatbed.kernels._triton import row_step  # noqa: E402
+from flatbed.kernels._triton import rows as row_kernels  # noqa: E402
 from flatbed.kernels._triton.launch import element  # noqa: E402
 from flatbed.kernels._triton.rows import power  # noqa: E402
 
@@ -51,7 +53,7 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
     at = [-(-dim * nbytes // 16) * 16 + i * -(-size // 16) * 16 for i in range(len(rule.state) + 2)]
     state = (*at[: len(rule.state)], 0, 0, 0, 0)[:4]
     ptx(
-        row_kernels.step,
+        row_step.step_rows_kernel,
         {
             "grads_ptr": "*fp64" if weight == tl.float64 else "*fp32",
             "weights_ptr": "*" + {"bfloat16": "bf16"}.get(weight.name, weight.name),
@@ -80,31 +82,31 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
 
 def others() -> None:
     for keys, ticks in (("*i64", False), ("*i32", True)):
-        ptx(row_kernels.heads, {"sorted_ptr": keys, **COUNTS}, TICKS=ticks, BLOCK=1024)
-        ptx(row_kernels.mark, {"sorted_ptr": keys, "lead": "i64", **COUNTS}, CHECKED=False, BLOCK=1024)
-    ptx(row_kernels.narrow, {"keys_ptr": "*i32"}, BLOCK=1024)
+        ptx(row_kernels.heads_kernel, {"sorted_ptr": keys, **COUNTS}, TICKS=ticks, BLOCK=1024)
+        ptx(row_kernels.mark_kernel, {"sorted_ptr": keys, "lead": "i64", **COUNTS}, CHECKED=False, BLOCK=1024)
+    ptx(row_kernels.narrow_kernel, {"keys_ptr": "*i32"}, BLOCK=1024)
     for kind, wide in (("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)):
         sums = "*fp64" if wide == tl.float64 else "*fp32"
         changed = {"grads_ptr": kind, "sums_ptr": sums, "values_ptr": sums}
-        ptx(row_kernels.squares, changed, BLOCK=1024)
+        ptx(row_kernels.squares_kernel, changed, BLOCK=1024)
         changed |= {"partials_ptr": sums, "rank_ptr": "*i32"}
         chunks = {"CHUNK": 64, "DIM": 48, "COLUMNS": 64, "AT_ONCE": 8}
-        ptx(row_kernels.segment_sum, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)
-        ptx(row_kernels.sum_chunks, changed, **chunks)
+        ptx(row_kernels.segment_sum_kernel, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)
+        ptx(row_kernels.sum_chunks_kernel, changed, **chunks)
     for home in (True, False):
         for cached in (True, False):
             shape = {"STRIDE": 1536, "WORDS": 192, "COLUMNS": 256, "ROWS": 4}
-            ptx(row_kernels.move, HOME=home, CACHED=cached, **shape)
+            ptx(row_kernels.move_kernel, HOME=home, CACHED=cached, **shape)
 
 
 def cache() -> None:
     maps = {"slot_of_row_ptr": "*i32", "dirty_ptr": "*i32", "frequency_ptr": "*fp32", "ageing": "fp32"}
     maps |= {"n_missing_ptr": "*i32"}
     for by_frequency in (True, False):
-        ptx(cache_kernels.probe, maps, FREQUENCY=by_frequency, BLOCK=512)
+        ptx(cache_kernels.probe_kernel, maps, FREQUENCY=by_frequency, BLOCK=512)
         for direct in (True, False):
             ptx(
-                cache_kernels.select_victims,
+                cache_kernels.select_victims_kernel,
                 maps,
                 DIRECT=direct,
                 FREQUENCY=by_frequency,
@@ -113,12 +115,12 @@ def cache() -> None:
             )
     for words, columns in ((192, 256), (192, 64), (2, 2), (576, 256)):
         shape = {"STRIDE": 8 * words, "WORDS": words, "COLUMNS": columns, "ROWS": 4}
-        ptx(cache_kernels.fill_and_write_back, maps, **shape)
-        ptx(cache_kernels.flush, maps, **shape)
+        ptx(cache_kernels.fill_and_write_back_kernel, maps, **shape)
+        ptx(cache_kernels.flush_kernel, maps, **shape)
     for keys in ("*i32", "*i64"):
         shape = {"STRIDE": 1536, "DIM": 48, "COLUMNS": 64, "ROWS": 16}
         changed = {**maps, "ids_ptr": keys, "out_ptr": "*bf16"}
-        ptx(cache_kernels.lookup, changed, TYPE=tl.bfloat16, **shape)
+        ptx(cache_kernels.lookup_kernel, changed, TYPE=tl.bfloat16, **shape)
 
 
 EVEN = (128, tl.float32, False), (48, tl.bfloat16, True), (48, tl.float64, False)

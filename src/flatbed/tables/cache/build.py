@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels import use_triton
 from flatbed.kernels.records import RecordLocation
 from flatbed.tables.cache.disk import DiskCache
 from flatbed.tables.cache.gpu import GpuCache
