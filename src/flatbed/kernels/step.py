@@ -270,16 +270,6 @@ class Bucket:
     fused: bool
     slots: list[int]
     scalars: Tensor
-    chunks: dict[tuple[int, ...], list[BucketChunk]] = field(default_factory=dict)  # by slots with gradients
-
-
-@dataclass(slots=True)
-class BucketChunk:
-    """The slots of a bucket that are updated by one call."""
-
-    slots: list[int]
-    params: list[Tensor]
-    state: dict[str, list[Tensor]]
 
 
 class TorchStepper:
@@ -306,9 +296,8 @@ class TorchStepper:
         for i, slot in enumerate(self.slots):
             dtypes = slot.param.dtype, slot.grad_dtype, slot.state_dtype
             wide = len(set(dtypes)) > 1 or slot.master is not None
-            fused = (
-                self.rule.fused is not None and self.device.type == "cpu" and (wide or is_whole(slot.param))
-            )
+            is_dense_cpu = self.device.type == "cpu" and (wide or is_whole(slot.param))
+            fused = self.rule.fused is not None and is_dense_cpu
             kinds.setdefault((slot.group, wide, fused, *dtypes, tuple(slot.state)), []).append(i)
         buckets = []
         for (group, wide, fused, *_), held in kinds.items():
@@ -349,9 +338,8 @@ class TorchStepper:
         if not skip:
             scale = None if scaling is None else scaling.scale
             for bucket in self._buckets:
-                self._update_bucket(
-                    bucket, Update(self.rule, self.groups[bucket.group], bucket.fused, scale, factor), options
-                )
+                update = Update(self.rule, self.groups[bucket.group], bucket.fused, scale, factor)
+                self._update_bucket(bucket, update, options)
             if options.ema_decay is not None:
                 self._average(options.ema_decay)
         self._grads = []
@@ -366,47 +354,44 @@ class TorchStepper:
         at_once = bucket.fused and not (wide or update.changes_grads)
         for columns, scalars in _equal_columns(bucket.scalars, present):
             after = scalars
-            for chunk in self._chunks(bucket, columns, at_once):
+            for chunk in self._chunks([bucket.slots[column] for column in columns], at_once):
                 tensors = self._tensors(chunk, wide, copied=update.changes_grads)
                 after = update(tensors, scalars)
                 if wide:
                     self._copy_back(chunk, tensors, options)
-            _write(bucket.scalars, columns, after)
+            for line, value in zip(bucket.scalars, after, strict=True):
+                if len(columns) == len(line):
+                    line.fill_(value)
+                else:
+                    line[columns] = value
 
-    def _chunks(self, bucket: Bucket, columns: list[int], at_once: bool) -> list[BucketChunk]:
-        key = (at_once, *columns)
-        chunks = bucket.chunks.get(key)
-        if chunks is None:
-            if len(bucket.chunks) >= 16:
-                bucket.chunks.clear()
-            parts: list[list[int]] = [[]]
-            nbytes = 0
-            for column in columns:
-                i = bucket.slots[column]
-                if nbytes + self.slots[i].param.nbytes > CHUNK_BYTES and parts[-1] and not at_once:
-                    parts.append([])
-                    nbytes = 0
-                parts[-1].append(i)
-                nbytes += self.slots[i].param.nbytes
-            chunks = bucket.chunks[key] = [self._chunk(part) for part in parts]
-        return chunks
+    def _chunks(self, indices: list[int], at_once: bool) -> Iterator[list[int]]:
+        """Divide slots into those that one call updates."""
+        chunk: list[int] = []
+        nbytes = 0
+        for i in indices:
+            size = self.slots[i].param.nbytes
+            if chunk and nbytes + size > CHUNK_BYTES and not at_once:
+                yield chunk
+                chunk, nbytes = [], 0
+            chunk.append(i)
+            nbytes += size
+        yield chunk
 
-    def _chunk(self, indices: list[int]) -> BucketChunk:
-        slots = [self.slots[i] for i in indices]
+    def _tensors(self, chunk: list[int], wide: bool, *, copied: bool) -> Tensors:
+        slots = [self.slots[i] for i in chunk]
+        params = [slot.param for slot in slots]
+        grads: list[Tensor] = [self._grads[i] for i in chunk]  # type: ignore[misc]
         state = {name: [slot.state[name] for slot in slots] for name in slots[0].state}
-        return BucketChunk(indices, [slot.param for slot in slots], state)
-
-    def _tensors(self, chunk: BucketChunk, wide: bool, *, copied: bool) -> Tensors:
-        params, state = chunk.params, chunk.state
-        grads: list[Tensor] = [self._grads[i] for i in chunk.slots]  # type: ignore[misc]
         if wide:
             dtype = torch.promote_types(params[0].dtype, torch.float32)
-            slots = [self.slots[i] for i in chunk.slots]
-            params = [_wide(slot.param, dtype) if slot.master is None else slot.master for slot in slots]
+            params = [
+                slot.param.to(dtype, copy=True) if slot.master is None else slot.master for slot in slots
+            ]
             grads = [grad.to(dtype, copy=True) for grad in grads]
             state = {name: [tensor.to(dtype) for tensor in held] for name, held in state.items()}
         elif copied:
-            grads = self._copied(chunk.slots, grads)
+            grads = self._copied(chunk, grads)
         return Tensors(params, grads, state)
 
     def _copied(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
@@ -427,8 +412,8 @@ class TorchStepper:
         torch._foreach_copy_(copies, grads)
         return copies
 
-    def _copy_back(self, chunk: BucketChunk, tensors: Tensors, options: StepOptions) -> None:
-        for column, i in enumerate(chunk.slots):
+    def _copy_back(self, chunk: list[int], tensors: Tensors, options: StepOptions) -> None:
+        for column, i in enumerate(chunk):
             slot, value = self.slots[i], tensors.params[column]
             seed = int(self.step_stats[STEPS]) * 1_000_003 + i
             if options.stochastic_rounding and slot.param.dtype == torch.bfloat16 and slot.master is None:
@@ -445,9 +430,8 @@ class TorchStepper:
         slots = [slot for slot in self.slots if slot.ema is not None]
         values = [slot.param if slot.master is None else slot.master for slot in slots]
         averages: list[Tensor] = [slot.ema for slot in slots]  # type: ignore[misc]
-        torch._foreach_lerp_(
-            averages, [v.to(a.dtype) for v, a in zip(values, averages, strict=True)], 1.0 - decay
-        )
+        values = [value.to(average.dtype) for value, average in zip(values, averages, strict=True)]
+        torch._foreach_lerp_(averages, values, 1.0 - decay)
 
 
 def _equal_columns(scalars: Tensor, columns: list[int]) -> list[tuple[list[int], Scalars]]:
@@ -461,16 +445,3 @@ def _equal_columns(scalars: Tensor, columns: list[int]) -> list[tuple[list[int],
     for column in columns:
         alike.setdefault(tuple(line[column] for line in lines), []).append(column)
     return [(held, key) for key, held in alike.items()]
-
-
-def _write(scalars: Tensor, columns: list[int], values: Scalars) -> None:
-    for line, value in zip(scalars, values, strict=True):
-        if len(columns) == len(line):
-            line.fill_(value)
-        else:
-            line[columns] = value
-
-
-def _wide(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """A dense copy."""
-    return param.to(dtype) if param.dtype != dtype else param.clone()

@@ -61,7 +61,7 @@ def heads_kernel(
 @triton.jit(do_not_specialize=["n", "n_rows", "lead", "n_blocks"])
 def mark_kernel(
     sorted_ptr, order_ptr, counts_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, bad_ptr,
-    n, n_rows, lead, n_blocks, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
+    n, n_rows, lead, n_blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the unique rows of sorted keys; `counts_ptr` holds how many runs begin in each block."""
     block = tl.program_id(0)
@@ -87,16 +87,15 @@ def mark_kernel(
     beyond = i >= n_distinct  # the outputs have an entry for every id
     tl.store(rows_ptr + i, tl.full([BLOCK], -1, tl.int64), mask=valid & beyond)
     tl.store(starts_ptr + i, tl.zeros([BLOCK], tl.int64) + n, mask=(i <= n) & beyond)
-    if not CHECKED:
-        wrong = valid & (known == 0) & (key != lead)
-        place = tl.min(tl.where(wrong, at, 0x7FFFFFFFFFFFFFFF), 0)
-        if place != 0x7FFFFFFFFFFFFFFF:
-            tl.atomic_min(bad_ptr, place)
+    wrong = valid & (known == 0) & (key != lead)
+    position = tl.min(tl.where(wrong, at, 0x7FFFFFFFFFFFFFFF), 0)
+    if position != 0x7FFFFFFFFFFFFFFF:
+        tl.atomic_min(bad_ptr, position)
 
 
 _NARROW = Kernel(narrow_kernel, BLOCK)
 _HEADS = [Kernel(heads_kernel, advances_clock, BLOCK) for advances_clock in (False, True)]
-_MARK = Kernel(mark_kernel, False, BLOCK)
+_MARK = Kernel(mark_kernel, BLOCK)
 
 
 def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
