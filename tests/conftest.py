@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
         import triton.language  # noqa: F401
 
         import flatbed.kernels._triton.cache
-        import flatbed.kernels._triton.row_stepper  # noqa: F401
+        import flatbed.kernels._triton.row_step  # noqa: F401
     del os.environ["TRITON_INTERPRET"]
 
 from flatbed.cuda import streams

@@ -103,9 +103,7 @@ class Rule:
     def has(self, group: Group) -> int:
         """Which tensors of state a group's parameters have, as bits."""
         return sum(
-            1 << bit
-            for bit, option in enumerate(self.state.values())
-            if option is None or hyperparameter(group, option) > 0
+            1 << bit for bit, option in enumerate(self.state.values()) if option is None or group[option] > 0
         )
 
     def state_names(self, group: Group) -> tuple[str, ...]:
@@ -120,17 +118,10 @@ class Rule:
         return tuple(
             name
             for name, option in self.row_scalars.items()
-            if (option is None or hyperparameter(group, option) != 0) and (self.has(group) or not self.state)
+            if (option is None or group[option] != 0) and (self.has(group) or not self.state)
         )
 
     def first_value(self, group: Group, name: str) -> float:
         """The value of a tensor or scalar of state before the first step."""
         value = self.initial.get(name, 0.0)
-        return hyperparameter(group, value) if isinstance(value, str) else value
-
-
-def hyperparameter(group: Group, name: str) -> Any:
-    """A group's hyperparameter: a number, or a tensor of one."""
-    if name in ("beta1", "beta2"):
-        return group["betas"][name == "beta2"]
-    return group[name]
+        return group[value] if isinstance(value, str) else value

@@ -18,7 +18,7 @@ import flatbed
 import flatbed.optim
 from flatbed.cuda.streams import stream_for
 from flatbed.data import Prefetcher
-from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels import use_triton
 from flatbed.tables.cache.base import CacheStats
 from flatbed.tables.cache.gpu import GpuCache
 from flatbed.tables.cache.host_index import HostIndexCache

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flatbed.cuda import driver as cuda_driver
-from flatbed.cuda.driver import Driver, DriverError
+from flatbed.cuda.driver import DriverError
 from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 
@@ -89,7 +89,10 @@ def allocate(nbytes: int, *, device: torch.device, kind: str | None = None) -> H
     reasons: list[str] = []
     for attempt in KINDS if kind is None else (kind,):
         try:
-            memory = _addressable(attempt, nbytes, gpu, limit) if attempt != "pageable" else _zeros(nbytes)
+            if attempt == "managed":
+                memory = _managed(nbytes, gpu, limit)
+            else:
+                memory = _registered(nbytes, gpu) if attempt == "registered" else _zeros(nbytes)
         except DriverError as error:
             reasons.append(f"{attempt}: {error}")
             continue
@@ -178,15 +181,9 @@ _postponed: list[Callable[[], object]] = []  # calls that free memory, for when 
 _has_warned = False
 
 
-def _addressable(kind: str, nbytes: int, gpu: int, limit: str | None) -> Tensor:
-    driver = cuda_driver.driver()
-    if kind == "managed":
-        return _managed(nbytes, gpu, driver=driver, limit=limit)
-    return _registered(nbytes, gpu, driver=driver)
-
-
-def _managed(nbytes: int, gpu: int, *, driver: Driver, limit: str | None) -> Tensor:
+def _managed(nbytes: int, gpu: int, limit: str | None) -> Tensor:
     """Allocate pages on the host that the GPU maps: the fastest for random rows."""
+    driver = cuda_driver.driver()
     if not driver.can_manage(gpu):
         raise DriverError("this GPU and the CPU cannot use managed memory at the same time")
     size = -(-max(nbytes, 1) // HUGE_PAGE) * HUGE_PAGE
@@ -213,8 +210,9 @@ def _managed(nbytes: int, gpu: int, *, driver: Driver, limit: str | None) -> Ten
     return memory
 
 
-def _registered(nbytes: int, gpu: int, *, driver: Driver) -> Tensor:
+def _registered(nbytes: int, gpu: int) -> Tensor:
     """Allocate memory and pin it."""
+    driver = cuda_driver.driver()
     if not driver.can_register(gpu):
         raise DriverError("this GPU sees registered memory under other addresses")
     address, size, unmap = _map(nbytes)

@@ -115,8 +115,13 @@ def distinct_stream(device: torch.device, handles: set[int], *, priority: int = 
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return True if the current stream is capturing a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Return True if the current stream of this device is capturing a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    if device.index in (None, torch._C._cuda_getDevice()):
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def relax_capture() -> None:

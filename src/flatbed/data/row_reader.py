@@ -19,7 +19,7 @@ from flatbed.data.lookups import common_device
 from flatbed.data.staging import CopyStream, StagingRing, ring_for
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
-from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels import use_triton
 from flatbed.kernels.records import RecordLocation
 from flatbed.tables.ids import as_ids, check_range, to_device
 

@@ -34,6 +34,8 @@ class CacheIndex:
         self.policy = policy
         self.n_slots = n_slots
         self.direct = n_slots >= n_rows
+        self.ageing = 1.0 / (HALF_LIFE * n_slots)
+        """How far a miss moves the time in which uses age; one half-life is 1."""
         self.hand = 0
         """The next slot to compare, for an index on the host."""
         self.slot_of_row = torch.full((n_rows,), -1, dtype=torch.int32, device=device)
@@ -51,11 +53,6 @@ class CacheIndex:
         self.stamp.fill_(FREE)
         self.frequency.fill_(-torch.inf)
         self.dirty.zero_()
-
-    @property
-    def ageing(self) -> float:
-        """How far a miss moves the time in which uses age; one half-life is 1."""
-        return 1.0 / (HALF_LIFE * self.n_slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,31 +27,30 @@ class UniqueRows:
     """For every element of `order`, the position of its row in `rows`."""
 
 
-@dataclass(frozen=True, slots=True)
 class RecordLocation:
-    """Where the records of rows are, (n, record) of uint8: in a cache, otherwise in storage."""
+    """Where the records of rows are, (n, record) of uint8: in a cache, otherwise in storage.
 
-    memory: Tensor | None
-    """The storage: on the computing device, or on the host where its kernels reach it. None if they do not:
-    then kernels are given cached rows only."""
-    cached: Tensor | None = None
-    slot_of_row: Tensor | None = None
-    """The slot of each row in the cache; -1 for rows in storage only."""
-    dirty: Tensor | None = None
-    """For each slot, 1 if its record has changed since it was read from storage."""
+    - `memory`: the storage, on the computing device or on the host where its kernels reach it. None if they
+      do not: then kernels are given cached rows only.
+    - `cached`: the records in the cache. `slot_of_row` has the slot of each row; -1 for rows in storage only.
+      `dirty` is 1 for each slot whose record has changed since it was read from storage.
+    """
 
-    @property
-    def stride(self) -> int:
-        """The distance between two records in bytes."""
-        held = self.memory if self.cached is None else self.cached
+    def __init__(
+        self,
+        memory: Tensor | None,
+        cached: Tensor | None = None,
+        slot_of_row: Tensor | None = None,
+        dirty: Tensor | None = None,
+    ) -> None:
+        self.memory, self.cached, self.slot_of_row, self.dirty = memory, cached, slot_of_row, dirty
+        held = memory if cached is None else cached
         assert held is not None
-        return held.stride(0)
-
-    @property
-    def near(self) -> bool:
+        self.stride = held.stride(0)
+        """The distance between two records in bytes."""
+        self.is_near = held.is_cuda
         """True if most accesses are to the computing device's own memory."""
-        held = self.memory if self.cached is None else self.cached
-        return held is not None and held.is_cuda
+        self.addresses = tuple(0 if part is None else part.data_ptr() for part in (memory, cached))
 
 
 def sentinel_of(keys: Tensor) -> int:

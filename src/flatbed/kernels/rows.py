@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels import use_triton
 from flatbed.kernels.records import NONE, RecordLocation, UniqueRows, sentinel_of
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)

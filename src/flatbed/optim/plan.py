@@ -13,9 +13,8 @@ from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import use_triton
-from flatbed.kernels.reference import TorchStepper
-from flatbed.kernels.step import STEPS, DenseStepper, Grads, ParamSlot, stride_of
+from flatbed.kernels import use_triton
+from flatbed.kernels.step import STEPS, DenseStepper, Grads, ParamSlot, TorchStepper, stride_of
 from flatbed.optim.master_weights import MasterWeights
 from flatbed.optim.state_builder import Groups, OptimizerSpec, build_slots, publish_state
 from flatbed.rule import Rule
@@ -228,7 +227,7 @@ def build_plan(
 
 def _stepper_class(rule: Rule, device: torch.device) -> Callable[..., DenseStepper]:
     if rule.update is not None and use_triton(device):
-        from flatbed.kernels._triton.stepper import TritonStepper
+        from flatbed.kernels._triton.step import TritonStepper
 
         return TritonStepper
     return TorchStepper

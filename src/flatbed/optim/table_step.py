@@ -13,10 +13,9 @@ from torch import Tensor
 from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels import use_triton
 from flatbed.kernels.records import RecordLocation
-from flatbed.kernels.reference import Update, begin_step, update_rows
-from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions
+from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions, Update, begin_step, update_rows
 from flatbed.optim.state_builder import LOW, Groups, OptimizerSpec, named_tables
 from flatbed.rule import Group, Rule
 from flatbed.tables.grads import RowGrads, compacted
@@ -24,7 +23,7 @@ from flatbed.tables.record import Field
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:
-    from flatbed.kernels._triton.row_stepper import TableLayout, TritonRows
+    from flatbed.kernels._triton.row_step import TableLayout, TritonRows
     from flatbed.optim.plan import StepStats
 
 CHUNK_BYTES = 4 << 20  # of weights: temporaries of an update should stay in the CPU's caches
@@ -238,7 +237,7 @@ class TableStepper:
             _check_fields(rule, slot, groups[slot.group])
         self._kernels: TritonRows | None = None
         if rule.update is not None and use_triton(self.device):
-            from flatbed.kernels._triton.row_stepper import TritonRows
+            from flatbed.kernels._triton.row_step import TritonRows
 
             layouts = [_table_layout(rule, slot, groups[slot.group]) for slot in slots]
             self._kernels = TritonRows(rule, groups, layouts, step_stats)
@@ -307,7 +306,7 @@ def _check_fields(rule: Rule, slot: TableSlot, group: Group) -> None:
 
 
 def _table_layout(rule: Rule, slot: TableSlot, group: Group) -> TableLayout:
-    from flatbed.kernels._triton.row_stepper import TableLayout
+    from flatbed.kernels._triton.row_step import TableLayout
 
     record = slot.table._storage.record
     names = [name for name in rule.state if name in record]

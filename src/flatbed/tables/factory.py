@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels import use_triton
 from flatbed.kernels.records import RecordLocation
 from flatbed.tables import initializers
 from flatbed.tables.cache.base import Cache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels import use_triton
 from flatbed.kernels.records import NONE, UniqueRows, sentinel_of
 from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch

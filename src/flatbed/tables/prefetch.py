@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing, stream_for
 from flatbed.errors import FlatbedError
-from flatbed.kernels.dispatch import use_triton
+from flatbed.kernels import use_triton
 from flatbed.kernels.rows import to_int32_keys
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.cache.host_index import HostIndexCache, Reservation

@@ -1,4 +1,4 @@
-"""Launches of the GPU cache's kernels."""
+"""Kernels of the GPU cache and their launches: probe, select victims, move records both ways in one pass."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from flatbed.kernels._triton import cache_kernels
-from flatbed.kernels._triton.launch import TYPES, Bound
-from flatbed.kernels._triton.rows import WRITERS, addresses, power, tile, unique
+from flatbed.kernels._triton.launch import TYPES, Kernel
+from flatbed.kernels._triton.rows import WRITERS, field, power, tile, unique
 from flatbed.kernels.cache import ROUNDS, CacheIndex
 from flatbed.kernels.records import RecordLocation, UniqueRows
 
@@ -18,16 +19,206 @@ MOVERS = 96  # programs at most, for both ways over the bus at once; one record 
 PROBE, SELECT = 512, 128  # rows per program
 
 
-class AdmitScratch:
-    """Temporary memory of one admission, and the clock that the admission advances."""
+@triton.jit
+def add_use(frequency, now):
+    """Add one use to a decayed count: log2(2**frequency + 2**now). Time is counted in misses."""
+    more = tl.maximum(frequency, now)
+    return more + tl.log2(1.0 + tl.exp2(-tl.abs(frequency - now)))
 
-    def __init__(self, index: CacheIndex, n: int) -> None:
-        device = index.clock.device
-        self.clock = index.clock
-        self.n_missing = torch.empty(1, dtype=torch.int32, device=device)
-        self.missing, self.slots, self.victims = (
-            torch.empty(n, dtype=torch.int64, device=device) for _ in range(3)
-        )
+
+@triton.jit(do_not_specialize=["n", "n_rows", "ageing"])
+def probe_kernel(
+    rows_ptr, missing_ptr, n_missing_ptr, slot_of_row_ptr, stamp_ptr, frequency_ptr, clock_ptr, counts_ptr,
+    n, n_rows, ageing, FREQUENCY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stamp the slots of cached rows and list the missing rows."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + i, mask=i < n, other=-1)
+    known = (row >= 0) & (row < n_rows)
+    slot = tl.load(slot_of_row_ptr + row, mask=known, other=-1)
+    hit = known & (slot >= 0)
+    tick = tl.load(clock_ptr)
+    tl.store(stamp_ptr + slot, tl.zeros([BLOCK], tl.int64) + tick, mask=hit)
+    if FREQUENCY:
+        frequency = tl.load(frequency_ptr + slot, mask=hit, other=0.0)
+        now = tl.load(counts_ptr + 1).to(tl.float32) * ageing
+        tl.store(frequency_ptr + slot, add_use(frequency, now), mask=hit)
+    miss = known & (slot < 0)
+    n_here = tl.sum(miss.to(tl.int32), 0)
+    n_hits = tl.sum(hit.to(tl.int32), 0)
+    if n_hits > 0:
+        tl.atomic_add(counts_ptr, n_hits.to(tl.int64))
+    if n_here > 0:
+        first = tl.atomic_add(n_missing_ptr, n_here)
+        tl.atomic_add(counts_ptr + 1, n_here.to(tl.int64))
+        at = first + tl.cumsum(miss.to(tl.int32), 0) - 1
+        tl.store(missing_ptr + at, row, mask=miss)
+
+
+@triton.jit
+def sample_victim(
+    best, least, offset, tick, floor, open_, n_slots, stamp_ptr, frequency_ptr, FREQUENCY: tl.constexpr,
+):  # fmt: skip
+    """Return the slot with the lowest score of four random ones and the best so far; -1 if all are kept."""
+    drawn = tl.randint4x(tick, offset)
+    for k in tl.static_range(4):
+        slot = (drawn[k].to(tl.uint32, bitcast=True).to(tl.int64)) % n_slots
+        stamp = tl.load(stamp_ptr + slot, mask=open_, other=0)
+        if FREQUENCY:
+            score = tl.load(frequency_ptr + slot, mask=open_, other=0.0)
+        else:
+            score = stamp
+        better = open_ & (stamp < floor) & (score < least)
+        best = tl.where(better, slot, best)
+        least = tl.where(better, score, least)
+    return best, least
+
+
+@triton.jit(do_not_specialize=["window", "n_slots", "ageing"])
+def select_victims_kernel(
+    missing_ptr, n_missing_ptr, slots_ptr, victims_ptr,
+    slot_of_row_ptr, row_of_slot_ptr, stamp_ptr, frequency_ptr, dirty_ptr, clock_ptr, counts_ptr,
+    window, n_slots, ageing,
+    DIRECT: tl.constexpr, FREQUENCY: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Give each missing row a slot, and list the changed rows that these slots held.
+
+    Slots of this batch carry the current tick; those of the last `window` admissions carry a tick that is at
+    most `window` older. Both are kept. The program that raises a slot's stamp first owns the slot. A row
+    gets the slot -1, and stays in storage, if every slot is kept.
+    """
+    first = tl.program_id(0) * BLOCK
+    n = tl.load(n_missing_ptr)
+    if first < n:
+        i = first + tl.arange(0, BLOCK)
+        open_ = i < n
+        row = tl.load(missing_ptr + i, mask=open_, other=0)
+        tick = tl.load(clock_ptr)
+        now = tl.load(counts_ptr + 1).to(tl.float32) * ageing
+        floor = tick - window
+        slot = tl.zeros([BLOCK], tl.int64) - 1
+        if DIRECT:  # every row has its own slot
+            slot = tl.where(open_, row, slot)
+            tl.store(stamp_ptr + slot, tl.zeros([BLOCK], tl.int64) + tick, mask=open_)
+            open_ = open_ & (i < 0)
+        if FREQUENCY:
+            none = tl.full([BLOCK], float("inf"), tl.float32)
+        else:
+            none = tl.full([BLOCK], 0x7FFFFFFFFFFFFFFF, tl.int64)
+        turn = 0
+        left = tl.sum(open_.to(tl.int32), 0)
+        while (left > 0) & (turn < ROUNDS):
+            best = tl.zeros([BLOCK], tl.int64) - 1
+            least = none
+            offset = row * (2 * ROUNDS) + 2 * turn
+            for half in tl.static_range(2):
+                best, least = sample_victim(
+                    best, least, offset + half, tick, floor, open_,
+                    n_slots, stamp_ptr, frequency_ptr, FREQUENCY,
+                )  # fmt: skip
+            wanted = open_ & (best >= 0)
+            before = tl.atomic_max(stamp_ptr + best, tl.zeros([BLOCK], tl.int64) + tick, mask=wanted)
+            won = wanted & (before < floor)
+            slot = tl.where(won, best, slot)
+            open_ = open_ & (won == 0)
+            left = tl.sum(open_.to(tl.int32), 0)
+            turn += 1
+        at = tl.zeros([], tl.int64)
+        while (left > 0) & (at < n_slots):  # nearly all slots are kept: try every one
+            best = (row + at) % n_slots
+            stamp = tl.load(stamp_ptr + best, mask=open_, other=0)
+            wanted = open_ & (stamp < floor)
+            before = tl.atomic_max(stamp_ptr + best, tl.zeros([BLOCK], tl.int64) + tick, mask=wanted)
+            won = wanted & (before < floor)
+            slot = tl.where(won, best, slot)
+            open_ = open_ & (won == 0)
+            left = tl.sum(open_.to(tl.int32), 0)
+            at += 1
+        taken = (i < n) & (slot >= 0)
+        old = tl.load(row_of_slot_ptr + slot, mask=taken, other=-1)
+        dirty = tl.load(dirty_ptr + slot, mask=taken, other=0)
+        gone = taken & (old >= 0)
+        if not DIRECT:
+            tl.store(slot_of_row_ptr + old, tl.zeros([BLOCK], tl.int32) - 1, mask=gone)
+        tl.store(slot_of_row_ptr + row, slot.to(tl.int32), mask=taken)
+        tl.store(row_of_slot_ptr + slot, row, mask=taken)
+        tl.store(dirty_ptr + slot, tl.zeros([BLOCK], tl.int32), mask=taken)
+        if FREQUENCY:
+            tl.store(frequency_ptr + slot, tl.zeros([BLOCK], tl.float32) + now, mask=taken)
+        written = gone & (dirty != 0)
+        tl.store(slots_ptr + i, slot, mask=i < n)
+        tl.store(victims_ptr + i, tl.where(written, old, -1), mask=i < n)
+        n_gone = tl.sum(gone.to(tl.int32), 0)
+        n_written = tl.sum(written.to(tl.int32), 0)
+        n_over = tl.sum(((i < n) & (slot < 0)).to(tl.int32), 0)
+        if n_gone > 0:
+            tl.atomic_add(counts_ptr + 2, n_gone.to(tl.int64))
+        if n_written > 0:
+            tl.atomic_add(counts_ptr + 3, n_written.to(tl.int64))
+        if n_over > 0:
+            tl.atomic_add(counts_ptr + 4, n_over.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["memory", "cached"])
+def fill_and_write_back_kernel(
+    memory, cached, missing_ptr, slots_ptr, victims_ptr, n_missing_ptr,
+    STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Read each missing record from storage and write back the record that it replaces; a word is 8 bytes."""
+    n = tl.load(n_missing_ptr)
+    column = tl.arange(0, COLUMNS)[None, :]
+    for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
+        i = (first + tl.arange(0, ROWS))[:, None]
+        row = tl.load(missing_ptr + i, mask=i < n, other=0)
+        slot = tl.load(slots_ptr + i, mask=i < n, other=-1)
+        victim = tl.load(victims_ptr + i, mask=i < n, other=-1)
+        here = field(cached + slot * STRIDE, 0, tl.int64)
+        stored = field(memory + row * STRIDE, 0, tl.int64)
+        victim_record = field(memory + victim * STRIDE, 0, tl.int64)
+        for start in tl.static_range(0, WORDS, COLUMNS):
+            inside = start + column < WORDS
+            fills = (slot >= 0) & inside
+            evicts = (victim >= 0) & inside
+            new = tl.load(stored + start + column, mask=fills)
+            old = tl.load(here + start + column, mask=evicts)
+            # The victim is stored first: the read of the new record is still in flight.
+            tl.store(victim_record + start + column, old, mask=evicts)
+            tl.store(here + start + column, new, mask=fills)
+
+
+@triton.jit(do_not_specialize=["memory", "cached", "n_slots"])
+def flush_kernel(
+    memory, cached, row_of_slot_ptr, dirty_ptr, n_slots,
+    STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write changed records to storage. The caller clears `dirty`, since other warps may still read it."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    for first in range(tl.program_id(0) * ROWS, n_slots, tl.num_programs(0) * ROWS):
+        slot = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
+        dirty = tl.load(dirty_ptr + slot, mask=slot < n_slots, other=0) != 0
+        row = tl.load(row_of_slot_ptr + slot, mask=dirty, other=-1)
+        here = field(cached + slot * STRIDE, 0, tl.int64)
+        stored = field(memory + row * STRIDE, 0, tl.int64)
+        for start in tl.static_range(0, WORDS, COLUMNS):
+            inside = (row >= 0) & (start + column < WORDS)
+            tl.store(stored + start + column, tl.load(here + start + column, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["memory", "cached", "n", "n_rows"])
+def lookup_kernel(
+    memory, cached, slot_of_row_ptr, ids_ptr, out_ptr, n, n_rows,
+    STRIDE: tl.constexpr, TYPE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Read the weights of ids from the cache or from storage; zeros for an id that is no row."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    i = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    row = tl.load(ids_ptr + i, mask=i < n, other=-1).to(tl.int64)
+    known = (row >= 0) & (row < n_rows)
+    slot = tl.load(slot_of_row_ptr + row, mask=known, other=-1).to(tl.int64)
+    known = known & ((slot >= 0) | (slot * 0 + memory != 0))
+    record = tl.where(slot >= 0, cached + slot * STRIDE, memory + row * STRIDE)
+    weight = tl.load(field(record, 0, TYPE) + column, mask=known & (column < DIM), other=0.0)
+    tl.store(out_ptr + i * DIM + column, weight, mask=(i < n) & (column < DIM))
 
 
 def admit(
@@ -43,53 +234,47 @@ def admit(
 
     Slots of this and of the last `window` admissions are not evicted. Rows without a slot stay in storage.
     """
-    n = len(keys)
-    scratch = AdmitScratch(index, n)
-    found = unique(keys, len(index.slot_of_row), error_slot, scratch)
+    n, device, n_rows = len(keys), keys.device, len(index.slot_of_row)
+    n_missing = torch.empty(1, dtype=torch.int32, device=device)
+    found = unique(keys, n_rows, error_slot, (index.clock, n_missing))
     if on_checked is not None:
         on_checked()
     if n == 0:
         return found
+    missing = torch.empty_like(found.rows)
+    slots, victims = torch.empty_like(missing), torch.empty_like(missing)
     by_frequency = index.policy == "lfu"
     frequency = index.frequency if by_frequency else index.stamp  # not read with "lru"
-    probe, select_victims = _decisions(index.direct, by_frequency)
+    rows_at_once, probe, select_victims, fill_and_write_back = _admission(
+        location.stride, index.direct, by_frequency
+    )
     probe(
-        -(-n // PROBE), keys.device,
-        found.rows, scratch.missing, scratch.n_missing,
-        index.slot_of_row, index.stamp, frequency, index.clock, index.counts,
-        n, len(index.slot_of_row), index.ageing,
+        -(-n // PROBE), device, found.rows, missing, n_missing,
+        index.slot_of_row, index.stamp, frequency, index.clock, index.counts, n, n_rows, index.ageing,
     )  # fmt: skip
     select_victims(
-        -(-n // SELECT), keys.device,
-        scratch.missing, scratch.n_missing, scratch.slots, scratch.victims,
+        -(-n // SELECT), device, missing, n_missing, slots, victims,
         index.slot_of_row, index.row_of_slot, index.stamp, frequency, index.dirty, index.clock, index.counts,
         window, index.n_slots, index.ageing,
     )  # fmt: skip
-    fill_and_write_back(location, scratch, n)
+    fill_and_write_back(
+        min(MOVERS, -(-n // rows_at_once)), device, *location.addresses, missing, slots, victims, n_missing
+    )
     return found
 
 
-def fill_and_write_back(location: RecordLocation, scratch: AdmitScratch, n: int) -> None:
-    """Read the missing records, `n` at most, and write back the changed ones that they replace."""
-    words = location.stride // 8
+@functools.cache
+def _admission(stride: int, direct: bool, by_frequency: bool) -> tuple[int, Kernel, Kernel, Kernel]:
+    """Return the rows that a mover has in flight, and the kernels of an admission."""
+    words = stride // 8
     columns = min(power(words), 256)
     n_rows = tile(columns, 256)
-    memory, cached, *_ = addresses(location, scratch.missing)
-    _mover(location.stride, words, columns, n_rows)(
-        min(MOVERS, -(-n // n_rows)), scratch.missing.device,
-        memory, cached, scratch.missing, scratch.slots, scratch.victims, scratch.n_missing,
-    )  # fmt: skip
-
-
-@functools.cache
-def _decisions(direct: bool, by_frequency: bool) -> tuple[Bound, Bound]:
-    probe = Bound(cache_kernels.probe, (by_frequency, PROBE))
-    return probe, Bound(cache_kernels.select_victims, (direct, by_frequency, ROUNDS, SELECT))
-
-
-@functools.cache
-def _mover(stride: int, words: int, columns: int, n_rows: int) -> Bound:
-    return Bound(cache_kernels.fill_and_write_back, (stride, words, columns, n_rows))
+    return (
+        n_rows,
+        Kernel(probe_kernel, by_frequency, PROBE),
+        Kernel(select_victims_kernel, direct, by_frequency, ROUNDS, SELECT),
+        Kernel(fill_and_write_back_kernel, stride, words, columns, n_rows),
+    )
 
 
 def flush(index: CacheIndex, location: RecordLocation) -> None:
@@ -97,9 +282,8 @@ def flush(index: CacheIndex, location: RecordLocation) -> None:
     words = location.stride // 8
     columns = min(power(words), 64)
     n_rows = tile(columns, 512)
-    memory, cached, *_ = addresses(location, index.row_of_slot)
-    cache_kernels.flush[(min(WRITERS, -(-index.n_slots // n_rows)),)](
-        memory, cached, index.row_of_slot, index.dirty, index.n_slots,
+    flush_kernel[(min(WRITERS, -(-index.n_slots // n_rows)),)](
+        *location.addresses, index.row_of_slot, index.dirty, index.n_slots,
         STRIDE=location.stride, WORDS=words, COLUMNS=columns, ROWS=n_rows, num_warps=4,
     )  # fmt: skip
     index.dirty.zero_()
@@ -110,13 +294,12 @@ def lookup(location: RecordLocation, ids: Tensor, dim: int, dtype: torch.dtype, 
     ids, n = ids.contiguous(), len(ids)
     out = torch.empty((n, dim), dtype=dtype, device=ids.device)
     if n:
-        memory, cached, slot_of_row, _ = addresses(location, ids)
-        at_once = max(1, 1024 // power(dim))
-        launch = _lookup(location.stride, dtype, dim, at_once)
-        launch(-(-n // at_once), ids.device, memory, cached, slot_of_row, ids, out, n, n_rows)
+        at_once, launch = _lookup(location.stride, dtype, dim)
+        launch(-(-n // at_once), ids.device, *location.addresses, location.slot_of_row, ids, out, n, n_rows)
     return out
 
 
 @functools.cache
-def _lookup(stride: int, dtype: torch.dtype, dim: int, at_once: int) -> Bound:
-    return Bound(cache_kernels.lookup, (stride, TYPES[dtype], dim, power(dim), at_once))
+def _lookup(stride: int, dtype: torch.dtype, dim: int) -> tuple[int, Kernel]:
+    at_once = max(1, 1024 // power(dim))
+    return at_once, Kernel(lookup_kernel, stride, TYPES[dtype], dim, power(dim), at_once)

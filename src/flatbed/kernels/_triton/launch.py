@@ -1,23 +1,19 @@
-"""Cached kernel launches through Triton's own launcher.
+"""Kernels that are compiled once and launched through Triton's own launcher.
 
-Triton's `kernel[grid](...)` inspects the type, value and alignment of every argument. The classes here do
-that once per kind of arguments and keep the compiled kernel.
+Triton's `kernel[grid](...)` inspects the type, value and alignment of every argument. `Kernel` does that
+once per kind of arguments and keeps the compiled kernel.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from flatbed.cuda.streams import distinct_stream, relaxed_capture
-from flatbed.kernels._triton import elementary
 
 TYPES = {
     torch.float64: tl.float64,
@@ -26,73 +22,49 @@ TYPES = {
     torch.float16: tl.float16,
 }
 
+Launch = Callable[..., None]
+
+
+@triton.jit
+def sqrt(x):
+    """The square root, rounded correctly: Triton's own is approximate, its exact one is for fp32 only."""
+    if x.dtype == tl.float64:
+        root = tl.sqrt(x)
+    else:
+        root = tl.sqrt_rn(x)
+    return root
+
 
 @functools.cache
-def element(function: Callable[..., Any]) -> Any:
+def element(function: Callable[..., Any] | None) -> Any:
     """Compile a rule's function, which is written without Triton so that importing flatbed stays light."""
-    for name, value in (("tl", tl), ("sqrt", elementary.sqrt)):
-        function.__globals__.setdefault(name, value)
+    assert function is not None
+    function.__globals__.setdefault("tl", tl)
+    function.__globals__.setdefault("sqrt", sqrt)
     return triton.jit(function)
 
 
 class Kernel:
-    """A kernel whose arguments never change type or alignment, and its compiled forms."""
+    """A jit function with its constants, compiled once per device and types of the arguments.
 
-    def __init__(self, function: Any, *, num_warps: int) -> None:
-        self.function = function
-        self.num_warps = num_warps
-        self.compiled: dict[Any, Any] = {}
-
-    def bind(self, n_programs: int, constants: tuple[Any, ...], *args: Any) -> Callable[..., None]:
-        """Return a launch with these arguments, in the current stream.
-
-        The launch takes values in place of the last arguments: numbers and tensors.
-        """
-        device = args[0].device
-        if n_programs == 0:
-            return lambda *last: None
-        if device.type != "cuda":  # the interpreter
-
-            def interpret(*last: Any) -> None:
-                self.function[(n_programs,)](*args[: len(args) - len(last)], *last, *constants)
-
-            return interpret
-        key = (device.index, constants)
-        with torch.cuda.device(device):
-            if key not in self.compiled:
-                compiled = self.function.warmup(
-                    *args, *constants, num_warps=self.num_warps, grid=(n_programs,)
-                )
-                self.compiled[key] = _launcher(compiled, device)
-        run, fixed = self.compiled[key], _addresses(args)
-
-        def launch(*last: Any) -> None:
-            run(n_programs, *fixed[: len(fixed) - len(last)], *_addresses(last), *constants)
-
-        return launch
-
-
-class Bound:
-    """A kernel with its constants, launched with other arguments each time.
-
-    Compiled once per types of the arguments, for addresses that are multiples of 16. Other addresses go
-    through `kernel[grid]`, which inspects them.
+    Addresses are expected to be multiples of 16, unless the function does not specialize the argument.
     """
 
-    def __init__(self, function: Any, constants: tuple[Any, ...], *, num_warps: int = 4) -> None:
+    def __init__(self, function: Any, *constants: Any, num_warps: int = 4) -> None:
         self.function, self.constants, self.num_warps = function, constants, num_warps
-        self.compiled: dict[Any, Any] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, n_programs: int, device: torch.device, *args: Any) -> None:
+        """Launch in the current stream. Addresses that are not aligned take Triton's slower path."""
         if device.type != "cuda":
             self.function[(n_programs,)](*args, *self.constants)
             return
-        if torch.cuda.current_device() != device.index:
+        if torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
                 self(n_programs, device, *args)
             return
         values: list[Any] = []
-        kinds: list[Any] = []
+        kinds: list[Any] = [device.index]
         is_aligned = True
         for arg in args:
             if isinstance(arg, Tensor):
@@ -105,47 +77,47 @@ class Bound:
         if not is_aligned:
             self.function[(n_programs,)](*args, *self.constants, num_warps=self.num_warps)
             return
-        key = (device.index, *kinds)
-        if key not in self.compiled:
-            grid = (n_programs,)
-            compiled = self.function.warmup(*args, *self.constants, num_warps=self.num_warps, grid=grid)
-            self.compiled[key] = _launcher(compiled, device)
-        self.compiled[key](n_programs, *values, *self.constants)
+        run, *compiled = self._compiled.get(key := tuple(kinds)) or self._compile(key, args)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        run(n_programs, 1, 1, stream, *compiled, None, None, None, *values, *self.constants)
+
+    def bind(self, n_programs: int, fixed: tuple[Any, ...], varying: tuple[Any, ...] = ()) -> Launch:
+        """Return a launch with these arguments that takes values in place of `varying`."""
+        device, function, constants = fixed[0].device, self.function, self.constants
+        if n_programs == 0:
+            return lambda *varying: None
+        if device.type != "cuda":  # the interpreter
+            return lambda *varying: function[(n_programs,)](*fixed, *varying, *constants)
+        index = device.index
+        kinds = tuple(arg.dtype if isinstance(arg, Tensor) else type(arg) for arg in (*fixed, *varying))
+        with torch.cuda.device(device):
+            found = self._compiled.get((index, *kinds)) or self._compile((index, *kinds), (*fixed, *varying))
+        run, *compiled = found
+        values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in fixed]
+
+        def launch(*varying: Any) -> None:
+            if torch._C._cuda_getDevice() != index:
+                with torch.cuda.device(index):
+                    launch(*varying)
+                return
+            last = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in varying]
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            run(n_programs, 1, 1, stream, *compiled, None, None, None, *values, *last, *constants)
+
+        return launch
+
+    def _compile(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return Triton's launcher for the current device, without the hooks of its profiler.
+
+        It takes half of the 30 µs that `compiled[grid](...)` takes on a slow host.
+        """
+        compiled = self.function.warmup(*args, *self.constants, num_warps=self.num_warps, grid=(1,))
+        run = compiled.run  # first: Triton loads the module then
+        self._compiled[key] = run, compiled.function, compiled.packed_metadata
+        return self._compiled[key]
 
 
-def _launcher(compiled: Any, device: torch.device) -> Callable[..., None]:
-    """Return a function of the number of programs and the arguments that launches in the current stream.
-
-    It calls the launcher that Triton has compiled for the kernel, without the hooks of its profiler: half of
-    the 30 µs that `compiled[grid](...)` takes on a slow host.
-    """
-    run = compiled.run  # first: Triton loads the module then
-    function, metadata, index = compiled.function, compiled.packed_metadata, device.index
-
-    def launch(n_programs: int, *args: Any) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        run(n_programs, 1, 1, stream, function, metadata, None, None, None, *args)
-
-    return launch
-
-
-def _addresses(args: Iterable[Any]) -> list[Any]:
-    return [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
-
-
-@contextmanager
-def outside_of_capture(device: torch.device, after: torch.cuda.Event | None) -> Iterator[bool]:
-    """Run the body's work at once, after an event, although the current stream is capturing a graph.
-
-    Yields False where the driver does not allow that; the body's work is part of the graph then.
-    """
-    with relaxed_capture() as relaxed:
-        if not relaxed:
-            yield False
-            return
-        aside = distinct_stream(device, {torch.cuda.current_stream(device).cuda_stream})
-        with torch.cuda.stream(aside):
-            if after is not None:
-                aside.wait_event(after)
-            yield True
-        aside.synchronize()
+@functools.cache
+def shared_kernel(function: Any, *constants: Any, num_warps: int = 4) -> Kernel:
+    """Return the kernel with these constants, always the same one."""
+    return Kernel(function, *constants, num_warps=num_warps)

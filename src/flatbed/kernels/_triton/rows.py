@@ -1,98 +1,24 @@
-"""Launches of the kernels on rows."""
+"""Kernels on rows and their launches. Addresses are integers, since a table may be in host memory."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from flatbed.kernels._triton import row_kernels
-from flatbed.kernels._triton.launch import TYPES, Bound
-from flatbed.kernels.records import RecordLocation, UniqueRows, sentinel_of
-
-if TYPE_CHECKING:
-    from flatbed.kernels._triton.cache import AdmitScratch
+from flatbed.kernels._triton.launch import TYPES, Kernel
+from flatbed.kernels.records import RecordLocation, UniqueRows
 
 # Programs at most, for kernels bound by the bus: these saturate it on an H200 and leave SMs to the model.
 # More writers are slower.
-READERS, WRITERS, UPDATERS = 132, 24, 132
+READERS, WRITERS = 132, 24
 SQUARES = 65536  # elements per partial sum
 BLOCK = 1024  # keys per program
 CHUNK = 64  # ids of a segment that one program adds up; AT_ONCE loads of gradients are in flight at a time
 AT_ONCE = 8
-
-
-_TO_INT32 = Bound(row_kernels.narrow, (BLOCK,))
-_HEADS = [Bound(row_kernels.heads, (advances_clock, BLOCK)) for advances_clock in (False, True)]
-_MARK = Bound(row_kernels.mark, (False, BLOCK))
-
-
-def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
-    ids, n = ids.contiguous(), len(ids)
-    keys = torch.empty(n, dtype=torch.int32, device=ids.device)
-    if n:
-        _TO_INT32(-(-n // BLOCK), ids.device, ids, keys, n, n_rows)
-    return keys
-
-
-def unique(
-    keys: Tensor, n_rows: int, error_slot: Tensor | None, scratch: AdmitScratch | None = None
-) -> UniqueRows:
-    """Find the unique rows. With `scratch`, the first kernel also begins an admission into a cache."""
-
-    def empty(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=keys.device)
-
-    n = len(keys)
-    rows, inverse, starts, rank = empty(n), empty(n), empty(n + 1), empty(n, torch.int32)
-    if n == 0:
-        return UniqueRows(rows, inverse, rows, starts.zero_(), rank)
-    in_order, order = torch.sort(keys.contiguous(), stable=True)
-    n_blocks = -(-(n + 1) // BLOCK)
-    counts = empty(n_blocks, torch.int32)
-    clock, n_missing = (counts, counts) if scratch is None else (scratch.clock, scratch.n_missing)
-    _HEADS[scratch is not None](n_blocks, keys.device, in_order, counts, clock, n_missing, n)
-    # Always with a place for errors: a captured lookup must not need a kernel that no eager one has loaded.
-    _MARK(
-        n_blocks, keys.device, in_order, order, counts, rank, inverse, rows, starts,
-        empty(1) if error_slot is None else error_slot, n, n_rows, sentinel_of(in_order), n_blocks,
-    )  # fmt: skip
-    return UniqueRows(rows, inverse, order, starts, rank)
-
-
-def segment_sum(grads: Tensor, found: UniqueRows, padding: int) -> tuple[Tensor, Tensor]:
-    n, dim = len(found.rows), grads.shape[1]
-    grads, wide = grads.contiguous(), _wide(grads.dtype)
-    kept, sums = torch.empty_like(found.rows), torch.empty((n, dim), dtype=wide, device=grads.device)
-    if n == 0:
-        return kept, sums
-    n_windows, columns = -(-n // CHUNK), power(dim)
-    partials = torch.empty((n_windows, dim), dtype=wide, device=grads.device)
-    n_tiles = -(-n // tile(columns, 512))
-    runs, chunks = _sums(dim, wide)
-    runs(
-        n_tiles + n_windows, grads.device,
-        grads, found.order, found.rank, found.starts, found.rows, kept, sums, partials,
-        n, padding, n_tiles,
-    )  # fmt: skip
-    chunks(n_windows, grads.device, found.rank, found.starts, kept, sums, partials, n)
-    return kept, sums
-
-
-@functools.cache
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-@functools.cache
-def _sums(dim: int, wide: torch.dtype) -> tuple[Bound, Bound]:
-    columns = power(dim)
-    runs = (CHUNK, dim, columns, tile(columns, 512), TYPES[wide], AT_ONCE)
-    chunks = (CHUNK, dim, columns, 2 * AT_ONCE)
-    warps = min(4, max(1, columns // 128))
-    return Bound(row_kernels.segment_sum, runs), Bound(row_kernels.sum_chunks, chunks, num_warps=warps)
 
 
 def power(n: int) -> int:
@@ -105,17 +31,300 @@ def tile(columns: int, elements: int) -> int:
     return max(1, min(32, elements // columns))
 
 
-def programs(n: int, most: int, location: RecordLocation) -> int:
-    """Return the number of programs: many for the GPU's own memory, few for the bus."""
-    return min(n, 1 << 16 if location.near else most)
+# ---- unique rows
 
 
-def addresses(location: RecordLocation, other: Tensor) -> tuple[Any, ...]:
-    """Return the location as kernel arguments; `other` stands for the cache's index where there is none."""
-    memory = 0 if location.memory is None else location.memory.data_ptr()
-    if location.cached is None:
-        return memory, 0, other, other
-    return memory, location.cached.data_ptr(), location.slot_of_row, location.dirty
+@triton.jit(do_not_specialize=["n", "n_rows"])
+def narrow_kernel(ids_ptr, keys_ptr, n, n_rows, BLOCK: tl.constexpr):
+    """Row ids as int32; -1 for ids out of range."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids_ptr + i, mask=i < n, other=0)
+    tl.store(keys_ptr + i, tl.where((row >= 0) & (row < n_rows), row, -1).to(tl.int32), mask=i < n)
+
+
+@triton.jit(do_not_specialize=["n"])
+def heads_kernel(
+    sorted_ptr, counts_ptr, clock_ptr, n_missing_ptr, n, TICKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Count the runs of sorted keys that begin in each block. TICKS: also advance the clock of a cache."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(sorted_ptr + i, mask=i < n, other=0)
+    before = tl.load(sorted_ptr + i - 1, mask=(i < n) & (i > 0), other=0)
+    head = (i < n) & ((i == 0) | (key != before))
+    tl.store(counts_ptr + tl.program_id(0), tl.sum(head.to(tl.int32), 0))
+    if TICKS:
+        if tl.program_id(0) == 0:
+            tl.store(clock_ptr, tl.load(clock_ptr) + 1)
+            tl.store(n_missing_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["n", "n_rows", "lead", "n_blocks"])
+def mark_kernel(
+    sorted_ptr, order_ptr, counts_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, bad_ptr,
+    n, n_rows, lead, n_blocks, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the unique rows of sorted keys; `counts_ptr` holds how many runs begin in each block."""
+    block = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    n_before = 0
+    n_distinct = 0
+    for start in range(0, n_blocks, BLOCK):
+        count = tl.load(counts_ptr + start + lanes, mask=start + lanes < n_blocks, other=0)
+        n_distinct += tl.sum(count, 0)
+        n_before += tl.sum(tl.where(start + lanes < block, count, 0), 0)
+    i = block * BLOCK + lanes
+    valid = i < n
+    key = tl.load(sorted_ptr + i, mask=valid, other=0).to(tl.int64)
+    before = tl.load(sorted_ptr + i - 1, mask=valid & (i > 0), other=0).to(tl.int64)
+    head = valid & ((i == 0) | (key != before))
+    rank = n_before + tl.cumsum(head.to(tl.int32), 0) - 1
+    at = tl.load(order_ptr + i, mask=valid, other=0)
+    tl.store(rank_ptr + i, rank, mask=valid)
+    tl.store(inverse_ptr + at, rank.to(tl.int64), mask=valid)
+    known = (key >= 0) & (key < n_rows)
+    tl.store(rows_ptr + rank, tl.where(known, key, -1), mask=head)
+    tl.store(starts_ptr + rank, i.to(tl.int64), mask=head)
+    beyond = i >= n_distinct  # the outputs have an entry for every id
+    tl.store(rows_ptr + i, tl.full([BLOCK], -1, tl.int64), mask=valid & beyond)
+    tl.store(starts_ptr + i, tl.zeros([BLOCK], tl.int64) + n, mask=(i <= n) & beyond)
+    wrong = valid & (known == 0) & (key != lead)
+    position = tl.min(tl.where(wrong, at, 0x7FFFFFFFFFFFFFFF), 0)
+    if position != 0x7FFFFFFFFFFFFFFF:
+        tl.atomic_min(bad_ptr, position)
+
+
+_NARROW = Kernel(narrow_kernel, BLOCK)
+_HEADS = [Kernel(heads_kernel, advances_clock, BLOCK) for advances_clock in (False, True)]
+_MARK = Kernel(mark_kernel, BLOCK)
+
+
+def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
+    ids, n = ids.contiguous(), len(ids)
+    keys = torch.empty(n, dtype=torch.int32, device=ids.device)
+    if n:
+        _NARROW(-(-n // BLOCK), ids.device, ids, keys, n, n_rows)
+    return keys
+
+
+def unique(
+    keys: Tensor,
+    n_rows: int,
+    error_slot: Tensor | None,
+    begins: tuple[Tensor, Tensor] | None = None,
+) -> UniqueRows:
+    """Find the unique rows.
+
+    `begins`: the clock of a cache, which the first kernel advances, and a count, which it sets to 0.
+    """
+    n, device = len(keys), keys.device
+    n_blocks = -(-(n + 1) // BLOCK)
+    rows = torch.empty(n, dtype=torch.int64, device=device)
+    inverse = torch.empty(n, dtype=torch.int64, device=device)
+    starts = torch.empty(n + 1, dtype=torch.int64, device=device)
+    rank = torch.empty(n, dtype=torch.int32, device=device)
+    counts = torch.empty(n_blocks, dtype=torch.int32, device=device)
+    if n == 0:
+        return UniqueRows(rows, inverse, rows, starts.zero_(), rank)
+    in_order, order = torch.sort(keys.contiguous(), stable=True)
+    _HEADS[begins is not None](n_blocks, device, in_order, counts, *(begins or (counts, counts)), n)
+    # Always with a place for errors: a captured lookup must not need a kernel that no eager one has loaded.
+    error_slot = torch.empty(1, dtype=torch.int64, device=device) if error_slot is None else error_slot
+    _MARK(
+        n_blocks, device, in_order, order, counts, rank, inverse, rows, starts, error_slot,
+        n, n_rows, torch.iinfo(keys.dtype).min, n_blocks,
+    )  # fmt: skip
+    return UniqueRows(rows, inverse, order, starts, rank)
+
+
+# ---- sums of gradients
+
+
+@triton.jit
+def add_runs(
+    total, grads_ptr, order_ptr, begin, end, column,
+    DIM: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Add gradients one after the other, in the order of the ids; AT_ONCE loads are in flight."""
+    longest = tl.max(end - begin)
+    for first in range(0, longest, AT_ONCE):
+        for k in tl.static_range(AT_ONCE):
+            there = begin + first + k < end
+            at = tl.load(order_ptr + begin + first + k, mask=there, other=0)
+            wanted = there & (column < DIM)
+            total += tl.load(grads_ptr + at * DIM + column, mask=wanted, other=0.0).to(WIDE)
+    return total
+
+
+@triton.jit(do_not_specialize=["n", "padding", "n_tiles"])
+def segment_sum_kernel(
+    grads_ptr, order_ptr, rank_ptr, starts_ptr, rows_ptr, kept_ptr, sums_ptr, partials_ptr,
+    n, padding, n_tiles, CHUNK: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradients of the first chunk of each row's run, and of each further chunk.
+
+    Chunks begin at multiples of CHUNK from the start of a run, so that a row's sum depends on its run alone.
+    At most one further chunk begins in a window of CHUNK ids; its sum is the window's partial.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)[None, :]
+    if program < n_tiles:
+        slot = (program * ROWS + tl.arange(0, ROWS))[:, None]
+        row = tl.load(rows_ptr + slot, mask=slot < n, other=-1)
+        row = tl.where(row == padding, -1, row)
+        begin = tl.load(starts_ptr + slot, mask=row >= 0, other=0)
+        end = tl.load(starts_ptr + slot + 1, mask=row >= 0, other=0)
+        end = tl.minimum(end, begin + CHUNK)
+        total = tl.zeros([ROWS, COLUMNS], WIDE)
+        total = add_runs(total, grads_ptr, order_ptr, begin, end, column, DIM, WIDE, AT_ONCE)
+        tl.store(kept_ptr + slot, row, mask=slot < n)
+        tl.store(sums_ptr + slot * DIM + column, total, mask=(slot < n) & (column < DIM))
+    else:
+        window = program - n_tiles
+        i = window * CHUNK + tl.arange(0, CHUNK)
+        rank = tl.load(rank_ptr + i, mask=i < n, other=0)
+        start = tl.load(starts_ptr + rank, mask=i < n, other=0)
+        begins = (i < n) & (i > start) & ((i - start) % CHUNK == 0)
+        at = tl.max(tl.where(begins, i, -1), 0)
+        if at >= 0:
+            begin = tl.zeros([1, 1], tl.int64) + at
+            end = tl.zeros([1, 1], tl.int64) + tl.load(starts_ptr + tl.load(rank_ptr + at) + 1)
+            end = tl.minimum(end, begin + CHUNK)
+            total = tl.zeros([1, COLUMNS], WIDE)
+            total = add_runs(total, grads_ptr, order_ptr, begin, end, column, DIM, WIDE, AT_ONCE)
+            tl.store(partials_ptr + window * DIM + column, total, mask=column < DIM)
+
+
+@triton.jit(do_not_specialize=["n"])
+def sum_chunks_kernel(
+    rank_ptr, starts_ptr, kept_ptr, sums_ptr, partials_ptr, n,
+    CHUNK: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Add the further chunks of long runs to the first chunk, in order; they are in consecutive windows.
+
+    At most one run longer than CHUNK begins in a window of CHUNK ids.
+    """
+    window = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    inside = column < DIM
+    i = window * CHUNK + tl.arange(0, CHUNK)
+    rank = tl.load(rank_ptr + i, mask=i < n, other=0)
+    start = tl.load(starts_ptr + rank, mask=i < n, other=-1)
+    length = tl.load(starts_ptr + rank + 1, mask=i < n, other=0) - start
+    long = tl.max(tl.where((start == i) & (length > CHUNK), rank, -1), 0)
+    if long >= 0:
+        if tl.load(kept_ptr + long) >= 0:
+            begin = tl.load(starts_ptr + long)
+            n_chunks = (tl.load(starts_ptr + long + 1) - begin + CHUNK - 1) // CHUNK
+            first = begin // CHUNK
+            sums = sums_ptr + long.to(tl.int64) * DIM + column
+            total = tl.load(sums, mask=inside, other=0.0)
+            for c in range(1, n_chunks, AT_ONCE):
+                for k in tl.static_range(AT_ONCE):
+                    part = partials_ptr + (first + c + k) * DIM + column
+                    wanted = column < tl.where(c + k < n_chunks, DIM, 0)
+                    total += tl.load(part, mask=wanted, other=0.0)
+            tl.store(sums, total, mask=inside)
+
+
+def segment_sum(grads: Tensor, found: UniqueRows, padding: int) -> tuple[Tensor, Tensor]:
+    n, dim = len(found.rows), grads.shape[1]
+    wide, rows_at_once, sum_segments, sum_chunks = _sum_kernels(grads.dtype, dim)
+    kept, sums = torch.empty_like(found.rows), torch.empty((n, dim), dtype=wide, device=grads.device)
+    if n == 0:
+        return kept, sums
+    n_windows, n_tiles = -(-n // CHUNK), -(-n // rows_at_once)
+    partials = torch.empty((n_windows, dim), dtype=wide, device=grads.device)
+    sum_segments(
+        n_tiles + n_windows, grads.device,
+        grads.contiguous(), found.order, found.rank, found.starts, found.rows, kept, sums, partials,
+        n, padding, n_tiles,
+    )  # fmt: skip
+    sum_chunks(n_windows, grads.device, found.rank, found.starts, kept, sums, partials, n)
+    return kept, sums
+
+
+@functools.cache
+def _sum_kernels(dtype: torch.dtype, dim: int) -> tuple[torch.dtype, int, Kernel, Kernel]:
+    wide, columns = torch.promote_types(dtype, torch.float32), power(dim)
+    n_rows = tile(columns, 512)
+    segments = Kernel(segment_sum_kernel, CHUNK, dim, columns, n_rows, TYPES[wide], AT_ONCE)
+    warps = min(4, max(1, columns // 128))
+    chunks = Kernel(sum_chunks_kernel, CHUNK, dim, columns, 2 * AT_ONCE, num_warps=warps)
+    return wide, n_rows, segments, chunks
+
+
+@triton.jit(do_not_specialize=["n", "per_program"])
+def squares_kernel(values_ptr, partials_ptr, n, per_program, BLOCK: tl.constexpr):
+    """Partial sums of squares, in fp64."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float64)
+    begin = tl.program_id(0).to(tl.int64) * per_program
+    for start in range(begin, tl.minimum(begin + per_program, n), BLOCK):
+        at = start + lanes
+        x = tl.load(values_ptr + at, mask=at < n, other=0.0).to(tl.float64)
+        total += x * x
+    tl.store(partials_ptr + tl.program_id(0), tl.sum(total, 0))
+
+
+def squares(values: Tensor) -> Tensor:
+    """Return partial sums of squares in fp64."""
+    values, n = values.contiguous(), values.numel()
+    partials = torch.empty(max(1, -(-n // SQUARES)), dtype=torch.float64, device=values.device)
+    squares_kernel[(len(partials),)](values, partials, n, SQUARES, BLOCK=1024)
+    return partials
+
+
+# ---- records
+
+
+@triton.jit
+def field(record, OFFSET: tl.constexpr, TYPE: tl.constexpr):
+    """Pointers to a field of records, (rows, 1)."""
+    return tl.multiple_of((record + OFFSET).to(tl.pointer_type(TYPE)), (16, 16))
+
+
+@triton.jit
+def located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE: tl.constexpr, CHANGES: tl.constexpr):
+    """Addresses of records, in the cache or in the storage; CHANGES: mark the cache's lines as dirty.
+
+    The address is 0 for a record that is not cached, if the storage is out of reach (`memory` is 0).
+    """
+    slot = tl.load(slot_of_row_ptr + row, mask=row >= 0, other=-1).to(tl.int64)
+    if CHANGES:
+        tl.store(dirty_ptr + slot, tl.full(slot.shape, 1, tl.int32), mask=slot >= 0)
+    home = tl.where(slot * 0 + memory != 0, memory + row * STRIDE, 0)
+    return tl.where(slot >= 0, cached + slot * STRIDE, home)
+
+
+@triton.jit(do_not_specialize=["memory", "cached", "n"])
+def move_kernel(
+    memory, cached, slot_of_row_ptr, dirty_ptr, rows_ptr, buffer_ptr, n,
+    STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HOME: tl.constexpr,
+    CACHED: tl.constexpr,
+):  # fmt: skip
+    """Copy records, or their first bytes, into a buffer; HOME: from the buffer. A word is 8 bytes."""
+    column = tl.arange(0, COLUMNS)
+    for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
+        i = first + tl.arange(0, ROWS).to(tl.int64)
+        row = tl.load(rows_ptr + i, mask=i < n, other=-1)
+        if CACHED:
+            address = located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE, HOME)
+        else:
+            address = memory + row * STRIDE
+        record = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+        for start in tl.static_range(0, WORDS, COLUMNS):
+            there = record[:, None] + (start + column)[None, :]
+            here = buffer_ptr + (i * WORDS)[:, None] + (start + column)[None, :]
+            held = (row >= 0)[:, None]
+            wanted = (i < n)[:, None]
+            if WORDS % COLUMNS != 0:
+                held = held & (start + column < WORDS)[None, :]
+                wanted = wanted & (start + column < WORDS)[None, :]
+            if HOME:
+                tl.store(there, tl.load(here, mask=held), mask=held)
+            else:
+                tl.store(here, tl.load(there, mask=held, other=0), mask=wanted)
 
 
 def gather(location: RecordLocation, rows: Tensor, nbytes: int) -> Tensor:
@@ -136,17 +345,10 @@ def _move(location: RecordLocation, rows: Tensor, buffer: Tensor, *, write: bool
         return
     columns = min(power(words), 64) if write else power(words)
     n_rows = tile(columns, 512 if write else 1024)
-    most = WRITERS if write else READERS
-    row_kernels.move[(programs(-(-n // n_rows), most, location),)](
-        *addresses(location, rows), rows, buffer.view(torch.int64), n,
+    most = 1 << 16 if location.is_near else WRITERS if write else READERS
+    index = (rows, rows) if location.cached is None else (location.slot_of_row, location.dirty)
+    move_kernel[(min(-(-n // n_rows), most),)](
+        *location.addresses, *index, rows, buffer.view(torch.int64), n,
         STRIDE=location.stride, WORDS=words, COLUMNS=columns, ROWS=n_rows, HOME=write,
         CACHED=location.cached is not None, num_warps=4,
     )  # fmt: skip
-
-
-def squares(values: Tensor) -> Tensor:
-    """Return partial sums of squares in fp64."""
-    values, n = values.contiguous(), values.numel()
-    partials = torch.empty(max(1, -(-n // SQUARES)), dtype=torch.float64, device=values.device)
-    row_kernels.squares[(len(partials),)](values, partials, n, SQUARES, BLOCK=1024)
-    return partials

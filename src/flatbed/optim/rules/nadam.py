@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import triton.language as tl
     from typing_extensions import Unpack
 
-    from flatbed.kernels._triton.elementary import sqrt
+    from flatbed.kernels._triton.launch import sqrt
 
 
 def reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:

@@ -12,7 +12,7 @@ from flatbed.rule import Group, Rule, Scalars, Tensors
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from flatbed.kernels._triton.elementary import sqrt
+    from flatbed.kernels._triton.launch import sqrt
 
 
 def reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:

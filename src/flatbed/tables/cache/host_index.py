@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flatbed.cuda.streams import OrderedLock
 from flatbed.kernels import rows as ops
+from flatbed.kernels import use_triton
 from flatbed.kernels.cache import (
     CacheIndex,
     Placement,
@@ -31,7 +32,6 @@ from flatbed.kernels.cache import (
     probe,
     select_victims,
 )
-from flatbed.kernels.dispatch import use_triton
 from flatbed.kernels.records import RecordLocation, UniqueRows
 from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.cache.write_behind import HostCopies, WriteBehind, WriteThrough

@@ -1,9 +1,12 @@
-"""Compile the kernels on rows, for every rule, for a GPU that need not be there."""
+"""Compile all kernels, for every rule, for a GPU that need not be there.
+
+Prints how many accesses of 16 bytes the dense step of each rule has, and what failed.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
+import re
 import traceback
 import warnings
 from typing import Any
@@ -16,9 +19,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from flatbed import optim  # noqa: E402
-from flatbed.kernels._triton import cache_kernels, row_kernels  # noqa: E402
+from flatbed.kernels._triton import cache as cache_kernels  # noqa: E402
+from flatbed.kernels._triton import rows as row_kernels  # noqa: E402
+from flatbed.kernels._triton.coefficients import prepare_kernel  # noqa: E402
 from flatbed.kernels._triton.launch import element  # noqa: E402
+from flatbed.kernels._triton.row_step import step_rows_kernel  # noqa: E402
 from flatbed.kernels._triton.rows import power  # noqa: E402
+from flatbed.kernels._triton.step import update_kernel  # noqa: E402
 
 TYPES = {
     **dict.fromkeys(("coefficients_ptr", "hyperparameters_ptr", "stats_ptr", "partials_ptr"), "*fp64"),
@@ -30,6 +37,18 @@ TYPES = {
     ),
 }
 """Arguments that are not constants; those that are not named here are pointers to int64."""
+DENSE = {
+    "grads_ptr": "*i64",
+    "blocks_ptr": "*i32",
+    "scale_ptr": "*fp32",
+    "found_inf_ptr": "*fp32",
+    "ema_weight": "fp32",
+    "max_norm": "fp32",
+    "salt": "i32",
+    "n_parameters": "i32",
+    "n_partials": "i32",
+}
+OPEN = ("scale_ptr", "found_inf_ptr")  # not assumed to be aligned
 COUNTS = {"counts_ptr": "*i32", "rank_ptr": "*i32", "n_missing_ptr": "*i32", "n_blocks": "i32"}
 
 
@@ -37,13 +56,38 @@ def ptx(function: Any, changed: dict[str, str] | None = None, **constants: Any) 
     types = {**TYPES, **(changed or {})}
     names = function.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "*i64") for n in names}
-    aligned = [n for n in names if signature[n].startswith("*")]
+    aligned = [n for n in names if signature[n].startswith("*") and n not in OPEN]
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
     return str(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
 
 
-def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
+def dense_step(rule: Any) -> dict[str, int]:
+    update = ptx(
+        update_kernel,
+        DENSE,
+        RULE=element(rule.update),
+        HAS=(1 << len(rule.state)) - 1,
+        **dict.fromkeys(("PARAM_TYPE", "GRAD_TYPE", "STATE_TYPE", "COMPUTE"), tl.float32),
+        **dict.fromkeys(("HAS_MASTER", "HAS_EMA", "STOCHASTIC", "STOCHASTIC_STATE"), False),
+        VECTOR=4,
+        BLOCK=512,
+    )
+    ptx(
+        prepare_kernel,
+        DENSE,
+        RULE=element(rule.prepare),
+        N_SCALARS=len(rule.scalars),
+        N_COEFFICIENTS=rule.n_coefficients,
+        **dict.fromkeys(("CLIP", "NORMED", "SKIPPING", "SCALED"), True),
+        LANES=256,
+        PARTIALS=4096,
+    )
+    loads, stores = (len(re.findall(rf"{op}\.global[.\w:]*\.v4", update)) for op in ("ld", "st"))
+    return {"states": len(rule.state), "loads": loads, "stores": stores}
+
+
+def row_step(name: str, dim: int, weight: Any, per_row: bool) -> None:
     rule = getattr(optim, name)._rule
     numbers = len(rule.scalars) if per_row else 0
     nbytes = weight.primitive_bitwidth // 8
@@ -51,7 +95,7 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
     at = [-(-dim * nbytes // 16) * 16 + i * -(-size // 16) * 16 for i in range(len(rule.state) + 2)]
     state = (*at[: len(rule.state)], 0, 0, 0, 0)[:4]
     ptx(
-        row_kernels.step,
+        step_rows_kernel,
         {
             "grads_ptr": "*fp64" if weight == tl.float64 else "*fp32",
             "weights_ptr": "*" + {"bfloat16": "bf16"}.get(weight.name, weight.name),
@@ -80,57 +124,55 @@ def step(name: str, dim: int, weight: Any, per_row: bool) -> None:
 
 def others() -> None:
     for keys, ticks in (("*i64", False), ("*i32", True)):
-        ptx(row_kernels.heads, {"sorted_ptr": keys, **COUNTS}, TICKS=ticks, BLOCK=1024)
-        ptx(row_kernels.mark, {"sorted_ptr": keys, "lead": "i64", **COUNTS}, CHECKED=False, BLOCK=1024)
-    ptx(row_kernels.narrow, {"keys_ptr": "*i32"}, BLOCK=1024)
+        ptx(row_kernels.heads_kernel, {"sorted_ptr": keys, **COUNTS}, TICKS=ticks, BLOCK=1024)
+        ptx(row_kernels.mark_kernel, {"sorted_ptr": keys, "lead": "i64", **COUNTS}, BLOCK=1024)
+    ptx(row_kernels.narrow_kernel, {"keys_ptr": "*i32"}, BLOCK=1024)
     for kind, wide in (("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)):
         sums = "*fp64" if wide == tl.float64 else "*fp32"
         changed = {"grads_ptr": kind, "sums_ptr": sums, "values_ptr": sums}
-        ptx(row_kernels.squares, changed, BLOCK=1024)
+        ptx(row_kernels.squares_kernel, changed, BLOCK=1024)
         changed |= {"partials_ptr": sums, "rank_ptr": "*i32"}
         chunks = {"CHUNK": 64, "DIM": 48, "COLUMNS": 64, "AT_ONCE": 8}
-        ptx(row_kernels.segment_sum, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)
-        ptx(row_kernels.sum_chunks, changed, **chunks)
+        ptx(row_kernels.segment_sum_kernel, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)
+        ptx(row_kernels.sum_chunks_kernel, changed, **chunks)
     for home in (True, False):
         for cached in (True, False):
             shape = {"STRIDE": 1536, "WORDS": 192, "COLUMNS": 256, "ROWS": 4}
-            ptx(row_kernels.move, HOME=home, CACHED=cached, **shape)
+            ptx(row_kernels.move_kernel, HOME=home, CACHED=cached, **shape)
 
 
 def cache() -> None:
     maps = {"slot_of_row_ptr": "*i32", "dirty_ptr": "*i32", "frequency_ptr": "*fp32", "ageing": "fp32"}
     maps |= {"n_missing_ptr": "*i32"}
     for by_frequency in (True, False):
-        ptx(cache_kernels.probe, maps, FREQUENCY=by_frequency, BLOCK=512)
+        ptx(cache_kernels.probe_kernel, maps, FREQUENCY=by_frequency, BLOCK=512)
         for direct in (True, False):
-            ptx(
-                cache_kernels.select_victims,
-                maps,
-                DIRECT=direct,
-                FREQUENCY=by_frequency,
-                ROUNDS=16,
-                BLOCK=128,
-            )
+            flags = {"DIRECT": direct, "FREQUENCY": by_frequency, "ROUNDS": 16, "BLOCK": 128}
+            ptx(cache_kernels.select_victims_kernel, maps, **flags)
     for words, columns in ((192, 256), (192, 64), (2, 2), (576, 256)):
         shape = {"STRIDE": 8 * words, "WORDS": words, "COLUMNS": columns, "ROWS": 4}
-        ptx(cache_kernels.fill_and_write_back, maps, **shape)
-        ptx(cache_kernels.flush, maps, **shape)
+        ptx(cache_kernels.fill_and_write_back_kernel, maps, **shape)
+        ptx(cache_kernels.flush_kernel, maps, **shape)
     for keys in ("*i32", "*i64"):
         shape = {"STRIDE": 1536, "DIM": 48, "COLUMNS": 64, "ROWS": 16}
         changed = {**maps, "ids_ptr": keys, "out_ptr": "*bf16"}
-        ptx(cache_kernels.lookup, changed, TYPE=tl.bfloat16, **shape)
+        ptx(cache_kernels.lookup_kernel, changed, TYPE=tl.bfloat16, **shape)
 
 
 EVEN = (128, tl.float32, False), (48, tl.bfloat16, True), (48, tl.float64, False)
 ODD = (128, tl.bfloat16, False), (48, tl.float32, True), (1, tl.float16, False)
 
 
-def main(names: list[str]) -> None:
-    failed = {}
+def main() -> None:
+    found, failed = {}, {}
+    names = [name for name in optim.__all__ if name != "from_torch"]
     for number, name in enumerate(names):
+        rule = getattr(optim, name)._rule
+        if rule.for_tables is None:
+            found[name] = dense_step(rule)
         for dim, weight, per_row in ODD if number % 2 else EVEN:
             try:
-                step(name, dim, weight, per_row)
+                row_step(name, dim, weight, per_row)
             except Exception:
                 failed[f"{name}, {dim}, {weight}, {per_row}"] = traceback.format_exc(limit=0)[-1500:]
     for rest in (others, cache):
@@ -138,8 +180,8 @@ def main(names: list[str]) -> None:
             rest()
         except Exception:
             failed[rest.__name__] = traceback.format_exc(limit=1)[-1500:]
-    print(json.dumps({"compiled": names, "failed": failed}))
+    print(json.dumps({"rules": names, "dense": found, "failed": failed}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or [name for name in optim.__all__ if name != "from_torch"])
+    main()
