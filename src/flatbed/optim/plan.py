@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
@@ -250,7 +250,7 @@ def build_plan(
     vectors = stats.of("params", by_device)
     devices = []
     for device, indices in by_device.items():
-        stepper: type[DenseStepper] = TorchStepper
+        stepper: Callable[..., DenseStepper] = TorchStepper
         if spec.rule.update is not None and use_triton(device):
             from flatbed.kernels._triton.stepper import TritonStepper
 
