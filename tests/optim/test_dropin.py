@@ -9,9 +9,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import flatbed
@@ -44,8 +46,8 @@ def train_both(ours: nn.Module, theirs: nn.Module, a: Any, b: Any, seeds: Iterab
 def adam_pair(ours: nn.Module, theirs: nn.Module, **options: Any) -> tuple[Any, Any]:
     options.setdefault("lr", 0.01)
     return (
-        flatbed.optim.Adam(ours.parameters(), **options),
-        optim.Adam(theirs.parameters(), fused=True, **options),
+        flatbed.optim.Adam(ours.parameters(), **copy.deepcopy(options)),  # schedulers write into tensors
+        optim.Adam(theirs.parameters(), fused=True, **copy.deepcopy(options)),
     )
 
 
@@ -92,34 +94,45 @@ def test_profiler_names_the_step() -> None:
     assert any("Optimizer.step#Adam.step" in event.key for event in profiler.key_averages())
 
 
-SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
-    "step": lambda o: optim.lr_scheduler.StepLR(o, 2),
-    "exponential": lambda o: optim.lr_scheduler.ExponentialLR(o, 0.8),
-    "cosine-restarts": lambda o: optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "lambda": lambda o: optim.lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
-    "cyclic": lambda o: optim.lr_scheduler.CyclicLR(o, 1e-3, 1e-2, cycle_momentum=True),
-    "one-cycle": lambda o: optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=10),
-    "sequential": lambda o: optim.lr_scheduler.SequentialLR(
-        o, [optim.lr_scheduler.ConstantLR(o), optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
-    ),
-    "plateau": lambda o: optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-}
+SCHEDULERS: list[tuple[type[Any], dict[str, Any]]] = [
+    (lr_scheduler.LambdaLR, {"lr_lambda": lambda t: 0.9**t}),
+    (lr_scheduler.MultiplicativeLR, {"lr_lambda": lambda t: 0.9}),
+    (lr_scheduler.StepLR, {"step_size": 2}),
+    (lr_scheduler.MultiStepLR, {"milestones": [1, 3]}),
+    (lr_scheduler.ConstantLR, {"total_iters": 2}),
+    (lr_scheduler.LinearLR, {"total_iters": 3}),
+    (lr_scheduler.ExponentialLR, {"gamma": 0.8}),
+    (lr_scheduler.SequentialLR, {"milestones": [2]}),
+    (lr_scheduler.PolynomialLR, {"total_iters": 4}),
+    (lr_scheduler.CosineAnnealingLR, {"T_max": 3}),
+    (lr_scheduler.ChainedScheduler, {}),
+    (lr_scheduler.ReduceLROnPlateau, {"patience": 0}),
+    (lr_scheduler.CyclicLR, {"base_lr": 1e-3, "max_lr": 1e-2}),  # cycles beta1 too
+    (lr_scheduler.CosineAnnealingWarmRestarts, {"T_0": 3}),
+    (lr_scheduler.OneCycleLR, {"max_lr": 1e-2, "total_steps": 10}),
+    (optim.swa_utils.SWALR, {"swa_lr": 0.05, "anneal_epochs": 3}),
+]
 
 
-@pytest.mark.parametrize("tensor_lr", [False, True])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name: str, tensor_lr: bool) -> None:
+def schedule(optimizer: optim.Optimizer, kind: type[Any], options: dict[str, Any]) -> Any:
+    if kind in (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
+        parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        options = {**options, "schedulers": parts}
+        return kind(**options) if kind is lr_scheduler.ChainedScheduler else kind(optimizer, **options)
+    return kind(optimizer, **options)
+
+
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01), np.float32(0.01)], ids=["float", "tensor", "numpy"])
+@pytest.mark.parametrize(("kind", "options"), SCHEDULERS, ids=lambda value: getattr(value, "__name__", ""))
+def test_schedulers(kind: type[Any], options: dict[str, Any], lr: Any) -> None:
+    """Every scheduler of torch, with each kind of number that may be a learning rate."""
     ours, theirs = pair("cpu")
-    a, b = (
-        kind(m.parameters(), lr=torch.tensor(0.01) if tensor_lr else 0.01, **more)
-        for kind, m, more in ((flatbed.optim.Adam, ours, {}), (optim.Adam, theirs, {"fused": True}))
-    )
-    schedules = SCHEDULERS[name](a), SCHEDULERS[name](b)
+    a, b = adam_pair(ours, theirs, lr=lr)
+    schedules = [schedule(optimizer, kind, options) for optimizer in (a, b)]
     for step in range(5):
-        give_grads(ours, theirs, seed=step)
-        for optimizer, schedule in zip((a, b), schedules, strict=True):
-            optimizer.step()
-            schedule.step(1.0) if name == "plateau" else schedule.step()
+        train_both(ours, theirs, a, b, [step])
+        for one in schedules:
+            one.step(1.0) if kind is lr_scheduler.ReduceLROnPlateau else one.step()
     assert_models_equal(ours, theirs, "cpu")
 
 

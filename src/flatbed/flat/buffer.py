@@ -273,6 +273,84 @@ class Buffer:
         found = torch.stack([_is_untouched(self.views[i]).all() for i in late]).tolist()
         return [i for i, untouched in zip(late, found, strict=True) if untouched]
 
+    # ---- norms, summed in the order in which torch sums them over separate parameters
+
+    @torch.no_grad()
+    def param_norms(self) -> torch.Tensor:
+        """The norm of the values of each original, in the order of the segments."""
+        return self._norms(self.originals, self.data, 2.0)
+
+    def grad_norms(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of the gradient of each original, 0 where there is none; gather first."""
+        present = [p.grad is not None for p in self.originals]
+        if self.grad is None or not any(present):
+            return torch.zeros(len(self.segments), device=self.data.device)
+        found = self._norms(self.views, self.grad, norm_type)
+        return found if all(present) else found * torch.tensor(present, device=found.device)
+
+    def _norms(self, tensors: Sequence[torch.Tensor], flat: torch.Tensor, norm_type: float) -> torch.Tensor:
+        if flat.device.type == "cpu" and 4 * len(self.runs) <= len(tensors):
+            return torch.cat([_row_norms(flat, run, norm_type) for run in self.runs])
+        filled = [t for t in tensors if t.numel()]  # an empty tensor has no largest element
+        found = iter(torch._foreach_norm(filled, norm_type) if filled else ())
+        return torch.stack([next(found) if t.numel() else flat.new_zeros(()) for t in tensors])
+
 
 def _is_untouched(grad: torch.Tensor) -> torch.Tensor:
     return (grad == 0) & torch.signbit(grad)
+
+
+def _row_norms(flat: torch.Tensor, run: Run, norm_type: float) -> torch.Tensor:
+    """One reduction for a run of equal neighbours: each row of a matrix is summed as it would be alone."""
+    if not run.length:
+        return flat.new_zeros(run.n_rows)
+    rows = flat.as_strided((run.n_rows, run.length), (run.step, 1), flat.storage_offset() + run.offset)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, norm_type, dim=1)
+    return norms
+
+
+def check_max_norm(max_norm: float) -> None:
+    """Raise for a negative norm, with which clipping would reverse the gradients."""
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must not be negative; found {max_norm}")
+
+
+@torch.no_grad()
+def clip(buffers: Sequence[Buffer], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale all gradients by the factor that torch would use, and return their norm; gather first."""
+    total = total_norm(buffers, norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for buffer in buffers:
+        assert buffer.grad is not None
+        buffer.grad.mul_(factor.to(buffer.grad.device))
+    return total
+
+
+def total_norm(buffers: Sequence[Buffer], norm_type: float) -> torch.Tensor:
+    """The norm over all gradients; gather first.
+
+    On the CPU it is bitwise equal to torch's norm over the parameters in the order of the source. On other
+    devices it is one reduction per buffer.
+    """
+    if not buffers:
+        return torch.tensor(0.0)
+    device = buffers[0].data.device
+    if any(buffer.data.device.type != "cpu" for buffer in buffers) and norm_type > 0:
+        whole: list[torch.Tensor] = [
+            torch.linalg.vector_norm(b.grad, norm_type).to(device) for b in buffers if b.grad is not None
+        ]
+        return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), norm_type)
+    parts: list[torch.Tensor] = []
+    positions: list[int] = []
+    for buffer in buffers:
+        assert buffer.grad is not None
+        found, held = buffer._norms(buffer.views, buffer.grad, norm_type), buffer.positions
+        if not buffer.complete:  # torch counts only present gradients, and zeros would change its sum
+            present = [i for i, p in enumerate(buffer.originals) if p.grad is not None]
+            found, held = found[torch.tensor(present, device=found.device)], tuple(held[i] for i in present)
+        parts.append(found.to(device))
+        positions += held
+    order = sorted(range(len(positions)), key=positions.__getitem__)
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.tensor(order, device=device)]
+    total: torch.Tensor = torch.linalg.vector_norm(joined, norm_type)
+    return total

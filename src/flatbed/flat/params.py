@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 
 from flatbed.errors import FlatbedError
-from flatbed.flat import checkpoint, hooks, norms, repair
-from flatbed.flat.buffer import Buffer
-from flatbed.flat.inputs import Source, SourceParam, module_slots, read
+from flatbed.flat import checkpoint, hooks
+from flatbed.flat.buffer import Buffer, check_max_norm, clip, total_norm
 from flatbed.flat.parameter import FlatParameter
+from flatbed.flat.source import Source, SourceParam, find_problems, module_slots, read, rebind
 from flatbed.layout import Segment, Spec, plan
 
 
@@ -129,7 +129,7 @@ class FlatParams:
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients, a tensor on their device; parameters are summed in torch's order."""
-        return norms.total_norm(self._gathered(), float(norm_type))
+        return total_norm(self._gathered(), float(norm_type))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -138,16 +138,16 @@ class FlatParams:
 
         On the CPU the result is bitwise equal to torch's.
         """
-        norms.check_max_norm(max_norm)
+        check_max_norm(max_norm)
         gathered = self._gathered()
         if error_if_nonfinite:
-            total = norms.total_norm(gathered, float(norm_type))
+            total = total_norm(gathered, float(norm_type))
             if not torch.isfinite(total):
                 raise FlatbedError(
                     f"the total norm of the gradients is {total.item()}; parameters with inf or NaN: "
                     f"{', '.join(self.nonfinite()) or 'none, their norm overflows'}"
                 )
-        return norms.clip(gathered, max_norm, float(norm_type))
+        return clip(gathered, max_norm, float(norm_type))
 
     def step(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, norm_type: float = 2.0
@@ -164,7 +164,7 @@ class FlatParams:
                 "flat.parameters() or flat.groups(), not over model.parameters()"
             )
         if max_norm is not None:
-            norms.check_max_norm(max_norm)
+            check_max_norm(max_norm)
         self._request = request = hooks.FusedStepRequest(self._buffers, max_norm, float(norm_type))
         try:
             optimizer.step()
@@ -177,17 +177,17 @@ class FlatParams:
 
     def norms(self) -> dict[str, float]:
         """The norm of every parameter, by name; one transfer to the host per buffer."""
-        return self._by_name([norms.param_norms(buffer) for buffer in self._buffers])
+        return self._by_name([buffer.param_norms() for buffer in self._buffers])
 
     def grad_norms(self) -> dict[str, float]:
         """The norm of every gradient, by name; 0 where there is none. One transfer per buffer."""
         self._gathered()
-        return self._by_name([norms.grad_norms(buffer) for buffer in self._buffers])
+        return self._by_name([buffer.grad_norms() for buffer in self._buffers])
 
     def nonfinite(self) -> list[str]:
         """The names of the parameters whose gradient holds inf or NaN."""
         self._gathered()
-        largest = self._by_name([norms.grad_norms(buffer, float("inf")) for buffer in self._buffers])
+        largest = self._by_name([buffer.grad_norms(float("inf")) for buffer in self._buffers])
         return [name for name, value in largest.items() if not value < float("inf")]
 
     def _by_name(self, values: list[torch.Tensor]) -> dict[str, float]:
@@ -205,13 +205,13 @@ class FlatParams:
     @torch.no_grad()
     def snapshot(self) -> Snapshot:
         """Copy all values, one copy per buffer."""
-        repair.rebind(self, self._buffers)
+        rebind(self, self._buffers)
         return Snapshot(tuple(buffer.data.clone() for buffer in self._buffers), self.segments)
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         """Write the values of a snapshot back, one copy per buffer."""
-        repair.rebind(self, self._buffers)
+        rebind(self, self._buffers)
         if snapshot.segments != self.segments:
             raise ValueError(
                 "the snapshot is of another layout; restore takes a snapshot of this FlatParams, taken since "
@@ -225,7 +225,7 @@ class FlatParams:
 
     def check(self) -> list[str]:
         """Describe everything that left its buffer, with likely cause and remedy; empty if nothing did."""
-        return repair.check(self)
+        return find_problems(self)
 
     def is_valid(self) -> bool:
         """Return whether every parameter lies in its buffer."""
@@ -243,10 +243,10 @@ class FlatParams:
         Mends `.to()`, `.half()`, `load_state_dict(assign=True)`, `p.data = …` and an RNN's
         `flatten_parameters`. Steps and reads of gradients call it by themselves.
         """
-        repair.rebind(self, self._buffers)
+        rebind(self, self._buffers)
 
     def _repair(self, buffer: Buffer) -> None:
-        repair.rebind(self, (buffer,))
+        rebind(self, (buffer,))
 
     # ---- checkpoints
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -79,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
         self._owns_tables = False
         self._averages_in_model = False
 
-    @property
+    @cached_property
     def _spec(self) -> OptimizerSpec:
         return OptimizerSpec(type(self).__name__, self._rule, self._options, self.defaults)
 
@@ -214,7 +215,7 @@ class Optimizer(torch.optim.Optimizer):
             raise FlatbedError("ema_weights() inside ema_weights(): the model holds the averages already")
         with torch.no_grad():
             plan = self._current_plan()
-            plan.masters.sync_from_params()
+            plan.masters.sync_written()
             averaged = [(slot.param, slot.ema) for slot in plan.slots if slot.ema is not None]
             trained = [param.detach().clone() for param, _ in averaged]
             for param, average in averaged:
@@ -237,7 +238,7 @@ class Optimizer(torch.optim.Optimizer):
         the capture or between the replays of a CUDA graph need this call.
         """
         plan = self._current_plan()
-        plan.masters.sync_all()
+        plan.masters.sync(plan.masters.slots)
         plan.masters.record_versions()
 
     # ---- a step
@@ -251,17 +252,17 @@ class Optimizer(torch.optim.Optimizer):
             raise FlatbedError("the model holds averaged weights (`with ema_weights()`): step outside of it")
         with torch.no_grad():
             plan = self._current_plan()
-            packs: list[RowGrads | None] = []
-            if self._tables.slots:
-                packs = self._tables.collect_grads(self, self._options)
+            tables = self._tables
+            packs = tables.collect_grads(self, self._options) if tables.slots else []
             found = plan.collect_grads()
             if found is None:  # of another kind: building a plan checks them
                 plan = self._rebuild()
                 found = plan.collect_grads()
                 assert found is not None
-            if plan.slots or any(pack is not None for pack in packs):
+            has_rows = any(pack is not None for pack in packs) if packs else False
+            if plan.slots or has_rows:
                 try:
-                    self._run(plan, found, packs)
+                    self._update(plan, found, packs if has_rows else [])
                 except BaseException:
                     self._drop_plan()  # uploads may not have been issued
                     raise
@@ -292,52 +293,37 @@ class Optimizer(torch.optim.Optimizer):
         return plan
 
     def _drop_plan(self) -> None:
-        if self._plan is not None and any(one.stepper.captured for one in self._plan.devices):
+        if self._plan is not None and any(stepper.captured for stepper in self._plan.steppers):
             self._retired.append(self._plan)
         self._plan = None
 
-    def _run(self, plan: Plan, found: StepGrads, packs: list[RowGrads | None]) -> None:
+    def _update(self, plan: Plan, found: StepGrads, packs: list[RowGrads | None]) -> None:
+        """Update parameters and, if there are `packs`, tables; all are clipped by the norm of all."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if self._tables.slots and (scale is not None or found_inf is not None):
-            found_inf = any_replica(found_inf, [slot.table for slot in self._tables.slots])
-        scaling = None if scale is None and found_inf is None else Scaling(scale, found_inf)
-        plan.masters.sync_from_params()
-        if len(plan.devices) == 1 and not any(pack is not None for pack in packs):
-            stepper = plan.devices[0].stepper
-            scaling = None if scaling is None else scaling.to(stepper.device)
-            stepper.set_grads(found.grads, found.addresses, found.unordered)
-            if self._options.needs_norm:
-                stepper.squares(self._options)
-            stepper.update(self._options, scaling, None)
-        else:
-            self._step_multi(plan, found, scaling, packs)
-        if found.params:
-            torch.autograd.graph.increment_version(found.params)
-        plan.masters.record_versions()
-
-    def _step_multi(
-        self,
-        plan: Plan,
-        found: StepGrads,
-        scaling: Scaling | None,
-        packs: list[RowGrads | None],
-    ) -> None:
-        """Step several devices or tables: each measures its gradients, and all clip by the norm of all."""
+        scaling = None
+        if scale is not None or found_inf is not None:
+            if self._tables.slots:
+                found_inf = any_replica(found_inf, [slot.table for slot in self._tables.slots])
+            scaling = Scaling(scale, found_inf)
+        if plan.masters.slots:
+            plan.masters.sync_written()
         steppers: list[Stepper] = []
-        if any(pack is not None for pack in packs):  # first, since files may fail
+        if packs:  # first, since files may fail
             steppers += self._tables.set_grads(
                 self._spec, self.param_groups, packs, state=self.state, stats=self._stats
             )
-        for device in plan.devices:
-            own = frozenset(n for n, i in enumerate(device.indices) if i in found.unordered)
-            addresses = [found.addresses[i] for i in device.indices]
-            device.stepper.set_grads([found.grads[i] for i in device.indices], addresses, own)
-            steppers.append(device.stepper)
-        squares = [stepper.squares(self._options) for stepper in steppers if self._options.needs_norm]
+        plan.set_grads(found)
+        steppers += plan.steppers
+        squares = [stepper.squares(self._options) for stepper in steppers] if self._options.needs_norm else []
         for stepper in steppers:
-            together = torch.cat([s.to(stepper.device) for s in squares]) if squares else None
-            there = None if scaling is None else scaling.to(stepper.device)
-            stepper.update(self._options, there, together)
+            of_all = None  # a single stepper of parameters has its own norm
+            if squares and (packs or len(steppers) > 1):
+                of_all = torch.cat([square.to(stepper.device) for square in squares])
+            stepper.update(self._options, None if scaling is None else scaling.to(stepper.device), of_all)
+        if found.params:
+            torch.autograd.graph.increment_version(found.params)
+        if plan.masters.slots:
+            plan.masters.record_versions()
 
     # ---- state dicts
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import is_
-from typing import Any, NamedTuple
+from itertools import chain, repeat
+from operator import attrgetter, is_, itemgetter
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.step import STEPS, DenseStepper, Grads, ParamSlot, TorchStepper, stride_of
-from flatbed.optim.master_weights import MasterWeights
 from flatbed.optim.state_builder import Groups, OptimizerSpec, build_slots, publish_state
 from flatbed.rule import Rule
 from flatbed.tables.table import Table
+
+GRAD, PARAMS = attrgetter("grad"), itemgetter("params")
 
 
 class StepStats:
@@ -66,42 +67,78 @@ class Fingerprint:
     """
 
     def __init__(self, rule: Rule, groups: Groups, state: dict[Any, Any], slots: list[ParamSlot]) -> None:
-        self._rule, self._groups, self._state = rule, groups, state
-        self._params = [*_params(groups), ...]
-        self._has = [rule.has(group) for group in groups]
+        self._groups, self._state = groups, state
+        self._params = [*chain.from_iterable(map(PARAMS, groups)), ...]
+        self._switches = [name for name in rule.state.values() if name is not None]
+        self._switched = [group[name] > 0 for group in groups for name in self._switches]
         self._entries = [*state.values(), ...]
         self._lengths = list(map(len, state.values()))
         self._slotted = [slot.param for slot in slots]
         slotted = set(map(id, self._slotted))
-        self._idle = [p for p in _params(groups) if id(p) not in slotted and not isinstance(p, Table)]
+        idle = [p for p in self._params[:-1] if id(p) not in slotted]
+        self._idle = [p for p in idle if not isinstance(p, Table)]
         self._addresses = list(map(Tensor.data_ptr, self._slotted))
         self._ends = [(slot.param, slot.published or {}) for slot in (*slots[:1], *slots[1:][-1:])]
-        self._details = self._describe_ends()
+        self._details = self._describe_ends() if slots else []
 
     def _describe_ends(self) -> list[Any]:
         found: list[Any] = []
         for param, entry in self._ends:
             found += (param.dtype, param.shape, param.stride(), *map(id, entry.values()))
-            found += [value.data_ptr() for value in entry.values() if isinstance(value, Tensor)]
+            for value in entry.values():
+                if isinstance(value, Tensor):
+                    found.append(value.data_ptr())
         return found
 
     def matches(self, groups: Groups, state: dict[Any, Any]) -> bool:
         """Compare with the present. An Ellipsis ends each list, so that lengths are compared too."""
+        if self._switches and self._switched != [
+            group[name] > 0 for group in groups for name in self._switches
+        ]:
+            return False
         return (
             groups is self._groups
             and state is self._state
-            and all(map(is_, self._params, chain(_params(groups), (...,))))
-            and self._has == [self._rule.has(group) for group in groups]
+            and all(map(is_, self._params, chain(chain.from_iterable(map(PARAMS, groups)), (...,))))
             and all(map(is_, self._entries, chain(state.values(), (...,))))
             and self._lengths == list(map(len, state.values()))
             and self._addresses == list(map(Tensor.data_ptr, self._slotted))
-            and self._details == self._describe_ends()
-            and all(p.grad is None for p in self._idle)
+            and (not self._ends or self._details == self._describe_ends())
+            and all(map(is_, map(GRAD, self._idle), repeat(None)))
         )
 
 
-def _params(groups: Groups) -> Iterator[Tensor]:
-    return chain.from_iterable([group["params"] for group in groups])
+class MasterWeights:
+    """The slots that have an fp32 master weight, and their parameters' versions after the last step."""
+
+    def __init__(self, slots: Sequence[ParamSlot]) -> None:
+        self.slots = [slot for slot in slots if slot.master is not None]
+        self.versions: list[int] = []
+
+    def record_versions(self) -> None:
+        """Record that masters and parameters agree: a parameter of another version has been written to."""
+        self.versions = [slot.param._version for slot in self.slots]
+
+    def sync_written(self) -> None:
+        """Update the masters of parameters that were written to since the last step."""
+        written = [
+            slot
+            for slot, version in zip(self.slots, self.versions, strict=True)
+            # A flat parameter's version does not count writes to its views.
+            if slot.param._version != version or type(slot.param) not in (Tensor, nn.Parameter)
+        ]
+        if any(is_capturing(slot.param.device) for slot in written):
+            raise FlatbedError(
+                "parameters were written to since the last step, and every replay would update their fp32 "
+                "masters: call optimizer.refresh_masters() before the capture"
+            )
+        self.sync(written)
+
+    def sync(self, slots: list[ParamSlot]) -> None:
+        """Set a master to its parameter wherever the parameter is not the rounded master."""
+        for slot in slots:
+            master = cast(Tensor, slot.master)
+            master.copy_(torch.where(master.to(slot.param.dtype) == slot.param, master, slot.param.float()))
 
 
 class StepGrads(NamedTuple):
@@ -127,14 +164,10 @@ class DeviceSlots:
 class Plan:
     """A slot for every parameter with a gradient or state, and a stepper for every device."""
 
-    def __init__(
-        self,
-        slots: list[ParamSlot],
-        devices: list[DeviceSlots],
-        masters: MasterWeights,
-        fingerprint: Fingerprint,
-    ) -> None:
-        self.slots, self.devices, self.masters, self.fingerprint = slots, devices, masters, fingerprint
+    def __init__(self, slots: list[ParamSlot], devices: list[DeviceSlots], fingerprint: Fingerprint) -> None:
+        self.slots, self.devices, self.fingerprint = slots, devices, fingerprint
+        self.steppers = [device.stepper for device in devices]
+        self.masters = MasterWeights(slots)
         self.params = [slot.param for slot in slots]
         self._grad_dtypes = [slot.grad_dtype for slot in slots]
         self._grad_sizes = [slot.param.numel() * slot.grad_dtype.itemsize for slot in slots]
@@ -145,21 +178,23 @@ class Plan:
 
     def collect_grads(self) -> StepGrads | None:
         """The present gradients. None: some are of another kind than the plan was built for."""
-        params = self.params
-        grads = [p.grad for p in params]
+        params, sizes = self.params, self._grad_sizes
+        grads = list(map(GRAD, params))
         present: list[Any] = [g for g in grads if g is not None]
         try:
-            unordered = self._find_unordered(grads, present)
+            in_order = self._all_contiguous and all(map(Tensor.is_contiguous, present))
+            unordered = frozenset() if in_order else self._find_unordered(grads)
             addresses = list(map(Tensor.data_ptr, present))
         except RuntimeError:  # sparse gradients have no strides or no address
             return None
-        if self._mixed_dtypes and any(map(_is_other, grads, self._grad_dtypes)):
-            return None
-        sizes = self._grad_sizes
         if len(present) < len(grads):
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
             addresses = [0 if g is None else g.data_ptr() for g in grads]
             sizes = [size for size, g in zip(sizes, grads, strict=True) if g is not None]
+        if self._mixed_dtypes and any(
+            g is not None and g.dtype != dtype for g, dtype in zip(grads, self._grad_dtypes, strict=True)
+        ):
+            return None
         if addresses == self._addresses:
             addresses = self._addresses  # lists of the same numbers are compared faster
         elif [g.nbytes for g in present] != sizes:
@@ -167,21 +202,22 @@ class Plan:
         self._addresses = addresses
         return StepGrads(grads, addresses, unordered, params)
 
-    def _find_unordered(self, grads: Grads, present: list[Any]) -> frozenset[int]:
-        """Find the slots whose gradient is in another order of elements than the parameter."""
-        if self._all_contiguous and all(map(Tensor.is_contiguous, present)):
-            return frozenset()
-        if len(present) == len(grads) and list(map(Tensor.stride, present)) == self._strides:
-            return frozenset()
+    def _find_unordered(self, grads: Grads) -> frozenset[int]:
         return frozenset(
             i
             for i, (grad, stride) in enumerate(zip(grads, self._strides, strict=True))
             if grad is not None and grad.stride() != stride and grad.numel() > 1
         )
 
-
-def _is_other(grad: Tensor | None, dtype: torch.dtype) -> bool:
-    return grad is not None and grad.dtype != dtype
+    def set_grads(self, found: StepGrads) -> None:
+        """Give the gradients of a step to the steppers of all devices."""
+        if len(self.devices) == 1:
+            self.steppers[0].set_grads(found.grads, found.addresses, found.unordered)
+            return
+        for device in self.devices:
+            own = frozenset(n for n, i in enumerate(device.indices) if i in found.unordered)
+            addresses = [found.addresses[i] for i in device.indices]
+            device.stepper.set_grads([found.grads[i] for i in device.indices], addresses, own)
 
 
 def build_plan(
@@ -213,21 +249,17 @@ def build_plan(
     vectors = stats.of("params", by_device)
     devices = []
     for device, indices in by_device.items():
-        stepper = _stepper_class(spec.rule, device)
+        stepper: Callable[..., DenseStepper] = TorchStepper
+        if spec.rule.update is not None and use_triton(device):
+            from flatbed.kernels._triton.step import TritonStepper
+
+            stepper = TritonStepper
         own = [slots[i] for i in indices]
         devices.append(DeviceSlots(stepper(spec.rule, groups, own, vectors[device]), indices))
     for slot in slots:
         publish_state(state, slot)
-    masters = MasterWeights(slots)
+    plan = Plan(slots, devices, Fingerprint(spec.rule, groups, state, slots))
     if not loaded:
-        masters.sync_all()
-    masters.record_versions()
-    return Plan(slots, devices, masters, Fingerprint(spec.rule, groups, state, slots))
-
-
-def _stepper_class(rule: Rule, device: torch.device) -> Callable[..., DenseStepper]:
-    if rule.update is not None and use_triton(device):
-        from flatbed.kernels._triton.step import TritonStepper
-
-        return TritonStepper
-    return TorchStepper
+        plan.masters.sync(plan.masters.slots)
+    plan.masters.record_versions()
+    return plan
