@@ -562,7 +562,7 @@ elif doing == "save":
     table.save(folder / "t.safetensors")
     print(peak[0] - before)
 else:
-    from flatbed.tables.storage.disk import copy_pool as disk_rows
+    from flatbed.tables.storage.disk import threads as disk_rows
     before = anonymous()
     fill = torch.Tensor.copy_
     torch.Tensor.copy_ = lambda *a: (fill(*a), watch())[0]

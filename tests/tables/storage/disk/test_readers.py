@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from flatbed.tables.storage.disk import DiskStorage, copy_pool
+from flatbed.tables.storage.disk import DiskStorage, threads
 from flatbed.tables.storage.disk import storage as disk_storage
-from flatbed.tables.storage.disk.readers import Readers
+from flatbed.tables.storage.disk.threads import Readers
 from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
 
 SOON = 0.2
@@ -165,8 +165,8 @@ def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_rows", [0, 1, 999, 20_000])
 def test_every_row_is_copied_once(n_rows: int) -> None:
     given: list[int] = []
-    with copy_pool.copy_threads() as pool:
-        copy_pool.split(pool, lambda rows: given.extend(range(n_rows)[rows]), n_rows, n_parts=n_rows)
+    with threads.copy_threads() as pool:
+        threads.split(pool, lambda rows: given.extend(range(n_rows)[rows]), n_rows, n_parts=n_rows)
     assert sorted(given) == list(range(n_rows))
 
 
@@ -181,8 +181,8 @@ def test_call_runs_once_if_no_thread_can_be_started() -> None:
 
     with Full(1) as pool:
         for number in range(5):
-            copy_pool.submit(pool, done.append, number).result()
-        failed = copy_pool.submit(pool, lambda: 1 // 0)
+            threads.submit(pool, done.append, number).result()
+        failed = threads.submit(pool, lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             failed.result()
     assert sorted(done) == list(range(5))

@@ -20,7 +20,7 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.disk import DiskStorage, journal
-from flatbed.tables.storage.disk import copy_pool as disk_rows
+from flatbed.tables.storage.disk import threads as disk_rows
 from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import RECORDS_AT
 from tests.tables.storage.disk.crash_model import (
