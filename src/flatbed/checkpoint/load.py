@@ -10,8 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatbed.checkpoint.codec import DAMAGE, unpack
-from flatbed.checkpoint.dense import check_same, dense_state, load_all
 from flatbed.checkpoint.folder import (
     FORMAT,
     FORMAT_VERSION,
@@ -23,6 +21,7 @@ from flatbed.checkpoint.folder import (
     read_current,
     read_json,
 )
+from flatbed.checkpoint.state import DAMAGE, check_same, dense_state, load_all, unpack
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
 from flatbed.tables.table import Table

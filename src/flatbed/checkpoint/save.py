@@ -13,9 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatbed.checkpoint import folder as folders
-from flatbed.checkpoint.codec import Packer
-from flatbed.checkpoint.dense import dense_state, optimizer_parts
 from flatbed.checkpoint.folder import CURRENT, MANIFEST, Training
+from flatbed.checkpoint.state import Packer, dense_state, optimizer_parts
 from flatbed.distributed.ranks import Ranks
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage

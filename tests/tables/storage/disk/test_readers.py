@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from flatbed.tables.storage.disk import DiskStorage, copy_pool
+from flatbed.tables.storage.disk import DiskStorage, threads
 from flatbed.tables.storage.disk import storage as disk_storage
-from flatbed.tables.storage.disk.readers import Readers
+from flatbed.tables.storage.disk.threads import Readers
 from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
 
 SOON = 0.2
@@ -118,20 +118,6 @@ def test_file_stays_as_it_is_while_it_is_read(what: str, tmp_path: Path, disk: S
     table.close()
 
 
-def test_reader_that_fails_delays_no_other_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = made(tmp_path)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(disk_storage, "take", fail)
-        with pytest.raises(MemoryError):
-            table.gather(torch.arange(10))
-    Doing(table.checkpoint).done()
-    Doing(table.close).done()
-
-
 def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
     """Every row that is read is whole, and is never older than one that was read before."""
     table = made(tmp_path)
@@ -165,8 +151,8 @@ def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_rows", [0, 1, 999, 20_000])
 def test_every_row_is_copied_once(n_rows: int) -> None:
     given: list[int] = []
-    with copy_pool.copy_threads() as pool:
-        copy_pool.split(pool, lambda rows: given.extend(range(n_rows)[rows]), n_rows, n_parts=n_rows)
+    with threads.copy_threads() as pool:
+        threads.split(pool, lambda rows: given.extend(range(n_rows)[rows]), n_rows, n_parts=n_rows)
     assert sorted(given) == list(range(n_rows))
 
 
@@ -181,23 +167,32 @@ def test_call_runs_once_if_no_thread_can_be_started() -> None:
 
     with Full(1) as pool:
         for number in range(5):
-            copy_pool.submit(pool, done.append, number).result()
-        failed = copy_pool.submit(pool, lambda: 1 // 0)
+            threads.submit(pool, done.append, number).result()
+        failed = threads.submit(pool, lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             failed.result()
     assert sorted(done) == list(range(5))
 
 
-def test_reader_that_was_interrupted_on_its_way_out() -> None:
-    """Control-C in the line before it is gone: its own thread does not wait for it."""
-    readers = Readers()
+def test_interrupted_or_failed_reader_delays_no_other_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if Control-C hits the line before a reader is gone: its own thread does not wait for it."""
+    table, readers = made(tmp_path), Readers()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_storage, "take", fail)
+        with pytest.raises(MemoryError):
+            table.gather(torch.arange(10))
+    Doing(table.checkpoint).done()
+    Doing(table.close).done()
     readers.__enter__()
     readers.wait()
-    waited = threading.Thread(target=readers.wait, daemon=True)
-    waited.start()
-    waited.join(0.1)
-    assert waited.is_alive()
+    other = Doing(readers.wait)
+    assert other.waits()
     with readers:
         pass
-    waited.join(LATE)
-    assert not waited.is_alive()
+    other.done()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.disk import DiskStorage, journal
-from flatbed.tables.storage.disk import copy_pool as disk_rows
+from flatbed.tables.storage.disk import threads as disk_rows
 from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import RECORDS_AT
 from tests.tables.storage.disk.crash_model import (
@@ -53,12 +53,7 @@ def test_creation_fills_every_row_once(tmp_path: Path, n_rows: int, monkeypatch:
 
     storage: Storage = DiskStorage.create(tmp_path / "table", RECORD, n_rows, fill=noted)
     assert asked == list(range(n_rows))
-    assert (storage.n_rows, storage.record, storage.memory, storage.device.type) == (
-        n_rows,
-        RECORD,
-        None,
-        "cpu",
-    )
+    assert (storage.n_rows, storage.record, storage.memory) == (n_rows, RECORD, None)
     assert np.array_equal(storage.read(0, n_rows).numpy(), filled(0, n_rows, NBYTES))
     assert np.array_equal(storage.gather(torch.arange(n_rows)).numpy(), filled(0, n_rows, NBYTES))
     storage.close()
@@ -140,11 +135,8 @@ def test_only_checkpoints_reach_the_file(tmp_path: Path) -> None:
         assert (tmp_path / "table").read_bytes() == before
         if step % 2:
             storage.checkpoint({"step": step})
-            assert (storage.generation, storage.meta, storage.unsaved_rows) == (
-                (step + 1) // 2,
-                {"step": step},
-                0,
-            )
+            found = (storage.generation, storage.meta, storage.unsaved_rows)
+            assert found == ((step + 1) // 2, {"step": step}, 0)
             saved = model.copy()
         assert np.array_equal(everything(storage), model)
     storage.scatter_(torch.arange(100), random_records(100))
@@ -162,8 +154,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stack = contextlib.ExitStack()
-        self.folder = Path(self.stack.enter_context(_folder()))
+        self.folder = Path(tempfile.mkdtemp())
         self.storage = made(self.folder, 20)
         self.now, self.saved = filled(0, 20, NBYTES), filled(0, 20, NBYTES)
         self.generation, self.prepared, self.random = 0, False, np.random.default_rng(0)
@@ -244,15 +235,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.storage.close()
-        self.stack.close()
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[str]:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder
+        shutil.rmtree(self.folder)
 
 
 TestMachine = DiskMachine.TestCase
@@ -422,12 +405,8 @@ def test_resize_keeps_rows_and_makes_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "table").stat().st_size == RECORDS_AT + 100 * NBYTES
     assert (storage.n_rows, storage.unsaved_rows) == (100, 2)
     storage.resize(1000, fill=fill, meta={"step": 9})
-    assert (storage.n_rows, storage.unsaved_rows, storage.meta, storage.generation) == (
-        1000,
-        0,
-        {"step": 9},
-        1,
-    )
+    found = (storage.n_rows, storage.unsaved_rows, storage.meta, storage.generation)
+    assert found == (1000, 0, {"step": 9}, 1)
     expected = np.concatenate([now, filled(100, 1000, NBYTES)])
     assert np.array_equal(everything(storage), expected)
     storage.scatter_(torch.tensor([999, 3]), random_records(2))

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatbed.errors import FlatbedError
-from flatbed.tables.storage.disk.copy_pool import copy_threads, put, take
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace, Records, anonymous
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
@@ -38,6 +37,7 @@ from flatbed.tables.storage.disk.format import (
     state_of,
     state_payload,
 )
+from flatbed.tables.storage.disk.threads import copy_threads, put, take
 
 SLOTS_AT = PAGE
 SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decision

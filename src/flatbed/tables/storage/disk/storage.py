@@ -20,13 +20,11 @@ from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
-from flatbed.tables.storage.disk.copy_pool import as_records, submit, take, write_rows
-from flatbed.tables.storage.disk.create import create_files, open_files
 from flatbed.tables.storage.disk.file import NotSynced, Records
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, apply
-from flatbed.tables.storage.disk.open_files import OpenFiles, warn_at_exit
-from flatbed.tables.storage.disk.readers import Readers
+from flatbed.tables.storage.disk.open_files import OpenFiles, create_files, open_files, warn_at_exit
+from flatbed.tables.storage.disk.threads import Readers, as_records, submit, take, write_rows
 
 T = TypeVar("T")
 
