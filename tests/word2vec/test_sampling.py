@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatbed.word2vec import Corpus
-from flatbed.word2vec.ngrams import make_bags
 from flatbed.word2vec.sampling import (
     BLOCK,
     SHARED,
     BatchSampler,
     NegativeSampler,
+    make_bags,
 )
 
 from .texts import BatchArrays, random_corpus
