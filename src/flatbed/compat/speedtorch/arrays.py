@@ -50,11 +50,13 @@ def as_array(values: Any) -> Array:
 def row_ids(n_rows: int, *parts: Any) -> Array:
     """Copy ids of any integer dtype and shape to one array, part by part."""
     ids = np.concatenate([as_array(part).reshape(-1) for part in parts])
-    if len(ids) and ids.dtype.kind not in "iu":
+    if not len(ids):
+        return ids.astype(np.int64)
+    if ids.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers; found {ids.dtype}")
-    bad = ids[(ids < 0) | (ids >= n_rows)]
-    if len(bad):
-        raise IndexError(f"id {bad[0]} is out of range for {n_rows} rows (0 to {n_rows - 1})")
+    if ids.min() < 0 or ids.max() >= n_rows:
+        bad = ids[(ids < 0) | (ids >= n_rows)][0]
+        raise IndexError(f"id {bad} is out of range for {n_rows} rows (0 to {n_rows - 1})")
     return ids.astype(np.int64)
 
 

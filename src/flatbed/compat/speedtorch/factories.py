@@ -86,12 +86,11 @@ class WeightSwitcher(Switcher):
 
     def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Copy rows through `.data`, so that only steps of the optimizer change the variable's version."""
-        rows = self._read(batch)[:, 0]
-        if len(rows) > len(variable):
-            variable.data, variable.grad = rows, None
-        else:
-            variable.data[: len(rows)] = rows
-            variable.data[len(rows) :] = 0.0
+        if len(batch.ids) > len(variable):
+            with torch.inference_mode(False):
+                variable.data = variable.data.new_empty(len(batch.ids), self.embed_dimension)
+            variable.grad = None
+        self._read(batch, [variable.data])
         Slots.of(variable).load(batch)
 
     def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
@@ -281,7 +280,7 @@ class StateSwitcher(Switcher):
 
     def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Replace the optimizer's state. Before its first step it has none, and makes it itself."""
-        values = self._read(batch)
+        self._table()
         state = self.given_optimizer.state.get(variable)
         if not state:
             if self._needs_state_dict:
@@ -290,12 +289,16 @@ class StateSwitcher(Switcher):
                     "its own for them: load its state dict, too (optimizer.load_state_dict)"
                 )
             return
-        n_slots = max(len(variable), len(values))
-        for name, rows in zip(self.optVarList, values.unbind(1), strict=True):
-            whole = rows.new_zeros(n_slots, self.embed_dimension)
-            whole[: len(rows)] = rows
-            # SGD keeps the momentum of sparse gradients as a sparse tensor.
-            state[name] = whole.to_sparse(1) if state[name].is_sparse else whole
+        shape = (max(len(variable), len(batch.ids)), self.embed_dimension)
+        tensors = [state[name] for name in self.optVarList]
+        # SGD keeps the momentum of sparse gradients as a sparse tensor.
+        dense = [
+            t.new_empty(shape, layout=torch.strided) if t.is_sparse or t.shape != shape else t
+            for t in tensors
+        ]
+        self._read(batch, dense)
+        for name, before, now in zip(self.optVarList, tensors, dense, strict=True):
+            state[name] = now.to_sparse(1) if before.is_sparse else now
 
     def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         state = self.given_optimizer.state.get(variable)

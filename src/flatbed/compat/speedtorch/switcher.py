@@ -9,7 +9,7 @@ import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,19 +32,52 @@ from flatbed.compat.speedtorch.arrays import (
     to_numpy,
 )
 
+BLOCK_BYTES = 1 << 26  # copied at once
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers as wide as any datatype; numpy has no bfloat16."""
 _SLOTS: Any = WeakTensorKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SlotBatch:
-    """Rows in the first slots of a variable, one id for each slot."""
+    """Rows in the first slots of a variable, one id for each slot.
 
-    ids: Array
-    unique: Array
-    first: Tensor
-    """First slot of every unique row, on the variable's device."""
-    inverse: Tensor
-    """For every slot, the position of its row in `unique`."""
+    - `scratch`: memory for a number per row of the table. Its contents do not matter.
+    """
+
+    def __init__(self, ids: Array, device: torch.device, scratch: Array) -> None:
+        self.ids, self.device = ids, device
+        slots = np.arange(len(ids))
+        scratch[ids] = slots
+        last = scratch[ids]  # for every slot, the last slot of its row; sorting would take longer
+        self._last = np.flatnonzero(last == slots)
+        self.has_repeats = len(self._last) < len(ids)
+        position = np.empty_like(slots)
+        position[self._last] = slots[: len(self._last)]
+        self._inverse = position[last]
+
+    @property
+    def unique(self) -> Array:
+        """The rows, each once."""
+        return self.ids[self._last]
+
+    @cached_property
+    def last(self) -> Tensor:
+        """The last slot of every row in `unique`."""
+        return torch.from_numpy(self._last).to(self.device)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """For every slot, the position of its row in `unique`."""
+        return torch.from_numpy(self._inverse).to(self.device)
+
+    @cached_property
+    def repeated(self) -> tuple[Tensor, Tensor, int]:
+        """The slots of rows that have several; for each slot, the number of its row among these; how many."""
+        is_repeated = np.bincount(self._inverse) > 1
+        slots = np.flatnonzero(is_repeated[self._inverse])
+        numbers = np.cumsum(is_repeated) - 1
+        rows = torch.from_numpy(numbers[self._inverse[slots]])
+        return torch.from_numpy(slots).to(self.device), rows.to(self.device), int(numbers[-1]) + 1
 
 
 class Slots:
@@ -54,6 +87,7 @@ class Slots:
         self._variable = weakref.ref(variable)
         self._batch: SlotBatch | None = None
         self._batch_of_grad: SlotBatch | None = None
+        self._scratch: Array = np.empty(0, np.int64)
         self._hook: Any = None
         self.switchers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Switchers that last copied rows to the variable, and to each optimizer's state."""
@@ -66,21 +100,24 @@ class Slots:
             slots = _SLOTS[variable] = Slots(variable)
         return slots
 
-    def batch_of(self, ids: Array, device: torch.device) -> SlotBatch:
+    def batch_of(self, ids: Array, device: torch.device, n_rows: int) -> SlotBatch:
         """Return a batch of these ids; the loaded one if its ids are the same."""
         loaded = self._batch
-        if loaded is not None and loaded.first.device == device and np.array_equal(ids, loaded.ids):
+        if loaded is not None and loaded.device == device and np.array_equal(ids, loaded.ids):
             return loaded
-        unique, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        positions = [torch.from_numpy(array).to(device) for array in (first, inverse.reshape(-1))]
-        return SlotBatch(ids, unique, *positions)
+        if len(self._scratch) < n_rows:
+            self._scratch = np.empty(n_rows, np.int64)
+        return SlotBatch(ids, device, self._scratch)
 
     def load(self, batch: SlotBatch) -> None:
         """Record that the slots hold a batch: from now on gradients belong to its rows."""
-        self._batch = batch
         variable = self._variable()
-        if self._hook is None and variable is not None and variable.requires_grad:
-            self._hook = variable.register_hook(self._sum_over_rows)  # type: ignore[no-untyped-call,unused-ignore]
+        if variable is not None and variable.requires_grad:
+            if self._hook is None:
+                self._hook = variable.register_hook(self._sum_over_rows)  # type: ignore[no-untyped-call,unused-ignore]
+            if batch is not self._batch:
+                _replace_leaf_node(variable)
+        self._batch = batch
 
     @unserializable_hook  # type: ignore[no-untyped-call,untyped-decorator,unused-ignore]
     def _sum_over_rows(self, grad: Tensor) -> Tensor | None:
@@ -89,26 +126,28 @@ class Slots:
         assert batch is not None
         self._refuse_old_grad()
         n = len(batch.ids)
-        if grad.is_sparse:
-            slots, values = grad._indices()[0], grad._values()
-            has_unloaded = n < len(grad) and bool((slots >= n).any())
-        else:
-            slots, values = torch.arange(n, device=grad.device), grad[:n]
-            has_unloaded = n < len(grad) and bool(grad[n:].any())
-        if has_unloaded:
-            raise IndexError(
-                f"the model looked up slots from {n} on, but beforeForwardPass was given {n} ids for the "
-                f"{len(grad)} slots: use dummy inputs below {n} for this batch"
-            )
-        if n == len(batch.unique):
+        if n < len(grad):
+            unloaded = grad._indices()[0] >= n if grad.is_sparse else grad[n:]
+            if bool(unloaded.any()):
+                raise IndexError(
+                    f"the model looked up slots from {n} on, but beforeForwardPass was given {n} ids for the "
+                    f"{len(grad)} slots: use dummy inputs below {n} for this batch"
+                )
+        if not batch.has_repeats:
             return None
-        return _shared(grad, batch, batch.inverse[slots], values)
+        return _shared_sparse(grad, batch) if grad.is_sparse else _shared(grad, batch)
 
     def _refuse_old_grad(self) -> None:
-        """Raise if the gradient would be added to that of other rows."""
-        variable = self._variable()
-        grad = None if variable is None else variable.grad
-        if grad is not None and self._batch_of_grad is not self._batch and bool(grad.norm()):
+        """Raise if the gradient is of an earlier batch's rows, or would be added to one that is."""
+        variable, node = self._variable(), torch._C._current_autograd_node()
+        assert variable is not None
+        is_leaf_node = node is not None and node.name().endswith("AccumulateGrad")  # not in autograd.grad
+        if is_leaf_node and node is not torch.autograd.graph.get_gradient_edge(variable).node:
+            raise FlatbedError(
+                "found backward() of a forward pass over rows of an earlier batch, while the variable holds "
+                "other rows: call backward() before the next beforeForwardPass()"
+            )
+        if variable.grad is not None and self._batch_of_grad is not self._batch and variable.grad.norm():
             raise FlatbedError(
                 "the variable still has the gradient of an earlier batch's rows: call zero_grad() before "
                 "backward(), and accumulate gradients over the same ids only"
@@ -116,30 +155,35 @@ class Slots:
         self._batch_of_grad = self._batch
 
 
-def _shared(grad: Tensor, batch: SlotBatch, rows: Tensor, values: Tensor) -> Tensor:
-    """Sum gradients in the order of the slots, as nn.Embedding does, and copy the sums to all slots.
+def _replace_leaf_node(variable: Tensor) -> None:
+    """Give the variable a new leaf node. Graphs of earlier forward passes keep the old one.
 
-    A sparse gradient stays sparse: it gains the other slots of the rows that were looked up.
+    torch makes a new node for a tensor whose dtype has changed, as `module.double()` changes it.
     """
-    n_unique = len(batch.unique)
-    sums = torch.ops.aten.embedding_dense_backward(values, rows, n_unique, -1, False)
-    if not grad.is_sparse:
-        whole = torch.zeros_like(grad)
-        whole[: len(batch.ids)] = sums[batch.inverse]
-        return whole
+    data, other = variable.data, torch.float32 if variable.dtype == torch.float64 else torch.float64
+    with torch.inference_mode(False):
+        variable.data = torch.empty(0, dtype=other, device=variable.device)
+        variable.data = data
+
+
+def _shared(grad: Tensor, batch: SlotBatch) -> Tensor:
+    """Sum gradients of repeated rows in the order of the slots, as nn.Embedding does."""
+    slots, rows, n_rows = batch.repeated
+    sums = torch.ops.aten.embedding_dense_backward(grad.index_select(0, slots), rows, n_rows, -1, False)
+    return grad.index_copy(0, slots, sums.index_select(0, rows))
+
+
+def _shared_sparse(grad: Tensor, batch: SlotBatch) -> Tensor:
+    """Sum gradients, and add the other slots of the rows that were looked up."""
+    rows, n_unique = batch.inverse[grad._indices()[0]], len(batch.unique)
+    sums = torch.ops.aten.embedding_dense_backward(grad._values(), rows, n_unique, -1, False)
     was_looked_up = torch.zeros(n_unique, dtype=torch.bool, device=grad.device)
     was_looked_up[rows] = True
     slots = was_looked_up[batch.inverse].nonzero().flatten()
+    values = sums[batch.inverse[slots]]
     return torch.sparse_coo_tensor(
-        slots.unsqueeze(0),
-        sums[batch.inverse[slots]],
-        grad.shape,
-        is_coalesced=True,
-        check_invariants=False,
+        slots.unsqueeze(0), values, grad.shape, is_coalesced=True, check_invariants=False
     )
-
-
-BLOCK_BYTES = 1 << 26  # copied at once
 
 
 class Switcher(ArrayViews):
@@ -162,6 +206,8 @@ class Switcher(ArrayViews):
         self.total_classes, self.embed_dimension = total_classes, embed_dimension
         self.datatype = as_dtype(datatype)
         self._module: Embedding | None = None
+        self._parts: list[Tensor] = []
+        """Views of rows that the CPU computes with in place, one for each name; otherwise empty."""
         self._batch: SlotBatch | None = None
         self._is_pending = False
         """True between `beforeForwardPass` and `afterOptimizerStep`."""
@@ -217,10 +263,19 @@ class Switcher(ArrayViews):
         """Return the table, on the variable's device."""
         if self._module is None:
             raise FlatbedError(f"{type(self).__name__} has no rows yet: call {self._init_method} first")
-        device = self._variable().device
-        if self._module.table.device != device:
+        table, device = self._module.table, self._variable().device
+        if table.device != device:
             self._module.to(device)
-        return self._module.table
+        is_in_place = self._storage != "disk" and device.type == "cpu"
+        if is_in_place != bool(self._parts):
+            self._parts = self._views(table) if is_in_place else []
+        return table
+
+    def _views(self, table: Table) -> list[Tensor]:
+        """Return all rows as tensors over their memory, one for each name."""
+        with torch._C.DisableTorchFunctionSubclass():  # a table's own view checks every operation
+            weight = table.weight.detach().as_subclass(Tensor)
+        return list(weight.split(self.embed_dimension, dim=1))
 
     def close(self) -> None:
         """Release the memory, or save and close the file."""
@@ -228,22 +283,37 @@ class Switcher(ArrayViews):
             if self._storage == "disk":
                 self._module.table.checkpoint()
             self._module.table.close()
-        self._module = None
+        self._module, self._parts = None, []
         self._forget_batch()
 
     def _forget_batch(self) -> None:
         """Forget the loaded batch, whose rows are no longer those of the storage."""
         self._batch, self._is_pending = None, False
 
-    def _read(self, batch: SlotBatch) -> Tensor:
-        """Copy the rows of a batch to its slots: (slots, tensors, dimension). Each row is read once."""
-        rows = self._table().read_rows(batch.unique).index_select(0, batch.inverse)
-        return rows.view(-1, len(self._names), self.embed_dimension)
+    def _read(self, batch: SlotBatch, tensors: Sequence[Tensor]) -> None:
+        """Copy the rows of a batch to the first slots of tensors, one for each name; zero the others."""
+        table, n = self._table(), len(batch.ids)
+        if self._parts:
+            index = torch.from_numpy(batch.ids)
+            for part, tensor in zip(self._parts, tensors, strict=True):
+                torch.index_select(part, 0, index, out=tensor[:n])
+        else:  # each row is read once
+            rows = table.read_rows(batch.unique).index_select(0, batch.inverse)
+            for part, tensor in zip(rows.split(self.embed_dimension, dim=1), tensors, strict=True):
+                tensor[:n] = part
+        for tensor in tensors:
+            if n < len(tensor):
+                tensor[n:] = 0
 
     def _write(self, batch: SlotBatch, tensors: Sequence[Tensor]) -> None:
-        """Replace the rows of a batch by those in the first of their slots."""
-        rows = torch.cat([tensor.detach().index_select(0, batch.first) for tensor in tensors], dim=1)
-        self._table().write_rows(batch.unique, rows)
+        """Replace the rows of a batch by those in their slots. All slots of a row have the same values."""
+        table, n, bits = self._table(), len(batch.ids), BITS[self.datatype.itemsize]
+        if self._parts:  # torch's index_copy_ takes twice as long
+            for part, tensor in zip(self._parts, tensors, strict=True):
+                part.view(bits).numpy()[batch.ids] = tensor.detach()[:n].view(bits).numpy()
+        else:
+            rows = torch.cat([tensor.detach().index_select(0, batch.last) for tensor in tensors], dim=1)
+            table.write_rows(batch.unique, rows)
 
     # ---- rows of a batch
 
@@ -262,7 +332,7 @@ class Switcher(ArrayViews):
                 "drop its changes"
             )
         slots = Slots.of(variable)
-        batch = slots.batch_of(ids, variable.device)
+        batch = slots.batch_of(ids, variable.device, self.total_classes)
         self._copy_in(variable, batch)
         slots.switchers[self._key] = self
         self._batch, self._is_pending, self._version = batch, True, variable._version
@@ -351,8 +421,7 @@ class Switcher(ArrayViews):
         """Return all rows as a tensor over their memory, or a copy of a file; of an optimizer, as a dict."""
         if self._storage == "disk":
             return self._by_name(self._copied())
-        weight, dim = self._table().weight.detach(), self.embed_dimension
-        return self._by_name([weight[:, at * dim : (at + 1) * dim] for at in range(len(self._names))])
+        return self._by_name(self._table().weight.detach().split(self.embed_dimension, dim=1))
 
     # ---- files
 
