@@ -4,7 +4,7 @@ Names, arguments and the order of calls are SpeedTorch's. Rows that occur severa
 correctly, which they do not in SpeedTorch.
 """
 
-from flatbed.compat.speedtorch.arrays import DataGadget, DataGadgetMM
+from flatbed.compat.speedtorch.arrays import DataGadget, DataGadgetMM, PMemory, my_pinned_allocator
 from flatbed.compat.speedtorch.factories import (
     CPUPytorchModelFactory,
     CPUPytorchOptimizerFactory,
@@ -34,7 +34,9 @@ __all__ = [
     "ModelFactoryMM",
     "OptimizerFactory",
     "OptimizerFactoryMM",
+    "PMemory",
     "PytorchCOM",
     "PytorchModelFactory",
     "PytorchOptimizerFactory",
+    "my_pinned_allocator",
 ]

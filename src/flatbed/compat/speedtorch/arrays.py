@@ -107,6 +107,21 @@ def as_index(indexes: Any, device: torch.device) -> Any:
     return (index if index.dtype == torch.bool else index.long()).to(device)
 
 
+class PMemory:
+    """So many bytes of pinned host memory; of plain memory without a GPU."""
+
+    def __init__(self, size: int) -> None:
+        has_gpu = torch.cuda.is_available()
+        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=has_gpu)
+        self.size, self.ptr = size, self._bytes.data_ptr()
+        self.device_id = torch.cuda.current_device() if has_gpu else -1
+
+
+def my_pinned_allocator(bsize: int) -> PMemory:
+    """Allocate pinned host memory. flatbed pins its memory itself, and CuPy is not used."""
+    return PMemory(bsize)
+
+
 class ArrayViews(ABC):
     """SpeedTorch's names for all rows as an array or a tensor."""
 

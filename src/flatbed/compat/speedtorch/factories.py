@@ -94,7 +94,7 @@ class WeightSwitcher(Switcher):
         Slots.of(variable).load(batch)
 
     def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
-        self._write(batch, [variable])
+        self._write(batch, [variable.data])
 
 
 class ModelFactory(WeightSwitcher):

@@ -206,8 +206,8 @@ class Switcher(ArrayViews):
         self.total_classes, self.embed_dimension = total_classes, embed_dimension
         self.datatype = as_dtype(datatype)
         self._module: Embedding | None = None
-        self._parts: list[Tensor] = []
-        """Views of rows that the CPU computes with in place, one for each name; otherwise empty."""
+        self._parts: list[tuple[Tensor, Array]] = []
+        """Rows in memory that the CPU computes with, for each name: as a tensor, and their bits in numpy."""
         self._batch: SlotBatch | None = None
         self._is_pending = False
         """True between `beforeForwardPass` and `afterOptimizerStep`."""
@@ -268,14 +268,15 @@ class Switcher(ArrayViews):
             self._module.to(device)
         is_in_place = self._storage != "disk" and device.type == "cpu"
         if is_in_place != bool(self._parts):
-            self._parts = self._views(table) if is_in_place else []
+            with torch._C.DisableTorchFunctionSubclass():  # a table's own view checks every operation
+                weight = table.weight.detach().as_subclass(Tensor)
+            parts = weight.split(self.embed_dimension, dim=1) if is_in_place else ()
+            self._parts = [(part, self._bits(part)) for part in parts]
         return table
 
-    def _views(self, table: Table) -> list[Tensor]:
-        """Return all rows as tensors over their memory, one for each name."""
-        with torch._C.DisableTorchFunctionSubclass():  # a table's own view checks every operation
-            weight = table.weight.detach().as_subclass(Tensor)
-        return list(weight.split(self.embed_dimension, dim=1))
+    def _bits(self, tensor: Tensor) -> Array:
+        bits: Array = tensor.view(BITS[self.datatype.itemsize]).numpy()
+        return bits
 
     def close(self) -> None:
         """Release the memory, or save and close the file."""
@@ -295,7 +296,7 @@ class Switcher(ArrayViews):
         table, n = self._table(), len(batch.ids)
         if self._parts:
             index = torch.from_numpy(batch.ids)
-            for part, tensor in zip(self._parts, tensors, strict=True):
+            for (part, _), tensor in zip(self._parts, tensors, strict=True):
                 torch.index_select(part, 0, index, out=tensor[:n])
         else:  # each row is read once
             rows = table.read_rows(batch.unique).index_select(0, batch.inverse)
@@ -307,17 +308,16 @@ class Switcher(ArrayViews):
 
     def _write(self, batch: SlotBatch, tensors: Sequence[Tensor]) -> None:
         """Replace the rows of a batch by those in their slots. All slots of a row have the same values."""
-        table, n, bits = self._table(), len(batch.ids), BITS[self.datatype.itemsize]
+        table = self._table()
         if self._parts:  # torch's index_copy_ takes twice as long
-            for part, tensor in zip(self._parts, tensors, strict=True):
-                part.view(bits).numpy()[batch.ids] = tensor.detach()[:n].view(bits).numpy()
+            for (_, bits), tensor in zip(self._parts, tensors, strict=True):
+                bits[batch.ids] = self._bits(tensor)[: len(batch.ids)]
         else:
-            rows = torch.cat([tensor.detach().index_select(0, batch.last) for tensor in tensors], dim=1)
+            rows = torch.cat([tensor.index_select(0, batch.last) for tensor in tensors], dim=1)
             table.write_rows(batch.unique, rows)
 
     # ---- rows of a batch
 
-    @torch.no_grad()
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy rows from storage: those of the positive ids, then those of the negative ids."""
         variable = self._variable()
@@ -337,7 +337,6 @@ class Switcher(ArrayViews):
         slots.switchers[self._key] = self
         self._batch, self._is_pending, self._version = batch, True, variable._version
 
-    @torch.no_grad()
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy the rows of the last `beforeForwardPass` back to storage."""
         variable = self._variable()
@@ -373,7 +372,8 @@ class Switcher(ArrayViews):
         """Return a switcher of the variable that held other rows than this one in the optimizer's step."""
         if variable._version == self._version:
             return None
-        found: Switcher | None = next((one for one in switchers if not one._holds(ids)), None)
+        others = (one for one in switchers if one._batch is not self._batch and not one._holds(ids))
+        found: Switcher | None = next(others, None)
         return found
 
     # ---- all rows
