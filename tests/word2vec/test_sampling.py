@@ -77,14 +77,6 @@ def test_pairs_are_those_of_a_plain_loop(lengths: list[int], window: int, seed: 
     assert batch.n_words == len(corpus)
 
 
-def test_windows_are_uniform() -> None:
-    (batch,) = sampled(Corpus.from_sentences([["a"] * 1000] * 20), window=5)
-    reach = (batch.last_context - batch.first_context)[:, 5:-5].ravel() / 2
-    inner = reach[(reach == reach.astype(int)) & (reach > 0)]
-    found = np.array([Counter(inner.tolist())[b] for b in range(1, 6)]) / len(inner)
-    assert np.abs(found - 0.2).max() < 0.015
-
-
 def words_of(batch: BatchArrays) -> np.ndarray:
     """The words of a batch, without padding."""
     is_word = batch.last_context >= batch.first_context

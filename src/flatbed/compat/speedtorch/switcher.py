@@ -270,7 +270,7 @@ class Switcher(ArrayViews):
         if is_in_place != bool(self._parts):
             with torch._C.DisableTorchFunctionSubclass():  # a table's own view checks every operation
                 weight = table.weight.detach().as_subclass(Tensor)
-            parts = weight.split(self.embed_dimension, dim=1) if is_in_place else ()
+            parts = weight.chunk(len(self._names), dim=1) if is_in_place else ()
             self._parts = [(part, self._bits(part)) for part in parts]
         return table
 
@@ -300,7 +300,7 @@ class Switcher(ArrayViews):
                 torch.index_select(part, 0, index, out=tensor[:n])
         else:  # each row is read once
             rows = table.read_rows(batch.unique).index_select(0, batch.inverse)
-            for part, tensor in zip(rows.split(self.embed_dimension, dim=1), tensors, strict=True):
+            for part, tensor in zip(rows.chunk(len(tensors), dim=1), tensors, strict=True):
                 tensor[:n] = part
         for tensor in tensors:
             if n < len(tensor):
@@ -421,7 +421,7 @@ class Switcher(ArrayViews):
         """Return all rows as a tensor over their memory, or a copy of a file; of an optimizer, as a dict."""
         if self._storage == "disk":
             return self._by_name(self._copied())
-        return self._by_name(self._table().weight.detach().split(self.embed_dimension, dim=1))
+        return self._by_name(self._table().weight.detach().chunk(len(self._names), dim=1))
 
     # ---- files
 
