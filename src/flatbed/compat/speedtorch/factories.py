@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from flatbed import FlatbedError
 from flatbed.compat.speedtorch.arrays import DEVICE_STORAGE, PINNED_STORAGE, FileName
-from flatbed.compat.speedtorch.switcher import DiskSwitcher, SlotBatch, Slots, Switcher
+from flatbed.compat.speedtorch.slots import SlotBatch, Slots
+from flatbed.compat.speedtorch.switcher import DiskSwitcher, Switcher
 from flatbed.optim import from_torch
 
 REFUSED = {
