@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import flatbed
 
-DEPTH, WIDTH, STEPS = 100, 32, 100
+WIDTH = 32
 PARTS = ("forward", "backward", "clip", "optimizer", "zero_grad")
 
 
@@ -32,10 +33,10 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
-def make_network() -> nn.Module:
+def make_network(depth: int) -> nn.Module:
     """Build a deep and narrow network, with the same weights on every call."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, WIDTH), *(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, 1))
+    return nn.Sequential(nn.Linear(8, WIDTH), *(Block() for _ in range(depth)), nn.Linear(WIDTH, 1))
 
 
 def make_batch(step: int) -> tuple[Tensor, Tensor]:
@@ -77,22 +78,19 @@ class Run:
         return 1e3 * median(self.seconds[part])
 
 
-def torch_run(name: str, *, foreach: bool | None = None, fused: bool | None = None) -> Run:
-    network = make_network()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, foreach=foreach, fused=fused)
+def torch_run(name: str, network: nn.Module, **options: bool) -> Run:
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, **options)  # type: ignore[arg-type]
     return Run(name, network, optimizer, partial(nn.utils.clip_grad_norm_, list(network.parameters())))
 
 
-def optim_run(name: str) -> Run:
-    network = make_network()
+def optim_run(name: str, network: nn.Module) -> Run:
     optimizer = flatbed.optim.AdamW(network.parameters(), lr=1e-3, max_norm=1.0)  # the one changed line
     return Run(name, network, optimizer, lambda max_norm: torch.zeros(()))  # the optimizer clips
 
 
-def flat_run(name: str, *, foreach: bool | None = None, fused: bool | None = None) -> Run:
-    network = make_network()
+def flat_run(name: str, network: nn.Module, **options: bool) -> Run:
     flat = flatbed.FlatParams(network)  # the one new line; the optimizer gets flat.parameters()
-    optimizer = torch.optim.AdamW(flat.parameters(), lr=1e-3, foreach=foreach, fused=fused)
+    optimizer = torch.optim.AdamW(flat.parameters(), lr=1e-3, **options)  # type: ignore[arg-type]
     return Run(name, network, optimizer, flat.clip_grad_norm_)
 
 
@@ -102,7 +100,7 @@ def largest_difference(a: nn.Module, b: nn.Module) -> float:
 
 
 def table_of(runs: list[Run]) -> Table:
-    table = Table(title=f"Milliseconds per step, median of {STEPS}", title_style="bold")
+    table = Table(title="Milliseconds per step, median", title_style="bold")
     table.add_column("")
     for run in runs:
         table.add_column(run.name.replace(".", "\n."), justify="right")
@@ -116,18 +114,25 @@ def table_of(runs: list[Run]) -> Table:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--depth", type=int, default=100, help="layers of the network")
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
     console = Console()
     torch.set_num_threads(1)  # small layers take longer on several cores
-    torch_loop, flat_loop = torch_run("torch loop", foreach=False), flat_run("flat loop", foreach=False)
-    torch_fused, flat_fused = torch_run("torch fused", fused=True), flat_run("flat fused", fused=True)
-    optim = optim_run("flatbed.optim")
+    networks = (make_network(options.depth) for _ in range(5))
+    torch_loop = torch_run("torch loop", next(networks), foreach=False)
+    flat_loop = flat_run("flat loop", next(networks), foreach=False)
+    torch_fused = torch_run("torch fused", next(networks), fused=True)
+    flat_fused = flat_run("flat fused", next(networks), fused=True)
+    optim = optim_run("flatbed.optim", next(networks))
     runs = [torch_loop, flat_loop, torch_fused, optim, flat_fused]
-    for step in track(range(STEPS), "training five networks in turn", console=console, transient=True):
+    for step in track(range(options.steps), "training in turn", console=console, transient=True):
         for run in runs:
             run.step(*make_batch(step))
 
     n_params = len(list(torch_loop.network.parameters()))
-    console.print(f"A network of {n_params} small parameters, {STEPS} steps of AdamW, the same batches:")
+    console.print(f"{n_params} small parameters, {options.steps} steps of AdamW, the same batches:")
     same = True
     for expected, ours in ((torch_fused, optim), (torch_loop, flat_loop)):
         difference = largest_difference(expected.network, ours.network)

@@ -23,6 +23,18 @@ def run(name: str, *options: str) -> str:
     return done.stdout
 
 
+def test_the_demo_ends_with_the_same_numbers() -> None:
+    out = run("demo.py", "--depth", "10", "--steps", "30")
+    losses = [line.split("loss ")[1] for line in out.splitlines() if " loss " in line]
+    assert out.count("largest difference between any two weights: 0.0\n") == 2
+    assert losses[0] == losses[1]
+    assert losses[2] == losses[3]
+    first, last = (float(loss) for loss in losses[0].split(" → "))
+    assert last < first / 2
+    for part in ("forward", "backward", "clip", "optimizer", "zero_grad", "whole step"):
+        assert part in out
+
+
 def test_tables_resume_with_the_same_losses() -> None:
     lines = run("tables.py", "--users", "500", "--items", "200", "--steps", "40").splitlines()
     first, second = lines

@@ -31,6 +31,11 @@ RECORD_BYTES = 3 * 4 * DIM
 ROOM = {"device": 1.25, "host": 1.1, "disk": 1.25}
 """Free bytes that a storage needs per byte of a table, fastest storage first. The rest is for the model and
 its activations, for the system, and for a journal of changed rows."""
+MEMORY_KINDS = {
+    "managed": "Kernels read rows of host tables in place.",
+    "registered": "Kernels read rows in place, of large tables at a third of managed memory's speed.",
+    "pageable": "Kernels cannot address host memory, and rows are staged: update the driver.",
+}
 PAGE, FILE_BYTES, N_READERS, READ_SECONDS = 4096, 64 * MIB, 16, 0.4
 
 
@@ -53,19 +58,17 @@ def examine(table_bytes: int = 100 * GB) -> dict[str, Finding]:
         "storage": recommendation,
         "table": partial(table_cost, table_bytes),
     }
+    findings = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # findings say what torch would warn of
-        return {name: attempt(probe) for name, probe in probes.items()}
-
-
-def attempt(probe: Callable[[], Finding]) -> Finding:
-    """Run a probe, and turn what it raises into a finding."""
-    try:
-        return probe()
-    except Exception as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        meaning = "This could not be tried, and may not work in training. The other findings still hold."
-        return Finding(False, f"{type(error).__name__}: {first_line}", meaning)
+        for name, probe in probes.items():
+            try:
+                findings[name] = probe()
+            except Exception as error:
+                first_line = (str(error).splitlines() or [""])[0]
+                meaning = "This could not be tried, and may not work in training."
+                findings[name] = Finding(False, f"{type(error).__name__}: {first_line}", meaning)
+    return findings
 
 
 # ---- environment
@@ -75,12 +78,9 @@ def environment() -> Finding:
     """Describe Python, torch and Triton."""
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     value = f"Python {platform.python_version()}, torch {torch.__version__} with {cuda}"
-    if find_spec("triton") is not None:
-        return Finding(True, f"{value}, Triton")
-    if not torch.cuda.is_available():
+    if find_spec("triton") is not None or not torch.cuda.is_available():
         return Finding(True, value)
-    meaning = "Slower torch operations run instead of kernels: pip install triton."
-    return Finding(False, f"{value}, no Triton", meaning)
+    return Finding(False, f"{value}, no Triton", "torch operations run, not kernels: pip install triton.")
 
 
 def gpu() -> Finding:
@@ -102,14 +102,8 @@ def host_memory() -> Finding:
     if not torch.cuda.is_available():
         return Finding(True, value)
     memory = allocate(MIB, device=torch.device("cuda:0"))
-    kind = memory.kind
     memory.close()
-    meaning = {
-        "managed": "Kernels read rows of host tables in place.",
-        "registered": "Kernels read rows in place, of large tables at a third of managed memory's speed.",
-        "pageable": "Kernels cannot address host memory, and rows are staged: update the driver.",
-    }
-    return Finding(kind == "managed", f"{value}, {kind}", meaning.get(kind, ""))
+    return Finding(memory.kind == "managed", f"{value}, {memory.kind}", MEMORY_KINDS.get(memory.kind, ""))
 
 
 # ---- speeds
@@ -128,8 +122,7 @@ def disk() -> Finding:
     free = f"{shutil.disk_usage(Path.cwd()).free / GB:.1f} GB free"
     rate = disk_reads()
     if rate is None:
-        meaning = "This file system does not allow reads that bypass the page cache."
-        return Finding(True, f"{free}, reads not measured", meaning)
+        return Finding(True, free, "This file system does not allow reads that bypass the page cache.")
     meaning = "Parts of a file in the page cache are read much faster."
     return Finding(True, f"{free}, {rate:,.0f} random reads per second", meaning)
 
@@ -183,8 +176,7 @@ def _random_reads(file: int) -> float:
         return n_reads
 
     with ThreadPoolExecutor(N_READERS) as pool:
-        n_reads = sum(pool.map(read, range(N_READERS)))
-    return n_reads / (time.perf_counter() - begin)
+        return sum(pool.map(read, range(N_READERS))) / (time.perf_counter() - begin)
 
 
 # ---- tables
@@ -214,10 +206,9 @@ def recommendation() -> Finding:
     free = free_bytes()
     chosen = {size: storage_for(size * GB, free) for size in (1, 10, 100)}
     value = ", ".join(f"{size} GB: {storage or 'none'}" for size, storage in chosen.items())
-    meaning = "storage= for a table of that size, optimizer state included."
     if chosen[1] is None:
-        return Finding(False, value, f"{meaning} Memory and disk are almost full: free some.")
-    return Finding(True, value, meaning)
+        return Finding(False, value, "Memory and disk are almost full: free some.")
+    return Finding(True, value, "storage= for a table of that size, optimizer state included.")
 
 
 def table_cost(table_bytes: int) -> Finding:

@@ -197,6 +197,13 @@ def test_arrays_of_other_orders() -> None:
         assert gadget.getData([1]).tolist() == [[3.0, 4.0, 5.0]]
 
 
+def test_pinned_memory() -> None:
+    memory = SpeedTorch.my_pinned_allocator(100)
+    assert isinstance(memory, SpeedTorch.PMemory)
+    assert memory.size == 100
+    assert memory.ptr != 0
+
+
 # ---- co-occurrence matrices
 
 

@@ -183,6 +183,23 @@ def test_a_gradient_that_an_earlier_batch_left() -> None:
         made.embedding(torch.arange(3)).sum().backward()
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_backward_of_an_earlier_forward_pass(sparse: bool) -> None:
+    """Its gradient is of rows that the variable no longer holds."""
+    made = loop(3, torch.optim.SGD, sparse=sparse)
+    made.rows.beforeForwardPass([1, 2, 3])
+    old, again = (made.embedding(torch.arange(3)).sum() for _ in range(2))
+    made.rows.beforeForwardPass([1, 2, 3])
+    again.backward()
+    made.optimizer.zero_grad()
+    made.rows.beforeForwardPass([4, 5, 6])
+    with pytest.raises(FlatbedError, match=r"earlier batch.*before the next beforeForwardPass"):
+        old.backward()
+    made.backward(3)
+    made.optimizer.step()
+    made.rows.afterOptimizerStep([4, 5, 6])
+
+
 # ---- state and files
 
 

@@ -218,4 +218,14 @@ SPEEDTORCH: list[Mistake] = [
         )
         for name in names("COM")
     ),
+    *(
+        mistake(
+            f"compat.speedtorch.{name}",
+            "negative",
+            lambda _, n=name: getattr(SpeedTorch, n)(-1),
+            RuntimeError,
+            r"negative",
+        )
+        for name in ("PMemory", "my_pinned_allocator")
+    ),
 ]

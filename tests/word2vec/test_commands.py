@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import flatbed
 from flatbed.word2vec import Settings, Trainer, Vectors, commands, read_corpus
 from flatbed.word2vec.commands import neighbors, word2vec
-from flatbed.word2vec.plots import principal_plane
+from flatbed.word2vec.vectors import principal_plane
 
 from .texts import kinds_corpus
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatbed.word2vec import Corpus
-from flatbed.word2vec.ngrams import make_bags
 from flatbed.word2vec.sampling import (
     BLOCK,
     SHARED,
     BatchSampler,
     NegativeSampler,
+    make_bags,
 )
 
 from .texts import BatchArrays, random_corpus
@@ -75,14 +75,6 @@ def test_pairs_are_those_of_a_plain_loop(lengths: list[int], window: int, seed: 
     assert listed(batch, window) == wanted
     assert batch.n_pairs == len(wanted)
     assert batch.n_words == len(corpus)
-
-
-def test_windows_are_uniform() -> None:
-    (batch,) = sampled(Corpus.from_sentences([["a"] * 1000] * 20), window=5)
-    reach = (batch.last_context - batch.first_context)[:, 5:-5].ravel() / 2
-    inner = reach[(reach == reach.astype(int)) & (reach > 0)]
-    found = np.array([Counter(inner.tolist())[b] for b in range(1, 6)]) / len(inner)
-    assert np.abs(found - 0.2).max() < 0.015
 
 
 def words_of(batch: BatchArrays) -> np.ndarray:

@@ -12,8 +12,7 @@ import torch
 import flatbed
 from flatbed import FlatbedError
 from flatbed.word2vec import Corpus, Settings, Trainer
-from flatbed.word2vec.ngrams import make_bags
-from flatbed.word2vec.sampling import BLOCK, BatchSampler, TrainingBatch
+from flatbed.word2vec.sampling import BLOCK, BatchSampler, TrainingBatch, make_bags
 from flatbed.word2vec.trainer import SavedRun, remove_checkpoint
 
 from .texts import KINDS, kinds_corpus, random_corpus

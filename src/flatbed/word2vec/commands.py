@@ -21,10 +21,9 @@ from rich.text import Text
 
 from flatbed import FlatbedError
 from flatbed.word2vec.corpus import Corpus, python_corpus, read_corpus
-from flatbed.word2vec.plots import plot_loss, plot_map
 from flatbed.word2vec.settings import Settings
 from flatbed.word2vec.trainer import SavedRun, Trainer, remove_checkpoint
-from flatbed.word2vec.vectors import Vectors
+from flatbed.word2vec.vectors import Vectors, plot_loss, plot_map
 
 LIBRARY_DEFAULTS = {"window": 2, "epochs": 20, "min_count": 40}
 """For the standard library, which is small: rare names have the contexts of a single file."""

@@ -20,8 +20,7 @@ import flatbed
 from flatbed import FlatbedError, Prefetcher, load_checkpoint, save_checkpoint
 from flatbed.word2vec.corpus import Corpus
 from flatbed.word2vec.model import MakeTables, block_loss, make_tables, table_files
-from flatbed.word2vec.ngrams import make_bags
-from flatbed.word2vec.sampling import BatchSampler, TrainingBatch
+from flatbed.word2vec.sampling import BatchSampler, TrainingBatch, make_bags
 from flatbed.word2vec.settings import Settings
 from flatbed.word2vec.vectors import Vectors
 

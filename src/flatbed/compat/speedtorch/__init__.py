@@ -4,22 +4,20 @@ Names, arguments and the order of calls are SpeedTorch's. Rows that occur severa
 correctly, which they do not in SpeedTorch.
 """
 
-from flatbed.compat.speedtorch.arrays import DataGadget, DataGadgetMM
-from flatbed.compat.speedtorch.matrix import COM, COMMM, CPUPytorchCOM, GPUPytorchCOM, PytorchCOM
-from flatbed.compat.speedtorch.model import (
+from flatbed.compat.speedtorch.arrays import DataGadget, DataGadgetMM, PMemory, my_pinned_allocator
+from flatbed.compat.speedtorch.factories import (
     CPUPytorchModelFactory,
+    CPUPytorchOptimizerFactory,
     GPUPytorchModelFactory,
+    GPUPytorchOptimizerFactory,
     ModelFactory,
     ModelFactoryMM,
-    PytorchModelFactory,
-)
-from flatbed.compat.speedtorch.optimizer import (
-    CPUPytorchOptimizerFactory,
-    GPUPytorchOptimizerFactory,
     OptimizerFactory,
     OptimizerFactoryMM,
+    PytorchModelFactory,
     PytorchOptimizerFactory,
 )
+from flatbed.compat.speedtorch.matrix import COM, COMMM, CPUPytorchCOM, GPUPytorchCOM, PytorchCOM
 
 __all__ = [
     "COM",
@@ -36,7 +34,9 @@ __all__ = [
     "ModelFactoryMM",
     "OptimizerFactory",
     "OptimizerFactoryMM",
+    "PMemory",
     "PytorchCOM",
     "PytorchModelFactory",
     "PytorchOptimizerFactory",
+    "my_pinned_allocator",
 ]

@@ -7,17 +7,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatbed.compat.speedtorch.arrays import MappedArray, StoredArray, signed
-from flatbed.compat.speedtorch.views import (
+from flatbed.compat.speedtorch.arrays import (
     DEVICE_STORAGE,
     PINNED_STORAGE,
     Array,
     FileName,
+    MappedArray,
+    StoredArray,
     as_array,
     as_dtype,
     free_path,
     open_npy,
     row_ids,
+    signed,
     to_numpy,
 )
 

@@ -1,9 +1,12 @@
-"""Slots of a variable: the rows they hold, and one gradient for all slots of a row."""
+"""Slots of a variable, which hold the rows of a batch.
+
+Several slots may hold one row. They get one gradient, the sum over all of them.
+"""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,21 +16,51 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatbed import FlatbedError
-from flatbed.compat.speedtorch.views import Array
+from flatbed.compat.speedtorch.arrays import Array
 
 _SLOTS: Any = WeakTensorKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SlotBatch:
-    """Rows in the first slots of a variable, one id for each slot."""
+    """Rows in the first slots of a variable, one id for each slot.
 
-    ids: Array
-    unique: Array
-    first: Tensor
-    """First slot of every unique row, on the variable's device."""
-    inverse: Tensor
-    """For every slot, the position of its row in `unique`."""
+    - `scratch`: memory for a number per row of the table. Its contents do not matter.
+    """
+
+    def __init__(self, ids: Array, device: torch.device, scratch: Array) -> None:
+        self.ids, self.device = ids, device
+        slots = np.arange(len(ids))
+        scratch[ids] = slots
+        last = scratch[ids]  # for every slot, the last slot of its row; sorting would take longer
+        self._last = np.flatnonzero(last == slots)
+        self.has_repeats = len(self._last) < len(ids)
+        position = np.empty_like(slots)
+        position[self._last] = slots[: len(self._last)]
+        self._inverse = position[last]
+
+    @property
+    def unique(self) -> Array:
+        """The rows, each once."""
+        return self.ids[self._last]
+
+    @cached_property
+    def last(self) -> Tensor:
+        """The last slot of every row in `unique`."""
+        return torch.from_numpy(self._last).to(self.device)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """For every slot, the position of its row in `unique`."""
+        return torch.from_numpy(self._inverse).to(self.device)
+
+    @cached_property
+    def repeated(self) -> tuple[Tensor, Tensor, int]:
+        """The slots of rows that have several; for each slot, the number of its row among these; how many."""
+        is_repeated = np.bincount(self._inverse) > 1
+        slots = np.flatnonzero(is_repeated[self._inverse])
+        numbers = np.cumsum(is_repeated) - 1
+        rows = torch.from_numpy(numbers[self._inverse[slots]])
+        return torch.from_numpy(slots).to(self.device), rows.to(self.device), int(numbers[-1]) + 1
 
 
 class Slots:
@@ -37,6 +70,7 @@ class Slots:
         self._variable = weakref.ref(variable)
         self._batch: SlotBatch | None = None
         self._batch_of_grad: SlotBatch | None = None
+        self._scratch: Array = np.empty(0, np.int64)
         self._hook: Any = None
         self.switchers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Switchers that last copied rows to the variable, and to each optimizer's state."""
@@ -49,21 +83,24 @@ class Slots:
             slots = _SLOTS[variable] = Slots(variable)
         return slots
 
-    def batch_of(self, ids: Array, device: torch.device) -> SlotBatch:
+    def batch_of(self, ids: Array, device: torch.device, n_rows: int) -> SlotBatch:
         """Return a batch of these ids; the loaded one if its ids are the same."""
         loaded = self._batch
-        if loaded is not None and loaded.first.device == device and np.array_equal(ids, loaded.ids):
+        if loaded is not None and loaded.device == device and np.array_equal(ids, loaded.ids):
             return loaded
-        unique, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        positions = [torch.from_numpy(array).to(device) for array in (first, inverse.reshape(-1))]
-        return SlotBatch(ids, unique, *positions)
+        if len(self._scratch) < n_rows:
+            self._scratch = np.empty(n_rows, np.int64)
+        return SlotBatch(ids, device, self._scratch)
 
     def load(self, batch: SlotBatch) -> None:
         """Record that the slots hold a batch: from now on gradients belong to its rows."""
-        self._batch = batch
         variable = self._variable()
-        if self._hook is None and variable is not None and variable.requires_grad:
-            self._hook = variable.register_hook(self._sum_over_rows)  # type: ignore[no-untyped-call,unused-ignore]
+        if variable is not None and variable.requires_grad:
+            if self._hook is None:
+                self._hook = variable.register_hook(self._sum_over_rows)  # type: ignore[no-untyped-call,unused-ignore]
+            if batch is not self._batch:
+                _replace_leaf_node(variable)
+        self._batch = batch
 
     @unserializable_hook  # type: ignore[no-untyped-call,untyped-decorator,unused-ignore]
     def _sum_over_rows(self, grad: Tensor) -> Tensor | None:
@@ -72,26 +109,28 @@ class Slots:
         assert batch is not None
         self._refuse_old_grad()
         n = len(batch.ids)
-        if grad.is_sparse:
-            slots, values = grad._indices()[0], grad._values()
-            has_unloaded = n < len(grad) and bool((slots >= n).any())
-        else:
-            slots, values = torch.arange(n, device=grad.device), grad[:n]
-            has_unloaded = n < len(grad) and bool(grad[n:].any())
-        if has_unloaded:
-            raise IndexError(
-                f"the model looked up slots from {n} on, but beforeForwardPass was given {n} ids for the "
-                f"{len(grad)} slots: use dummy inputs below {n} for this batch"
-            )
-        if n == len(batch.unique):
+        if n < len(grad):
+            unloaded = grad._indices()[0] >= n if grad.is_sparse else grad[n:]
+            if bool(unloaded.any()):
+                raise IndexError(
+                    f"the model looked up slots from {n} on, but beforeForwardPass was given {n} ids for the "
+                    f"{len(grad)} slots: use dummy inputs below {n} for this batch"
+                )
+        if not batch.has_repeats:
             return None
-        return _shared(grad, batch, batch.inverse[slots], values)
+        return _shared_sparse(grad, batch) if grad.is_sparse else _shared(grad, batch)
 
     def _refuse_old_grad(self) -> None:
-        """Raise if the gradient would be added to that of other rows."""
-        variable = self._variable()
-        grad = None if variable is None else variable.grad
-        if grad is not None and self._batch_of_grad is not self._batch and bool(grad.norm()):
+        """Raise if the gradient is of an earlier batch's rows, or would be added to one that is."""
+        variable, node = self._variable(), torch._C._current_autograd_node()
+        assert variable is not None
+        is_leaf_node = node is not None and node.name().endswith("AccumulateGrad")  # not in autograd.grad
+        if is_leaf_node and node is not torch.autograd.graph.get_gradient_edge(variable).node:
+            raise FlatbedError(
+                "found backward() of a forward pass over rows of an earlier batch, while the variable holds "
+                "other rows: call backward() before the next beforeForwardPass()"
+            )
+        if variable.grad is not None and self._batch_of_grad is not self._batch and variable.grad.norm():
             raise FlatbedError(
                 "the variable still has the gradient of an earlier batch's rows: call zero_grad() before "
                 "backward(), and accumulate gradients over the same ids only"
@@ -99,24 +138,32 @@ class Slots:
         self._batch_of_grad = self._batch
 
 
-def _shared(grad: Tensor, batch: SlotBatch, rows: Tensor, values: Tensor) -> Tensor:
-    """Sum gradients in the order of the slots, as nn.Embedding does, and copy the sums to all slots.
+def _replace_leaf_node(variable: Tensor) -> None:
+    """Give the variable a new leaf node. Graphs of earlier forward passes keep the old one.
 
-    A sparse gradient stays sparse: it gains the other slots of the rows that were looked up.
+    torch makes a new node for a tensor whose dtype has changed, as `module.double()` changes it.
     """
-    n_unique = len(batch.unique)
-    sums = torch.ops.aten.embedding_dense_backward(values, rows, n_unique, -1, False)
-    if not grad.is_sparse:
-        whole = torch.zeros_like(grad)
-        whole[: len(batch.ids)] = sums[batch.inverse]
-        return whole
+    data, other = variable.data, torch.float32 if variable.dtype == torch.float64 else torch.float64
+    with torch.inference_mode(False):
+        variable.data = torch.empty(0, dtype=other, device=variable.device)
+        variable.data = data
+
+
+def _shared(grad: Tensor, batch: SlotBatch) -> Tensor:
+    """Sum gradients of repeated rows in the order of the slots, as nn.Embedding does."""
+    slots, rows, n_rows = batch.repeated
+    sums = torch.ops.aten.embedding_dense_backward(grad.index_select(0, slots), rows, n_rows, -1, False)
+    return grad.index_copy(0, slots, sums.index_select(0, rows))
+
+
+def _shared_sparse(grad: Tensor, batch: SlotBatch) -> Tensor:
+    """Sum gradients, and add the other slots of the rows that were looked up."""
+    rows, n_unique = batch.inverse[grad._indices()[0]], len(batch.unique)
+    sums = torch.ops.aten.embedding_dense_backward(grad._values(), rows, n_unique, -1, False)
     was_looked_up = torch.zeros(n_unique, dtype=torch.bool, device=grad.device)
     was_looked_up[rows] = True
     slots = was_looked_up[batch.inverse].nonzero().flatten()
+    values = sums[batch.inverse[slots]]
     return torch.sparse_coo_tensor(
-        slots.unsqueeze(0),
-        sums[batch.inverse[slots]],
-        grad.shape,
-        is_coalesced=True,
-        check_invariants=False,
+        slots.unsqueeze(0), values, grad.shape, is_coalesced=True, check_invariants=False
     )

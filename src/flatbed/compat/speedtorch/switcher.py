@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed import Embedding, FlatbedError, Table
-from flatbed.compat.speedtorch.slots import SlotBatch, Slots
-from flatbed.compat.speedtorch.views import (
+from flatbed.compat.speedtorch.arrays import (
     Array,
     ArrayViews,
     FileName,
@@ -25,8 +24,11 @@ from flatbed.compat.speedtorch.views import (
     row_ids,
     to_numpy,
 )
+from flatbed.compat.speedtorch.slots import SlotBatch, Slots
 
 BLOCK_BYTES = 1 << 26  # copied at once
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers as wide as any datatype; numpy has no bfloat16."""
 
 
 class Switcher(ArrayViews):
@@ -49,6 +51,8 @@ class Switcher(ArrayViews):
         self.total_classes, self.embed_dimension = total_classes, embed_dimension
         self.datatype = as_dtype(datatype)
         self._module: Embedding | None = None
+        self._parts: list[tuple[Tensor, Array]] = []
+        """Rows in memory that the CPU computes with, for each name: as a tensor, and their bits in numpy."""
         self._batch: SlotBatch | None = None
         self._is_pending = False
         """True between `beforeForwardPass` and `afterOptimizerStep`."""
@@ -104,10 +108,20 @@ class Switcher(ArrayViews):
         """Return the table, on the variable's device."""
         if self._module is None:
             raise FlatbedError(f"{type(self).__name__} has no rows yet: call {self._init_method} first")
-        device = self._variable().device
-        if self._module.table.device != device:
+        table, device = self._module.table, self._variable().device
+        if table.device != device:
             self._module.to(device)
-        return self._module.table
+        is_in_place = self._storage != "disk" and device.type == "cpu"
+        if is_in_place != bool(self._parts):
+            with torch._C.DisableTorchFunctionSubclass():  # a table's own view checks every operation
+                weight = table.weight.detach().as_subclass(Tensor)
+            parts = weight.chunk(len(self._names), dim=1) if is_in_place else ()
+            self._parts = [(part, self._bits(part)) for part in parts]
+        return table
+
+    def _bits(self, tensor: Tensor) -> Array:
+        bits: Array = tensor.view(BITS[self.datatype.itemsize]).numpy()
+        return bits
 
     def close(self) -> None:
         """Release the memory, or save and close the file."""
@@ -115,26 +129,40 @@ class Switcher(ArrayViews):
             if self._storage == "disk":
                 self._module.table.checkpoint()
             self._module.table.close()
-        self._module = None
+        self._module, self._parts = None, []
         self._forget_batch()
 
     def _forget_batch(self) -> None:
         """Forget the loaded batch, whose rows are no longer those of the storage."""
         self._batch, self._is_pending = None, False
 
-    def _read(self, batch: SlotBatch) -> Tensor:
-        """Copy the rows of a batch to its slots: (slots, tensors, dimension). Each row is read once."""
-        rows = self._table().read_rows(batch.unique).index_select(0, batch.inverse)
-        return rows.view(-1, len(self._names), self.embed_dimension)
+    def _read(self, batch: SlotBatch, tensors: Sequence[Tensor]) -> None:
+        """Copy the rows of a batch to the first slots of tensors, one for each name; zero the others."""
+        table, n = self._table(), len(batch.ids)
+        if self._parts:
+            index = torch.from_numpy(batch.ids)
+            for (part, _), tensor in zip(self._parts, tensors, strict=True):
+                torch.index_select(part, 0, index, out=tensor[:n])
+        else:  # each row is read once
+            rows = table.read_rows(batch.unique).index_select(0, batch.inverse)
+            for part, tensor in zip(rows.chunk(len(tensors), dim=1), tensors, strict=True):
+                tensor[:n] = part
+        for tensor in tensors:
+            if n < len(tensor):
+                tensor[n:] = 0
 
     def _write(self, batch: SlotBatch, tensors: Sequence[Tensor]) -> None:
-        """Replace the rows of a batch by those in the first of their slots."""
-        rows = torch.cat([tensor.detach().index_select(0, batch.first) for tensor in tensors], dim=1)
-        self._table().write_rows(batch.unique, rows)
+        """Replace the rows of a batch by those in their slots. All slots of a row have the same values."""
+        table = self._table()
+        if self._parts:  # torch's index_copy_ takes twice as long
+            for (_, bits), tensor in zip(self._parts, tensors, strict=True):
+                bits[batch.ids] = self._bits(tensor)[: len(batch.ids)]
+        else:
+            rows = torch.cat([tensor.index_select(0, batch.last) for tensor in tensors], dim=1)
+            table.write_rows(batch.unique, rows)
 
     # ---- rows of a batch
 
-    @torch.no_grad()
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy rows from storage: those of the positive ids, then those of the negative ids."""
         variable = self._variable()
@@ -149,12 +177,11 @@ class Switcher(ArrayViews):
                 "drop its changes"
             )
         slots = Slots.of(variable)
-        batch = slots.batch_of(ids, variable.device)
+        batch = slots.batch_of(ids, variable.device, self.total_classes)
         self._copy_in(variable, batch)
         slots.switchers[self._key] = self
         self._batch, self._is_pending, self._version = batch, True, variable._version
 
-    @torch.no_grad()
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy the rows of the last `beforeForwardPass` back to storage."""
         variable = self._variable()
@@ -190,7 +217,8 @@ class Switcher(ArrayViews):
         """Return a switcher of the variable that held other rows than this one in the optimizer's step."""
         if variable._version == self._version:
             return None
-        found: Switcher | None = next((one for one in switchers if not one._holds(ids)), None)
+        others = (one for one in switchers if one._batch is not self._batch and not one._holds(ids))
+        found: Switcher | None = next(others, None)
         return found
 
     # ---- all rows
@@ -238,8 +266,7 @@ class Switcher(ArrayViews):
         """Return all rows as a tensor over their memory, or a copy of a file; of an optimizer, as a dict."""
         if self._storage == "disk":
             return self._by_name(self._copied())
-        weight, dim = self._table().weight.detach(), self.embed_dimension
-        return self._by_name([weight[:, at * dim : (at + 1) * dim] for at in range(len(self._names))])
+        return self._by_name(self._table().weight.detach().chunk(len(self._names), dim=1))
 
     # ---- files
 
