@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import COMPARED, SPLIT, describe_machine, format_value, merge_seeds, newest
+from benchmarks.report import COMPARED, describe_machine, format_value, merge_seeds, newest, split
 from benchmarks.rows import OURS, Row, value_of
 
 COLORS = {"ours": "#e4572e", "others": "#b8bec9"}
@@ -18,10 +18,7 @@ def write_plot(rows: Sequence[Row], path: Path) -> None:
     """Draw a line of panels per benchmark, case and split setting: one panel per compared metric."""
     from matplotlib.figure import Figure
 
-    groups: dict[Any, list[Row]] = {}
-    for row in merge_seeds(newest(rows)):
-        split = tuple(str(row["setting"].get(name)) for name in SPLIT.get(row["benchmark"], ()))
-        groups.setdefault((row["benchmark"], row["case"], *split), []).append(row)
+    groups = split(merge_seeds(newest(rows)))
     panels = {key: metrics for key, group in groups.items() if (metrics := metrics_of(group))}
     if not panels:
         raise ValueError("no row has a metric that can be drawn")
@@ -30,7 +27,7 @@ def write_plot(rows: Sequence[Row], path: Path) -> None:
     subfigures = figure.subfigures(len(panels), 1, squeeze=False)
     for (subfigure,), (key, metrics) in zip(subfigures, panels.items(), strict=True):
         group = groups[key]
-        subfigure.suptitle(" ".join(key), x=0.01, ha="left", fontsize=13, weight="bold")
+        subfigure.suptitle(" ".join(key[1:]), x=0.01, ha="left", fontsize=13, weight="bold")
         subfigure.supxlabel(describe_machine(group[0]), x=0.99, ha="right", fontsize=8, color="#888888")
         axes = subfigure.subplots(1, len(metrics), squeeze=False)[0]
         for axis, metric in zip(axes, metrics, strict=True):

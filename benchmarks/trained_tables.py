@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import flatbed
 import flatbed.optim
-from benchmarks.harness import SEED, Steps, each, pinned, same_bits
+from benchmarks.harness import SEED, Options, Readings, Steps, each, same_bits
 from benchmarks.id_sources import Ids, IdSource
+from benchmarks.rows import percentiles
 
 LR = 1e-3
 TOLERANCE = 1e-5  # steps have the size of the learning rate
@@ -55,17 +56,10 @@ def loss_of(rows: Tensor, target: Tensor) -> Tensor:
     return torch.dot(rows.view(-1), target.view(-1))
 
 
-class TrainedTable(Protocol):
-    """A table with an optimizer; rows start as zeros."""
-
-    def step(self, ids: Any) -> object:
-        """Look rows up, and run backward and update."""
-
-    def read(self, rows: Ids) -> Tensor:
-        """Read weights."""
-
-    def close(self) -> None:
-        """Release memory."""
+def pinned(ids: Ids, device: torch.device) -> Tensor:
+    """Return ids as a tensor, in pinned memory if the device is a GPU."""
+    host = torch.from_numpy(ids)
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 class FlatbedTable:
@@ -92,7 +86,7 @@ class FlatbedTable:
 
     def captured_step(self, ids: Ids) -> object:
         """Replay the step as a CUDA graph, which the fourth call captures."""
-        batch = pinned(ids) if self._device.type == "cuda" else torch.from_numpy(ids)
+        batch = pinned(ids, self._device)
         if self._graph is None:
             self._graph = flatbed.capture(self.step, batch, device=self._device)
         return self._graph(batch)
@@ -145,8 +139,7 @@ class SparseTable:
         self.model: Callable[[], object] | None = None
 
     def step(self, ids: Ids) -> None:
-        host = pinned(ids) if self._device.type == "cuda" else torch.from_numpy(ids)
-        rows = self._emb(host.to(self._device, non_blocking=True))
+        rows = self._emb(pinned(ids, self._device).to(self._device, non_blocking=True))
         if self.model is not None:
             self.model()
         loss_of(rows, self._target).backward()  # type: ignore[no-untyped-call]
@@ -179,12 +172,14 @@ class Checker:
 
     N_STEPS = 8
 
-    def __init__(self, dim: int, device: torch.device, *, n_rows: int = 20_000, n_ids: int = 2048) -> None:
-        self.spec = TableSpec(n_rows, dim, n_ids)
-        self.device = device
-        self.batches = IdSource("zipf 1.05", n_rows, n_ids, device=device).draw(self.N_STEPS)
+    def __init__(self, options: Options, dim: int) -> None:
+        n_rows, n_ids = (500, 48) if options.is_small else (20_000, 2048)
+        self.spec, self.device, self.on_gpu = TableSpec(n_rows, dim, n_ids), options.device, options.on_gpu
+        self.batches = IdSource("zipf 1.05", n_rows, n_ids, device=self.device).draw(self.N_STEPS)
         self.rows = np.unique(np.concatenate(self.batches))
-        sparse = SparseTable(self.spec, device)
+        self.cache_rows = 4 * n_ids
+        """Room for what a prefetcher has in flight, but not for all rows."""
+        sparse = SparseTable(self.spec, self.device)
         self.expected = self._train(sparse, each(sparse.step))
         self.bits: Tensor | None = None
 
@@ -204,18 +199,23 @@ class Checker:
             ok = ok and same_bits(found, self.bits)
         return Result(ok, error)
 
-    def _train(self, table: TrainedTable, steps: Steps) -> Tensor:
+    def _train(self, table: FlatbedTable | SparseTable, steps: Steps) -> Tensor:
         for _ in steps(self.batches):
             pass
         found = table.read(self.rows).cpu()
         table.close()
         return found
 
-    def small(self) -> int:
-        """Return a cache size with room for what a prefetcher has in flight, but not for all rows."""
-        return 4 * self.spec.n_ids
+    def metrics(self, readings: Readings, kept: int, result: Result) -> dict[str, Any]:
+        """Return times, GPU memory and error of a variant; `kept` is memory that it holds between steps."""
+        return {
+            "back_to_back_ms": percentiles(readings.back_to_back),
+            "synchronized_ms": percentiles(readings.synchronized),
+            "peak_memory_bytes": kept + readings.step_bytes if self.on_gpu else None,
+            "max_abs_error": result.max_abs_error,
+        }
 
 
-def scaled(spec: TableSpec, *, small: bool) -> TableSpec:
-    """Return a table of tiny size, if asked for."""
-    return replace(spec, n_rows=2000, dim=8, n_ids=64) if small else spec
+def scaled(spec: TableSpec, options: Options) -> TableSpec:
+    """Return a table of tiny size where sizes are small."""
+    return replace(spec, n_rows=2000, dim=8, n_ids=64) if options.is_small else spec
