@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import COMPARED, describe_machine, format_value, merge_seeds, newest, split
-from benchmarks.rows import OURS, Row, value_of
+from benchmarks.rows import OURS, Row, is_ours, value_of
 
-COLORS = {"ours": "#e4572e", "others": "#b8bec9"}
+COLORS = {True: "#e4572e", False: "#b8bec9"}
+"""Of variants that use flatbed, and of others."""
 N_SWEPT = 3
 """Different numbers of a setting that make it a sweep."""
 
@@ -64,7 +65,7 @@ def draw_bars(axis: Any, rows: Sequence[Row], metric: str) -> None:
     for i, (row, value) in enumerate(zip(rows, values, strict=True)):
         spread = row["metrics"][metric]
         end = spread["p80"] if isinstance(spread, dict) else value
-        axis.barh(i, min(value, longest), height=0.68, color=color_of(row))
+        axis.barh(i, min(value, longest), height=0.68, color=COLORS[is_ours(row)])
         if end > longest:
             end = min(value, longest)
         elif isinstance(spread, dict):
@@ -108,11 +109,6 @@ def distinguishing_names(rows: Sequence[Row]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def color_of(row: Row) -> str:
-    """Return the color of flatbed's variants or of others."""
-    return COLORS["ours" if row["variant"].startswith(OURS) else "others"]
 
 
 def _finish(axis: Any, metric: str) -> None:

@@ -51,38 +51,42 @@ def make_target(spec: TableSpec, device: torch.device) -> Tensor:
     return (sizes * signs).float().to(device)
 
 
-def loss_of(rows: Tensor, target: Tensor) -> Tensor:
-    """Compute a loss whose gradient is the target."""
-    return torch.dot(rows.view(-1), target.view(-1))
-
-
 def pinned(ids: Ids, device: torch.device) -> Tensor:
     """Return ids as a tensor, in pinned memory if the device is a GPU."""
     host = torch.from_numpy(ids)
     return host.pin_memory() if device.type == "cuda" else host
 
 
-class FlatbedTable:
-    """`flatbed.Embedding`, with a model computed beside it in every step if there is one."""
+class TrainedTable:
+    """A table of zeros under Adam, with a model computed beside it in every step if there is one."""
 
-    def __init__(self, spec: TableSpec, device: torch.device, **arguments: Any) -> None:
-        self.emb = flatbed.Embedding(spec.n_rows, spec.dim, device=device, init="zeros", **arguments)
+    def __init__(
+        self, spec: TableSpec, device: torch.device, emb: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
         self.spec = spec
         self.model: Callable[[], object] | None = None
-        self._optimizer = flatbed.optim.Adam(self.emb, lr=LR)
+        self._device, self._lookup, self._optimizer = device, emb, optimizer
         self._target = make_target(spec, device)
-        self._device = device
-        self._graph: Callable[[Tensor], object] | None = None
 
     def step(self, ids: Any) -> Tensor:
-        rows = self.emb(ids)
+        """Look rows up, and run backward and update."""
+        rows = self._lookup(ids)
         if self.model is not None:
             self.model()
-        loss = loss_of(rows, self._target)
+        loss = torch.dot(rows.view(-1), self._target.view(-1))  # its gradient is the target
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss
+
+
+class FlatbedTable(TrainedTable):
+    """`flatbed.Embedding`, eager, captured or prefetched."""
+
+    def __init__(self, spec: TableSpec, device: torch.device, **arguments: Any) -> None:
+        self.emb = flatbed.Embedding(spec.n_rows, spec.dim, device=device, init="zeros", **arguments)
+        super().__init__(spec, device, self.emb, flatbed.optim.Adam(self.emb, lr=LR))
+        self._graph: Callable[[Tensor], object] | None = None
 
     def captured_step(self, ids: Ids) -> object:
         """Replay the step as a CUDA graph, which the fourth call captures."""
@@ -126,32 +130,24 @@ class FlatbedTable:
         self.emb.table.close(discard=True)
 
 
-class SparseTable:
+class SparseTable(TrainedTable):
     """`nn.Embedding(sparse=True)` under SparseAdam, all of it on the device."""
 
     def __init__(self, spec: TableSpec, device: torch.device) -> None:
         torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
         weight = torch.zeros((spec.n_rows, spec.dim), device=device)
         self._emb = nn.Embedding(spec.n_rows, spec.dim, sparse=True, _weight=weight)
-        self._optimizer = torch.optim.SparseAdam(list(self._emb.parameters()), lr=LR)
-        self._target = make_target(spec, device)
-        self._device = device
-        self.model: Callable[[], object] | None = None
+        super().__init__(spec, device, self._emb, torch.optim.SparseAdam(list(self._emb.parameters()), lr=LR))
 
-    def step(self, ids: Ids) -> None:
-        rows = self._emb(pinned(ids, self._device).to(self._device, non_blocking=True))
-        if self.model is not None:
-            self.model()
-        loss_of(rows, self._target).backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()  # type: ignore[no-untyped-call]
-        self._optimizer.zero_grad()
+    def step(self, ids: Any) -> Tensor:
+        return super().step(pinned(ids, self._device).to(self._device, non_blocking=True))
 
     def read(self, rows: Ids) -> Tensor:
         return self._emb.weight.detach()[torch.from_numpy(rows).to(self._device)]
 
     def close(self) -> None:
         self._optimizer.state.clear()
-        del self._emb
+        del self._emb, self._lookup, self._optimizer
 
 
 # ---- checks

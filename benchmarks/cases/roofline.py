@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from benchmarks import harness, trainers
 from benchmarks.harness import SEED, Clock, Options, Plan, Readings, each, time_in_turns
-from benchmarks.models import MODELS, Model
+from benchmarks.models import MODELS, Loss, Model
 from benchmarks.rows import Row, percentiles, value_of
-from benchmarks.trainers import FUSED, OPTIM, Loss, Setup, TorchGraph, Trainer, make_params
+from benchmarks.trainers import FUSED, OPTIM, Setup, TorchGraph, Trainer, make_params
 
 TURNS = 5
 WARM_UP = 5  # the fourth call is captured

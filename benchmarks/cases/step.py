@@ -13,9 +13,9 @@ from torch import nn
 
 from benchmarks import harness, trainers
 from benchmarks.harness import SEED, Options, Plan, each, time_in_turns
-from benchmarks.models import MODELS, Model
+from benchmarks.models import MODELS, Batch, Model
 from benchmarks.rows import Row, percentiles
-from benchmarks.trainers import CAPTURED, OPTIMIZERS, VARIANTS, Batch, Setup, Trainer
+from benchmarks.trainers import CAPTURED, OPTIMIZERS, VARIANTS, Setup, Trainer
 
 CASES = tuple(MODELS)
 MAX_NORM = 1.0

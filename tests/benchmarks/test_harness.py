@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import harness
 from benchmarks.harness import Options, Plan, each, time_in_turns
 from benchmarks.id_sources import IdSource, cumulative, scatter_factor
 from benchmarks.models import MODELS
@@ -77,13 +76,6 @@ def test_options_choose_variants_and_cases() -> None:
     said: list[str] = []
     assert options(variants=("c",), report=said.append).choose({"a": 1}) == {}
     assert "there are: a" in said[0]
-
-
-def test_the_bus_and_the_stand_in_for_a_model_are_measured() -> None:
-    assert min(harness.bus_gb_per_s(CPU)) > 0
-    products = harness.Products(0.1, CPU)
-    products()
-    assert products.n_products >= 1
 
 
 def test_skewed_ids_follow_zipfs_law() -> None:
