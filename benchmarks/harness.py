@@ -1,26 +1,25 @@
-"""Timing: warm-up, fresh inputs, variants in turns, medians with p20 and p80.
+"""Timing: variants in turns, fresh inputs, medians with p20 and p80.
 
 Variants of a setting run in one process and take turns, so that a busy machine slows all of them alike.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from benchmarks.rows import OURS, Row, make_row
+from benchmarks.rows import OURS, Row, environment
 
 SEED = 20
 SLEEP_CYCLES_PER_MS = 2_000_000
@@ -60,18 +59,40 @@ class Options:
             self.report(f"no variant named {asked} here; there are: {', '.join(variants)}")
         return chosen
 
-    def row(self, benchmark: str, case: str, variant: str, **measured: Any) -> Row:
-        """Build a row of this device."""
-        return make_row(benchmark, case, variant, device=self.device, **measured)
-
     def skip(self, variant: str, error: Exception) -> None:
         """Report a variant of others that does not run here; an error of flatbed is raised."""
         if variant.startswith(OURS):
             raise error
         self.report(f"skipped {variant}: {type(error).__name__}: {error}")
 
+    def row(
+        self,
+        name: str,
+        variant: str,
+        setting: Mapping[str, Any],
+        metrics: Mapping[str, Any],
+        *,
+        n_samples: int,
+        ok: bool | None,
+    ) -> Row:
+        """Build a row; `name` is a benchmark and its case. Metrics that are None are left out."""
+        benchmark, case = name.split()
+        return {
+            "benchmark": benchmark,
+            "case": case,
+            "setting": dict(setting),
+            "variant": variant,
+            "metrics": {key: value for key, value in metrics.items() if value is not None},
+            "n_samples": n_samples,
+            "ok": ok,
+            **environment(self.device.type),
+            "timestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+
 
 # ---- clocks
+
+Clock = Callable[[Callable[[], object], torch.device], float]
 
 
 def synchronize(device: torch.device) -> None:
@@ -86,6 +107,14 @@ def wall_ms(call: Callable[[], object], device: torch.device) -> float:
     begin = time.perf_counter()
     call()
     synchronize(device)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def host_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Measure time until a call returns, which on a GPU is before its kernels are done."""
+    synchronize(device)
+    begin = time.perf_counter()
+    call()
     return 1e3 * (time.perf_counter() - begin)
 
 
@@ -120,77 +149,33 @@ def bus_gb_per_s(device: torch.device) -> tuple[float, float]:
     return copy_gb_per_s(there, host), copy_gb_per_s(host, there)
 
 
-def host_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Measure time until a call returns, which on a GPU is before its kernels are done."""
-    synchronize(device)
-    begin = time.perf_counter()
-    call()
-    took = 1e3 * (time.perf_counter() - begin)
-    synchronize(device)
-    return took
+def time_alone(call: Callable[[], object], device: torch.device) -> float:
+    """Measure one call in a block of 20, as the median of five."""
+
+    def block() -> None:
+        for _ in range(20):
+            call()
+
+    return median(wall_ms(block, device) / 20 for _ in range(5))
 
 
-# ---- calls in turns
-
-
-@dataclass(slots=True)
-class Calls:
-    """Times of one variant in ms, and whether all its checks passed."""
-
-    times: list[float] = field(default_factory=list)
-    ok: bool = True
-
-
-def call_in_turns(
-    calls: Mapping[str, Callable[[Any], Any]],
-    draw: Callable[[], Any],
-    options: Options,
-    *,
-    turns: int,
-    per_turn: int = 1,
-    warm_up: int = 1,
-    clock: Callable[[Callable[[], object], torch.device], float] = wall_ms,
-    before: Callable[[str, Any], object] = lambda name, value: None,
-    check: Callable[[Any, Any], bool] = lambda result, value: True,
-) -> dict[str, Calls]:
-    """Time calls of all variants in turns, each on a fresh input.
-
-    - `before`: prepares a variant for an input, untimed.
-    - `check`: judges the result of a call on an input; it sees every call.
-    - `warm_up`: turns that are not counted.
-    """
-    found = {name: Calls() for name in calls}
-    for turn in range(warm_up + turns):
-        for name in [*found]:
-            try:
-                for _ in range(per_turn):
-                    value, results = draw(), []
-                    before(name, value)
-                    took = clock(lambda: results.append(calls[name](value)), options.device)  # noqa: B023
-                    found[name].ok &= check(results[0], value)
-                    found[name].times += [took] if turn >= warm_up else []
-            except Exception as error:
-                options.skip(name, error)
-                del found[name]
-    return found
-
-
-# ---- steps in turns
+# ---- turns
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many steps of which kind. Steps of a block run back to back, with one wait at the end."""
+    """Numbers of steps. Steps of a block run back to back, with one synchronization at the end."""
 
-    warm_up: int
     turns: int
-    synchronized: int
-    """Steps per turn that are timed one by one."""
-    blocks: int
-    """Blocks per turn."""
-    block_steps: int
-    settle: int = 5
+    warm_up: int = 1
+    """Steps of each variant before the first turn."""
+    settle: int = 0
     """Steps at the start of a turn that are not timed: a prefetcher fills its queue in them."""
+    synchronized: int = 0
+    """Steps per turn that are timed one by one."""
+    blocks: int = 0
+    """Blocks per turn."""
+    block_steps: int = 1
 
     @property
     def n_steps(self) -> int:
@@ -198,29 +183,24 @@ class Plan:
         return self.settle + self.synchronized + self.blocks * self.block_steps
 
 
-Steps = Callable[[Sequence[Any]], Iterator[object]]
-"""Takes batches; each `next` runs one step."""
-
-
-def each(step: Callable[[Any], object]) -> Steps:
-    """Make steps of a function that takes one batch."""
-
-    def steps(batches: Sequence[Any]) -> Iterator[object]:
-        for batch in batches:
-            yield step(batch)
-
-    return steps
-
-
 @dataclass(slots=True)
 class Readings:
-    """Times of one variant, in ms."""
+    """Times of one variant in ms, GPU memory of its steps, and whether all its checks passed."""
 
     synchronized: list[float] = field(default_factory=list)
     back_to_back: list[float] = field(default_factory=list)
-    step_bytes: int | None = None
+    step_bytes: int = 0
     """GPU memory that steps took at most, on top of what was allocated before."""
-    n_steps: int = 0
+    ok: bool = True
+
+
+Steps = Callable[[Sequence[Any]], Iterator[Any]]
+"""Takes inputs; each `next` runs one step and returns its result."""
+
+
+def each(step: Callable[[Any], Any]) -> Steps:
+    """Make steps of a function of one input."""
+    return lambda inputs: map(step, inputs)
 
 
 def time_in_turns(
@@ -229,81 +209,53 @@ def time_in_turns(
     plan: Plan,
     options: Options,
     *,
-    around: Callable[[str, Callable[[], None]], None] = lambda name, turn: turn(),
+    clock: Clock = wall_ms,
+    before: Callable[[str, Any], object] = lambda name, value: None,
+    check: Callable[[Any, Any], bool] = lambda result, value: True,
 ) -> dict[str, Readings]:
-    """Time every variant in turns on fresh batches; `around` may look at counters before and after a turn."""
-    found: dict[str, Readings] = {}
+    """Time every variant in turns, each step on a fresh input.
 
-    def attempt(name: str, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            options.skip(name, error)
-            del found[name]
+    - `before`: prepares a variant for an input, untimed; blocks do without.
+    - `check`: judges the result of a step on an input; blocks do without.
+    """
+    found = {name: Readings() for name in variants}
+    device = options.device
 
-    for name, steps in variants.items():
-        found[name] = Readings()
-        attempt(name, partial(_drain, steps, draw(plan.warm_up)))
-    for _ in range(plan.turns):
+    def run_turn(name: str, inputs: Sequence[Any], *, is_warm_up: bool) -> None:
+        readings, steps, values = found[name], variants[name](inputs), iter(inputs)
+
+        def step() -> float:
+            value, results = next(values), []
+            before(name, value)
+            took = clock(lambda: results.append(next(steps)), device)
+            readings.ok &= check(results[0], value)
+            return took
+
+        for _ in range(plan.warm_up if is_warm_up else plan.settle):
+            step()
+        if not is_warm_up:
+            readings.synchronized += [step() for _ in range(plan.synchronized)]
+            for _ in range(plan.blocks):
+                took = clock(lambda: [next(steps) for _ in range(plan.block_steps)], device)
+                readings.back_to_back.append(took / plan.block_steps)
+        for _ in steps:  # lets generators finish
+            raise AssertionError("a turn has more steps than its plan")
+
+    for number in range(plan.turns + 1):
         for name in [*found]:
-            turn = partial(_time_turn, variants[name], draw(plan.n_steps), plan, found[name], options.device)
-            attempt(name, partial(around, name, turn))
+            inputs = draw(plan.n_steps if number else plan.warm_up)
+            allocated = reset_peak(device)
+            try:
+                run_turn(name, inputs, is_warm_up=number == 0)
+            except Exception as error:
+                options.skip(name, error)
+                del found[name]
+            else:
+                found[name].step_bytes = max(found[name].step_bytes, peak_bytes(device) - allocated)
     return found
 
 
-def _drain(steps: Steps, batches: Sequence[Any]) -> None:
-    for _ in steps(batches):
-        pass
-
-
-def _time_turn(
-    make: Steps, batches: Sequence[Any], plan: Plan, readings: Readings, device: torch.device
-) -> None:
-    steps = make(batches)
-    before = allocated_bytes(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(plan.settle):
-        next(steps)
-    for _ in range(plan.synchronized):
-        readings.synchronized.append(wall_ms(lambda: next(steps), device))
-
-    def block() -> None:
-        for _ in range(plan.block_steps):
-            next(steps)
-
-    for _ in range(plan.blocks):
-        readings.back_to_back.append(wall_ms(block, device) / plan.block_steps)
-    readings.n_steps += plan.n_steps
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) - before
-        readings.step_bytes = max(peak, readings.step_bytes or 0)
-
-
-class TorchGraph:
-    """A training step in a CUDA graph, as a user of torch alone writes it: warm up, capture, copy, replay."""
-
-    WARM_UP = 3
-
-    def __init__(self, step: Callable[[Any], object], example: Sequence[Tensor]) -> None:
-        self._inputs = [tensor.clone() for tensor in example]
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(self.WARM_UP):
-                step(self._inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            step(self._inputs)
-
-    def __call__(self, batch: Sequence[Tensor]) -> None:
-        if self._inputs:
-            torch._foreach_copy_(self._inputs, list(batch), non_blocking=True)
-        self._graph.replay()
-
-
-# ---- memory, ids, checks
+# ---- memory, bits, a stand-in for a model
 
 
 def allocated_bytes(device: torch.device) -> int:
@@ -311,35 +263,29 @@ def allocated_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
+def reset_peak(device: torch.device) -> int:
+    """Forget the peak of GPU memory; returns what is allocated now."""
+    synchronize(device)  # starts CUDA
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    return allocated_bytes(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak of GPU memory since `reset_peak`; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
 def free_memory(device: torch.device) -> None:
     """Return unused memory to the system, so that the next variant starts as the first one did."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    with suppress(OSError, AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def unique_ids(n_rows: int, n_ids: int, generator: torch.Generator) -> Tensor:
-    """Draw different rows in random order."""
-    if n_rows < 16 * n_ids:
-        return torch.randperm(n_rows, generator=generator, device=generator.device)[:n_ids]
-    drawn = torch.randint(n_rows, (2 * n_ids,), generator=generator, device=generator.device)
-    unique: Tensor = torch.unique(drawn)
-    order = torch.randperm(len(unique), generator=generator, device=generator.device)
-    return unique[order[:n_ids]]
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
     """Tell whether two tensors hold the same bytes, on any devices."""
     return torch.equal(*(t.detach().cpu().contiguous().view(torch.uint8) for t in (found, expected)))
-
-
-def pinned(array: Any) -> Tensor:
-    """Copy a numpy array to new pinned memory."""
-    copy: Tensor = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, pin_memory=True)
-    copy.numpy()[...] = array
-    return copy
 
 
 class Products:
@@ -350,8 +296,7 @@ class Products:
         self._matrix = torch.eye(n, dtype=dtype, device=device)
         self._out = torch.empty_like(self._matrix)
         self.n_products = 20
-        times = [gpu_ms(self, device) for _ in range(10)][5:]
-        self.n_products = max(1, round(20 * ms / sorted(times)[len(times) // 2]))
+        self.n_products = max(1, round(20 * ms / median([gpu_ms(self, device) for _ in range(10)][5:])))
 
     def __call__(self) -> None:
         for _ in range(self.n_products):

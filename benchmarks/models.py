@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Batch = tuple[Tensor, ...]
+Batch = Sequence[Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Model:
     name: str
     build: Callable[[], nn.Module]
     make_batch: Callable[[torch.Generator], Batch]
-    loss: Callable[[nn.Module, Batch], Tensor]
+    loss: Loss
     steps: int
     """Timed steps per variant, unless the caller asks for another number."""
     is_large: bool = False
@@ -86,28 +87,11 @@ def _conv_norm(channels: int, out: int, kernel: int, *, stride: int = 1) -> tupl
     return conv, nn.BatchNorm2d(out)
 
 
-class AttentionBlock(nn.Module):
+def attention_blocks(layers: int, width: int, heads: int) -> nn.TransformerEncoder:
     """Attention and a two-layer perceptron, each behind a LayerNorm: (n, tokens, width) → same."""
-
-    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
-        super().__init__()
-        self.heads = heads
-        self.causal = causal
-        self.norm_1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.projection = nn.Linear(width, width)
-        self.norm_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, tokens, width = x.shape
-        q, k, v = self.qkv(self.norm_1(x)).view(n, tokens, 3 * self.heads, -1).transpose(1, 2).chunk(3, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        x = x + self.projection(mixed.transpose(1, 2).reshape(n, tokens, width))
-        out: Tensor = x + self.mlp(self.norm_2(x))
-        return out
+    options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    block = nn.TransformerEncoderLayer(width, heads, 4 * width, **options)
+    return nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
 
 
 class Decoder(nn.Module):
@@ -117,16 +101,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(context, width)
-        blocks = [AttentionBlock(width, width // head_width, causal=True) for _ in range(layers)]
-        self.blocks = nn.Sequential(*blocks)
-        self.norm = nn.LayerNorm(width)
+        self.blocks = attention_blocks(layers, width, width // head_width)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
-        return F.linear(self.norm(self.blocks(hidden)), self.tokens.weight)
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
+        return F.linear(self.blocks(hidden, mask=mask, is_causal=True), self.tokens.weight)
 
 
 class VisionTransformer(nn.Module):
@@ -137,14 +120,13 @@ class VisionTransformer(nn.Module):
         self.patches = nn.Conv2d(3, width, patch, stride=patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + (image // patch) ** 2, width))
-        self.blocks = nn.Sequential(*(AttentionBlock(width, heads, causal=False) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
+        self.blocks = attention_blocks(layers, width, heads)
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         patches = self.patches(images).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.class_token.expand(len(images), -1, -1), patches], dim=1)
-        out: Tensor = self.head(self.norm(self.blocks(tokens + self.positions))[:, 0])
+        out: Tensor = self.head(self.blocks(tokens + self.positions)[:, 0])
         return out
 
 
@@ -217,33 +199,21 @@ def resnet_model(device: str) -> Model:
 
 def gpt_model(device: str) -> Model:
     """A GPT-2-shaped decoder of 1.56 billion parameters; of 4 million on a CPU."""
-    if device == "cpu":
-        sizes = {"layers": 4, "width": 256, "vocab": 4096, "context": 64}
-    else:
-        sizes = {"layers": 48, "width": 1600, "vocab": 50257, "context": 1024}
-    make_batch = partial(_token_batch, size=1, vocab=sizes["vocab"], context=sizes["context"])
-    large = device != "cpu"
-    return Model("gpt-like", partial(Decoder, **sizes), make_batch, _cross_entropy, steps=20, is_large=large)
+    is_small = device == "cpu"
+    layers, width, vocab, context = (4, 256, 4096, 64) if is_small else (48, 1600, 50257, 1024)
+    build = partial(Decoder, layers=layers, width=width, vocab=vocab, context=context)
+    make_batch = partial(_token_batch, size=1, vocab=vocab, context=context)
+    return Model("gpt-like", build, make_batch, _cross_entropy, steps=20, is_large=not is_small)
 
 
 def vit_model(device: str) -> Model:
     """ViT-B/16 under bf16 autocast: 152 parameters of 86.6 million elements; a small one on a CPU."""
     if device == "cpu":
-        sizes: dict[str, Any] = {
-            "image": 32,
-            "patch": 8,
-            "layers": 4,
-            "width": 192,
-            "heads": 3,
-            "classes": 10,
-        }
-        batch, loss = partial(_image_batch, size=4), _cross_entropy
-    else:
-        sizes = {"image": 224, "patch": 16, "layers": 12, "width": 768, "heads": 12, "classes": 1000}
-        batch, loss = partial(_image_batch, size=32, image=224, classes=1000), _autocast_cross_entropy
-    return Model(
-        "vit-b16", partial(VisionTransformer, **sizes), batch, loss, steps=50 if device == "cuda" else 20
-    )
+        build = partial(VisionTransformer, image=32, patch=8, layers=4, width=192, heads=3, classes=10)
+        return Model("vit-b16", build, partial(_image_batch, size=4), _cross_entropy, steps=20)
+    build = partial(VisionTransformer, image=224, patch=16, layers=12, width=768, heads=12, classes=1000)
+    make_batch = partial(_image_batch, size=32, image=224, classes=1000)
+    return Model("vit-b16", build, make_batch, _autocast_cross_entropy, steps=50)
 
 
 def many_small_model(device: str) -> Model:
@@ -259,9 +229,3 @@ MODELS: dict[str, Callable[[str], Model]] = {
     "vit-b16": vit_model,
     "many-small": many_small_model,
 }
-
-
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count parameters and their elements."""
-    sizes = [parameter.numel() for parameter in model.parameters()]
-    return len(sizes), sum(sizes)

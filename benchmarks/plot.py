@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import COMPARED, SPLIT, describe_machine, format_value, merge_seeds, newest
-from benchmarks.rows import OURS, Row, value_of
+from benchmarks.report import COMPARED, describe_machine, format_value, merge_seeds, newest, split
+from benchmarks.rows import OURS, Row, is_ours, value_of
 
-COLORS = {"ours": "#e4572e", "others": "#b8bec9"}
+COLORS = {True: "#e4572e", False: "#b8bec9"}
+"""Of variants that use flatbed, and of others."""
 N_SWEPT = 3
 """Different numbers of a setting that make it a sweep."""
 
@@ -18,10 +19,7 @@ def write_plot(rows: Sequence[Row], path: Path) -> None:
     """Draw a line of panels per benchmark, case and split setting: one panel per compared metric."""
     from matplotlib.figure import Figure
 
-    groups: dict[Any, list[Row]] = {}
-    for row in merge_seeds(newest(rows)):
-        split = tuple(str(row["setting"].get(name)) for name in SPLIT.get(row["benchmark"], ()))
-        groups.setdefault((row["benchmark"], row["case"], *split), []).append(row)
+    groups = split(merge_seeds(newest(rows)))
     panels = {key: metrics for key, group in groups.items() if (metrics := metrics_of(group))}
     if not panels:
         raise ValueError("no row has a metric that can be drawn")
@@ -30,7 +28,7 @@ def write_plot(rows: Sequence[Row], path: Path) -> None:
     subfigures = figure.subfigures(len(panels), 1, squeeze=False)
     for (subfigure,), (key, metrics) in zip(subfigures, panels.items(), strict=True):
         group = groups[key]
-        subfigure.suptitle(" ".join(key), x=0.01, ha="left", fontsize=13, weight="bold")
+        subfigure.suptitle(" ".join(key[1:]), x=0.01, ha="left", fontsize=13, weight="bold")
         subfigure.supxlabel(describe_machine(group[0]), x=0.99, ha="right", fontsize=8, color="#888888")
         axes = subfigure.subplots(1, len(metrics), squeeze=False)[0]
         for axis, metric in zip(axes, metrics, strict=True):
@@ -67,7 +65,7 @@ def draw_bars(axis: Any, rows: Sequence[Row], metric: str) -> None:
     for i, (row, value) in enumerate(zip(rows, values, strict=True)):
         spread = row["metrics"][metric]
         end = spread["p80"] if isinstance(spread, dict) else value
-        axis.barh(i, min(value, longest), height=0.68, color=color_of(row))
+        axis.barh(i, min(value, longest), height=0.68, color=COLORS[is_ours(row)])
         if end > longest:
             end = min(value, longest)
         elif isinstance(spread, dict):
@@ -111,11 +109,6 @@ def distinguishing_names(rows: Sequence[Row]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def color_of(row: Row) -> str:
-    """Return the color of flatbed's variants or of others."""
-    return COLORS["ours" if row["variant"].startswith(OURS) else "others"]
 
 
 def _finish(axis: Any, metric: str) -> None:

@@ -1,7 +1,7 @@
 """Quality of flatbed's word vectors beside gensim's: same text, same settings, several seeds, one judge.
 
 Every trainer is compared with gensim in five measures. The 95% interval of the difference of means must stay
-above −margin, and the margins were fixed before the first comparison. Two trainers that are broken on purpose
+above −margin, and the margin was fixed before the first comparison. Two trainers that are broken on purpose
 run along: the comparison must find them worse. Text and word pairs come with gensim; nothing is downloaded.
 """
 
@@ -12,7 +12,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -43,48 +42,40 @@ FIRST_SEED, FIRST_REFERENCE = 100, 1000
 """Nothing was tuned with these seeds."""
 
 Ids = npt.NDArray[np.int64]
+Sentences = list[list[str]]
 
 
 # ---- text
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Text:
+class Text(NamedTuple):
     """Sentences to train on, sentences for the judge, and the frequent words, most frequent first."""
 
-    training: list[list[str]]
-    held_out: list[list[str]]
+    training: Sentences
+    held_out: Sentences
     words: list[str]
     counts: Ids
 
-    @property
-    def n_words(self) -> int:
-        """Words of training text, including rare ones."""
-        return sum(map(len, self.training))
 
+def path_of(name: str) -> Path:
+    """Return the path of a file that comes with gensim."""
+    from gensim.test.utils import datapath
 
-def data_folder() -> Path:
-    """Return where gensim keeps its test data."""
-    import gensim
-
-    folder = Path(gensim.__file__).parent / "test" / "test_data"
-    if not (folder / WIKIPEDIA).exists():
-        raise FileNotFoundError(f"{folder} has no {WIKIPEDIA}: install gensim from its wheel")
-    return folder
+    return Path(datapath(name))
 
 
 @lru_cache(maxsize=1)
-def sentences() -> list[list[str]]:
+def sentences() -> Sentences:
     """Read the whole text, shuffled once: gensim's result depends on the order of a text."""
     from gensim.corpora.wikicorpus import extract_pages, filter_wiki
 
-    folder, lines = data_folder(), []
-    with bz2.open(folder / WIKIPEDIA) as file:
+    lines: list[str] = []
+    with bz2.open(path_of(WIKIPEDIA)) as file:
         for _, article, _ in extract_pages(file, ("0",)):
             if not article.lstrip().upper().startswith("#REDIRECT"):
                 lines += filter_wiki(article).splitlines()
     for name in PLAIN:
-        lines += (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines += path_of(name).read_text(encoding="utf-8", errors="replace").splitlines()
     split = (WORD.findall(line.lower().removeprefix("__label__")) for line in lines)
     found = [words for words in split if len(words) >= 5]  # shorter lines are headings
     return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
@@ -94,20 +85,8 @@ def divide(lines: Sequence[list[str]], *, min_count: int) -> Text:
     """Hold out every twentieth sentence, and count the words of the others."""
     training = [words for i, words in enumerate(lines) if i % HELD_OUT]
     counted = Counter(word for words in training for word in words)
-    kept = [(word, count) for word, count in counted.most_common() if count >= min_count]
-    counts = np.array([count for _, count in kept], dtype=np.int64)
-    return Text(training, list(lines[::HELD_OUT]), [word for word, _ in kept], counts)
-
-
-def judged_pairs(name: str, words: Sequence[str]) -> list[tuple[str, str, float]]:
-    """Read pairs of different known words, with the similarity that people gave them."""
-    known, pairs = set(words), []
-    for line in (data_folder() / JUDGED[name]).read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith("#"):
-            first, second, similarity = line.lower().split("\t")[:3]
-            if first != second and {first, second} <= known:
-                pairs.append((first, second, float(similarity)))
-    return pairs
+    kept = {word: count for word, count in counted.most_common() if count >= min_count}
+    return Text(training, list(lines[::HELD_OUT]), [*kept], np.array([*kept.values()], dtype=np.int64))
 
 
 # ---- judge
@@ -122,7 +101,19 @@ class Trained(NamedTuple):
     cpu_seconds: float = 1.0
 
 
-def pairs_of(text: Text, parts: Sequence[list[str]], *, window: int, subsample: float) -> tuple[Ids, Ids]:
+class Task(NamedTuple):
+    """Settings that all trainers share."""
+
+    dim: int = 64
+    window: int = 5
+    negatives: int = 5
+    epochs: int = 10
+    subsample: float = 1e-3
+    min_count: int = 5
+    lr: float = 0.025
+
+
+def pairs_of(text: Text, parts: Sentences, *, window: int, subsample: float) -> tuple[Ids, Ids]:
     """Draw (word, context) pairs as skip-gram sees them; the same pairs for every training."""
     random = np.random.default_rng(0)
     number = {word: i for i, word in enumerate(text.words)}
@@ -149,23 +140,20 @@ def pairs_of(text: Text, parts: Sequence[list[str]], *, window: int, subsample: 
 class Judge:
     """Measures vectors, whatever trained them."""
 
-    def __init__(self, text: Text, *, window: int, subsample: float, negatives: int) -> None:
-        self.text, self.negatives = text, negatives
-        self.number = {word: i for i, word in enumerate(text.words)}
+    def __init__(self, text: Text, task: Task) -> None:
+        self.text, self.task = text, task
         parts = {"loss": text.training, "held-out loss": text.held_out}
-        self.pairs = {
-            name: pairs_of(text, part, window=window, subsample=subsample) for name, part in parts.items()
-        }
+        shape: dict[str, Any] = {"window": task.window, "subsample": task.subsample}
+        self.pairs = {name: pairs_of(text, part, **shape) for name, part in parts.items()}
         noise = torch.from_numpy(text.counts).double() ** 0.75
         self.noise = (noise / noise.sum()).float()
-        self.judged = {name: judged_pairs(name, text.words) for name in JUDGED}
         self.references: list[Tensor] = []
 
     def judge(self, trained: Trained) -> dict[str, float]:
-        """Compute all measures; nan where too few word pairs are known."""
+        """Compute all measures."""
         own = neighbors(trained.inputs)
         shared = [overlap(own, other) for other in self.references]
-        similar = {name: self.similarity(trained, name) for name in self.judged}
+        similar = {name: self.similarity(trained, file) for name, file in JUDGED.items()}
         return {**self.losses(trained), OVERLAP: fmean(shared) if shared else float("nan"), **similar}
 
     def losses(self, trained: Trained) -> dict[str, float]:
@@ -175,7 +163,7 @@ class Judge:
         found = {}
         for name, pairs in self.pairs.items():
             words, contexts = map(torch.from_numpy, pairs)
-            total = self.negatives * float(negative[words].double().sum())
+            total = self.task.negatives * float(negative[words].double().sum())
             parts = (torch.split(words, 100_000), torch.split(contexts, 100_000))
             for word, context in zip(*parts, strict=True):
                 score = (trained.inputs[word] * trained.outputs[context]).sum(1)
@@ -183,18 +171,16 @@ class Judge:
             found[name] = total / max(len(words), 1)
         return found
 
-    def similarity(self, trained: Trained, name: str) -> float:
-        """Compute Spearman's correlation of cosines with people's judgements."""
-        from scipy.stats import spearmanr
+    def similarity(self, trained: Trained, file: str) -> float:
+        """Compute Spearman's correlation of cosines with people's judgements; nan if no pair is known."""
+        from gensim.models import KeyedVectors
 
-        pairs = self.judged[name]
-        if len(pairs) < 10:
+        vectors = KeyedVectors(trained.inputs.shape[1])
+        vectors.add_vectors(self.text.words, trained.inputs.numpy())
+        try:
+            return float(vectors.evaluate_word_pairs(path_of(file))[1][0])
+        except ValueError:
             return float("nan")
-        vectors = F.normalize(trained.inputs, dim=1)
-        first = vectors[[self.number[pair[0]] for pair in pairs]]
-        second = vectors[[self.number[pair[1]] for pair in pairs]]
-        cosines = (first * second).sum(1).numpy()
-        return float(spearmanr(cosines, [pair[2] for pair in pairs]).statistic)
 
 
 def neighbors(inputs: Tensor) -> Tensor:
@@ -213,40 +199,16 @@ def overlap(one: Tensor, other: Tensor) -> float:
 
 # ---- trainers
 
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Settings that all trainers share."""
-
-    dim: int = 64
-    window: int = 5
-    negatives: int = 5
-    epochs: int = 10
-    subsample: float = 1e-3
-    min_count: int = 5
-    lr: float = 0.025
-    threads: int = 1
-
-
-Sentences = list[list[str]]
+Train = Callable[[Text, Task, int, Sentences], Trained]
 
 
 def train_gensim(text: Text, task: Task, seed: int, lines: Sentences) -> Trained:
     """Train with gensim's compiled loop."""
     from gensim.models import Word2Vec
 
-    model = Word2Vec(
-        sg=1,
-        vector_size=task.dim,
-        window=task.window,
-        negative=task.negatives,
-        sample=task.subsample,
-        min_count=task.min_count,
-        alpha=task.lr,
-        min_alpha=0.0001,
-        workers=task.threads,
-        seed=seed,
-    )
+    shape = {"vector_size": task.dim, "window": task.window, "min_count": task.min_count, "alpha": task.lr}
+    noise = {"negative": task.negatives, "sample": task.subsample, "min_alpha": 0.0001}
+    model = Word2Vec(sg=1, workers=1, seed=seed, **shape, **noise)
     model.build_vocab(lines)
     took = _timed(lambda: model.train(lines, total_examples=model.corpus_count, epochs=task.epochs))
     rows = [model.wv.key_to_index[word] for word in text.words]
@@ -255,13 +217,8 @@ def train_gensim(text: Text, task: Task, seed: int, lines: Sentences) -> Trained
 
 def train_flatbed(text: Text, task: Task, seed: int, lines: Sentences, **settings: Any) -> Trained:
     """Train with flatbed on the CPU; `settings` override those of the task."""
-    shared: dict[str, Any] = {
-        name: getattr(task, name)
-        for name in ("dim", "window", "negatives", "epochs", "subsample", "min_count", "lr")
-    }
-    trainer = Trainer(
-        Corpus.from_sentences(lines), Settings(device="cpu", seed=seed, **{**shared, **settings})
-    )
+    chosen: dict[str, Any] = {**task._asdict(), "device": "cpu", "seed": seed, **settings}
+    trainer = Trainer(Corpus.from_sentences(lines), Settings(**chosen))
     took = _timed(trainer.run)
     vectors = trainer.vectors()
     number = {word: i for i, word in enumerate(vectors.words)}
@@ -293,100 +250,62 @@ def _timed(call: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - processor
 
 
-class Contender(NamedTuple):
-    """A trainer, and what is asked of it.
-
-    - "compared": as good as gensim in every measure.
-    - "default": in all but the overlap, since another optimizer finds other neighbors.
-    - "broken": to be found worse.
-    - "reference": its neighbors are what others are compared with.
-    """
-
-    name: str
-    role: str
-    train: Callable[[Text, Task, int, Sentences], Trained]
-
-
-REFERENCE = Contender(GENSIM, "reference", train_gensim)
-COMPARED = (
-    Contender(GENSIM, "compared", train_gensim),
-    Contender("flatbed sgd", "compared", lambda *task: train_flatbed(*task, optimizer="sgd")),
-    Contender("flatbed default", "default", lambda *task: train_flatbed(*task, lr=None)),
-)
-BROKEN = (
-    Contender("broken: quarter of the learning rate", "broken", train_too_slowly),
-    Contender("broken: every fifth word replaced", "broken", train_on_noise),
-)
+COMPARED: dict[str, tuple[str, Train]] = {
+    GENSIM: ("compared", train_gensim),
+    "flatbed sgd": ("compared", lambda *task: train_flatbed(*task, optimizer="sgd")),
+    "flatbed default": ("default", lambda *task: train_flatbed(*task, lr=None)),
+}
+BROKEN: dict[str, tuple[str, Train]] = {
+    "broken: quarter of the learning rate": ("broken", train_too_slowly),
+    "broken: every fifth word replaced": ("broken", train_on_noise),
+}
+"""Trainers with what is asked of them: "compared" ones are as good as gensim in every measure, "default" ones
+in all but the overlap, since another optimizer finds other neighbors, and "broken" ones are found worse."""
 
 
 # ---- runs
 
 
-@dataclass(slots=True)
-class Comparison:
-    """Runs of all trainers, and the comparison with gensim."""
+def train_and_judge(judge: Judge, options: Options, name: str, role: str, train: Train, seed: int) -> Row:
+    """Train and judge once. The order of sentences differs between seeds."""
+    text, task = judge.text, judge.task
+    order = np.random.default_rng(seed).permutation(len(text.training))
+    trained = train(text, task, seed, [text.training[i] for i in order])
+    is_reference = role == "reference"
+    if is_reference:
+        judge.references.append(neighbors(trained.inputs))
+    n_words = sum(map(len, text.training))
+    speed = n_words * task.epochs / trained.seconds
+    measured = {} if is_reference else judge.judge(trained)
+    setting = {key: getattr(task, key) for key in ("dim", "window", "negatives", "epochs")}
+    setting |= {"vocabulary": len(text.words), "text_words": n_words, "seed": seed}
+    metrics = {**measured, "words_per_s": speed, "cpu_seconds": trained.cpu_seconds, "role": role}
+    case = "word2vec reference" if is_reference else "word2vec quality-runs"
+    return options.row(case, name, setting, metrics, n_samples=1, ok=True)
 
-    text: Text
-    task: Task
-    options: Options
-    runs: list[Row] = field(default_factory=list)
 
-    @property
-    def setting(self) -> dict[str, Any]:
-        task = self.task
-        shared = {name: getattr(task, name) for name in ("dim", "window", "negatives", "epochs")}
-        return {**shared, "vocabulary": len(self.text.words), "text_words": self.text.n_words}
+def compare(runs: Sequence[Row], options: Options) -> list[Row]:
+    """Compare each trainer with gensim in each measure."""
+    from scipy.stats import sem
 
-    def run(self, contender: Contender, seed: int, judge: Judge) -> Row:
-        """Train and judge once. The order of sentences differs between seeds."""
-        order = np.random.default_rng(seed).permutation(len(self.text.training))
-        lines = [self.text.training[i] for i in order]
-        trained = contender.train(self.text, self.task, seed, lines)
-        is_reference = contender.role == "reference"
-        if is_reference:
-            judge.references.append(neighbors(trained.inputs))
-        metrics = {} if is_reference else judge.judge(trained)
-        speed = self.text.n_words * self.task.epochs / trained.seconds
-        more = {"words_per_s": speed, "cpu_seconds": trained.cpu_seconds, "role": contender.role}
-        case = "reference" if is_reference else "quality-runs"
-        self.runs.append(self._row(case, contender.name, {"seed": seed}, {**metrics, **more}))
-        return self.runs[-1]
-
-    def _row(self, case: str, name: str, more: dict[str, Any], metrics: dict[str, Any], **other: Any) -> Row:
-        known = {"n_samples": 1, "ok": True, **other}
-        setting = {**self.setting, **more}
-        return self.options.row("word2vec", case, name, setting=setting, metrics=metrics, **known)
-
-    def rows(self) -> list[Row]:
-        """Compare each trainer with gensim in each measure."""
-        from scipy.stats import sem
-
-        runs = [run for run in self.runs if run["case"] == "quality-runs"]
-        found = []
-        for name in dict.fromkeys(run["variant"] for run in runs if run["variant"] != GENSIM):
-            for measure, higher_is_better in MEASURES.items():
-                mine, gensims = (
-                    [run["metrics"][measure] for run in runs if run["variant"] == who]
-                    for who in (name, GENSIM)
-                )
-                role = next(run["metrics"]["role"] for run in runs if run["variant"] == name)
-                mean, low, high = difference(mine, gensims, higher_is_better=higher_is_better)
-                metrics = {
-                    "gensim_mean": fmean(gensims),
-                    "gensim_stderr": float(sem(gensims)),
-                    "mean": fmean(mine),
-                    "stderr": float(sem(mine)),
-                    "better_by": mean,
-                    "low": low,
-                    "high": high,
-                    "margin": MARGIN,
-                    "verdict": verdict(low, high, MARGIN),
-                }
-                more = {"role": role, "measure": measure}
-                found.append(self._row("quality", name, more, metrics, n_samples=len(mine)))
-        for row in found:
-            row["ok"] = is_as_expected(row, found)
-        return found
+    found = []
+    for name in dict.fromkeys(run["variant"] for run in runs if run["variant"] != GENSIM):
+        first = next(run for run in runs if run["variant"] == name)
+        setting = {key: value for key, value in first["setting"].items() if key != "seed"}
+        for measure, higher_is_better in MEASURES.items():
+            own, gensims = (
+                [run["metrics"][measure] for run in runs if run["variant"] == variant]
+                for variant in (name, GENSIM)
+            )
+            mean, low, high = difference(own, gensims, higher_is_better=higher_is_better)
+            metrics = {"gensim_mean": fmean(gensims), "gensim_stderr": float(sem(gensims))}
+            metrics |= {"mean": fmean(own), "stderr": float(sem(own)), "better_by": mean, "low": low}
+            judged = {**metrics, "high": high, "margin": MARGIN, "verdict": verdict(low, high, MARGIN)}
+            more = {**setting, "role": first["metrics"]["role"], "measure": measure}
+            found.append(options.row("word2vec quality", name, more, judged, n_samples=len(own), ok=True))
+    for row in found:
+        row["ok"] = is_as_expected(row, found)
+    return found
 
 
 def is_as_expected(row: Row, rows: Sequence[Row]) -> bool:
@@ -416,17 +335,19 @@ def difference(
 
 
 def run(options: Options) -> Iterator[Row]:
-    """Train all contenders in turns: `--steps` seeds each, by default 10; half as many of broken ones."""
+    """Train all in turns: `--steps` seeds each, by default 10; half as many of the broken ones."""
+    torch.set_num_threads(1)
     seeds = options.steps or 10
+    few = max(2, seeds // 2)
     task = Task(epochs=3 if options.quick else 10)
-    torch.set_num_threads(task.threads)
     text = divide(sentences()[: 2000 if options.quick else None], min_count=task.min_count)
-    judge = Judge(text, window=task.window, subsample=task.subsample, negatives=task.negatives)
-    comparison = Comparison(text, task, options)
-    for number in range(max(2, seeds // 2)):
-        yield comparison.run(REFERENCE, FIRST_REFERENCE + number, judge)
+    judge = Judge(text, task)
+    for number in range(few):
+        yield train_and_judge(judge, options, GENSIM, "reference", train_gensim, FIRST_REFERENCE + number)
+    runs = []
     for number in range(seeds):
-        for contender in (*COMPARED, *(BROKEN if number < max(2, seeds // 2) else ())):
-            options.report(f"{contender.name}, seed {FIRST_SEED + number}")
-            yield comparison.run(contender, FIRST_SEED + number, judge)
-    yield from comparison.rows()
+        for name, (role, train) in {**COMPARED, **(BROKEN if number < few else {})}.items():
+            options.report(f"{name}, seed {FIRST_SEED + number}")
+            runs.append(train_and_judge(judge, options, name, role, train, FIRST_SEED + number))
+            yield runs[-1]
+    yield from compare(runs, options)

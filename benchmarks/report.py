@@ -7,7 +7,7 @@ differ are columns. × is the speed against the fastest correct variant without 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,65 +96,54 @@ def label(name: str) -> str:
 # ---- tables
 
 
-class Table(NamedTuple):
-    """A table as text; the first `n_names` columns say what a line is about."""
-
-    title: str
-    footer: str
-    columns: list[str]
-    lines: list[list[str]]
-    n_names: int
-
-    def markdown(self) -> str:
-        rule = "---|" * self.n_names + "---:|" * (len(self.columns) - self.n_names)
-        lines = [f"| {' | '.join(line)} |" for line in (self.columns, *self.lines)]
-        return "\n".join(
-            [f"**{self.title}**", "", lines[0], f"|{rule}", *lines[1:], "", f"<sub>{self.footer}</sub>"]
-        )
+def key_of(row: Row, *, without: str = "") -> tuple[Any, ...]:
+    """Return what a row is about, except for one setting."""
+    setting = tuple(item for item in row["setting"].items() if item[0] != without)
+    return row["machine"]["device"], row["benchmark"], row["case"], row["variant"], setting
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
     """Keep the last row of each variant and setting."""
-    found: dict[Any, Row] = {}
-    for row in rows:
-        setting = tuple(row["setting"].items())
-        found[row["benchmark"], row["case"], row["variant"], setting, row["machine"]["device"]] = row
-    return list(found.values())
+    return list({key_of(row): row for row in rows}.values())
 
 
 def merge_seeds(rows: Iterable[Row]) -> list[Row]:
     """Merge rows that differ only in their seed: numbers become percentiles."""
     groups: dict[Any, list[Row]] = {}
-    for number, row in enumerate(rows):
-        setting = dict(row["setting"])
-        if setting.pop("seed", None) is None:
-            groups[number] = [row]
-            continue
-        key = (row["benchmark"], row["case"], row["variant"], *setting.items())
-        groups.setdefault(key, []).append({**row, "setting": setting})
+    for row in rows:
+        groups.setdefault(key_of(row, without="seed"), []).append(row)
     return [_merged(group) if len(group) > 1 else group[0] for group in groups.values()]
 
 
 def _merged(group: Sequence[Row]) -> Row:
+    first = group[0]
     metrics = {
         name: value if isinstance(value, str) else percentiles([row["metrics"][name] for row in group])
-        for name, value in group[0]["metrics"].items()
+        for name, value in first["metrics"].items()
     }
-    return {**group[0], "metrics": metrics, "ok": all(row["ok"] for row in group)}
+    setting = {name: value for name, value in first["setting"].items() if name != "seed"}
+    return {**first, "setting": setting, "metrics": metrics, "ok": all(row["ok"] for row in group)}
 
 
-def tables(rows: Iterable[Row]) -> list[Table]:
-    """Make a table per benchmark, case and split setting."""
-    groups: dict[Any, list[Row]] = {}
-    for row in merge_seeds(newest(rows)):
-        split = tuple(row["setting"].get(name) for name in SPLIT.get(row["benchmark"], ()))
-        key = (row["benchmark"], row["case"], row["machine"]["device"], split)
+def tables(rows: Iterable[Row]) -> list[str]:
+    """Render a table per benchmark, case and split setting."""
+    shown = [row for row in merge_seeds(newest(rows)) if row["case"] != "reference"]
+    return [to_table(group) for group in split(shown).values()]
+
+
+def split(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
+    """Group rows by device, benchmark, case and split setting."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        names = SPLIT.get(row["benchmark"], ())
+        own = [str(row["setting"][name]) for name in names if name in row["setting"]]
+        key = (row["machine"]["device"], row["benchmark"], row["case"], *own)
         groups.setdefault(key, []).append(row)
-    return [make_table(group) for (_, case, *_), group in groups.items() if case != "reference"]
+    return groups
 
 
-def make_table(rows: Sequence[Row]) -> Table:
-    """Make one table."""
+def to_table(rows: Sequence[Row]) -> str:
+    """Render one table."""
     first = rows[0]
     settings = list(dict.fromkeys(name for row in rows for name in row["setting"]))
     shared = [name for name in settings if len({str(row["setting"].get(name)) for row in rows}) == 1]
@@ -163,16 +152,20 @@ def make_table(rows: Sequence[Row]) -> Table:
     metrics = [name for name in named if name not in HIDDEN and name not in SHARED]
     compared = {m for m in metrics if m in COMPARED and any(speedup(row, rows, m) for row in rows)}
     columns = ["variant", *(label(name.replace("_bytes", "_size")) for name in varying)]
+    rule = "---|" * len(columns)
     for name in metrics:
         columns += [label(name), "×"] if name in compared else [label(name)]
-    lines = [_line(row, rows, varying, metrics, compared) for row in rows]
+    rule += "---:|" * (len(columns) - 1 - len(varying))
+    lines = [columns, *(_cells(row, rows, varying, metrics, compared) for row in rows)]
+    text = [f"| {' | '.join(line)} |" for line in lines]
     parts = [describe(name, first["setting"][name]) for name in shared]
     parts += [describe(name, first["metrics"][name]) for name in SHARED if name in first["metrics"]]
     title = f"{first['benchmark']} {first['case']}" + (f": {', '.join(parts)}" if parts else "")
-    return Table(title, describe_machine(first), columns, lines, 1 + len(varying))
+    footer = f"<sub>{describe_machine(first)}</sub>"
+    return "\n".join([f"**{title}**", "", text[0], f"|{rule}", *text[1:], "", footer])
 
 
-def _line(
+def _cells(
     row: Row, rows: Sequence[Row], varying: Sequence[str], metrics: Sequence[str], compared: set[str]
 ) -> list[str]:
     setting, found = row["setting"], row["metrics"]
@@ -206,7 +199,7 @@ def describe_machine(row: Row) -> str:
 
 def to_markdown(rows: Iterable[Row]) -> str:
     """Render all tables of some rows."""
-    return "\n\n".join(table.markdown() for table in tables(rows)) + "\n"
+    return "\n\n".join(tables(rows)) + "\n"
 
 
 def one_line(row: Row) -> str:
@@ -221,53 +214,43 @@ def one_line(row: Row) -> str:
 
 
 class Line(NamedTuple):
-    """A job, and the two variants that are compared: the rows of a case that have these settings."""
+    """A job, the rows that it is read from by file and words, and the two variants that are compared."""
 
     job: str
     file: str
-    case: str
+    words: tuple[str, ...]
     metric: str
     ours: str
     peer: str
-    setting: Mapping[str, Any]
 
     def markdown(self) -> str:
-        ours, peer = (value_of(self._row(name)["metrics"][self.metric]) for name in (self.ours, self.peer))
+        ours, peer = (self._value(variant) for variant in (self.ours, self.peer))
         ratio = peer / ours if self.metric.endswith("_ms") else ours / peer
         cells = [format_value(self.metric, value) for value in (ours, peer)]
         return f"| {self.job} | {cells[0]} | {self.peer}: {cells[1]} | {ratio:.2f}× |"
 
-    def _row(self, variant: str) -> Row:
+    def _value(self, variant: str) -> float:
         rows = [row for row in newest(read_rows(RESULTS / self.file)) if row["variant"] == variant]
-        found = [row for row in rows if row["case"] == self.case and has_setting(row, self.setting)]
+        words = self.words if variant == self.ours else self.words[:2]  # a peer has no cache
+        found = select(rows, words)
         if len(found) != 1:
-            raise ValueError(
-                f"{self.file} has {len(found)} rows of {variant!r}, {self.setting}; expected one"
-            )
-        return found[0]
-
-
-def has_setting(row: Row, setting: Mapping[str, Any]) -> bool:
-    """Tell whether a row has these settings, or does not depend on them."""
-    return all(row["setting"].get(name, value) == value for name, value in setting.items())
+            raise ValueError(f"{self.file} has {len(found)} rows of {variant!r}, {self.words}; expected one")
+        return float(value_of(found[0]["metrics"][self.metric]))
 
 
 OPTIM, FUSED, SPARSE = "flatbed.optim", "torch fused", "torch sparse"
-GPT, RESNET = {"model": "gpt-like", "precision": "fp32"}, {"model": "resnet-like"}
-SKEWED, UNIFORM = ({"distribution": d, "cache_rows": 2_000_000} for d in ("zipf 1.05", "uniform"))
-STEP, CAPTURED = ("h200-cache.json", "step", "back_to_back_ms"), "flatbed, captured"
+GRAPH = "step of a 31 GB table in a CUDA graph, cache of 10 %, Zipf 1.05 ids"
+ROOFLINE, STEP, CACHE = "h200-roofline.json", "h200-step.json", "h200-cache.json"
+CAPTURED = ("back_to_back_ms", "flatbed, captured", SPARSE)
 LINES = [
-    Line("clip + Adam, GPT of 1.56 B parameters", "h200-roofline.json", "step", "wall_ms", OPTIM, FUSED, GPT),
-    Line("clip + Adam, ResNet-50", "h200-roofline.json", "step", "wall_ms", OPTIM, FUSED, RESNET),
-    Line("training step, ResNet-50", "h200-step.json", "train", "step_ms", OPTIM, FUSED, RESNET),
-    Line(
-        "step of a 31 GB table in a CUDA graph, cache of 10 %, Zipf 1.05 ids", *STEP, CAPTURED, SPARSE, SKEWED
-    ),
-    Line("the same, uniform ids", *STEP, CAPTURED, SPARSE, UNIFORM),
+    Line("clip + Adam, GPT of 1.56 B parameters", ROOFLINE, ("gpt-like", "fp32"), "wall_ms", OPTIM, FUSED),
+    Line("clip + Adam, ResNet-50", ROOFLINE, ("resnet-like",), "wall_ms", OPTIM, FUSED),
+    Line("training step, ResNet-50", STEP, ("resnet-like",), "step_ms", OPTIM, FUSED),
+    Line(GRAPH, CACHE, ("step", "zipf 1.05", "2000000"), *CAPTURED),
+    Line("the same, uniform ids", CACHE, ("step", "uniform", "2000000"), *CAPTURED),
     Line(
         "word2vec with 10 M hashed n-grams (16 GB), words/s",
-        *("h200-word2vec.json", "speed", "words_per_s"),
-        *("flatbed host, prefetched", SPARSE, {"text": "n-grams"}),
+        *("h200-word2vec.json", ("n-grams",), "words_per_s", "flatbed host, prefetched", SPARSE),
     ),
 ]
 """The lines of the README: `torch sparse` has the whole table on the GPU."""

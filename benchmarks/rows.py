@@ -17,14 +17,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
+import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import flatbed
@@ -51,10 +51,8 @@ FIELDS = {
 
 def percentiles(readings: Sequence[float]) -> dict[str, float]:
     """Compute p20, p50 and p80 of some readings."""
-    if len(readings) == 1:
-        return dict.fromkeys(("p20", "p50", "p80"), readings[0])
-    p20, _, _, p80 = statistics.quantiles(readings, n=5, method="inclusive")
-    return {"p20": p20, "p50": statistics.median(readings), "p80": p80}
+    p20, p50, p80 = np.percentile(readings, [20, 50, 80]).tolist()
+    return {"p20": p20, "p50": p50, "p80": p80}
 
 
 def gb_per_s(nbytes: int, times_ms: Sequence[float]) -> dict[str, float]:
@@ -67,40 +65,14 @@ def value_of(metric: Any) -> Any:
     return metric["p50"] if isinstance(metric, dict) else metric
 
 
-def make_row(
-    benchmark: str,
-    case: str,
-    variant: str,
-    *,
-    setting: Mapping[str, Any],
-    metrics: Mapping[str, Any],
-    n_samples: int,
-    ok: bool | None,
-    device: torch.device,
-) -> Row:
-    """Build a row. Metrics that are None are left out."""
-    return {
-        "benchmark": benchmark,
-        "case": case,
-        "setting": dict(setting),
-        "variant": variant,
-        "metrics": {name: value for name, value in metrics.items() if value is not None},
-        "n_samples": n_samples,
-        "ok": ok,
-        **environment(device.type),
-        "timestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
 @cache
 def environment(device_type: str) -> dict[str, Any]:
     """Describe machine, versions and commit of this process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "machine": {
             "device": torch.cuda.get_device_name() if device_type == "cuda" else "cpu",
             "cpu": _cpu_name(),
-            "cores": cores,
+            "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
         },
         "versions": {
@@ -116,27 +88,17 @@ def _commit() -> str | None:
     """Return the checkout's commit; `FLATBED_COMMIT` names it where a copy has no history."""
     if told := os.environ.get("FLATBED_COMMIT"):
         return told
-    git = ["git", "-C", str(ROOT)]
+    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        described = subprocess.run(
-            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return described.stdout.strip()
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)", path.read_text() if path.exists() else "", re.M)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def write_rows(rows: Iterable[Row], path: Path) -> None:
@@ -153,7 +115,7 @@ def read_rows(path: Path) -> list[Row]:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list):
         raise ValueError(f"{path} is not a list of rows")
     for row in rows:
         if wrong := sorted(set(row) ^ set(FIELDS)):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import flatbed
 import flatbed.optim
-from benchmarks.harness import SEED, Steps, each, pinned, same_bits
+from benchmarks.harness import SEED, Options, Readings, Steps, each, same_bits
 from benchmarks.id_sources import Ids, IdSource
+from benchmarks.rows import percentiles
 
 LR = 1e-3
 TOLERANCE = 1e-5  # steps have the size of the learning rate
@@ -50,49 +51,46 @@ def make_target(spec: TableSpec, device: torch.device) -> Tensor:
     return (sizes * signs).float().to(device)
 
 
-def loss_of(rows: Tensor, target: Tensor) -> Tensor:
-    """Compute a loss whose gradient is the target."""
-    return torch.dot(rows.view(-1), target.view(-1))
+def pinned(ids: Ids, device: torch.device) -> Tensor:
+    """Return ids as a tensor, in pinned memory if the device is a GPU."""
+    host = torch.from_numpy(ids)
+    return host.pin_memory() if device.type == "cuda" else host
 
 
-class TrainedTable(Protocol):
-    """A table with an optimizer; rows start as zeros."""
+class TrainedTable:
+    """A table of zeros under Adam, with a model computed beside it in every step if there is one."""
 
-    def step(self, ids: Any) -> object:
-        """Look rows up, and run backward and update."""
-
-    def read(self, rows: Ids) -> Tensor:
-        """Read weights."""
-
-    def close(self) -> None:
-        """Release memory."""
-
-
-class FlatbedTable:
-    """`flatbed.Embedding`, with a model computed beside it in every step if there is one."""
-
-    def __init__(self, spec: TableSpec, device: torch.device, **arguments: Any) -> None:
-        self.emb = flatbed.Embedding(spec.n_rows, spec.dim, device=device, init="zeros", **arguments)
+    def __init__(
+        self, spec: TableSpec, device: torch.device, emb: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
         self.spec = spec
         self.model: Callable[[], object] | None = None
-        self._optimizer = flatbed.optim.Adam(self.emb, lr=LR)
+        self._device, self._lookup, self._optimizer = device, emb, optimizer
         self._target = make_target(spec, device)
-        self._device = device
-        self._graph: Callable[[Tensor], object] | None = None
 
     def step(self, ids: Any) -> Tensor:
-        rows = self.emb(ids)
+        """Look rows up, and run backward and update."""
+        rows = self._lookup(ids)
         if self.model is not None:
             self.model()
-        loss = loss_of(rows, self._target)
+        loss = torch.dot(rows.view(-1), self._target.view(-1))  # its gradient is the target
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss
 
+
+class FlatbedTable(TrainedTable):
+    """`flatbed.Embedding`, eager, captured or prefetched."""
+
+    def __init__(self, spec: TableSpec, device: torch.device, **arguments: Any) -> None:
+        self.emb = flatbed.Embedding(spec.n_rows, spec.dim, device=device, init="zeros", **arguments)
+        super().__init__(spec, device, self.emb, flatbed.optim.Adam(self.emb, lr=LR))
+        self._graph: Callable[[Tensor], object] | None = None
+
     def captured_step(self, ids: Ids) -> object:
         """Replay the step as a CUDA graph, which the fourth call captures."""
-        batch = pinned(ids) if self._device.type == "cuda" else torch.from_numpy(ids)
+        batch = pinned(ids, self._device)
         if self._graph is None:
             self._graph = flatbed.capture(self.step, batch, device=self._device)
         return self._graph(batch)
@@ -132,33 +130,24 @@ class FlatbedTable:
         self.emb.table.close(discard=True)
 
 
-class SparseTable:
+class SparseTable(TrainedTable):
     """`nn.Embedding(sparse=True)` under SparseAdam, all of it on the device."""
 
     def __init__(self, spec: TableSpec, device: torch.device) -> None:
         torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
         weight = torch.zeros((spec.n_rows, spec.dim), device=device)
         self._emb = nn.Embedding(spec.n_rows, spec.dim, sparse=True, _weight=weight)
-        self._optimizer = torch.optim.SparseAdam(list(self._emb.parameters()), lr=LR)
-        self._target = make_target(spec, device)
-        self._device = device
-        self.model: Callable[[], object] | None = None
+        super().__init__(spec, device, self._emb, torch.optim.SparseAdam(list(self._emb.parameters()), lr=LR))
 
-    def step(self, ids: Ids) -> None:
-        host = pinned(ids) if self._device.type == "cuda" else torch.from_numpy(ids)
-        rows = self._emb(host.to(self._device, non_blocking=True))
-        if self.model is not None:
-            self.model()
-        loss_of(rows, self._target).backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()  # type: ignore[no-untyped-call]
-        self._optimizer.zero_grad()
+    def step(self, ids: Any) -> Tensor:
+        return super().step(pinned(ids, self._device).to(self._device, non_blocking=True))
 
     def read(self, rows: Ids) -> Tensor:
         return self._emb.weight.detach()[torch.from_numpy(rows).to(self._device)]
 
     def close(self) -> None:
         self._optimizer.state.clear()
-        del self._emb
+        del self._emb, self._lookup, self._optimizer
 
 
 # ---- checks
@@ -179,12 +168,14 @@ class Checker:
 
     N_STEPS = 8
 
-    def __init__(self, dim: int, device: torch.device, *, n_rows: int = 20_000, n_ids: int = 2048) -> None:
-        self.spec = TableSpec(n_rows, dim, n_ids)
-        self.device = device
-        self.batches = IdSource("zipf 1.05", n_rows, n_ids, device=device).draw(self.N_STEPS)
+    def __init__(self, options: Options, dim: int) -> None:
+        n_rows, n_ids = (500, 48) if options.is_small else (20_000, 2048)
+        self.spec, self.device, self.on_gpu = TableSpec(n_rows, dim, n_ids), options.device, options.on_gpu
+        self.batches = IdSource("zipf 1.05", n_rows, n_ids, device=self.device).draw(self.N_STEPS)
         self.rows = np.unique(np.concatenate(self.batches))
-        sparse = SparseTable(self.spec, device)
+        self.cache_rows = 4 * n_ids
+        """Room for what a prefetcher has in flight, but not for all rows."""
+        sparse = SparseTable(self.spec, self.device)
         self.expected = self._train(sparse, each(sparse.step))
         self.bits: Tensor | None = None
 
@@ -204,18 +195,23 @@ class Checker:
             ok = ok and same_bits(found, self.bits)
         return Result(ok, error)
 
-    def _train(self, table: TrainedTable, steps: Steps) -> Tensor:
+    def _train(self, table: FlatbedTable | SparseTable, steps: Steps) -> Tensor:
         for _ in steps(self.batches):
             pass
         found = table.read(self.rows).cpu()
         table.close()
         return found
 
-    def small(self) -> int:
-        """Return a cache size with room for what a prefetcher has in flight, but not for all rows."""
-        return 4 * self.spec.n_ids
+    def metrics(self, readings: Readings, kept: int, result: Result) -> dict[str, Any]:
+        """Return times, GPU memory and error of a variant; `kept` is memory that it holds between steps."""
+        return {
+            "back_to_back_ms": percentiles(readings.back_to_back),
+            "synchronized_ms": percentiles(readings.synchronized),
+            "peak_memory_bytes": kept + readings.step_bytes if self.on_gpu else None,
+            "max_abs_error": result.max_abs_error,
+        }
 
 
-def scaled(spec: TableSpec, *, small: bool) -> TableSpec:
-    """Return a table of tiny size, if asked for."""
-    return replace(spec, n_rows=2000, dim=8, n_ids=64) if small else spec
+def scaled(spec: TableSpec, options: Options) -> TableSpec:
+    """Return a table of tiny size where sizes are small."""
+    return replace(spec, n_rows=2000, dim=8, n_ids=64) if options.is_small else spec

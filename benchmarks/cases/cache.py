@@ -10,7 +10,7 @@ The baseline is `torch sparse`: the whole table on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,28 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import (
-    Options,
-    Plan,
-    Products,
-    Readings,
-    Steps,
-    allocated_bytes,
-    each,
-    free_memory,
-    time_in_turns,
-    wall_ms,
-)
-from benchmarks.id_sources import DISTRIBUTIONS, IdSource
-from benchmarks.rows import Row, percentiles
+from benchmarks import harness
+from benchmarks.harness import Options, Plan, Products, Steps, each, time_in_turns
+from benchmarks.id_sources import DISTRIBUTIONS, Ids, IdSource
+from benchmarks.rows import Row
 from benchmarks.trained_tables import SPARSE, Checker, FlatbedTable, Result, SparseTable, TableSpec, scaled
 
 CASES = ("step", "sizes", "model", "disk")
 SPECS = {"host": TableSpec(20_000_000, 128, 65_536), "disk": TableSpec(4_000_000, 128, 65_536)}
 CACHE_ROWS = {"host": 2_000_000, "disk": 1_000_000}
 SIZES = (131_072, 524_288, 2_097_152, 4_194_304)
-PLAN = Plan(warm_up=200, turns=4, synchronized=25, blocks=3, block_steps=20)
-SMALL_PLAN = Plan(warm_up=2, turns=2, synchronized=2, blocks=1, block_steps=3, settle=1)
+PLAN = Plan(warm_up=200, turns=4, settle=5, synchronized=25, blocks=3, block_steps=20)
+SMALL_PLAN = Plan(warm_up=2, turns=2, settle=1, synchronized=2, blocks=1, block_steps=3)
 EAGER, PREFETCHED, PREFETCHED_4 = "flatbed", "flatbed, prefetched", "flatbed, prefetched 4"
 CAPTURED = "flatbed, captured"
 VARIANTS: dict[str, Callable[[FlatbedTable], Steps]] = {
@@ -89,8 +79,8 @@ def settings(storage: str, spec: TableSpec, options: Options) -> Iterator[Settin
 def run(options: Options) -> Iterator[Row]:
     """Measure the cases that were asked for, over one table per storage: filling one takes long."""
     bench = Bench(options)
-    for storage in SPECS:
-        spec = scaled(SPECS[storage], small=options.is_small)
+    for storage, size in SPECS.items():
+        spec = scaled(size, options)
         wanted = [setting for setting in settings(storage, spec, options) if options.wants(setting.case)]
         if wanted:
             with bench.table(spec, storage) as table:
@@ -98,21 +88,15 @@ def run(options: Options) -> Iterator[Row]:
                     yield from bench.run(table, setting)
 
 
-class HitCounter:
-    """Counts hits and misses of a table's cache during the turns of each variant."""
+def counted(steps: Steps, table: FlatbedTable, counts: list[Any]) -> Steps:
+    """Append hits and misses of the table's cache during each turn."""
 
-    def __init__(self, table: FlatbedTable | None) -> None:
-        self._table = table
-        self.counts: dict[str, Any] = {}
+    def run_turn(batches: Sequence[Ids]) -> Iterator[Any]:
+        before = np.array(table.counts())
+        yield from steps(batches)
+        counts.append(np.array(table.counts()) - before)
 
-    def around(self, name: str, turn: Callable[[], None]) -> None:
-        """Run a turn, and add its counts; a table without a cache has none."""
-        if self._table is None or name == SPARSE:
-            turn()
-            return
-        before = np.array(self._table.counts())
-        turn()
-        self.counts[name] = self.counts.get(name, 0) + np.array(self._table.counts()) - before
+    return run_turn
 
 
 class Bench:
@@ -120,26 +104,19 @@ class Bench:
 
     def __init__(self, options: Options) -> None:
         self.options, self.device = options, options.device
-        is_small = options.is_small
-        spec = scaled(SPECS["host"], small=is_small)
-        self.checker = Checker(spec.dim, self.device, **({"n_rows": 500, "n_ids": 48} if is_small else {}))
+        self.checker = Checker(options, scaled(SPECS["host"], options).dim)
         self.check = cache(self._check)
         self.model = cache(self._model)
 
     def _model(self, ms: float) -> tuple[Products, float]:
         """Make a model that takes about so long; returns its measured time, too."""
         model = Products(ms / (20 if self.options.is_small else 1), self.device)
-
-        def block() -> None:
-            for _ in range(20):
-                model()
-
-        return model, percentiles([wall_ms(block, self.device) / 20 for _ in range(5)])["p50"]
+        return model, harness.time_alone(model, self.device)
 
     @contextmanager
     def table(self, spec: TableSpec, storage: str) -> Iterator[FlatbedTable]:
         """Make the table that settings share."""
-        free_memory(self.device)
+        harness.free_memory(self.device)
         with TemporaryDirectory(dir=self.options.folder) as folder:
             path = {"path": Path(folder) / "rows.bed"} if storage == "disk" else {}
             table = FlatbedTable(spec, self.device, storage=storage, cache_rows=0, **path)
@@ -147,7 +124,7 @@ class Bench:
                 yield table
             finally:
                 table.close()
-                free_memory(self.device)
+                harness.free_memory(self.device)
 
     def run(self, table: FlatbedTable, setting: Setting) -> Iterator[Row]:
         """Time all variants of a setting in turns."""
@@ -157,61 +134,50 @@ class Bench:
         model, model_ms = (None, None) if setting.model_ms is None else self.model(setting.model_ms)
         table.model = model
         table.use_cache(setting.cache_rows)
-        before = allocated_bytes(self.device)  # graphs of earlier settings keep their caches
+        before = harness.allocated_bytes(self.device)  # graphs of earlier settings keep their caches
         for ids in source.draw(16 * setting.cache_rows // spec.n_ids if setting.fills_cache else 0):
             table.step(ids)
-        steps = {name: VARIANTS[name](table) for name in chosen if name != SPARSE}
-        held = 0
+        counts: dict[str, list[Any]] = {name: [] for name in chosen if name != SPARSE}
+        steps = {name: counted(VARIANTS[name](table), table, counts[name]) for name in counts}
+        held, peer = 0, None
         if SPARSE in chosen:
-            held = spec.nbytes
-            peer = SparseTable(spec, self.device)
+            held, peer = spec.nbytes, SparseTable(spec, self.device)
             peer.model = model
             steps[SPARSE] = each(peer.step)
         plan = SMALL_PLAN if self.options.is_small else PLAN
         if model is not None:
             plan = replace(plan, synchronized=min(5, plan.synchronized), blocks=min(2, plan.blocks))
-        counter = HitCounter(table if setting.cache_rows else None)
-        found = time_in_turns(steps, source.draw, plan, self.options, around=counter.around)
-        memory = dict.fromkeys(found, allocated_bytes(self.device) - before - held)
-        if SPARSE in chosen:
-            memory[SPARSE] = held
+        found = time_in_turns(steps, source.draw, plan, self.options)
+        kept = harness.allocated_bytes(self.device) - before - held
+        if peer is not None:
             peer.close()
         fresh = source.draw(1)[0]
         table.step(fresh)
         is_flushed = table.survives_flush(np.unique(fresh)[:1024])
         shared = {"distribution": setting.distribution, **spec.setting}
         shared |= {} if model_ms is None else {"model_ms": model_ms}
+        own = {"storage": storage, "cache_rows": setting.cache_rows}
         for name, readings in found.items():
-            own = {} if name == SPARSE else {"storage": storage, "cache_rows": setting.cache_rows}
             result = self.check(name, storage, setting.cache_rows > 0)
-            metrics = self._metrics(readings, counter.counts.get(name), memory[name], model_ms)
+            metrics = self.checker.metrics(readings, held if name == SPARSE else kept, result)
+            if setting.cache_rows and name != SPARSE:
+                hits, misses = sum(counts[name][1:])  # without warming up
+                metrics["hit_rate"] = hits / (hits + misses)
+                metrics["misses_per_step"] = misses / (plan.turns * plan.n_steps)
+            if model_ms is not None:
+                metrics["model_ratio"] = metrics["back_to_back_ms"]["p50"] / model_ms
             yield self.options.row(
-                "cache",
-                setting.case,
+                f"cache {setting.case}",
                 name,
-                setting={**shared, **own},
-                metrics={**metrics, "max_abs_error": result.max_abs_error},
+                shared if name == SPARSE else {**shared, **own},
+                metrics,
                 n_samples=len(readings.back_to_back),
                 ok=result.ok and (is_flushed or name == SPARSE),
             )
-
-    def _metrics(
-        self, readings: Readings, counts: Any, memory: int, model_ms: float | None
-    ) -> dict[str, Any]:
-        hits, misses = (0, 0) if counts is None else counts
-        times = percentiles(readings.back_to_back)
-        return {
-            "back_to_back_ms": times,
-            "synchronized_ms": percentiles(readings.synchronized),
-            "hit_rate": hits / (hits + misses) if hits + misses else None,
-            "misses_per_step": misses / readings.n_steps if hits + misses else None,
-            "model_ratio": times["p50"] / model_ms if model_ms is not None else None,
-            "peak_memory_bytes": memory + (readings.step_bytes or 0) if self.options.on_gpu else None,
-        }
 
     def _check(self, name: str, storage: str, is_cached: bool) -> Result:
         """Check a variant on a small table."""
         if name == SPARSE:
             return self.checker.check(SparseTable)
-        rows = self.checker.small() if is_cached else 0
+        rows = self.checker.cache_rows if is_cached else 0
         return self.checker.check(FlatbedTable, VARIANTS[name], storage=storage, cache_rows=rows)

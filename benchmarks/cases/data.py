@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import flatbed
-from benchmarks.harness import SEED, Options, Products, bus_gb_per_s, call_in_turns, free_memory, pinned
+from benchmarks import harness
+from benchmarks.harness import SEED, Options, Plan, Products, Steps, each, time_in_turns
 from benchmarks.rows import Row, percentiles
 
 CASES = ("batches", "epoch", "rows")
@@ -75,8 +77,8 @@ def make_batches(n_arrays: int, array_bytes: int, n_batches: int) -> list[Batch]
 
 def run(options: Options) -> Iterator[Row]:
     """Measure the cases that were asked for."""
-    bus, _ = bus_gb_per_s(options.device)
-    options.report(f"a plain copy of pinned memory: {bus:.1f} GB/s to the device")
+    bus, _ = harness.bus_gb_per_s(options.device)
+    options.report(f"a plain copy: {bus:.1f} GB/s to the device")
     shapes = SMALL_SHAPES if options.is_small else SHAPES
     if options.wants("batches"):
         for n_arrays, array_bytes, n_batches in shapes:
@@ -104,34 +106,26 @@ def run_feeds(
 ) -> Iterator[Row]:
     """Time whole passes in turns, beside `compute` if there is one. The first pass checks every byte."""
     device, n, samples = options.device, len(batches), options.steps or 5
-    nbytes = sum(array.nbytes for array in batches[0])
+    transfer_ms = sum(array.nbytes for array in batches[0]) / (1e6 * bus)
     variants = options.choose(feeds(batches, options))
     ok = {name: all_arrive(feed(), batches, device) for name, feed in variants.items()}
-    passes: dict[str, Callable[[Any], object]] = {
-        name: partial(_drain, feed, compute) for name, feed in variants.items()
-    }
+    passes = {name: each(partial(_drain, feed, compute)) for name, feed in variants.items()}
     if compute is not None:
-        passes[ALONE] = lambda _: [compute() for _ in range(n)]
-    found = call_in_turns(passes, lambda: None, options, turns=samples)
-    alone = found.pop(ALONE).times if compute is not None else []
-    for name, calls in found.items():
-        middle = percentiles([time / n for time in calls.times])
+        passes[ALONE] = each(lambda _: [compute() for _ in range(n)])
+    found = time_in_turns(passes, lambda n: [None] * n, Plan(samples, synchronized=1), options)
+    alone = found.pop(ALONE).synchronized if compute is not None else []
+    for name, readings in found.items():
+        middle = percentiles([time / n for time in readings.synchronized])
         metrics: dict[str, Any] = {"batch_ms": middle, "copy_gb_per_s": bus, "batches": n}
         if compute is None:
-            speed = nbytes / (1e6 * middle["p50"])
-            metrics |= {"speed_gb_per_s": speed, "copy_share": speed / bus}
+            share = transfer_ms / middle["p50"]
+            metrics |= {"speed_gb_per_s": share * bus, "copy_share": share}
         else:
-            compute_ms, transfer_ms = percentiles(alone)["p50"] / n, nbytes / (1e6 * bus)
-            bound = max(compute_ms, transfer_ms)
-            metrics |= {
-                "compute_ms": compute_ms,
-                "transfer_ms": transfer_ms,
-                "bound_ratio": middle["p50"] / bound,
-            }
-        yield options.row(
-            "data", case, name, setting=setting, metrics=metrics, n_samples=samples, ok=ok[name]
-        )
-    free_memory(device)
+            compute_ms = median(alone) / n
+            metrics |= {"compute_ms": compute_ms, "transfer_ms": transfer_ms}
+            metrics["bound_ratio"] = middle["p50"] / max(compute_ms, transfer_ms)
+        yield options.row(f"data {case}", name, setting, metrics, n_samples=samples, ok=ok[name])
+    harness.free_memory(device)
 
 
 def _drain(feed: Feed, compute: Products | None, _: object) -> None:
@@ -155,42 +149,34 @@ def all_arrive(found: Iterable[list[Tensor]], batches: Sequence[Batch], device: 
 
 def run_rows(bus: float, options: Options) -> Iterator[Row]:
     """Time random rows of a large array, in turns, with fresh ids in every call."""
-    device, samples = options.device, options.steps or 10
     array_bytes, n_ids = (1 << 20, 64) if options.is_small else (2 << 30, 65_536)
     flat = np.arange(array_bytes // 4, dtype=np.int32)
-    generator = np.random.default_rng(SEED)
+    random = np.random.default_rng(SEED)
+    plan = Plan(turns=options.steps or 10, warm_up=2, synchronized=1)
     for row_bytes in (512, 2048):
         array = flat.reshape(-1, row_bytes // 4)
-        reader = flatbed.RowReader(array, device=device)
-        variants = options.choose(readers(array, n_ids, reader, options))
-        found = call_in_turns(
-            variants,
-            lambda: generator.integers(0, len(array), n_ids),  # noqa: B023
+        reader = flatbed.RowReader(array, device=options.device)
+        found = time_in_turns(
+            options.choose(readers(array, n_ids, reader, options)),
+            lambda n: list(random.integers(0, len(array), (n, n_ids))),  # noqa: B023
+            plan,
             options,
-            turns=samples,
-            warm_up=2,
             check=lambda got, ids: np.array_equal(got.cpu().numpy(), array[ids]),  # noqa: B023
         )
         reader.close()
         setting = {"array_bytes": array_bytes, "row_bytes": row_bytes, "ids": n_ids}
-        for name, calls in found.items():
-            middle = percentiles(calls.times)
-            speed = n_ids * row_bytes / (1e6 * middle["p50"])
-            metrics = {
-                "read_ms": middle,
-                "speed_gb_per_s": speed,
-                "copy_gb_per_s": bus,
-                "copy_share": speed / bus,
-            }
-            yield options.row(
-                "data", "rows", name, setting=setting, metrics=metrics, n_samples=samples, ok=calls.ok
-            )
-        free_memory(device)
+        for name, readings in found.items():
+            times = percentiles(readings.synchronized)
+            speed = n_ids * row_bytes / (1e6 * times["p50"])
+            metrics = {"read_ms": times, "speed_gb_per_s": speed}
+            metrics |= {"copy_gb_per_s": bus, "copy_share": speed / bus}
+            yield options.row("data rows", name, setting, metrics, n_samples=plan.turns, ok=readings.ok)
+        harness.free_memory(options.device)
 
 
 def readers(
     array: np.ndarray[Any, Any], n_ids: int, reader: flatbed.RowReader, options: Options
-) -> dict[str, Callable[[Any], Tensor]]:
+) -> dict[str, Steps]:
     """Make the variants."""
     device = options.device
     tensor = torch.from_numpy(array)
@@ -199,7 +185,7 @@ def readers(
         "flatbed RowReader": lambda ids: reader[ids],
     }
     if options.on_gpu:
-        staging = pinned(array[:n_ids])
+        staging = tensor[:n_ids].pin_memory()
 
         def staged(ids: Any) -> Tensor:
             np.take(array, ids, axis=0, out=staging.numpy(), mode="clip")  # "raise" would buffer
@@ -210,4 +196,4 @@ def readers(
             return staging.to(device, non_blocking=True)
 
         found |= {STAGED: staged, "torch index into pinned memory, .to(non_blocking=True)": staged_by_torch}
-    return found
+    return {name: each(read) for name, read in found.items()}

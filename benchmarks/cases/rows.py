@@ -1,44 +1,33 @@
 """Random rows of tables on the device, on the host and on disk, read and written by several variants.
 
-Ids are unique and fresh in every call, and the rows of every timed call are checked. Ids are on the host, in
-pinned memory, for tables on the host and on disk, and on the device for tables there.
+Ids are unique and fresh in every call, and the rows of every timed call are checked. Ids of tables on the
+device are on the device, and those of tables on the host and on disk are in host memory, pinned for a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import flatbed
-from benchmarks.harness import (
-    SEED,
-    Options,
-    bus_gb_per_s,
-    call_in_turns,
-    free_memory,
-    gpu_ms,
-    same_bits,
-    unique_ids,
-    wall_ms,
-)
+from benchmarks import harness
+from benchmarks.harness import SEED, Options, Plan, each, time_in_turns
 from benchmarks.rows import Row, gb_per_s
 
 CASES = ("device", "host", "disk")
-OURS = "flatbed read_rows, write_rows"
-WARM_UP = 2
 GB = 10**9
+TABLE_BYTES = {"device": (8 * GB, GB, 32 * GB), "host": (8 * GB, GB, 32 * GB), "disk": (GB // 4, GB)}
+"""Rows of all sizes are read from a table of the first size."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """Size of a table of fp32, and the number of ids per call."""
 
     table_bytes: int
@@ -46,160 +35,112 @@ class Shape:
     n_ids: int
 
     @property
-    def dim(self) -> int:
-        return self.row_bytes // 4
-
-    @property
-    def n_rows(self) -> int:
-        return self.table_bytes // self.row_bytes
+    def size(self) -> tuple[int, int]:
+        """Rows and elements per row."""
+        return self.table_bytes // self.row_bytes, self.row_bytes // 4
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """Functions that read rows to the computing device and write them back."""
 
     read: Callable[[Tensor], Tensor]
     write: Callable[[Tensor, Tensor], object]
+
+    def read_drawn(self, drawn: tuple[Tensor, Tensor]) -> Tensor:
+        return self.read(drawn[0])
+
+    def write_drawn(self, drawn: tuple[Tensor, Tensor]) -> None:
+        self.write(*drawn)
 
 
 def shapes(storage: str, options: Options) -> list[Shape]:
     """List sizes: rows of several sizes in one table, then tables of several sizes."""
     if options.is_small:
         return [Shape(1 << 20, row_bytes, 64) for row_bytes in (64, 512)]
-    table = {"device": 8 * GB, "host": 8 * GB, "disk": GB // 4}[storage]
-    tables = {"device": (GB, 32 * GB), "host": (GB, 32 * GB), "disk": (GB,)}[storage]
-    sizes = [Shape(table, row_bytes, 65_536) for row_bytes in (64, 256, 512, 1536, 4096)]
-    sizes += [Shape(nbytes, 512, 65_536) for nbytes in tables]
-    return [Shape(s.table_bytes, s.row_bytes, min(s.n_ids, s.n_rows // 4)) for s in sizes]
+    first, *others = TABLE_BYTES[storage]
+    sizes = [(first, row_bytes) for row_bytes in (64, 256, 512, 1536, 4096)]
+    sizes += [(table_bytes, 512) for table_bytes in others]
+    return [Shape(table, row, min(65_536, table // row // 4)) for table, row in sizes]
 
 
 def run(options: Options) -> Iterator[Row]:
     """Measure the storages that were asked for."""
-    to, back = bus_gb_per_s(options.device)
-    options.report(f"a plain copy of pinned memory: {to:.1f} GB/s to the device, {back:.1f} GB/s back")
+    bus = harness.bus_gb_per_s(options.device)
+    options.report(f"a plain copy: {bus[0]:.1f} GB/s to the device, {bus[1]:.1f} GB/s back")
     for storage in CASES:
-        if options.wants(storage):
-            for shape in shapes(storage, options):
-                yield from run_shape(storage, shape, (to, back), options)
-                free_memory(options.device)
+        for shape in shapes(storage, options) if options.wants(storage) else ():
+            yield from run_shape(storage, shape, bus, options)
+            harness.free_memory(options.device)
 
 
 def run_shape(storage: str, shape: Shape, bus: tuple[float, float], options: Options) -> Iterator[Row]:
     """Measure all variants over tables of one size."""
-    device, samples = options.device, options.steps or 7
+    device, (n_rows, dim) = options.device, shape.size
+    plan = Plan(turns=options.steps or 7, warm_up=2, synchronized=1)
     by_gpu = storage == "device" and options.on_gpu
-    clock = gpu_ms if by_gpu else wall_ms
-    generator, filler = torch.Generator().manual_seed(SEED), torch.Generator(device).manual_seed(SEED)
+    random, filler = np.random.default_rng(SEED), torch.Generator(device).manual_seed(SEED)
 
-    def draw() -> tuple[Tensor, Tensor]:
-        ids = unique_ids(shape.n_rows, shape.n_ids, generator)
+    def draw(n: int) -> list[tuple[Tensor, Tensor]]:
+        return [draw_one() for _ in range(n)]
+
+    def draw_one() -> tuple[Tensor, Tensor]:
+        ids = torch.from_numpy(random.choice(n_rows, shape.n_ids, replace=False))
         ids = ids.to(device) if storage == "device" else ids.pin_memory() if options.on_gpu else ids
-        return ids, torch.randn((shape.n_ids, shape.dim), generator=filler, device=device)
+        return ids, torch.randn((shape.n_ids, dim), generator=filler, device=device)
 
-    with STORAGES[storage](shape, options) as variants:
-        chosen: dict[str, Variant] = options.choose(variants)
-        common: dict[str, Any] = {"turns": samples, "warm_up": WARM_UP, "clock": clock}
-        writes = {name: partial(_write, variant) for name, variant in chosen.items()}
-        written = call_in_turns(writes, draw, options, **common)
+    with make_variants(storage, shape, options) as variants:
+        chosen = options.choose(variants)
+        clock = harness.gpu_ms if by_gpu else harness.wall_ms
+        writes = {name: each(variant.write_drawn) for name, variant in chosen.items()}
+        written = time_in_turns(writes, draw, plan, options, clock=clock)
         # Rows are written before they are read, so that every byte is known.
-        reads = {name: partial(_read, chosen[name]) for name in written}
-        read = call_in_turns(
-            reads,
+        read = time_in_turns(
+            {name: each(chosen[name].read_drawn) for name in written},
             draw,
+            plan,
             options,
+            clock=clock,
             before=lambda name, value: chosen[name].write(*value),
-            check=lambda found, value: same_bits(found, value[1]),
-            **common,
+            check=lambda found, value: harness.same_bits(found, value[1]),
         )
     nbytes = shape.n_ids * shape.row_bytes
-    setting = {
-        "storage": storage,
-        "clock": "gpu" if by_gpu else "wall",
-        "table_bytes": shape.table_bytes,
-        "row_bytes": shape.row_bytes,
-        "ids": shape.n_ids,
-    }
-    for name in read:
+    setting = {"storage": storage, "clock": "gpu" if by_gpu else "wall", "table_bytes": shape.table_bytes}
+    setting |= {"row_bytes": shape.row_bytes, "ids": shape.n_ids}
+    for name, readings in read.items():
         metrics = {
-            "read_gb_per_s": gb_per_s(nbytes, read[name].times),
-            "write_gb_per_s": gb_per_s(nbytes, written[name].times),
+            "read_gb_per_s": gb_per_s(nbytes, readings.synchronized),
+            "write_gb_per_s": gb_per_s(nbytes, written[name].synchronized),
             "copy_to_gb_per_s": bus[0],
             "copy_back_gb_per_s": bus[1],
         }
-        yield options.row(
-            "rows", "random", name, setting=setting, metrics=metrics, n_samples=samples, ok=read[name].ok
-        )
-
-
-def _write(variant: Variant, value: tuple[Tensor, Tensor]) -> None:
-    variant.write(*value)
-
-
-def _read(variant: Variant, value: tuple[Tensor, Tensor]) -> Tensor:
-    return variant.read(value[0])
-
-
-# ---- storages
-
-
-Variants = Iterator[dict[str, Variant]]
+        yield options.row("rows random", name, setting, metrics, n_samples=plan.turns, ok=readings.ok)
 
 
 @contextmanager
-def on_device(shape: Shape, options: Options) -> Variants:
-    """Make a flatbed table and a tensor on the device."""
-    with embedding(shape, options, storage="device") as emb:
-        table = torch.zeros((shape.n_rows, shape.dim), device=options.device)
-        yield {
-            OURS: Variant(emb.read_rows, emb.write_rows),
-            "torch index_select": Variant(
-                lambda ids: table.index_select(0, ids),
-                lambda ids, rows: table.index_copy_(0, ids, rows),
-            ),
-        }
-
-
-@contextmanager
-def on_host(shape: Shape, options: Options) -> Variants:
-    """Make a flatbed table and a tensor in host memory."""
-    with embedding(shape, options, storage="host", cache_rows=0) as emb:
-        table = torch.zeros((shape.n_rows, shape.dim))
-        variants = {
-            OURS: Variant(emb.read_rows, emb.write_rows),
-            "torch index, .to()": by_torch(table, options.device),
-        }
-        if options.on_gpu:
-            variants["torch, pinned staging"] = by_staged_torch(table, shape, options.device)
+def make_variants(storage: str, shape: Shape, options: Options) -> Iterator[dict[str, Variant]]:
+    """Make a flatbed table and a tensor in the same storage. Files stay in the page cache."""
+    device = options.device
+    with TemporaryDirectory(dir=options.folder) as folder:
+        more: dict[str, Any] = {} if storage == "device" else {"cache_rows": 0}
+        if storage == "disk":
+            more["path"] = Path(folder) / "rows.bed"
+        emb = flatbed.Embedding(*shape.size, storage=storage, device=device, init="zeros", **more)
+        variants = {"flatbed read_rows, write_rows": Variant(emb.read_rows, emb.write_rows)}
+        if storage == "device":
+            table = torch.zeros(shape.size, device=device)
+            variants["torch index_select"] = Variant(
+                lambda ids: table.index_select(0, ids), lambda ids, rows: table.index_copy_(0, ids, rows)
+            )
+        elif storage == "host":
+            table = torch.zeros(shape.size)
+            variants["torch index, .to()"] = by_torch(table, device)
+            if options.on_gpu:
+                variants["torch, pinned staging"] = by_staged_torch(table, shape, device)
+        else:
+            n_elements = shape.size[0] * shape.size[1]
+            table = torch.from_file(str(Path(folder) / "rows.bin"), shared=True, size=n_elements)
+            variants["torch mapped, .to()"] = by_torch(table.zero_().view(shape.size), device)
         yield variants
-
-
-@contextmanager
-def on_disk(shape: Shape, options: Options) -> Variants:
-    """Make a flatbed table and a file mapped by torch. Both files stay in the page cache."""
-    with TemporaryDirectory(dir=options.folder, prefix="flatbed-rows-") as name:
-        path = Path(name)
-        with embedding(shape, options, storage="disk", cache_rows=0, path=path / "rows.bed") as emb:
-            n_elements = shape.n_rows * shape.dim
-            file = torch.from_file(str(path / "rows.bin"), shared=True, size=n_elements, dtype=torch.float32)
-            table = file.zero_().view(shape.n_rows, shape.dim)
-            yield {
-                OURS: Variant(emb.read_rows, emb.write_rows),
-                "torch mapped, .to()": by_torch(table, options.device),
-            }
-
-
-STORAGES: dict[str, Any] = {"device": on_device, "host": on_host, "disk": on_disk}
-
-
-@contextmanager
-def embedding(shape: Shape, options: Options, **arguments: Any) -> Iterator[flatbed.Embedding]:
-    """Make a table of zeros, and discard it afterwards."""
-    emb = flatbed.Embedding(
-        shape.n_rows, shape.dim, device=options.device, dtype=torch.float32, init="zeros", **arguments
-    )
-    try:
-        yield emb
-    finally:
         emb.table.close(discard=True)
 
 
@@ -214,7 +155,7 @@ def by_torch(table: Tensor, device: torch.device) -> Variant:
 
 def by_staged_torch(table: Tensor, shape: Shape, device: torch.device) -> Variant:
     """Index on the CPU into pinned memory and copy: the fastest variant with torch alone."""
-    staging = torch.empty((shape.n_ids, shape.dim), pin_memory=True)
+    staging = torch.empty((shape.n_ids, shape.size[1]), pin_memory=True)
 
     def read(ids: Tensor) -> Tensor:
         return torch.index_select(table, 0, ids, out=staging).to(device, non_blocking=True)

@@ -17,17 +17,13 @@ from torch import nn
 
 import flatbed
 from benchmarks import quality
-from benchmarks.harness import Options, free_memory, synchronize
+from benchmarks.harness import Options, free_memory, peak_bytes, reset_peak, synchronize
 from benchmarks.rows import Row, percentiles
 from flatbed.word2vec import Corpus, Settings, Trainer
 
 CASES = ("words", "n-grams", "quality")
-SPARSE, HOST, PREFETCHED, DEVICE = (
-    "torch sparse",
-    "flatbed host",
-    "flatbed host, prefetched",
-    "flatbed device",
-)
+SPARSE, HOST, DEVICE = "torch sparse", "flatbed host", "flatbed device"
+PREFETCHED = f"{HOST}, prefetched"
 LR = 0.002
 SYLLABLES = [a + b for a in "bcdfghklmnprstvwz" for b in "aeiou"]
 TOLERANCE = 0.02
@@ -70,17 +66,9 @@ def run_text(case: str, text: Text, options: Options) -> Iterator[Row]:
         loss = metrics["final_loss"]
         expected = loss if name == SPARSE else expected
         ok = bool(np.isfinite(loss)) and (expected is None or abs(loss / expected - 1) < TOLERANCE)
-        setting = {
-            "text": case,
-            "optimizer": "sparseadam",
-            "words": n_words,
-            "buckets": text.buckets,
-            "dim": 128,
-            "batch_words": text.batch_words,
-        }
-        yield options.row(
-            "word2vec", "speed", name, setting=setting, metrics=metrics, n_samples=n_samples, ok=ok
-        )
+        setting = {"text": case, "optimizer": "sparseadam", "words": n_words, "buckets": text.buckets}
+        setting |= {"dim": 128, "batch_words": text.batch_words}
+        yield options.row("word2vec speed", name, setting, metrics, n_samples=n_samples, ok=ok)
         free_memory(options.device)
 
 
@@ -102,9 +90,7 @@ def synthetic_text(text: Text) -> Corpus:
 def train(name: str, text: Text, corpus: Corpus, options: Options) -> tuple[dict[str, Any], int, int]:
     """Train one epoch; returns metrics, the number of timed stretches and of different words."""
     device = options.device
-    if options.on_gpu:
-        torch.cuda.init()  # type: ignore[no-untyped-call,unused-ignore]  # the trainer starts CUDA later
-        torch.cuda.reset_peak_memory_stats(device)
+    reset_peak(device)
     settings = Settings(
         dim=128,
         epochs=1,
@@ -133,7 +119,7 @@ def train(name: str, text: Text, corpus: Corpus, options: Options) -> tuple[dict
     metrics = {
         "words_per_s": percentiles(timed),
         "final_loss": float(np.mean(losses[-max(len(losses) // 4, 1) :])),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if options.on_gpu else None,
+        "peak_memory_bytes": peak_bytes(device) if options.on_gpu else None,
         "hit_rate": float(ours[0].cache_stats().hit_rate) if has_cache else None,
     }
     trainer.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import models, rows
+from benchmarks import models, rows, trainers
 from benchmarks.__main__ import BENCHMARKS, main, parse
 from benchmarks.cases import cache, data, roofline, step, tables, word2vec
 from benchmarks.cases import rows as random_rows
@@ -55,43 +54,35 @@ def check(found: Iterator[Row], benchmark: str, *metrics: str) -> list[Row]:
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("optimizer", step.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", trainers.OPTIMIZERS)
 def test_step(optimizer: str) -> None:
     options = replace(FEW, cases=(f"linear100:{optimizer}",))
     listed = check(step.run(options), "step", "optimizer_ms", "step_ms")
-    assert [row["variant"] for row in listed] == list(step.VARIANTS)
+    assert [row["variant"] for row in listed] == list(trainers.VARIANTS)
     assert all(rows.speedup(row, listed, "step_ms") for row in listed)
 
 
-def test_step_finds_a_variant_that_does_not_clip(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_clipping(model: nn.Module, case: Model, optimizer: str) -> step.Trainer:
-        sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+def not_clipping(model: nn.Module, loss: Any, name: str, max_norm: float) -> trainers.Trainer:
+    return trainers.with_torch(model, loss, name, 1e9, foreach=True)
 
-        def update(max_norm: float) -> None:
-            sgd.step()
-            sgd.zero_grad()
 
-        return step.Trainer(model, case.loss, update)
+def idle(model: nn.Module, loss: Any, name: str, max_norm: float) -> trainers.Trainer:
+    return replace(trainers.with_torch(model, loss, name, max_norm, foreach=True), step=lambda: None)
 
-    monkeypatch.setitem(step.VARIANTS, "flat broken", without_clipping)
-    (row,) = step.run_model(TINY, "sgd", replace(FEW, variants=("flat broken",)))
+
+@pytest.mark.parametrize("broken", [not_clipping, idle])
+@pytest.mark.parametrize("optimizer", trainers.OPTIMIZERS)
+def test_broken_variants_are_found(optimizer: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trainers.VARIANTS, "flat broken", broken)
+    (row,) = step.run_model(TINY, optimizer, replace(FEW, variants=("flat broken",)))
     assert row["ok"] is False
-    assert row["metrics"]["max_rel_error"] > step.TOLERANCE
+    assert row["metrics"]["max_rel_error"] > trainers.TOLERANCE
 
 
-@pytest.mark.parametrize("variant", step.CAPTURED)
-def test_captured_steps_are_steps(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_are_steps() -> None:
     """On a CPU, where a capture calls the function."""
-    monkeypatch.setattr(step, "TorchGraph", lambda train_step, example: train_step)
-    model = TINY.build()
-    setup: Any = step.CAPTURED[variant]
-    if variant.startswith("torch"):
-        setup = partial(step.with_torch, foreach=True)  # the fused one is capturable on GPUs only
-    trainer = setup(model, TINY, "adam")
-    before = [param.detach().clone() for param in model.parameters()]
-    for batch in step.draw_batches(TINY, CPU, 2):
-        trainer.step(batch)
-    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    setup = trainers.CAPTURED[f"{trainers.OPTIM}, captured"]
+    assert trainers.max_rel_error(setup, "adam", CPU) < trainers.TOLERANCE
 
 
 @pytest.mark.usefixtures("tiny")
@@ -102,14 +93,6 @@ def test_roofline() -> None:
     for row in listed:
         assert row["metrics"]["roofline_ratio"] > 0
     assert [p.bytes_per_element for p in roofline.PRECISIONS.values()] == [32, 30]
-
-
-def test_roofline_finds_a_step_that_does_nothing() -> None:
-    def idle(params: Any, precision: Any, max_norm: float) -> roofline.Made:
-        optimizer = torch.optim.Adam(params)
-        return roofline.Made(optimizer, lambda: None, optimizer.zero_grad)
-
-    assert roofline.error_of(idle, roofline.PRECISIONS["fp32"], CPU) > step.TOLERANCE
 
 
 # ---- tables
@@ -140,12 +123,12 @@ def test_cache(case: str, tmp_path: Path) -> None:
 
 
 def test_cached_and_captured_steps_agree_bitwise() -> None:
-    checker = Checker(8, CPU, n_rows=300, n_ids=32)
+    checker = Checker(FEW, 8)
     assert checker.check(FlatbedTable, cache_rows=0).ok
     captured = checker.check(
         FlatbedTable,
         lambda table: each(table.captured_step),
-        cache_rows=checker.small(),
+        cache_rows=checker.cache_rows,
     )
     assert captured.ok
 
@@ -162,7 +145,7 @@ def test_a_table_that_loses_repeated_updates_is_found() -> None:
             super().step(ids)
             self._target = target
 
-    checker = Checker(8, CPU, n_rows=300, n_ids=32)
+    checker = Checker(FEW, 8)
     assert not checker.check(Lossy).ok
 
 
@@ -233,13 +216,3 @@ def test_every_benchmark_explains_itself(name: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         parse([name, "--help"])
     assert "--variant" in capsys.readouterr().out
-
-
-def test_benchmarks_import_public_names_only() -> None:
-    allowed = {"flatbed", "flatbed.optim", "flatbed.word2vec", "flatbed.compat.speedtorch"}
-    for path in (rows.ROOT / "benchmarks").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            private = {name for name in names if name.split(".")[0] == "flatbed"} - allowed
-            assert not private, f"{path.name} imports {private}"

@@ -10,46 +10,58 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import harness
-from benchmarks.harness import Options, Plan, each, time_in_turns, unique_ids
+from benchmarks.harness import Options, Plan, each, time_in_turns
 from benchmarks.id_sources import IdSource, cumulative, scatter_factor
-from benchmarks.models import MODELS, count_parameters
+from benchmarks.models import MODELS
 
 CPU = torch.device("cpu")
-PLAN = Plan(warm_up=2, turns=2, synchronized=3, blocks=2, block_steps=4, settle=1)
+PLAN = Plan(turns=2, warm_up=2, settle=1, synchronized=3, blocks=2, block_steps=4)
 
 
 def options(**more: object) -> Options:
     return replace(Options(CPU, report=lambda line: None), **more)  # type: ignore[arg-type]
 
 
-def test_variants_take_turns_on_fresh_batches() -> None:
+def test_variants_take_turns_on_fresh_inputs() -> None:
     log: list[tuple[str, int]] = []
     drawn = iter(range(1000))
 
     def draw(n: int) -> list[int]:
         return [next(drawn) for _ in range(n)]
 
-    variants = {name: each(lambda batch, name=name: log.append((name, batch))) for name in "ab"}
+    variants = {name: each(lambda value, name=name: log.append((name, value))) for name in "ab"}
     found = time_in_turns(variants, draw, PLAN, options())
-    assert [batch for _, batch in log] == sorted({batch for _, batch in log})  # each once, in order
+    assert [value for _, value in log] == sorted({value for _, value in log})  # each once, in order
     order = [name for (name, _), (before, _) in zip(log[1:], log, strict=False) if name != before]
     assert order == ["b", "a", "b", "a", "b"]
     for readings in found.values():
         assert len(readings.synchronized) == PLAN.turns * PLAN.synchronized
         assert len(readings.back_to_back) == PLAN.turns * PLAN.blocks
-        assert readings.n_steps == PLAN.turns * PLAN.n_steps
         assert min(readings.synchronized + readings.back_to_back) > 0
 
 
+def test_inputs_are_prepared_and_results_checked() -> None:
+    prepared: list[int] = []
+    found = time_in_turns(
+        {"double": each(lambda value: 2 * value), "wrong at 2": each(lambda value: 2 * value % 4)},
+        lambda n: list(range(n)),
+        Plan(turns=1, synchronized=3),
+        options(),
+        before=lambda name, value: prepared.append(value),
+        check=lambda result, value: result == 2 * value,
+    )
+    assert prepared == [0, 0, 0, 1, 2, 0, 1, 2]
+    assert {name: readings.ok for name, readings in found.items()} == {"double": True, "wrong at 2": False}
+
+
 def test_a_variant_of_others_that_fails_is_skipped_and_named() -> None:
-    def fails(batches: Sequence[int]) -> Iterator[None]:
+    def fails(inputs: Sequence[int]) -> Iterator[None]:
         raise RuntimeError("no GPU")
         yield
 
     said: list[str] = []
     chosen = options(report=said.append)
-    found = time_in_turns({"CuPy": fails, "torch": each(lambda batch: None)}, range, PLAN, chosen)
+    found = time_in_turns({"CuPy": fails, "torch": each(lambda value: None)}, range, PLAN, chosen)
     assert list(found) == ["torch"]
     assert said == ["skipped CuPy: RuntimeError: no GPU"]
     with pytest.raises(RuntimeError, match="no GPU"):
@@ -64,20 +76,6 @@ def test_options_choose_variants_and_cases() -> None:
     said: list[str] = []
     assert options(variants=("c",), report=said.append).choose({"a": 1}) == {}
     assert "there are: a" in said[0]
-
-
-@pytest.mark.parametrize(("n_rows", "n_ids"), [(10, 10), (100, 7), (10_000, 100)])
-def test_ids_are_unique(n_rows: int, n_ids: int) -> None:
-    ids = unique_ids(n_rows, n_ids, torch.Generator().manual_seed(0))
-    assert len(ids.unique()) == n_ids
-    assert int(ids.max()) < n_rows
-
-
-def test_the_bus_and_the_stand_in_for_a_model_are_measured() -> None:
-    assert min(harness.bus_gb_per_s(CPU)) > 0
-    products = harness.Products(0.1, CPU)
-    products()
-    assert products.n_products >= 1
 
 
 def test_skewed_ids_follow_zipfs_law() -> None:
@@ -98,17 +96,6 @@ def test_ranks_are_scattered_one_to_one(n_rows: int) -> None:
     assert len(np.unique(ranks * factor % n_rows)) == len(ranks)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_parameter_of_a_model_gets_a_gradient(name: str) -> None:
-    model = MODELS[name]("cpu")
-    built = model.build()
-    batch = model.make_batch(torch.Generator().manual_seed(0))
-    loss: Tensor = model.loss(built, batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert all(param.grad is not None for param in built.parameters())
-    assert bool(torch.isfinite(loss))
-
-
 @pytest.mark.parametrize(
     ("name", "n_params", "n_elements"),
     [
@@ -119,7 +106,14 @@ def test_every_parameter_of_a_model_gets_a_gradient(name: str) -> None:
         ("many-small", 2000, 128_000),
     ],
 )
-def test_models_for_a_gpu_have_the_stated_sizes(name: str, n_params: int, n_elements: int) -> None:
+def test_models_have_the_stated_sizes_and_train(name: str, n_params: int, n_elements: int) -> None:
     with torch.device("meta"):
-        built = MODELS[name]("cuda").build()
-    assert count_parameters(built) == (n_params, n_elements)
+        large = MODELS[name]("cuda").build()
+    sizes = [param.numel() for param in large.parameters()]
+    assert (len(sizes), sum(sizes)) == (n_params, n_elements)
+    model = MODELS[name]("cpu")
+    built = model.build()
+    loss: Tensor = model.loss(built, model.make_batch(torch.Generator().manual_seed(0)))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert all(param.grad is not None for param in built.parameters())
+    assert bool(torch.isfinite(loss))

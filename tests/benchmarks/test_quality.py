@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from benchmarks import quality
 from benchmarks.harness import Options
-from benchmarks.quality import Comparison, Contender, Judge, Text, Trained, divide
+from benchmarks.quality import Judge, Text, Trained, divide
 
 pytest.importorskip("gensim")
 OPTIONS = Options(torch.device("cpu"), quick=True, report=lambda line: None)
@@ -31,7 +32,7 @@ def text() -> Text:
 
 @pytest.fixture(scope="module")
 def judge(text: Text) -> Judge:
-    return Judge(text, window=TASK.window, subsample=TASK.subsample, negatives=TASK.negatives)
+    return Judge(text, TASK)
 
 
 def random_vectors(text: Text, dim: int = 8) -> Trained:
@@ -44,10 +45,11 @@ def random_vectors(text: Text, dim: int = 8) -> Trained:
 
 def test_the_text_covers_the_judged_pairs() -> None:
     whole = divide(quality.sentences(), min_count=5)
-    assert whole.n_words > 450_000
-    assert len(quality.judged_pairs("WordSim-353", whole.words)) > 230
-    assert len(quality.judged_pairs("SimLex-999", whole.words)) > 500
+    assert sum(map(len, whole.training)) > 450_000
     assert len(whole.held_out) / len(whole.training) == pytest.approx(1 / 19, rel=0.01)
+    judge = Judge(whole._replace(training=whole.training[:20], held_out=whole.held_out[:20]), TASK)
+    for file in quality.JUDGED.values():
+        assert abs(judge.similarity(random_vectors(whole), file)) < 0.2
 
 
 def test_windows_have_random_size_and_end_with_the_sentence() -> None:
@@ -83,17 +85,15 @@ def test_overlap_counts_shared_neighbors() -> None:
     assert near[:, 0].tolist() == [1, 0, 1, 2]
 
 
-def test_similarity_is_perfect_where_cosines_follow_the_judgements(text: Text) -> None:
-    judge = Judge(text, window=2, subsample=0, negatives=1)
-    judge.judged["SimLex-999"] = [(text.words[2 * i], text.words[2 * i + 1], float(i)) for i in range(20)]
-    vectors = torch.zeros(len(text.words), 2)
-    for i in range(20):
-        angle = math.pi * (1 - i / 20)
-        vectors[2 * i] = torch.tensor([1.0, 0.0])
-        vectors[2 * i + 1] = torch.tensor([math.cos(angle), math.sin(angle)]) * (1 + i)
-    assert judge.similarity(Trained(vectors, vectors), "SimLex-999") == pytest.approx(1.0)
-    del judge.judged["SimLex-999"][5:]
-    assert math.isnan(judge.similarity(Trained(vectors, vectors), "SimLex-999"))
+def test_similarity_is_perfect_where_cosines_follow_the_judgements(text: Text, tmp_path: Path) -> None:
+    angles = torch.linspace(0, 3, len(text.words))
+    vectors = torch.stack((angles.cos(), angles.sin()), 1) * (1 + angles[:, None])
+    lines = [f"{text.words[0]}\t{word}\t{-i}" for i, word in enumerate(text.words)]
+    (tmp_path / "judged.tsv").write_text("\n".join(lines))
+    judge = Judge(text, TASK)
+    assert judge.similarity(Trained(vectors, vectors), str(tmp_path / "judged.tsv")) == pytest.approx(1.0)
+    (tmp_path / "judged.tsv").write_text("unknown\twords\t1.0\n")
+    assert math.isnan(judge.similarity(Trained(vectors, vectors), str(tmp_path / "judged.tsv")))
 
 
 # ---- verdicts
@@ -108,21 +108,13 @@ def test_more_is_better() -> None:
     assert worse == pytest.approx((-mean, -high, -low))
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (-0.01, 0.01, "not worse"),
-        (-0.13, -0.07, "worse"),
-        (-0.03, 0.01, "undecided"),
-        (float("nan"), float("nan"), "undecided"),
-    ],
-)
-def test_verdicts(low: float, high: float, expected: str) -> None:
-    assert quality.verdict(low, high, 0.02) == expected
+def test_verdicts() -> None:
+    intervals = [(-0.01, 0.01), (-0.13, -0.07), (-0.03, 0.01), (float("nan"), float("nan"))]
+    found = [quality.verdict(low, high, 0.02) for low, high in intervals]
+    assert found == ["not worse", "worse", "undecided", "undecided"]
 
 
-def test_bad_vectors_and_mistakes_that_stay_hidden_are_failures(text: Text) -> None:
-    comparison = Comparison(text, TASK, OPTIONS)
+def test_bad_vectors_and_mistakes_that_stay_hidden_are_failures() -> None:
     cases = {
         "gensim": ("compared", 0.0),
         "as good": ("compared", 0.001),
@@ -131,16 +123,17 @@ def test_bad_vectors_and_mistakes_that_stay_hidden_are_failures(text: Text) -> N
         "broken, not found": ("broken", 0.0),
         "broken, found": ("broken", -0.1),
     }
+    runs = []
     for name, (role, better_by) in cases.items():
         for seed in range(4):
-            metrics = {
+            measured = {
                 measure: 0.5 + (1 if higher else -1) * better_by + 0.001 * seed
                 for measure, higher in quality.MEASURES.items()
             }
-            comparison.runs.append(
-                comparison._row("quality-runs", name, {"seed": seed}, {**metrics, "role": role})
-            )
-    failed = {(row["variant"], row["setting"]["measure"]) for row in comparison.rows() if not row["ok"]}
+            metrics = {**measured, "role": role}
+            runs.append(OPTIONS.row("word2vec runs", name, {"seed": seed}, metrics, n_samples=1, ok=True))
+    rows = quality.compare(runs, OPTIONS)
+    failed = {(row["variant"], row["setting"]["measure"]) for row in rows if not row["ok"]}
     measures = set(quality.MEASURES)
     assert failed == {
         *(("bad", measure) for measure in measures),
@@ -153,12 +146,14 @@ def test_bad_vectors_and_mistakes_that_stay_hidden_are_failures(text: Text) -> N
 
 
 def test_broken_trainers_are_found(text: Text, judge: Judge) -> None:
-    comparison = Comparison(text, TASK, OPTIONS)
-    contenders: list[Contender] = [*quality.COMPARED[:2], *quality.BROKEN]
-    for seed in range(3):
-        for contender in contenders:
-            comparison.run(contender, seed, judge)
-    rows = {row["variant"]: row for row in comparison.rows() if row["setting"]["measure"] == "loss"}
-    assert rows["flatbed sgd"]["metrics"]["verdict"] == "not worse", rows["flatbed sgd"]
-    for contender in quality.BROKEN:
-        assert rows[contender.name]["metrics"]["verdict"] == "worse", rows[contender.name]
+    trainers = {name: quality.COMPARED[name] for name in ("gensim", "flatbed sgd")} | quality.BROKEN
+    runs = [
+        quality.train_and_judge(judge, OPTIONS, name, role, train, seed)
+        for seed in range(3)
+        for name, (role, train) in trainers.items()
+    ]
+    rows = quality.compare(runs, OPTIONS)
+    verdicts = {
+        row["variant"]: row["metrics"]["verdict"] for row in rows if row["setting"]["measure"] == "loss"
+    }
+    assert verdicts == {"flatbed sgd": "not worse", **dict.fromkeys(quality.BROKEN, "worse")}

@@ -1,17 +1,26 @@
-"""Tables, pages and charts of stored rows."""
+"""Rows: schema, storage and comparison; tables, pages and charts of stored rows."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import report
+from benchmarks import report, rows
 from benchmarks.__main__ import main
+from benchmarks.harness import Options
 from benchmarks.plot import write_plot
-from benchmarks.rows import RESULTS, read_rows, write_rows
-from tests.benchmarks.test_rows import row
+from benchmarks.rows import RESULTS, Row, percentiles, read_rows, speedup, write_rows
+
+CPU = torch.device("cpu")
+
+
+def row(variant: str, metrics: dict[str, Any], *, ok: bool | None = True, **setting: Any) -> Row:
+    return Options(CPU).row("cache step", variant, setting, metrics, n_samples=3, ok=ok)
+
 
 SPREAD = {"p20": 1.0, "p50": 2.0, "p80": 3.0}
 ROWS = [
@@ -24,6 +33,67 @@ ROWS = [
         cache_rows=10,
     ),
 ]
+
+
+# ---- rows
+
+
+def test_a_row_says_where_it_was_measured() -> None:
+    made = row("flatbed", {"step_ms": 1.0, "hit_rate": None}, rows=10)
+    assert set(made) == set(rows.FIELDS)
+    assert made["metrics"] == {"step_ms": 1.0}
+    assert made["machine"]["device"] == "cpu"
+    assert made["versions"]["torch"] == torch.__version__
+
+
+def test_the_commit_of_a_copy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATBED_COMMIT", "abc")
+    rows.environment.cache_clear()
+    assert row("flatbed", {})["commit"] == "abc"
+    rows.environment.cache_clear()
+
+
+def test_rows_are_stored_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    made = [row("flatbed", {"step_ms": percentiles([1.0, 2.0])}, rows=10), row("torch sparse", {})]
+    write_rows(made, path)
+    assert read_rows(path) == made
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_does_not_follow_the_schema_is_refused(tmp_path: Path) -> None:
+    wrong_type = json.dumps([{**row("flatbed", {}), "n_samples": "three"}])
+    cases = {
+        "rows": "not JSON",
+        "{}": "not a list",
+        '[{"benchmark": "step"}]': "missing or unknown fields",
+        wrong_type: "n_samples is 'three'",
+    }
+    path = tmp_path / "rows.json"
+    for text, message in cases.items():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_rows(path)
+
+
+def test_speed_is_relative_to_the_fastest_correct_variant_without_flatbed() -> None:
+    ours = row("flatbed, captured", {"step_ms": 2.0, "words_per_s": 30.0}, rows=10, cache_rows=5)
+    beside = [
+        ours,
+        row("torch sparse", {"step_ms": 3.0, "words_per_s": 10.0}, rows=10),
+        row("torch loop", {"step_ms": 9.0, "words_per_s": 15.0}, rows=10),
+        row("SpeedTorch", {"step_ms": 1.0}, rows=10, ok=None),  # known to be wrong
+        row("torch broken", {"step_ms": 1.0}, rows=10, ok=False),
+        row("torch sparse", {"step_ms": 1.0}, rows=20),  # of another table
+        row("flatbed", {"step_ms": 1.0}, rows=10),
+    ]
+    assert speedup(ours, beside, "step_ms") == 1.5
+    assert speedup(ours, beside, "words_per_s") == 2.0
+    assert speedup(ours, beside, "read_ms") is None
+    assert speedup(ours, [ours], "step_ms") is None
+
+
+# ---- tables
 
 
 @pytest.mark.parametrize(
@@ -50,8 +120,8 @@ def test_cells_follow_the_unit_in_the_name(name: str, value: Any, text: str) -> 
 
 def test_a_table_has_shared_settings_in_its_title_and_others_in_columns() -> None:
     (table,) = report.tables(ROWS)
-    assert table.title == "cache step: uniform, 1,000 rows"
-    lines = table.markdown().splitlines()
+    lines = table.splitlines()
+    assert lines[0] == "**cache step: uniform, 1,000 rows**"
     assert lines[2] == "| variant | cache rows | back to back | × | hit rate | peak memory |"
     assert "| torch sparse |  | 4 ms | 1.00× |  |  |" in lines
     assert "| flatbed | 10 | 2 ms (1–3) | 2.00× | 25.0% | 3 GB |" in lines
@@ -59,16 +129,11 @@ def test_a_table_has_shared_settings_in_its_title_and_others_in_columns() -> Non
 
 
 def test_tables_are_split_and_the_newest_row_counts() -> None:
-    newer = row("torch sparse", {"back_to_back_ms": 8.0}, distribution="uniform", rows=1000)
+    newer = row("torch sparse", {"back_to_back_ms": 8.0}, ok=False, distribution="uniform", rows=1000)
     other = row("torch sparse", {"back_to_back_ms": 5.0}, distribution="zipf 1.2", rows=1000)
     first, second = report.tables([*ROWS, newer, other])
-    assert first.lines[0][2] == "8 ms"
-    assert second.title == "cache step: zipf 1.2, 1,000 rows"
-
-
-def test_failed_variants_are_marked() -> None:
-    (table,) = report.tables([row("flatbed", {"back_to_back_ms": 1.0}, ok=False)])
-    assert table.lines[0][0] == "flatbed FAILED"
+    assert "| torch sparse FAILED |  | 8 ms |" in first
+    assert second.startswith("**cache step: zipf 1.2, 1,000 rows**")
 
 
 def test_seeds_are_merged() -> None:
@@ -77,9 +142,9 @@ def test_seeds_are_merged() -> None:
     assert merged["metrics"] == {"loss": {"p20": 2.0, "p50": 5.0, "p80": 8.0}, "role": "compared"}
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", sorted(RESULTS.rglob("*.json")), ids=lambda path: path.stem)
 def test_stored_results_are_rendered(file: Path) -> None:
-    assert "| flat" in report.to_markdown(read_rows(file))
+    assert "\n| " in report.to_markdown(read_rows(file))
 
 
 def test_the_summary_compares_stored_rows() -> None:
