@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,11 @@ DEPTHS = [0, 1, 2, 5]
 def test_every_batch_in_order(emb: flatbed.Embedding, prefetches: list[FakePrefetch], depth: int) -> None:
     found = list(Prefetcher(batches(20), {emb: "items"}, depth=depth))
     assert [first(batch) for batch in found] == list(range(20))
-    for prefetch in prefetches:
-        for call in ("stage", "admit", "begin", "finish", *(["read"] if prefetch.reads_disk else [])):
-            assert prefetch.numbers(call) == list(range(20))
-        assert prefetch.depth == depth
-    assert len(prefetches) == (1 if depth else 0), "without a thread no rows are prefetched"
+    (prefetch,) = prefetches
+    for call in ("stage", "begin", "finish", *(["read"] if prefetch.reads_disk else [])):
+        assert prefetch.numbers(call) == list(range(20))
+    assert prefetch.numbers("admit") == (list(range(20)) if depth else [])
+    assert prefetch.depth == depth
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -97,25 +98,20 @@ def test_without_a_thread_batches_are_read_on_demand() -> None:
         assert not threads()
 
 
-def test_threads(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
-    list(Prefetcher(batches(5), {emb: "items"}))
-    (prefetch,) = prefetches
-    names = prefetch.threads
-    main = threading.current_thread().name
-    assert names["admit"] == names["begin"] == {main}
-    assert main not in names["stage"]
+def test_one_thread_for_memory_and_two_for_disk(
+    emb: flatbed.Embedding, prefetches: list[FakePrefetch]
+) -> None:
+    with iter(Prefetcher(batches(100), {emb: "items"})) as prefetched:
+        next(prefetched)
+        (prefetch,) = prefetches
+        assert len(threads()) == (2 if prefetch.reads_disk else 1)
+        assert wait_until(lambda: len(prefetch.requests) == 3)
+    main = {threading.get_ident()}
+    used = prefetch.threads
+    assert used["admit"] == used["begin"] == main
+    assert used["stage"].isdisjoint(main)
     if prefetch.reads_disk:
-        assert names["read"].isdisjoint({main, *names["stage"]}), "the loader goes on meanwhile"
-
-
-def test_one_thread_for_memory_and_two_for_disk(tmp_path: Path) -> None:
-    for storage, n_threads in (("host", 1), ("disk", 2)):
-        path = {"path": tmp_path / "a.bed"} if storage == "disk" else {}
-        emb = flatbed.Embedding(ROWS, 4, storage=storage, **path)
-        with iter(Prefetcher(batches(100), {emb: "items"})) as prefetched:
-            next(prefetched)
-            assert len(threads()) == n_threads
-        emb.table.close(discard=True)
+        assert used["read"].isdisjoint(main | used["stage"]), "the loader goes on meanwhile"
 
 
 def test_iterations_do_not_disturb_each_other(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
@@ -265,7 +261,8 @@ def test_several_tables_and_lookups(emb: flatbed.Embedding, prefetches: list[Fak
     assert by_table[other.table] == [[[0] * 4], [[1] * 4]]
 
 
-def test_a_function_is_called_once_with_the_batch_on_the_host(emb: flatbed.Embedding) -> None:
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_function_is_called_once_with_the_batch_on_the_host(emb: flatbed.Embedding, depth: int) -> None:
     seen: list[Any] = []
 
     def select(batch: Any) -> Any:
@@ -273,10 +270,10 @@ def test_a_function_is_called_once_with_the_batch_on_the_host(emb: flatbed.Embed
         return batch["items"]
 
     given = [{"items": np.arange(3)} for _ in range(5)]
-    list(Prefetcher(given, {emb: select}))
+    list(Prefetcher(given, {emb: select}, depth=depth))
     assert len(seen) == 5
     assert {(kind, device) for kind, device, _ in seen} == {(torch.Tensor, "cpu")}
-    assert threading.current_thread().name not in {name for *_, name in seen}
+    assert (threading.current_thread().name in {name for *_, name in seen}) == (depth == 0)
 
 
 @pytest.mark.gpu
@@ -345,6 +342,34 @@ def test_errors_of_tables_are_raised_and_nothing_stays_open(
     assert [prefetch.n_open for prefetch in prefetches] == [0, 0]
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("where", ["loader", "selector"])
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_errors_are_raised_when_their_turn_comes(
+    emb: flatbed.Embedding, prefetches: list[FakePrefetch], depth: int, where: str, error: BaseException
+) -> None:
+    def fail(batch: Any) -> Any:
+        if first(batch) == 3:
+            raise error
+        return batch["items"] if where == "selector" else batch
+
+    given = map(fail, batches(10)) if where == "loader" else batches(10)
+    lookups = {emb: fail if where == "selector" else "items"}
+    seen: list[int] = []
+    with pytest.raises(type(error)) as raised:
+        collect(Prefetcher(given, lookups, depth=depth), seen)
+    assert seen == [0, 1, 2]
+    assert raised.value is error
+    assert any(entry.name == "fail" for entry in raised.traceback), "with its traceback"
+    assert prefetches[0].n_open == 0
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_stop_iteration_in_a_selector_does_not_end_the_loop(emb: flatbed.Embedding, depth: int) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(Prefetcher(batches(3), {emb: lambda batch: next(iter(()))}, depth=depth))
+
+
 def test_an_interrupt_while_the_loop_waits(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +382,7 @@ def test_an_interrupt_while_the_loop_waits(
         assert go.wait(120)
 
     def interrupt() -> None:
-        assert wait_until(lambda: sys._current_frames()[main].f_code.co_name == "take")
+        assert wait_until(lambda: sys._current_frames()[main].f_code.co_name == "__next__")
         signal.pthread_kill(main, signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -498,6 +523,44 @@ def test_a_new_loop_waits_for_the_loader_of_the_last_one(
         for _ in prefetcher:
             break
     assert [first(batch) for batch in prefetcher] == list(range(5))
+
+
+def test_a_loader_may_close_the_loop(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
+    """In the loader's thread, as the garbage collector may do."""
+    iterators: list[Any] = []
+
+    def closing() -> Iterator[Any]:
+        yield from batches(2)
+        iterators[0].close()
+        yield from batches(2)
+
+    iterators.append(iter(Prefetcher(closing(), {emb: "items"})))
+    assert [first(batch) for batch in iterators[0]] in ([], [0], [0, 1])
+    assert wait_until(lambda: prefetches[0].n_open == 0)
+
+
+def test_settings_of_torch_are_those_of_the_loop() -> None:
+    def look() -> Iterator[Any]:
+        yield torch.is_grad_enabled(), torch.get_num_threads(), torch.zeros(1).device.type
+
+    with torch.no_grad(), torch.device("meta"):
+        (here,) = look()
+        (there,) = Prefetcher(look(), device="cpu")
+    assert there == here
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_delays_and_ends(emb: flatbed.Embedding, prefetches: list[FakePrefetch], seed: int) -> None:
+    chance = random.Random(seed)
+
+    def delay(*_: Any) -> None:
+        time.sleep(chance.random() * 0.001)
+
+    with iter(Prefetcher(batches(30), {emb: "items"}, depth=chance.randint(1, 4))) as prefetched:
+        prefetches[0].fail = delay
+        taken = [first(batch) for batch in islice(prefetched, chance.randint(0, 30))]
+    assert taken == list(range(len(taken)))
+    assert wait_until(lambda: prefetches[0].n_open == 0)
 
 
 def test_hundreds_of_iterations_do_not_grow(emb: flatbed.Embedding) -> None:

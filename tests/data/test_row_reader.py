@@ -93,8 +93,8 @@ def test_every_array_copied(name: str) -> None:
 @pytest.mark.parametrize("name", ARRAYS)
 def test_every_array_staged(name: str, chunk_bytes: int) -> None:
     array = ARRAYS[name]()
-    with late_copies() as copies:
-        source = GatheredRows(array, copies, small_ring(2, chunk_bytes))
+    with late_copies(small_ring(2, chunk_bytes)) as copies:
+        source = GatheredRows(array, copies)
         check(source, array)
         source.close()
 
@@ -167,7 +167,6 @@ def test_the_array_is_held_until_close() -> None:
 def test_copies_are_chosen_by_the_memory_that_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, array = torch.device("cuda", 0), numbers(10, 4)
     monkeypatch.setattr(row_reader, "use_triton", lambda device: True)
-    monkeypatch.setattr(row_reader, "ring_for", lambda device: small_ring())
     monkeypatch.setattr(row_reader, "CopyStream", lambda device: None)
     made = row_reader._source_for
     nbytes = CopiedRows.nbytes_for(array)
