@@ -310,4 +310,8 @@ def _close_at_exit() -> None:
 
     Without this, the order would be that of creation, and tables on disk are created at their first lookup.
     """
-    atexit.register(lambda: [iterator.close() for iterator in [*_open]])
+
+    @atexit.register
+    def close_all() -> None:
+        for iterator in [*_open]:
+            iterator.close()
