@@ -339,20 +339,24 @@ def test_stop_iteration_in_a_selector_does_not_end_the_loop(emb: flatbed.Embeddi
         list(Prefetcher(batches(3), {emb: lambda batch: next(iter(()))}, depth=depth))
 
 
+def is_main_thread_in_next() -> bool:
+    return sys._current_frames()[threading.main_thread().ident or 0].f_code.co_name == "__next__"
+
+
 def test_an_interrupt_while_the_loop_waits(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control-C in a loop whose loader does not return."""
     monkeypatch.setattr(pipeline, "JOIN_SECONDS", 0.1)
-    go, main = threading.Event(), threading.main_thread().ident or 0
+    go = threading.Event()
 
     def stuck() -> Iterator[Any]:
         yield batches(1)[0]
         assert go.wait(120)
 
     def interrupt() -> None:
-        assert wait_until(lambda: sys._current_frames()[main].f_code.co_name == "__next__")
-        signal.pthread_kill(main, signal.SIGINT)
+        assert wait_until(is_main_thread_in_next)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -477,17 +481,22 @@ def test_a_new_loop_waits_for_the_loader_of_the_last_one(
     assert [first(batch) for batch in prefetcher] == list(range(5))
 
 
-def test_a_loader_may_close_the_loop(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
-    """In the loader's thread, as the garbage collector may do."""
+def test_another_thread_may_close_the_loop(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
+    """The loader's thread for example, while the training thread waits for it."""
     iterators: list[Any] = []
+    waits = threading.Event()
 
     def closing() -> Iterator[Any]:
-        yield from batches(2)
+        yield from batches(1)
+        assert waits.wait(200)
+        assert wait_until(is_main_thread_in_next)
         iterators[0].close()
         yield from batches(2)
 
-    iterators.append(iter(Prefetcher(closing(), {emb: "items"})))
-    assert [first(batch) for batch in iterators[0]] in ([], [0], [0, 1])
+    iterators.append(iter(Prefetcher(closing(), {emb: "items"}, depth=1)))
+    next(iterators[0])
+    waits.set()
+    assert list(iterators[0]) == []
     assert wait_until(lambda: prefetches[0].n_open == 0)
 
 

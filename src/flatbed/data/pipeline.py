@@ -133,17 +133,16 @@ class Pipeline:
             return End()
         pending = PendingBatch()
         try:
-            host = self.mover.to_host(batch)
-            del batch
+            batch, leaves = self.mover.to_host(batch)
             extra: list[Tensor] = []
             for lookup in self.lookups:
-                ids = lookup.ids(host.batch)
+                ids = lookup.ids(batch)
                 request = lookup.prefetch.stage([one if one.is_cpu else one.cpu() for one in ids])
                 pending.lookups.append(PendingLookup(lookup.prefetch, request, ids))
                 extra += ids
             if steps is not None:
                 steps.synchronize()  # the device holds no more than depth + 1 batches
-            pending.moved = moved = self.mover.move(host, extra)
+            pending.moved = moved = self.mover.move(batch, leaves, extra)
             for each in pending.lookups:
                 each.ids = [moved.tensors[id(ids)] for ids in each.ids]
         except BaseException as error:
@@ -177,8 +176,6 @@ class Pipeline:
         self.is_closed = True
         self.batches = iter(())  # ends the processes of a DataLoader
         self._discard_results()
-        for queue in self._queues:
-            queue.put(End())  # for a thread that is waiting
         if self.in_use is not None:
             self.in_use.finish()
         while self.ready:
@@ -196,12 +193,14 @@ class Pipeline:
                     thread.join(left)
 
     def _discard_results(self) -> None:
-        for queue in self._queues[1:]:
+        """Finish batches that the training thread has not taken, and wake all threads that wait."""
+        for queue in self._queues:
             with suppress(Empty):
                 while True:
                     result = queue.get(block=False)
                     if isinstance(result, PendingBatch):
                         result.finish()
+            queue.put(End())
 
 
 def thread_settings() -> Callable[[], None]:

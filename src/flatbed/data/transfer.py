@@ -35,14 +35,6 @@ ALIGNMENT = 256  # of tensors that share memory on the device
 
 
 @dataclass(slots=True, eq=False)
-class HostBatch:
-    """A batch whose arrays are tensors, and its leaves, each once."""
-
-    batch: Any
-    leaves: list[Any]
-
-
-@dataclass(slots=True, eq=False)
 class MovedBatch:
     """A batch whose copies were issued."""
 
@@ -64,8 +56,8 @@ class BatchMover:
         self.device = device
         self.copies = copies
 
-    def to_host(self, batch: Any) -> HostBatch:
-        """Turn the arrays of a batch into tensors, and pin objects that move themselves."""
+    def to_host(self, batch: Any) -> tuple[Any, list[Any]]:
+        """Turn arrays into tensors, and pin objects that move themselves. Returns each leaf once, too."""
         seen: dict[int, tuple[Any, Any]] = {}
 
         def convert(leaf: Any) -> Any:
@@ -82,14 +74,14 @@ class BatchMover:
             return found
 
         host = map_leaves(convert, batch)
-        return HostBatch(host, [found for _, found in seen.values()])
+        return host, [found for _, found in seen.values()]
 
-    def move(self, host: HostBatch, extra: Sequence[Tensor] = ()) -> MovedBatch:
-        """Issue the copies of a batch and of the tensors `extra`. Does not wait for the GPU."""
-        tensors = {id(leaf): leaf for leaf in (*host.leaves, *extra) if isinstance(leaf, Tensor)}
-        has_objects = len(tensors) < len(host.leaves) and any(map(moves_itself, host.leaves))
+    def move(self, batch: Any, leaves: list[Any], extra: Sequence[Tensor] = ()) -> MovedBatch:
+        """Issue the copies of a batch with these leaves, and of the tensors `extra`. Does not wait."""
+        tensors = {id(leaf): leaf for leaf in (*leaves, *extra) if isinstance(leaf, Tensor)}
+        has_objects = any(map(moves_itself, leaves))
         if self.copies is None:
-            return MovedBatch(host.batch, tensors, has_objects)
+            return MovedBatch(batch, tensors, has_objects)
         origins = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         made = [torch.cuda.current_stream(origin).record_event() for origin in origins]
         with self.copies.context():
@@ -98,8 +90,8 @@ class BatchMover:
             sent, owners = send([*tensors.values()], self.copies)
             arrived = self.copies.record()
         moved = dict(zip(tensors, sent, strict=True))
-        batch = map_leaves(lambda leaf: moved.get(id(leaf), leaf), host.batch)
-        return MovedBatch(batch, moved, has_objects, owners, arrived)
+        there = map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch)
+        return MovedBatch(there, moved, has_objects, owners, arrived)
 
     def hand_out(self, moved: MovedBatch) -> Any:
         """Return the batch for the current stream, which waits for the copies.
@@ -122,8 +114,8 @@ class BatchMover:
 def pinned_batches(batches: Sequence[Any], mover: BatchMover) -> list[Any]:
     """Copy the arrays and tensors of all batches, into pinned memory where that is faster."""
     hosts = [mover.to_host(batch) for batch in batches]
-    copies = {id(leaf): pinned(leaf) for host in hosts for leaf in host.leaves if isinstance(leaf, Tensor)}
-    return [map_leaves(lambda leaf: copies.get(id(leaf), leaf), host.batch) for host in hosts]
+    copies = {id(leaf): pinned(leaf) for _, leaves in hosts for leaf in leaves if isinstance(leaf, Tensor)}
+    return [map_leaves(lambda leaf: copies.get(id(leaf), leaf), host) for host, _ in hosts]
 
 
 # ---- the stream of copies, and the ring
@@ -185,22 +177,15 @@ def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:
             part.record_stream(stream)  # type: ignore[arg-type,unused-ignore]
 
 
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """A part of the ring, and the event after the last copy from it."""
-
-    memory: Tensor
-    copied: Any = None
-
-
 class StagingRing:
     """Chunks of pinned memory that any number of threads use in turn. A thread holds one chunk at a time."""
 
     def __init__(self, n_chunks: int = N_CHUNKS, chunk_bytes: int = CHUNK_BYTES, *, pin: bool = True) -> None:
         self.chunk_bytes = chunk_bytes
-        self._free: SimpleQueue[Chunk] = SimpleQueue()
+        self._free: SimpleQueue[tuple[Tensor, Any]] = SimpleQueue()  # with the event after the last copy
         for _ in range(n_chunks):
-            self._free.put(Chunk(torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)))
+            chunk = torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+            self._free.put((chunk, None))
 
     def send(self, target: Tensor, fill: Callable[[Tensor], Any], copies: CopyStream) -> None:
         """Let `fill` write the bytes of `target` to a chunk, and issue the copy of them.
@@ -208,16 +193,16 @@ class StagingRing:
         `target` has contiguous bytes on the device, a chunk at most. The memory that `fill` reads may change
         after this returns.
         """
-        chunk = self._free.get()
+        chunk, copied = self._free.get()
         try:
-            if chunk.copied is not None:
-                chunk.copied.synchronize()
-            memory = chunk.memory[: target.numel()]
+            if copied is not None:
+                copied.synchronize()
+            memory = chunk[: target.numel()]
             fill(memory)
             copies.copy(target, memory)
-            chunk.copied = copies.record()
+            copied = copies.record()
         finally:
-            self._free.put(chunk)
+            self._free.put((chunk, copied))
 
 
 @lru_cache
@@ -244,7 +229,7 @@ def send(tensors: Sequence[Tensor], copies: CopyStream) -> tuple[list[Tensor], l
     for i, tensor in enumerate(tensors):
         is_plain = _is_plain(tensor)
         source, axes[i] = _in_memory_order(tensor) if is_plain else (tensor, [])
-        if not is_plain or _needs_no_staging(source):
+        if not is_plain or (source.nbytes >= DIRECT_BYTES and source.is_contiguous() and source.is_pinned()):
             moved[i] = source.to(copies.device, non_blocking=True)
         elif source.numel() == 0:
             moved[i] = torch.empty_like(source, device=copies.device)
@@ -274,10 +259,6 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.requires_grad
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
-
-
-def _needs_no_staging(tensor: Tensor) -> bool:
-    return tensor.nbytes >= DIRECT_BYTES and tensor.is_contiguous() and tensor.is_pinned()
 
 
 def _in_memory_order(tensor: Tensor) -> tuple[Tensor, list[int]]:
