@@ -34,7 +34,7 @@ def prefetches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     made: list[FakePrefetch] = []
 
     def make(table: flatbed.Table, depth: int) -> FakePrefetch:
-        made.append(FakePrefetch(table, depth, reads_disk=request.param and depth > 0))
+        made.append(FakePrefetch(table, depth, reads_disk=request.param))
         return made[-1]
 
     monkeypatch.setattr(prefetcher, "RowPrefetch", make)

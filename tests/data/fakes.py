@@ -68,7 +68,7 @@ class FakePrefetch:
         self._note("admit", request)
 
     def begin(self, request: FakeRequest) -> None:
-        assert request.state == ("admitted" if self.depth else "staged")
+        assert request.state == "admitted"
         request.state = "begun"
         self._note("begin", request)
 

@@ -36,9 +36,8 @@ def test_every_batch_in_order(emb: flatbed.Embedding, prefetches: list[FakePrefe
     found = list(Prefetcher(batches(20), {emb: "items"}, depth=depth))
     assert [first(batch) for batch in found] == list(range(20))
     (prefetch,) = prefetches
-    for call in ("stage", "begin", "finish", *(["read"] if prefetch.reads_disk else [])):
-        assert prefetch.numbers(call) == list(range(20))
-    assert prefetch.numbers("admit") == (list(range(20)) if depth else [])
+    for call in ("stage", "admit", "begin", "finish", *(["read"] if prefetch.reads_disk else [])):
+        assert prefetch.numbers(call) == (list(range(20)) if depth else []), "no rows are prefetched"
     assert prefetch.depth == depth
 
 
@@ -243,6 +242,16 @@ def test_a_function_is_called_once_with_the_batch_on_the_host(emb: flatbed.Embed
     assert len(seen) == 5
     assert {(kind, device) for kind, device, _ in seen} == {(torch.Tensor, "cpu")}
     assert (threading.current_thread().name in {name for *_, name in seen}) == (depth == 0)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("bad", [ROWS, -1])
+def test_ids_out_of_range_raise_with_their_batch(emb: flatbed.Embedding, bad: int, depth: int) -> None:
+    given = [torch.arange(4), np.arange(4), torch.tensor([[1], [bad]])]
+    seen: list[Any] = []
+    with pytest.raises(IndexError, match=rf"Table.*id {bad} at position.*{ROWS} rows"):
+        seen.extend(Prefetcher(given, {emb: lambda batch: batch}, depth=depth))
+    assert len(seen) == 2
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ class Pipeline:
         self.in_use: PendingBatch | None = None
         self.is_started = self.is_closed = False
         stages: list[Callable[[Any], PendingBatch | End]] = [self.load] if depth else []
-        if any(lookup.prefetch.reads_disk for lookup in lookups):
+        if depth and any(lookup.prefetch.reads_disk for lookup in lookups):
             stages.append(self._read)
         self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(max(2, len(stages) + 1))]
         self.permits, self.results = self._queues[0], self._queues[-1]
@@ -137,7 +137,11 @@ class Pipeline:
             extra: list[Tensor] = []
             for lookup in self.lookups:
                 ids = lookup.ids(batch)
-                request = lookup.prefetch.stage([one if one.is_cpu else one.cpu() for one in ids])
+                on_host = [one if one.is_cpu else one.cpu() for one in ids]
+                if not self.depth:
+                    lookup.check(on_host)
+                    continue
+                request = lookup.prefetch.stage(on_host)
                 pending.lookups.append(PendingLookup(lookup.prefetch, request, ids))
                 extra += ids
             if steps is not None:
@@ -254,7 +258,7 @@ class PrefetchIterator(Iterator[Any]):
                     self._end = taken
                 else:
                     pipeline.ready.append(taken)
-                    if taken.lookups and pipeline.depth:
+                    if taken.lookups:
                         self._admit(taken)
                 del taken
             if pipeline.ready:

@@ -58,9 +58,7 @@ class RowPrefetch:
     def reads_disk(self) -> bool:
         """True if `read` takes long enough for a thread of its own."""
         config = self.table._storage.config
-        if self.depth == 0 or config.storage != "disk":
-            return False
-        return not self._admits or config.cache_rows != 0
+        return config.storage == "disk" and (not self._admits or config.cache_rows != 0)
 
     @property
     def _admits(self) -> bool:
