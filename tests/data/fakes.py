@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from flatbed.data.pipeline import THREAD_NAME
-from flatbed.data.staging import CopyStream, StagingRing
+from flatbed.data.transfer import CopyStream, StagingRing
 from flatbed.tables.table import Table
 
 ROWS = 50
@@ -44,7 +44,7 @@ class FakePrefetch:
     reads_disk: bool = False
     requests: list[FakeRequest] = field(default_factory=list)
     calls: list[tuple[str, int]] = field(default_factory=list)
-    threads: dict[str, set[str]] = field(default_factory=dict)
+    threads: dict[str, set[int]] = field(default_factory=dict)
     fail: Callable[[str, int], None] = lambda call, number: None
     """Raises for a call and the first id of its batch."""
 
@@ -79,7 +79,7 @@ class FakePrefetch:
 
     def _note(self, call: str, request: FakeRequest) -> None:
         number = request.ids[0][0] if request.ids and request.ids[0] else -1
-        self.threads.setdefault(call, set()).add(threading.current_thread().name)
+        self.threads.setdefault(call, set()).add(threading.get_ident())
         self.fail(call, number)
         self.calls.append((call, number))
 
@@ -107,11 +107,16 @@ class Reached:
 class LateCopies(CopyStream):
     """A stream without a GPU: a thread copies later, from what the ring has by then."""
 
-    def __init__(self, *, seed: int = 0, most_seconds: float = 0.0005) -> None:
+    def __init__(
+        self, ring: StagingRing | None = None, *, seed: int = 0, most_seconds: float = 0.0005
+    ) -> None:
         self.device = CPU
+        self.ring = small_ring() if ring is None else ring
         self.chance = random.Random(seed)
         self.most_seconds = most_seconds
         self.todo: SimpleQueue[Any] = SimpleQueue()
+        self.may_copy = threading.Event()
+        self.may_copy.set()
         self.n_copies = 0
         self.fail_at: int | None = None
         self.thread = threading.Thread(target=self._run, name="late copies", daemon=True)
@@ -122,6 +127,7 @@ class LateCopies(CopyStream):
             if isinstance(one, Reached):
                 one.flag.set()
                 continue
+            assert self.may_copy.wait(60)
             time.sleep(self.chance.random() * self.most_seconds)
             target, source = one
             target.copy_(source)
@@ -136,6 +142,11 @@ class LateCopies(CopyStream):
             raise RuntimeError("the device is gone")
         self.todo.put((target, source))
 
+    def send_small(self, source: Tensor) -> Tensor:
+        target = torch.empty_like(source, memory_format=torch.contiguous_format)
+        self.copy(target, source.clone())
+        return target
+
     def record(self) -> Reached:
         event = Reached()
         self.todo.put(event)
@@ -146,8 +157,8 @@ class LateCopies(CopyStream):
 
 
 @contextmanager
-def late_copies(**options: Any) -> Iterator[LateCopies]:
-    made = LateCopies(**options)
+def late_copies(ring: StagingRing | None = None, **options: Any) -> Iterator[LateCopies]:
+    made = LateCopies(ring, **options)
     try:
         yield made
     finally:
@@ -165,39 +176,33 @@ def small_ring(n_chunks: int = 3, chunk_bytes: int = 4096) -> StagingRing:
 class Numbered(Dataset[dict[str, Any]]):
     """Item i has i as its id."""
 
-    def __init__(self, n: int, fail_at: int | None = None) -> None:
-        self.n, self.fail_at = n, fail_at
+    def __init__(self, n: int) -> None:
+        self.n = n
 
     def __len__(self) -> int:
         return self.n
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        if i == self.fail_at:
-            raise ValueError(f"item {i} is bad")
-        return {"items": np.int64(i), "values": np.full(3, i, np.float32)}
+        return {"items": np.int64(i)}
 
 
-def loader(
-    n: int = 20, batch_size: int = 4, *, fail_at: int | None = None, **options: Any
-) -> DataLoader[Any]:
-    return DataLoader(Numbered(n, fail_at), batch_size=batch_size, **options)
+def loader(n: int, batch_size: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Numbered(n), batch_size=batch_size, **options)
 
 
 def batches(n: int, size: int = 4) -> list[dict[str, Tensor]]:
     """Batch i has ids that are all i."""
-    return [
-        {"items": torch.full((size,), i % ROWS), "values": torch.full((size,), float(i))} for i in range(n)
-    ]
+    return [{"items": torch.full((size,), i % ROWS)} for i in range(n)]
 
 
 def first(batch: Any) -> int:
     return int(batch["items"][0])
 
 
-def collect(results: Iterable[Any], seen: list[Any]) -> None:
-    """Append results to a list, which has those before an error."""
+def collect(results: Iterable[Any], seen: list[int]) -> None:
+    """Append the ids of results to a list, which has those before an error."""
     for result in results:
-        seen.append(first(result) if isinstance(result, dict) else result)
+        seen.append(first(result))
 
 
 # ---- what is running
@@ -211,7 +216,7 @@ def workers() -> list[Any]:
     return multiprocessing.active_children()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 200.0) -> bool:
     """Wait for a condition; False if it did not become true."""
     begin = time.monotonic()
     while not condition() and time.monotonic() < begin + seconds:

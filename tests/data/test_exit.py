@@ -19,19 +19,16 @@ from torch.utils.data import DataLoader
 
 emb = flatbed.Embedding(100, 4, OPTIONS)
 ids = {emb: lambda batch: batch}
-"""
-ENDS = {
-    "in the middle": """
 def endless():
     while True:
         yield torch.arange(10)
+"""
+ENDS = {
+    "in the middle": """
 prefetched = iter(Prefetcher(endless(), ids))
 next(prefetched)
 """,
     "by an exception": """
-def endless():
-    while True:
-        yield torch.arange(10)
 for batch in Prefetcher(endless(), ids):
     sys.exit(3)
 """,
@@ -57,9 +54,6 @@ next(prefetched)
 """,
     "in a fork": """
 import os
-def endless():
-    while True:
-        yield torch.arange(10)
 prefetched = iter(Prefetcher(endless(), ids))
 next(prefetched)
 child = os.fork()

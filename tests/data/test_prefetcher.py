@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,20 +35,13 @@ DEPTHS = [0, 1, 2, 5]
 def test_every_batch_in_order(emb: flatbed.Embedding, prefetches: list[FakePrefetch], depth: int) -> None:
     found = list(Prefetcher(batches(20), {emb: "items"}, depth=depth))
     assert [first(batch) for batch in found] == list(range(20))
-    for prefetch in prefetches:
-        for call in ("stage", "admit", "begin", "finish", *(["read"] if prefetch.reads_disk else [])):
-            assert prefetch.numbers(call) == list(range(20))
-        assert prefetch.depth == depth
-    assert len(prefetches) == (1 if depth else 0), "without a thread no rows are prefetched"
+    (prefetch,) = prefetches
+    for call in ("stage", "admit", "begin", "finish", *(["read"] if prefetch.reads_disk else [])):
+        assert prefetch.numbers(call) == (list(range(20)) if depth else []), "no rows are prefetched"
+    assert prefetch.depth == depth
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_without_tables(depth: int) -> None:
-    found = list(Prefetcher([np.arange(3), np.arange(4)], device="cpu", depth=depth))
-    assert [batch.tolist() for batch in found] == [[0, 1, 2], [0, 1, 2, 3]]
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
 def test_depth_is_the_number_of_batches_ahead(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch], depth: int
 ) -> None:
@@ -63,6 +57,7 @@ def test_depth_is_the_number_of_batches_ahead(
         ahead = min(20, n + 1 + depth)
         assert n_read <= ahead
         assert wait_until(lambda ahead=ahead: n_read == ahead)  # type: ignore[misc]
+        assert depth or not threads()
 
 
 def test_rows_of_batches_that_are_ready_are_admitted_early(
@@ -83,39 +78,20 @@ def test_rows_of_batches_that_are_ready_are_admitted_early(
     assert prefetch.n_open == 0
 
 
-def test_without_a_thread_batches_are_read_on_demand() -> None:
-    read: list[int] = []
-
-    def counted() -> Iterator[int]:
-        for i in range(5):
-            read.append(i)
-            yield i
-
-    for n, batch in enumerate(Prefetcher(counted(), device="cpu", depth=0)):
-        assert batch == n
-        assert read == list(range(n + 1))
-        assert not threads()
-
-
-def test_threads(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
-    list(Prefetcher(batches(5), {emb: "items"}))
-    (prefetch,) = prefetches
-    names = prefetch.threads
-    main = threading.current_thread().name
-    assert names["admit"] == names["begin"] == {main}
-    assert main not in names["stage"]
+def test_one_thread_for_memory_and_two_for_disk(
+    emb: flatbed.Embedding, prefetches: list[FakePrefetch]
+) -> None:
+    with iter(Prefetcher(batches(100), {emb: "items"})) as prefetched:
+        next(prefetched)
+        (prefetch,) = prefetches
+        assert len(threads()) == (2 if prefetch.reads_disk else 1)
+        assert wait_until(lambda: len(prefetch.requests) == 3)
+    main = {threading.get_ident()}
+    used = prefetch.threads
+    assert used["admit"] == used["begin"] == main
+    assert used["stage"].isdisjoint(main)
     if prefetch.reads_disk:
-        assert names["read"].isdisjoint({main, *names["stage"]}), "the loader goes on meanwhile"
-
-
-def test_one_thread_for_memory_and_two_for_disk(tmp_path: Path) -> None:
-    for storage, n_threads in (("host", 1), ("disk", 2)):
-        path = {"path": tmp_path / "a.bed"} if storage == "disk" else {}
-        emb = flatbed.Embedding(ROWS, 4, storage=storage, **path)
-        with iter(Prefetcher(batches(100), {emb: "items"})) as prefetched:
-            next(prefetched)
-            assert len(threads()) == n_threads
-        emb.table.close(discard=True)
+        assert used["read"].isdisjoint(main | used["stage"]), "the loader goes on meanwhile"
 
 
 def test_iterations_do_not_disturb_each_other(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
@@ -162,25 +138,16 @@ def test_a_batch_belongs_to_the_loop_alone(emb: flatbed.Embedding, prefetches: l
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_generator_is_not_read_again_after_its_end(depth: int) -> None:
-    prefetcher = Prefetcher((i for i in range(3)), device="cpu", depth=depth)
-    assert list(prefetcher) == [0, 1, 2]
-    for _ in range(2):
-        with pytest.raises(FlatbedError, match="generator can be read once: give a list"):
-            iter(prefetcher)
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_generator_goes_on_after_a_break(depth: int) -> None:
+def test_a_generator_goes_on_after_a_break_and_not_after_its_end(depth: int) -> None:
     prefetcher = Prefetcher((i for i in range(50)), device="cpu", depth=depth)
     for _ in prefetcher:
         break
     rest = list(prefetcher)
     assert rest == list(range(rest[0], 50))
     assert rest[0] <= 1 + depth
-
-
-def test_an_empty_generator_is_an_epoch_without_batches() -> None:
+    for _ in range(2):
+        with pytest.raises(FlatbedError, match="generator can be read once: give a list"):
+            iter(prefetcher)
     assert list(Prefetcher(iter([]), device="cpu")) == []
 
 
@@ -207,13 +174,10 @@ def test_pin_copies_the_arrays_of_a_list_once() -> None:
 # ---- lookups
 
 
-class Key:
-    """Batches that a key selects from."""
-
-    @dataclass
-    class Data:
-        items: Any
-        other: int = 3
+@dataclass
+class Data:
+    items: Any
+    other: int = 3
 
 
 @pytest.mark.parametrize(
@@ -223,7 +187,7 @@ class Key:
         (lambda ids: {3: ids}, 3),
         (lambda ids: (ids, 1), 0),
         (lambda ids: [1, ids], -1),
-        (lambda ids: Key.Data(ids), "items"),
+        (Data, "items"),
         (lambda ids: ids, lambda batch: batch),
         (lambda ids: {"a": {"b": [ids]}}, lambda batch: batch["a"]["b"][0]),
     ],
@@ -265,7 +229,8 @@ def test_several_tables_and_lookups(emb: flatbed.Embedding, prefetches: list[Fak
     assert by_table[other.table] == [[[0] * 4], [[1] * 4]]
 
 
-def test_a_function_is_called_once_with_the_batch_on_the_host(emb: flatbed.Embedding) -> None:
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_function_is_called_once_with_the_batch_on_the_host(emb: flatbed.Embedding, depth: int) -> None:
     seen: list[Any] = []
 
     def select(batch: Any) -> Any:
@@ -273,10 +238,20 @@ def test_a_function_is_called_once_with_the_batch_on_the_host(emb: flatbed.Embed
         return batch["items"]
 
     given = [{"items": np.arange(3)} for _ in range(5)]
-    list(Prefetcher(given, {emb: select}))
+    list(Prefetcher(given, {emb: select}, depth=depth))
     assert len(seen) == 5
     assert {(kind, device) for kind, device, _ in seen} == {(torch.Tensor, "cpu")}
-    assert threading.current_thread().name not in {name for *_, name in seen}
+    assert (threading.current_thread().name in {name for *_, name in seen}) == (depth == 0)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("bad", [ROWS, -1])
+def test_ids_out_of_range_raise_with_their_batch(emb: flatbed.Embedding, bad: int, depth: int) -> None:
+    given = [torch.arange(4), np.arange(4), torch.tensor([[1], [bad]])]
+    seen: list[Any] = []
+    with pytest.raises(IndexError, match=rf"Table.*id {bad} at position.*{ROWS} rows"):
+        seen.extend(Prefetcher(given, {emb: lambda batch: batch}, depth=depth))
+    assert len(seen) == 2
 
 
 @pytest.mark.gpu
@@ -345,20 +320,52 @@ def test_errors_of_tables_are_raised_and_nothing_stays_open(
     assert [prefetch.n_open for prefetch in prefetches] == [0, 0]
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("where", ["loader", "selector"])
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_errors_are_raised_when_their_turn_comes(
+    emb: flatbed.Embedding, prefetches: list[FakePrefetch], depth: int, where: str, error: BaseException
+) -> None:
+    def fail(batch: Any) -> Any:
+        if first(batch) == 3:
+            raise error
+        return batch["items"] if where == "selector" else batch
+
+    given = map(fail, batches(10)) if where == "loader" else batches(10)
+    lookups = {emb: fail if where == "selector" else "items"}
+    seen: list[int] = []
+    with pytest.raises(type(error)) as raised:
+        collect(Prefetcher(given, lookups, depth=depth), seen)
+    assert seen == [0, 1, 2]
+    assert raised.value is error
+    assert any(entry.name == "fail" for entry in raised.traceback), "with its traceback"
+    assert prefetches[0].n_open == 0
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_stop_iteration_in_a_selector_does_not_end_the_loop(emb: flatbed.Embedding, depth: int) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(Prefetcher(batches(3), {emb: lambda batch: next(iter(()))}, depth=depth))
+
+
+def is_main_thread_in_next() -> bool:
+    return sys._current_frames()[threading.main_thread().ident or 0].f_code.co_name == "__next__"
+
+
 def test_an_interrupt_while_the_loop_waits(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control-C in a loop whose loader does not return."""
     monkeypatch.setattr(pipeline, "JOIN_SECONDS", 0.1)
-    go, main = threading.Event(), threading.main_thread().ident or 0
+    go = threading.Event()
 
     def stuck() -> Iterator[Any]:
         yield batches(1)[0]
         assert go.wait(120)
 
     def interrupt() -> None:
-        assert wait_until(lambda: sys._current_frames()[main].f_code.co_name == "take")
-        signal.pthread_kill(main, signal.SIGINT)
+        assert wait_until(is_main_thread_in_next)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -387,28 +394,19 @@ def leave_by_break(prefetcher: Prefetcher) -> None:
 
 def leave_by_error(prefetcher: Prefetcher) -> None:
     with suppress(KeyError):
-        for batch in prefetcher:
-            if first(batch) == 2:
-                raise KeyError
+        for _ in prefetcher:
+            raise KeyError
 
 
 def leave_by_del(prefetcher: Prefetcher) -> None:
-    prefetched = iter(prefetcher)
-    next(prefetched)
-    del prefetched
+    next(iter(prefetcher))
 
 
 def leave_by_close(prefetcher: Prefetcher) -> None:
-    prefetched = iter(prefetcher)
-    next(prefetched)
-    prefetched.close()
-    prefetched.close()
-    assert list(prefetched) == []
-
-
-def leave_by_with(prefetcher: Prefetcher) -> None:
     with iter(prefetcher) as prefetched:
         next(prefetched)
+        prefetched.close()
+    assert list(prefetched) == []
 
 
 def leave_at_once(prefetcher: Prefetcher) -> None:
@@ -424,15 +422,7 @@ def leave_in_a_cycle(prefetcher: Prefetcher) -> None:
     gc.collect()
 
 
-WAYS = [
-    leave_by_break,
-    leave_by_error,
-    leave_by_del,
-    leave_by_close,
-    leave_by_with,
-    leave_at_once,
-    leave_in_a_cycle,
-]
+WAYS = [leave_by_break, leave_by_error, leave_by_del, leave_by_close, leave_at_once, leave_in_a_cycle]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -498,6 +488,49 @@ def test_a_new_loop_waits_for_the_loader_of_the_last_one(
         for _ in prefetcher:
             break
     assert [first(batch) for batch in prefetcher] == list(range(5))
+
+
+def test_another_thread_may_close_the_loop(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
+    """The loader's thread for example, while the training thread waits for it."""
+    iterators: list[Any] = []
+    waits = threading.Event()
+
+    def closing() -> Iterator[Any]:
+        yield from batches(1)
+        assert waits.wait(200)
+        assert wait_until(is_main_thread_in_next)
+        iterators[0].close()
+        yield from batches(2)
+
+    iterators.append(iter(Prefetcher(closing(), {emb: "items"}, depth=1)))
+    next(iterators[0])
+    waits.set()
+    assert list(iterators[0]) == []
+    assert wait_until(lambda: prefetches[0].n_open == 0)
+
+
+def test_settings_of_torch_are_those_of_the_loop() -> None:
+    def look() -> Iterator[Any]:
+        yield torch.is_grad_enabled(), torch.get_num_threads(), torch.zeros(1).device.type
+
+    with torch.no_grad(), torch.device("meta"):
+        (here,) = look()
+        (there,) = Prefetcher(look(), device="cpu")
+    assert there == here
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_delays_and_ends(emb: flatbed.Embedding, prefetches: list[FakePrefetch], seed: int) -> None:
+    chance = random.Random(seed)
+
+    def delay(*_: Any) -> None:
+        time.sleep(chance.random() * 0.001)
+
+    with iter(Prefetcher(batches(30), {emb: "items"}, depth=chance.randint(1, 4))) as prefetched:
+        prefetches[0].fail = delay
+        taken = [first(batch) for batch in islice(prefetched, chance.randint(0, 30))]
+    assert taken == list(range(len(taken)))
+    assert wait_until(lambda: prefetches[0].n_open == 0)
 
 
 def test_hundreds_of_iterations_do_not_grow(emb: flatbed.Embedding) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,9 @@ def test_a_disk_table_is_not_read_after_the_loop(tmp_path: Path) -> None:
     for i in range(20):
         emb = flatbed.Embedding(ROWS, DIM, storage="disk", path=tmp_path / f"{i}.bed")
         given = [torch.randint(0, ROWS, (200,)) for _ in range(50)]
-        for n, batch in enumerate(Prefetcher(given, {emb: lambda b: b}, depth=3)):
+        for batch in islice(Prefetcher(given, {emb: lambda b: b}, depth=3), i % 5 + 1):
             emb.read_rows(batch)
-            if n == i % 5:
-                break
         emb.table.close(discard=True)
-        assert n == i % 5
 
 
 def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
@@ -181,7 +179,7 @@ def test_the_same_training_on_the_gpu(storage: str, depth: int, tmp_path: Path) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["host", "disk"])
 def test_delays_in_every_stream(storage: str, tmp_path: Path) -> None:
-    """Each batch, each id and each row is right, whichever stream is late."""
+    """Each batch, each id and each row is right, whichever stream is late, and whichever is the user's."""
     emb = flatbed.Embedding(
         ROWS,
         DIM,
@@ -200,16 +198,18 @@ def test_delays_in_every_stream(storage: str, tmp_path: Path) -> None:
 
     prefetched = Prefetcher(given(), {emb: lambda b: [b["items"], b["array"] + 0]}, depth=3)
     device = torch.device("cuda", torch.cuda.current_device())
-    streams = [torch.cuda.current_stream(), stream_for(device, "rows"), stream_for(device, "batches")]
-    bad = torch.zeros((), dtype=torch.long, device="cuda")
-    with torch.no_grad():
+    torch.cuda.synchronize()
+    user = torch.cuda.Stream()
+    streams = [user, stream_for(device, "rows"), stream_for(device, "batches")]
+    with torch.no_grad(), torch.cuda.stream(user):
+        bad = torch.zeros((), dtype=torch.long, device="cuda")
         for n, batch in enumerate(prefetched):
             with torch.cuda.stream(streams[n % 3]):
                 torch.cuda._sleep(3_000_000 * (n % 4))
             bad += (batch["items"] != batch["array"]).sum()
             bad += (emb(batch["items"]) != table[batch["items"]]).sum()
             del batch
-    assert int(bad) == 0
+        assert int(bad) == 0
 
 
 @pytest.mark.gpu
@@ -242,18 +242,3 @@ def test_memory_does_not_grow_on_the_gpu() -> None:
             torch.cuda.synchronize()
             used.append(torch.cuda.memory_allocated())
     assert used[1] <= used[0] + (1 << 20)
-
-
-@pytest.mark.gpu
-def test_the_stream_of_the_user_may_be_any() -> None:
-    emb = flatbed.Embedding(ROWS, DIM, device="cuda", seed=3)
-    table = emb.read_rows(torch.arange(ROWS)).clone()
-    torch.cuda.synchronize()
-    given = [{"items": torch.full((5000,), i % ROWS)} for i in range(30)]
-    found = []
-    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-        for batch in Prefetcher(given, {emb: "items"}):
-            torch.cuda._sleep(1_000_000)
-            found.append((emb(batch["items"]) == table[batch["items"]]).all())
-    torch.cuda.synchronize()
-    assert all(bool(one) for one in found)

@@ -27,7 +27,6 @@ Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 | "write-behind" | `WriteBehind`: count of changed rows that are not in the journal |
 | "file" | `DiskStorage`: file and journal |
 | "gradients" | `GradAccumulator`: recorded gradients; backward passes run in several threads |
-| "staging" | pinned staging memory |
 | "streams" | the named streams below |
 | "progress" | the progress bar |
 
@@ -54,7 +53,6 @@ LOCK_ORDER = (
     "write-behind",
     "file",
     "gradients",
-    "staging",
     "streams",
     "progress",
 )

@@ -7,45 +7,33 @@ batch is handed out. The loader thread waits for events of earlier steps before 
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flatbed.cuda.streams import stream_for
-from flatbed.data.batches import record_stream
-from flatbed.data.lookups import TableLookups
-from flatbed.data.transfer import BatchMover, MovedBatch
-from flatbed.data.worker import JOIN_SECONDS, BoundedSource, EndOfStream, WorkerThread
+from flatbed.cuda.streams import relax_capture, stream_for
+from flatbed.data.batches import TableLookups
+from flatbed.data.transfer import BatchMover, MovedBatch, record_stream
 from flatbed.tables.prefetch import RowPrefetch
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 THREAD_NAME = "flatbed-prefetch"
-
-
-class InlineIteration:
-    """Moves each batch when it is asked for, in the current stream."""
-
-    def __init__(self, batches: Iterator[Any], mover: BatchMover) -> None:
-        self._batches: Iterator[Any] = batches
-        self._mover = mover
-
-    def next(self) -> Any:
-        """Return the next batch."""
-        try:
-            host = self._mover.to_host(next(self._batches))
-            return self._mover.hand_out(self._mover.move(host))
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Drop the loader's iterator."""
-        self._batches = iter(())
+JOIN_SECONDS = 5.0
+"""How long `close` waits for a thread that is inside the loader. The thread ends when the loader returns."""
 
 
 @dataclass(slots=True)
@@ -74,50 +62,97 @@ class PendingBatch:
             lookup.prefetch.finish(lookup.request)
 
 
-class ThreadedIteration:
-    """Runs the loader in a thread. A second thread reads rows from disk, if there are tables on disk.
+@dataclass(slots=True)
+class End:
+    """The last item of a queue: there are no more batches, or the loader failed."""
 
-    Has no reference to the iterator of the training loop, so that the garbage collector can end it.
+    error: BaseException | None = None
+
+
+class Pipeline:
+    """The loader threads of one iteration, and all batches that are not finished.
+
+    One thread loads batches. A second one reads rows from disk, if there are tables on disk. Queues connect
+    the threads: permits to load a batch, loaded batches, and batches whose rows were read. The pipeline has
+    no reference to the iterator of the training loop, so that the garbage collector can end it.
     """
 
-    def __init__(self, source: BoundedSource, lookups: list[TableLookups], mover: BatchMover) -> None:
-        self.source = source
-        self.lookups = lookups
-        self.mover = mover
-        self.is_closed = False
-        self.pending: deque[PendingBatch] = deque()
-        """Batches that were taken from the worker, the next one first."""
+    def __init__(
+        self, batches: Iterator[Any], lookups: list[TableLookups], mover: BatchMover, *, depth: int
+    ) -> None:
+        self.batches: Iterator[Any] = batches
+        self.lookups, self.mover, self.depth = lookups, mover, depth
+        self.ready: deque[PendingBatch] = deque()
         self.in_use: PendingBatch | None = None
-        self.end: EndOfStream | None = None
-        self.worker: WorkerThread[PendingBatch] = WorkerThread(
-            source, self._load, discard=PendingBatch.finish, name=THREAD_NAME
-        )
-        if any(lookup.prefetch.reads_disk for lookup in lookups):
-            self.worker = WorkerThread(
-                self.worker, self._read, discard=PendingBatch.finish, name=f"{THREAD_NAME}-disk"
-            )
-        self._rows = stream_for(mover.device, "rows") if mover.device.type == "cuda" else None
+        self.is_started = self.is_closed = False
+        stages: list[Callable[[Any], PendingBatch | End]] = [self.load] if depth else []
+        if depth and any(lookup.prefetch.reads_disk for lookup in lookups):
+            stages.append(self._read)
+        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(max(2, len(stages) + 1))]
+        self.permits, self.results = self._queues[0], self._queues[-1]
+        for _ in range(depth):
+            self.permits.put(None)
+        settings = thread_settings()
+        self._threads = [
+            threading.Thread(target=self._run, args=(*one, settings), name=THREAD_NAME, daemon=True)
+            for one in zip(stages, self._queues, self._queues[1:], strict=False)
+        ]
         self._process = os.getpid()
 
-    # In the loader threads.
+    # ---- in the loader threads
 
-    def _load(self, item: tuple[Any, Any]) -> PendingBatch:
-        """Stage the lookups of a batch, and issue its copies."""
-        steps, batch = item
-        host = self.mover.to_host(batch)
+    def _run(
+        self,
+        stage: Callable[[Any], PendingBatch | End],
+        inbox: SimpleQueue[Any],
+        outbox: SimpleQueue[Any],
+        apply_settings: Callable[[], None],
+    ) -> None:
+        result: PendingBatch | End
+        try:
+            apply_settings()
+            while True:
+                item = inbox.get()
+                result = item if isinstance(item, End) else stage(item)
+                if isinstance(result, End):
+                    break
+                outbox.put(result)
+                del item, result  # the next one may take long
+        except BaseException as error:  # raised by the training thread when its turn comes
+            result = End(None if self.is_closed else error)
+        if self.is_closed:
+            self._discard_results()
+        outbox.put(result)
+        del result  # the traceback of the error refers to this frame
+
+    def load(self, steps: Any) -> PendingBatch | End:
+        """Load a batch, stage its lookups, and issue its copies. `steps` is the event after earlier steps."""
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            return End()
         pending = PendingBatch()
         try:
+            batch, leaves = self.mover.to_host(batch)
+            extra: list[Tensor] = []
             for lookup in self.lookups:
-                ids = lookup.ids(host.batch)
-                request = lookup.prefetch.stage([one.cpu() for one in ids])
+                ids = lookup.ids(batch)
+                on_host = [one if one.is_cpu else one.cpu() for one in ids]
+                if not self.depth:
+                    lookup.check(on_host)
+                    continue
+                request = lookup.prefetch.stage(on_host)
                 pending.lookups.append(PendingLookup(lookup.prefetch, request, ids))
+                extra += ids
             if steps is not None:
                 steps.synchronize()  # the device holds no more than depth + 1 batches
-            pending.moved = self.mover.move(host, [ids for each in pending.lookups for ids in each.ids])
+            pending.moved = moved = self.mover.move(batch, leaves, extra)
             for each in pending.lookups:
-                each.ids = [pending.moved.tensors[id(ids)] for ids in each.ids]
-        except BaseException:
+                each.ids = [moved.tensors[id(ids)] for ids in each.ids]
+        except BaseException as error:
             pending.finish()
+            if isinstance(error, StopIteration):  # it would end the loop as if there were no more batches
+                raise RuntimeError("StopIteration was raised while a batch was prepared") from error
             raise
         return pending
 
@@ -130,25 +165,117 @@ class ThreadedIteration:
             raise
         return pending
 
-    # In the training thread.
+    # ---- in any thread
 
-    def next(self) -> Any:
-        """Return the next batch, after rows of all batches that are ready were admitted."""
-        if self.is_closed:
+    def start(self) -> None:
+        """Start the threads."""
+        self.is_started = True
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop the threads and finish all lookups. Any thread may call this, any number of times."""
+        if os.getpid() != self._process:
+            return  # after a fork, threads and lookups belong to the parent
+        self.is_closed = True
+        self.batches = iter(())  # ends the processes of a DataLoader
+        self._discard_results()
+        if self.in_use is not None:
+            self.in_use.finish()
+        while self.ready:
+            self.ready.popleft().finish()
+        self.join(JOIN_SECONDS)  # last, since it may be interrupted
+
+    def join(self, seconds: float) -> None:
+        """Wait for the threads, at most so long; never for the thread that calls this."""
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            while thread.is_alive() and thread is not threading.current_thread():
+                if (left := end - time.monotonic()) <= 0:
+                    return
+                with suppress(RuntimeError):  # torch raises it here when a worker of a DataLoader dies
+                    thread.join(left)
+
+    def _discard_results(self) -> None:
+        """Finish batches that the training thread has not taken, and wake all threads that wait."""
+        for queue in self._queues:
+            with suppress(Empty):
+                while True:
+                    result = queue.get(block=False)
+                    if isinstance(result, PendingBatch):
+                        result.finish()
+            queue.put(End())
+
+
+def thread_settings() -> Callable[[], None]:
+    """Return a function that gives another thread the settings of torch that this thread has now."""
+    is_grad_enabled, device = torch.is_grad_enabled(), torch.get_default_device()
+    n_threads = torch.get_num_threads()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call,unused-ignore]
+
+    def apply() -> None:
+        torch.set_grad_enabled(is_grad_enabled)
+        if n_threads != torch.get_num_threads():  # a DataLoader that pins sets 1 for all new threads
+            torch.set_num_threads(n_threads)
+        if device != torch.get_default_device():
+            torch.set_default_device(device)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+            relax_capture()  # this thread allocates while the training thread may capture a graph
+
+    return apply
+
+
+class PrefetchIterator(Iterator[Any]):
+    """One iteration of a `Prefetcher`. Everything that it started ends when it is closed or collected."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._end: End | None = None
+        device = pipeline.mover.device
+        self._rows = stream_for(device, "rows") if device.type == "cuda" else None
+        self._close = weakref.finalize(self, pipeline.close)
+        _open.add(self)
+        _close_at_exit()
+
+    def __next__(self) -> Any:
+        pipeline = self._pipeline
+        if pipeline.is_closed:
             raise StopIteration
         try:
-            self.worker.start()
-            if self.in_use is not None:
-                self.in_use.finish()
-            steps = self._record_steps()
-            self._take()
-            if self.pending:
-                return self._hand_out(steps)
+            if not pipeline.is_started:
+                pipeline.start()
+            if pipeline.in_use is not None:
+                pipeline.in_use.finish()
+            steps = None
+            if self._rows is not None:
+                steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
+                steps.record(torch.cuda.current_stream(pipeline.mover.device))
+            # Take and admit all batches that are ready; wait for the first one only.
+            while self._end is None and not (pipeline.ready and pipeline.results.empty()):
+                taken = pipeline.results.get() if pipeline.depth else pipeline.load(None)
+                if isinstance(taken, End):
+                    self._end = taken
+                else:
+                    pipeline.ready.append(taken)
+                    if taken.lookups:
+                        self._admit(taken)
+                del taken
+            if pipeline.ready:
+                pending = pipeline.in_use = pipeline.ready.popleft()
+                assert pending.moved is not None
+                for each in pending.lookups:
+                    each.prefetch.begin(each.request)
+                    each.ids = []
+                batch = pipeline.mover.hand_out(pending.moved)
+                pending.moved = None  # the loop alone holds the batch
+                pipeline.permits.put(steps)
+                return batch
         except BaseException:
-            self.close()
+            pipeline.close()
             raise
-        end = self.end
-        self.close()
+        end, self._end = self._end, None
+        pipeline.close()
         if end is None or end.error is None:
             raise StopIteration
         try:
@@ -156,29 +283,7 @@ class ThreadedIteration:
         finally:
             del end  # the traceback of the error refers to this frame
 
-    def _record_steps(self) -> torch.cuda.Event | None:
-        """Return an event after the steps that were issued; None on a CPU."""
-        if self._rows is None:
-            return None
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
-        event.record(torch.cuda.current_stream(self.mover.device))
-        return event
-
-    def _take(self) -> None:
-        """Take and admit all batches that are ready; wait for the first one only."""
-        while self.end is None:
-            taken = self.worker.take(wait=not self.pending)
-            if taken is None:
-                return
-            if isinstance(taken, EndOfStream):
-                self.end = taken
-            else:
-                self.pending.append(taken)
-                self._admit(taken)
-
     def _admit(self, pending: PendingBatch) -> None:
-        if not pending.lookups:
-            return
         if self._rows is not None:
             assert pending.moved is not None
             self._rows.wait_event(pending.moved.arrived)
@@ -187,27 +292,29 @@ class ThreadedIteration:
         with nullcontext() if self._rows is None else torch.cuda.stream(self._rows):
             for each in pending.lookups:
                 each.prefetch.admit(each.request, each.ids)
-                each.ids = []  # the loop alone holds the batch
-
-    def _hand_out(self, steps: torch.cuda.Event | None) -> Any:
-        pending = self.in_use = self.pending.popleft()
-        assert pending.moved is not None
-        for each in pending.lookups:
-            each.prefetch.begin(each.request)
-        batch = self.mover.hand_out(pending.moved)
-        pending.moved = None
-        self.source.permit(steps)
-        return batch
 
     def close(self) -> None:
-        """Stop the threads and finish all lookups. Any thread may call this, any number of times."""
-        if os.getpid() != self._process:
-            return  # after a fork, threads and lookups belong to the parent
-        self.is_closed = True
-        self.worker.stop()
-        self.end = None
-        if self.in_use is not None:
-            self.in_use.finish()
-        while self.pending:
-            self.pending.popleft().finish()
-        self.worker.join(JOIN_SECONDS)  # last, since it may be interrupted
+        """End early: the threads, the loader's iterator, and all prefetched rows."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+_open: weakref.WeakSet[PrefetchIterator] = weakref.WeakSet()
+
+
+@lru_cache(maxsize=1)
+def _close_at_exit() -> None:
+    """Register the end of all iterations after weakref's handler: their threads end before tables do.
+
+    Without this, the order would be that of creation, and tables on disk are created at their first lookup.
+    """
+
+    @atexit.register
+    def close_all() -> None:
+        for iterator in [*_open]:
+            iterator.close()

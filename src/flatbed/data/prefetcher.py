@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import operator
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatbed.data.lookups import Selector, TableLookups, common_device, selectors_by_table
-from flatbed.data.pipeline import InlineIteration, ThreadedIteration
-from flatbed.data.staging import CopyStream, StagingRing, ring_for
-from flatbed.data.transfer import BatchMover, pinned_batches
-from flatbed.data.worker import BoundedSource, OneShotItems, WorkerThread
+from flatbed.data.batches import Selector, TableLookups, common_device, selectors_by_table
+from flatbed.data.pipeline import Pipeline, PrefetchIterator
+from flatbed.data.transfer import BatchMover, CopyStream, pinned_batches
 from flatbed.errors import FlatbedError
 from flatbed.tables.embedding import TableModule
 from flatbed.tables.prefetch import RowPrefetch
 from flatbed.tables.table import Table
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 PREVIOUS_SECONDS = 60.0
 """How long a new iteration waits for a thread of an earlier one that is still inside the loader."""
@@ -39,7 +31,8 @@ class Prefetcher:
       is called once, in the loader's thread, with the batch on the host. The result has the ids that will be
       looked up: a tensor, an array, a list of integers, or a list of tensors or arrays for several lookups.
     - `depth`: number of batches ahead, beyond the one in use: loaded, on the way, or on the device. With 0
-      there is no thread: each batch is moved when it is asked for, and no rows are prefetched.
+      there is no thread: each batch is moved when it is asked for. Its ids are checked, and no rows are
+      prefetched.
     - `device`: by default that of the tables; without tables the current GPU, or the CPU if there is none.
     - `pin`: copies the arrays of a list of batches into pinned memory once, at the first iteration. Later
       changes of the list have no effect. Without a GPU it changes nothing.
@@ -88,10 +81,9 @@ class Prefetcher:
         self.pin = pin
         self._selectors = selectors_by_table(lookups)
         self._device = device
-        self._ring: StagingRing | None = None  # kept for all iterations, since pinning takes a while
         self._pinned: list[Any] | None = None
         self._one_shot: OneShotItems | None = None
-        self._previous: WorkerThread[Any] | None = None
+        self._previous: Pipeline | None = None
         _ = self.device  # raises for wrong devices
 
     @property
@@ -104,23 +96,17 @@ class Prefetcher:
 
     def __iter__(self) -> PrefetchIterator:
         device = self.device
-        copies: CopyStream | None = None
-        if device.type == "cuda":
-            copies = CopyStream(device, current=self.depth == 0)
-            self._ring = ring_for(device) if self._ring is None else self._ring
-        mover = BatchMover(device, copies, self._ring)
-        if self._previous is not None and self._previous.is_stopped:
+        copies = CopyStream(device, current=self.depth == 0) if device.type == "cuda" else None
+        mover = BatchMover(device, copies)
+        if self._previous is not None and self._previous.is_closed:
             self._previous.join(PREVIOUS_SECONDS)  # persistent workers are not for two threads
         # The loader's iterator is made here and not in the thread: DataLoaders draw a seed and fork then.
         batches = self._begin(mover)
-        if self.depth == 0:
-            return PrefetchIterator(InlineIteration(batches, mover))
         lookups = [
             TableLookups(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()
         ]
-        iteration = ThreadedIteration(BoundedSource(batches, self.depth), lookups, mover)
-        self._previous = iteration.worker
-        return PrefetchIterator(iteration)
+        self._previous = Pipeline(batches, lookups, mover, depth=self.depth)
+        return PrefetchIterator(self._previous)
 
     def _begin(self, mover: BatchMover) -> Iterator[Any]:
         if self.pin and mover.copies is not None:
@@ -141,41 +127,16 @@ class Prefetcher:
         return self._one_shot
 
 
-class PrefetchIterator(Iterator[Any]):
-    """One iteration of a `Prefetcher`. Everything that it started ends when it is closed or collected."""
+class OneShotItems(Iterator[Any]):
+    """An iterator that can be read once, and remembers that it was read to its end."""
 
-    def __init__(self, iteration: ThreadedIteration | InlineIteration) -> None:
-        self._iteration = iteration
-        self._close = weakref.finalize(self, iteration.close)
-        _open.add(self)
-        _close_at_exit()
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self.is_exhausted = False
 
     def __next__(self) -> Any:
-        return self._iteration.next()
-
-    def close(self) -> None:
-        """End early: the threads, the loader's iterator, and all prefetched rows."""
-        self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-
-_open: weakref.WeakSet[PrefetchIterator] = weakref.WeakSet()
-
-
-@lru_cache(maxsize=1)
-def _close_at_exit() -> None:
-    """Register the end of all iterations after weakref's handler: their threads end before tables do.
-
-    Without this, the order would be that of creation, and tables on disk are created at their first lookup.
-    """
-    atexit.register(_close_all)
-
-
-def _close_all() -> None:
-    for iterator in [*_open]:
-        iterator.close()
+        try:
+            return next(self._items)
+        except StopIteration:
+            self.is_exhausted = True
+            raise

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from flatbed.cuda import host_memory
-from flatbed.data.batches import Array, torch_dtype
-from flatbed.data.lookups import common_device
-from flatbed.data.staging import CopyStream, StagingRing, ring_for
+from flatbed.data.batches import Array, as_tensor, common_device
+from flatbed.data.transfer import CopyStream
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
 from flatbed.kernels import use_triton
@@ -118,7 +117,7 @@ def _source_for(array: Array, device: torch.device, copy: bool | None) -> Copied
         copy = CopiedRows.nbytes_for(array) < host_memory.available_bytes() // 2
     if copy and use_triton(device):
         return CopiedRows(array, device)
-    return GatheredRows(array, CopyStream(device), ring_for(device))
+    return GatheredRows(array, CopyStream(device))
 
 
 class CopiedRows:
@@ -168,31 +167,28 @@ class CopiedRows:
 class GatheredRows:
     """Rows that torch's threads gather from the array: for a GPU into pinned memory, and from there."""
 
-    def __init__(
-        self, array: Array, copies: CopyStream | None = None, ring: StagingRing | None = None
-    ) -> None:
+    def __init__(self, array: Array, copies: CopyStream | None = None) -> None:
         self.name = "cpu" if copies is None else "staged"
         self._gather: Callable[[Tensor, Tensor], Any] | None = gather_into(array)
         self._row_bytes = array[0].nbytes if len(array) else 0
         self._copies = copies
-        self._ring = ring
 
     def gather(self, ids: Tensor) -> Tensor:
         """Return rows as bytes, given int64 ids on any device: (n,) → (n, bytes of a row)."""
         assert self._gather is not None
         ids = ids.cpu()
-        if self._copies is None or self._ring is None or self._row_bytes > self._ring.chunk_bytes:
-            found = torch.empty((len(ids), self._row_bytes), dtype=torch.uint8)
+        copies, shape = self._copies, (len(ids), self._row_bytes)
+        if copies is None or self._row_bytes > copies.ring.chunk_bytes:
+            found = torch.empty(shape, dtype=torch.uint8)
             self._gather(found, ids)
-            return found if self._copies is None else found.to(self._copies.device)
-        n = max(1, min(GATHER_BYTES, self._ring.chunk_bytes) // self._row_bytes)
-        with self._copies.context():
-            device = self._copies.device
-            found = torch.empty((len(ids), self._row_bytes), dtype=torch.uint8, device=device)
+            return found if copies is None else found.to(copies.device)
+        n = max(1, min(GATHER_BYTES, copies.ring.chunk_bytes) // self._row_bytes)
+        with copies.context():
+            found = torch.empty(shape, dtype=torch.uint8, device=copies.device)
             for first in range(0, len(ids), n):
                 fill = partial(_gather_lines, self._gather, ids[first : first + n])
-                self._ring.send(found[first : first + n].view(-1), fill, self._copies)
-        self._copies.hand_over(found)
+                copies.ring.send(found[first : first + n].view(-1), fill, copies)
+        copies.hand_over(found)
         return found
 
     def close(self) -> None:
@@ -251,13 +247,13 @@ def _checked(array: Any) -> Array:
 
 
 def _dtype(array: Array) -> torch.dtype:
-    dtype = torch_dtype(array.dtype)
-    if dtype is None:
+    found = as_tensor(np.empty(0, array.dtype))
+    if not isinstance(found, Tensor):
         raise TypeError(
             f"rows must be numbers that torch knows; found an array of {array.dtype}: convert it with "
             ".astype(), or give one field of a structured array"
         )
-    return dtype
+    return found.dtype
 
 
 def _mapped(path: Path) -> Any:
