@@ -67,7 +67,7 @@ def test_one_launch_whatever_the_number_of_parameters_and_groups(max_norm: Any, 
     give_grads(model)
     optimizer.step()
     optimizer.step()
-    assert kernels_of(optimizer.step) == expected
+    assert kernels_of(optimizer.step) == [f"{name}_kernel" for name in expected]
 
 
 def test_a_step_never_waits_for_the_gpu() -> None:

@@ -212,13 +212,9 @@ class OptimizerTables:
 def _layout_key(rule: Rule, slot: TableSlot, group: Group) -> tuple[Any, ...]:
     """All that the launches of a table depend on."""
     store = slot.table._storage
-    layout = (
-        store.device,
-        store.ensure_layout().record,
-        slot.group,
-        [*map(id, slot.table._storage.scalars.values())],
-    )
-    return (*layout, rule.has(group), rule.scalars_of_rows(group, per_row_steps=False))
+    layout = store.device, store.ensure_layout().record, slot.group, [*map(id, store.scalars.values())]
+    options = [group[option] for option in rule.row_scalars.values() if option is not None]
+    return (*layout, rule.has(group), options)
 
 
 class TableStepper:
