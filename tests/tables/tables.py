@@ -23,6 +23,8 @@ N_ROWS = 12
 DIM = 16  # whole vectors of every CPU: torch's fused kernels round the odd elements behind them differently
 PADDING = 2
 STORAGES = ("device", "host", "disk")
+COUNTS = ("hits", "misses", "evictions", "written", "overflow")
+"""What a cache counts."""
 
 
 class PlainRowwiseAdagrad(optim.Optimizer):
@@ -280,6 +282,12 @@ def everything(emb: Any) -> tuple[Tensor, dict[str, Tensor]]:
     rows = torch.arange(emb.num_embeddings)
     names = [name for name in emb.table.state_names if not name.startswith("_")]
     return emb.read_rows(rows).cpu(), {name: emb.table.read_state(name, rows).cpu() for name in names}
+
+
+def cached_rows(emb: Any) -> set[int]:
+    """The rows in a table's cache, which no public function tells."""
+    rows = emb.table._storage.cache.index.row_of_slot
+    return set(rows[rows >= 0].tolist())
 
 
 def assert_close(ours: Tensor, theirs: Tensor, where: str, message: str, *, low: bool = False) -> None:
