@@ -18,7 +18,7 @@ import flatbed
 import flatbed.optim
 from flatbed.data import Prefetcher
 from flatbed.tables.cache import CacheStats, write_behind
-from tests.tables.tables import ALL_CASES, BY_NAME, cached_rows, everything
+from tests.tables.tables import ALL_CASES, BY_NAME, DEVICES, cached_rows, everything
 
 N_ROWS = 40
 PADDING = 2
@@ -443,9 +443,10 @@ def test_operations_by_kernels(name: str, kernel_device: str, tmp_path: Path) ->
     check_operation(name, Twins("host", tmp_path, device=kernel_device), tmp_path)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("storage", ["host", "disk"])
-def test_another_size_of_cache(storage: str, where: str, tmp_path: Path) -> None:
-    twins = Twins(storage, tmp_path, device=where).train()
+def test_another_size_of_cache(storage: str, device: str, tmp_path: Path) -> None:
+    twins = Twins(storage, tmp_path, device=device).train()
     nbytes = twins.cached.table.nbytes // Twins.ROWS
     for options, n_slots in (
         ({"cache_rows": 2, "policy": "lru"}, 2),
@@ -474,13 +475,14 @@ def test_lookups_without_gradient_leave_the_cache_alone(storage: str, where: str
     assert cached_rows(twins.cached) == rows
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("n_slots", [3, 9, 20])
 def test_other_threads_read_and_write(
-    n_slots: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    n_slots: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even a few rows are read and written in other threads, for batches that fit and that do not."""
     monkeypatch.setattr(write_behind, "MANY", 1)
-    twins = Twins("disk", tmp_path, n_slots, device=where)
+    twins = Twins("disk", tmp_path, n_slots, device=device)
     draw = torch.Generator().manual_seed(n_slots)
     for number in range(30):
         n = int(torch.randint(1, 12, (), generator=draw))
@@ -515,9 +517,10 @@ def test_discarded_rows_are_dropped_from_the_cache(tmp_path: Path) -> None:
     again.table.close()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("storage", ["host", "disk"])
-def test_saving(storage: str, where: str, tmp_path: Path) -> None:
-    twins = Twins(storage, tmp_path, device=where).train()
+def test_saving(storage: str, device: str, tmp_path: Path) -> None:
+    twins = Twins(storage, tmp_path, device=device).train()
     assert torch.equal(*(emb.state_dict()["weight"] for emb in twins.both))
     twins.cached.table.save(tmp_path / "saved.safetensors")
     twins.both[0] = flatbed.Embedding.from_table(flatbed.load_table(tmp_path / "saved.safetensors"))
