@@ -285,6 +285,18 @@ def everything(emb: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return emb.read_rows(rows).cpu(), {name: emb.table.read_state(name, rows).cpu() for name in names}
 
 
+def dense_grad(table: Any) -> Tensor:
+    """A table's gradient in the form of nn.Embedding's."""
+    dense = torch.zeros(table.num_embeddings, table.embedding_dim)
+    return dense if table.grad is None else dense.index_copy(0, table.grad_rows, table.grad.clone())
+
+
+def assert_gradients(emb: Any, dense: Tensor, touched: Tensor, where: str) -> None:
+    """`grad` is the dense gradient of the touched rows, in ascending order."""
+    assert torch.equal(emb.table.grad_rows.cpu(), touched)
+    assert_close(emb.table.grad.cpu(), dense[touched], where, "gradient")
+
+
 def cached_rows(emb: Any) -> set[int]:
     """The rows in a table's cache, which no public function tells."""
     rows = emb.table._storage.cache.index.row_of_slot

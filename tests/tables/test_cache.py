@@ -64,9 +64,9 @@ def test_lru_evicts_the_oldest_rows(where: str) -> None:
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_only_lfu_keeps_frequent_rows_during_a_scan(policy: str, where: str) -> None:
     emb = made(1000, 48, policy, device=where)
-    for _ in range(12):
+    for _ in range(8):
         admit(emb, range(16))
-    for number in range(20):
+    for number in range(12):
         admit(emb, range(100 + 8 * number, 108 + 8 * number))
     n_kept = len(cached_rows(emb) & set(range(16)))
     assert n_kept >= 15 if policy == "lfu" else n_kept <= 4
