@@ -11,19 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.kernels import cache as decisions
 from flatbed.tables.cache import write_behind
-from flatbed.tables.grads import RowGrads
-from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.disk.file import MappedFile, NoSpace
-from flatbed.tables.storage.disk.journal import Journal
 from tests.tables.storage.disk.test_files import largest_file
-from tests.tables.tables import cached_rows, everything
+from tests.tables.tables import DEVICES, cached_rows, everything
 from tests.tables.test_cache_parity import Twins, step
 
 ROWS, DIM = Twins.ROWS, Twins.DIM
@@ -84,7 +79,6 @@ def test_failed_writes_are_tried_again(tmp_path: Path, monkeypatch: pytest.Monke
     twins.check()
     emb.table.checkpoint()
     twins.check()
-    check_room(emb)
 
 
 @pytest.mark.parametrize("many", [1, 1000])
@@ -102,7 +96,6 @@ def test_failed_reads_change_nothing(many: int, tmp_path: Path, monkeypatch: pyt
     twins.check()
     twins.cached.table.checkpoint()
     twins.check()
-    check_room(twins.cached)
 
 
 @pytest.mark.parametrize("how", ["flush", "evict"])
@@ -187,42 +180,6 @@ def test_forked_process_waits_for_no_thread_of_its_parent(
     emb.table.close(discard=True)
 
 
-def reserved(cache: Any, rows: Tensor) -> LookupBatch | None:
-    """A prefetched batch of these rows."""
-    reservation = cache.reserve(rows)
-    found = cache.prefetch(rows, window=0, reservation=reservation)
-    return None if found is None else LookupBatch(rows.shape, rows, found[0], cache, found[1])
-
-
-def step_by_kernels(emb: Any, batch: LookupBatch) -> None:
-    """Do what a step on a GPU does before its kernels write reserved rows."""
-    grads = RowGrads(batch.keys, torch.empty(0), batch=batch)
-    emb.table._rows.reserve_space(grads)
-    emb.table._storage.cache._mark_changed(batch.admission.rows, batch.admission.slots)
-
-
-def test_training_on_reserved_rows_takes_no_lock(tmp_path: Path) -> None:
-    """Another thread may hold the lock for as long as the disk takes."""
-    emb = embedding(tmp_path, 8)
-    flatbed.optim.Adam(emb, lr=0.1)
-    emb(torch.arange(4)).sum().backward()
-    cache, rows = emb.table._storage.cache, torch.tensor([1, 5])
-    cache.reserve_space(rows, None)  # as the first step does
-    batch = reserved(cache, rows)
-    assert batch is not None
-    trained = threading.Event()
-
-    def train() -> None:
-        step_by_kernels(emb, batch)
-        trained.set()
-
-    with cache.lock:
-        threading.Thread(target=train, daemon=True).start()
-        assert trained.wait(20)
-    assert cache.index.dirty[cache.index.slot_of_row[rows].long()].all()
-    emb.table.close(discard=True)
-
-
 def test_closing_a_table_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that fails leaves the table open; changes can be discarded."""
     twins = Twins("disk", tmp_path).train()
@@ -243,8 +200,9 @@ MANY = 3000
 FIRST_ROOM = 682
 
 
-def wide(folder: Path, n_slots: int) -> tuple[Any, Any]:
-    emb = flatbed.Embedding(MANY, WIDE, seed=1, storage="disk", path=folder / "wide", cache_rows=n_slots)
+def wide(folder: Path, n_slots: int, device: str = "cpu") -> tuple[Any, Any]:
+    options: dict[str, Any] = {"storage": "disk", "path": folder / "wide", "device": device}
+    emb = flatbed.Embedding(MANY, WIDE, seed=1, cache_rows=n_slots, **options)
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     step(emb, optimizer, [0])  # creates the journal
     return emb, optimizer
@@ -286,17 +244,24 @@ def test_full_disk_loses_nothing(tmp_path: Path) -> None:
     emb.table.close(discard=True)
 
 
-@pytest.mark.parametrize("how", ["step", "write_rows"])
-def test_full_disk_does_not_stop_the_next_checkpoint(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n_slots", [300, 2000])
+@pytest.mark.parametrize("how", ["step", "write_rows", "prefetched"])
+def test_full_disk_does_not_stop_the_next_checkpoint(
+    how: str, n_slots: int, device: str, tmp_path: Path
+) -> None:
     """Changes without room are refused; changes that were accepted can be made durable."""
-    emb, optimizer = wide(tmp_path, 2000)
+    emb, optimizer = wide(tmp_path, n_slots, device)
 
     def change(number: int) -> None:
-        if how == "step":
-            step(emb, optimizer, part(number))
-        else:
+        if how == "write_rows":
             emb(part(number))
             emb.write_rows(part(number), torch.full((100, WIDE), float(number)))
+        elif how == "step":
+            step(emb, optimizer, part(number))
+        else:
+            for ids in flatbed.Prefetcher([torch.tensor(part(number))], {emb: lambda batch: batch}):
+                step(emb, optimizer, ids)
 
     with largest_file((tmp_path / "wide.journal").stat().st_size):
         assert until_full(change) == FIRST_ROOM // 100
@@ -304,68 +269,5 @@ def test_full_disk_does_not_stop_the_next_checkpoint(how: str, tmp_path: Path) -
         change(0)  # changed rows have their room already
         expected = emb.read_rows(range(MANY))
         emb.table.checkpoint()
-    assert torch.equal(emb.read_rows(range(MANY)), expected)
     emb.table.close(discard=True)
-
-
-# ---- room in the journal
-
-
-def check_room(emb: Any) -> None:
-    """Every changed row is in the journal, or the journal has room for it."""
-    store = emb.table._storage
-    cache, storage = store.cache, store.ensure_layout()
-    n_unsaved = store.unsaved_rows
-    with cache.lock:
-        cache.writer.finish()
-    changed = cache.index.row_of_slot[cache.index.dirty != 0]
-    n_unjournaled = int(storage.unchanged(changed).sum())
-    assert cache.n_unsaved == n_unjournaled
-    journal = storage._files.journal
-    assert journal._capacity >= journal.n_slots + n_unjournaled
-    assert store.unsaved_rows == n_unsaved == journal.n_slots + n_unjournaled
-
-
-@pytest.mark.parametrize("n_slots", [3, 8, ROWS])
-def test_room_is_kept_for_changed_rows(n_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of any kind, checkpoints, and prefetched batches."""
-    reserve = MappedFile.reserve
-
-    def exactly(self: MappedFile, size: int) -> None:
-        if self.path.name.endswith(".journal") and size > exact[0]:
-            raise NoSpace("only what must be")
-        reserve(self, size)
-
-    exact = [0]
-    grow = Journal._grow
-
-    def note(self: Journal, needed: int, n_rows: int) -> None:
-        exact[0] = self._size(needed)
-        grow(self, needed, n_rows)
-
-    monkeypatch.setattr(Journal, "_grow", note)
-    monkeypatch.setattr(MappedFile, "reserve", exactly)
-    emb = embedding(tmp_path, n_slots)
-    optimizer = flatbed.optim.Adam(emb, lr=0.1)
-    draw = torch.Generator().manual_seed(0)
-    for number in range(120):
-        ids = torch.randint(0, ROWS, (int(torch.randint(1, 9, (), generator=draw)),), generator=draw)
-        kind = number % 6
-        if kind == 4:
-            emb.write_rows(ids, torch.randn(len(ids), DIM))
-        elif kind == 5:
-            batch = reserved(emb.table._storage.cache, torch.unique(ids))
-            if batch is not None:
-                step_by_kernels(emb, batch)
-                emb.table._storage.cache.release(batch.admission, None)
-        else:
-            step(emb, optimizer, ids)
-        check_room(emb)
-        if number % 17 == 16:
-            emb.table.checkpoint()
-            check_room(emb)
-            assert emb.table._storage.unsaved_rows == 0
-        elif number % 23 == 22:
-            emb.table._storage.flush(drop=number % 2 == 0)
-            check_room(emb)
-    emb.table.close(discard=True)
+    assert torch.equal(flatbed.load_table(tmp_path / "wide").read_rows(range(MANY)), expected.cpu())

@@ -222,22 +222,6 @@ def test_dense_parameters_with_tables(case: Torchs) -> None:
     assert_same(emb, expected, "cpu")
 
 
-def test_clipped_with_dense_parameters() -> None:
-    weight, layer = weights(), nn.Linear(DIM, 1)
-    emb, expected = Setup().embedding(weight), NAMED["adamax"].reference(weight)
-    optimizer = NAMED["adamax"].ours(nn.ModuleList([emb, layer]), max_norm=0.1)
-    for _ in range(3):
-        layer(emb(torch.tensor([1, 5, 5]))).square().sum().backward()
-        grads = [p.grad.clone() for p in layer.parameters()]  # type: ignore[union-attr]
-        dense = torch.zeros_like(weight).index_copy_(0, torch.tensor([1, 5]), emb.table.grad)
-        norm = torch.stack([g.norm() for g in [*grads, dense]]).norm()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(optimizer.grad_norm, norm)
-        expected.apply(torch.tensor([1, 5]), dense * (0.1 / (norm + 1e-6)).clamp(max=1.0))
-    torch.testing.assert_close(emb.weight[:], expected.weight)
-
-
 # ---- refusals
 
 
