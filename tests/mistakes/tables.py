@@ -144,7 +144,7 @@ TABLES: list[Mistake] = [
     mistake(
         "tables",
         "a list",
-        lambda _: flatbed.tables([embedding(), model()]),  # type: ignore[arg-type]
+        lambda _: flatbed.tables([embedding(), model()]),
         TypeError,
         r"found list.*nn.ModuleList",
     ),

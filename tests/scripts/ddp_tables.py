@@ -71,7 +71,7 @@ def train(
     torch.manual_seed(3)
     model = Model(kind(ROWS, DIM, padding_idx=7, **table), dense=dense)
     alone = len(ranks) > 1
-    model.emb.table.replicate = not alone  # type: ignore[union-attr,assignment]
+    model.emb.table.replicate = not alone
     called: Any = DDP(model) if wrap and not alone else model
     optimizer = make(model, lr=0.05, **(options or {}))
     for step in range(STEPS):
@@ -135,7 +135,7 @@ def left_alone(rank: int) -> None:
 def unequal(rank: int) -> None:
     """Replicas that differ are an error on every rank, and nothing is changed."""
     for options in ({"seed": rank}, {"init": float(rank)}):
-        emb = flatbed.Embedding(ROWS, DIM, **options)  # type: ignore[arg-type]
+        emb = flatbed.Embedding(ROWS, DIM, **options)
         before = emb.weight.clone()
         optimizer = flatbed.optim.SGD(emb, lr=1.0)
         emb([rank]).sum().backward()
@@ -214,9 +214,9 @@ def overflows(rank: int) -> None:
         assert_replicas_agree(whole(model))
     before = whole(model)
     model(torch.tensor([rank])).sum().backward()
-    optimizer.found_inf = torch.tensor(float(rank == 0))  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(float(rank == 0))
     optimizer.step()
-    del optimizer.found_inf  # type: ignore[attr-defined]
+    del optimizer.found_inf
     assert all(map(torch.equal, before, whole(model)))
 
 

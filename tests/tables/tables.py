@@ -122,7 +122,6 @@ class Reference:
         weight = nn.Parameter(self.weight.to(self.wide))
         outputs = [functional.embedding(ids, weight, padding_idx=self.padding_idx) for ids in lookups]
         torch.autograd.backward(outputs, [grad.to(self.wide) for grad in upstream])
-        assert weight.grad is not None
         return weight.grad
 
     def rows(self, lookups: Sequence[Tensor]) -> Tensor:
@@ -193,7 +192,8 @@ def reference(case: Case, weight: Tensor, **more: Any) -> Reference:
     def make(params: list[nn.Parameter]) -> optim.Optimizer:
         return case.theirs(params, **same_rounding(case, weight.dtype))
 
-    first = {"sum": case.options.get("initial_accumulator_value", 0.0)}
+    first = {"sum": case.options.get("initial_accumulator_value", 0.0), "ax": "weight", "slow": "weight"}
+    first["step_size"] = case.options.get("lr", 0.01)
     return Reference(weight.clone(), make, first, **more)
 
 
@@ -255,7 +255,6 @@ class Setup:
     def options(self) -> dict[str, Any]:
         path = None
         if self.storage == "disk":
-            assert self.folder is not None
             path = self.folder / f"table-{len(os.listdir(self.folder))}"
         return {"storage": self.storage, "path": path, "device": self.device}
 

@@ -133,7 +133,7 @@ def test_from_pretrained(storage: str, tmp_path: Path) -> None:
 
 def test_from_pretrained_takes_numpy_parameters_and_other_dtypes() -> None:
     values = np.random.default_rng(0).random((4, 3)).astype(np.float32)
-    assert np.array_equal(flatbed.Embedding.from_pretrained(values).weight.numpy(), values)  # type: ignore[arg-type]
+    assert np.array_equal(flatbed.Embedding.from_pretrained(values).weight.numpy(), values)
     param = nn.Parameter(torch.randn(4, 3))
     assert torch.equal(flatbed.Embedding.from_pretrained(param).weight, param.detach())
     low = flatbed.Embedding.from_pretrained(param, dtype=torch.bfloat16)
@@ -162,7 +162,7 @@ def test_padding(padding: int) -> None:
     for emb in (ours, theirs):
         emb(ids).pow(2).sum().backward()
     assert torch.equal(dense_grad(ours.table), theirs.weight.grad)
-    assert theirs.padding_idx not in ours.table.grad_rows.tolist()  # type: ignore[union-attr]
+    assert theirs.padding_idx not in ours.table.grad_rows.tolist()
 
 
 def test_padding_row_begins_with_zeros_and_stays(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_nothing_but_padding() -> None:
     optimizer = flatbed.optim.Adam(emb)
     before = emb.weight.clone()
     emb([4, 4]).sum().backward()
-    assert emb.table.grad.shape == (0, DIM)  # type: ignore[union-attr]
+    assert emb.table.grad.shape == (0, DIM)
     optimizer.step()
     assert torch.equal(emb.weight, before)
 
@@ -211,7 +211,7 @@ def test_state_dict_goes_to_torch_and_back(storage: str, tmp_path: Path) -> None
     assert weight.is_contiguous()
     assert weight.untyped_storage().nbytes() == ROWS * DIM * 4
     assert theirs.load_state_dict(state) == theirs.load_state_dict(theirs.state_dict())
-    assert torch.equal(theirs.inner["rows"].weight, ours.inner["rows"].read_rows(EVERY))  # type: ignore[operator,arg-type]
+    assert torch.equal(theirs.inner["rows"].weight, ours.inner["rows"].read_rows(EVERY))
     fresh = Model(nn.Embedding(ROWS, DIM))
     ours.load_state_dict(fresh.state_dict())
     ids = torch.tensor([1, 5, 29])
@@ -236,11 +236,11 @@ def test_loading_what_does_not_fit_reads_as_torchs(change: str) -> None:
             state["inner.rows.bias"] = torch.zeros(1)
         if change == "size":
             state["inner.rows.weight"] = torch.zeros(ROWS + 1, DIM)
-        before = emb.weight.detach().clone()  # type: ignore[union-attr,operator]
+        before = emb.weight.detach().clone()
         with pytest.raises(RuntimeError) as caught:
             model.load_state_dict(state)
         messages.append(str(caught.value))
-        assert torch.equal(emb.weight, before)  # type: ignore[arg-type]
+        assert torch.equal(emb.weight, before)
         if change != "size":
             answer = model.load_state_dict(state, strict=False)
             messages[-1] += str((answer.missing_keys, answer.unexpected_keys))
@@ -380,7 +380,7 @@ def test_changes_of_dtype_leave_the_table_alone() -> None:
     for change in (model.double, model.half, model.bfloat16, lambda: model.to(torch.float64), model.float):
         change()
         assert emb.weight.dtype == emb([1]).dtype == torch.float32
-    model.to(memory_format=torch.channels_last).cpu().to("cpu").type(torch.float32).share_memory()  # type: ignore[call-overload]
+    model.to(memory_format=torch.channels_last).cpu().to("cpu").type(torch.float32).share_memory()
     assert torch.equal(emb.weight, before)
 
 
@@ -412,7 +412,7 @@ def test_default_device_is_ignored(storage: str, tmp_path: Path) -> None:
     bag = flatbed.EmbeddingBag.from_table(emb.table)
     for options in ({"max_norm": 1.0}, {"per_row_steps": True}):
         emb.table.drop_state()
-        optimizer = flatbed.optim.Adam(emb, **options)  # type: ignore[arg-type]
+        optimizer = flatbed.optim.Adam(emb, **options)
         for _ in range(2):
             emb([1, 2, 2]).sum().backward()
             bag([[1, 3]]).sum().backward()

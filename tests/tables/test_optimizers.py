@@ -69,8 +69,6 @@ def test_dropped_gradients_need_no_optimizer() -> None:
     for _ in range(3):
         emb([1, 1]).sum().backward()
         rows, grad = emb.table.grad_rows, emb.table.grad
-        assert rows is not None
-        assert grad is not None
         emb.write_rows(rows, emb.read_rows(rows) - grad)
         emb.zero_grad()
     assert emb.weight[1].tolist() == [-6.0] * DIM
@@ -104,7 +102,7 @@ def test_second_optimizer_takes_over_with_state_of_its_own() -> None:
         first.step()
     for name, value in ours.state_dict().items():
         assert torch.equal(value, before[name])
-    assert not ours.emb.table.read_state("exp_avg", EVERY).any()  # type: ignore[union-attr,operator]
+    assert not ours.emb.table.read_state("exp_avg", EVERY).any()
     reference = torch.optim.Adam(theirs.parameters(), lr=0.1)
     for model, optimizer in ((ours, second), (theirs, reference)):
         model(EVERY).pow(2).sum().backward()
@@ -262,10 +260,10 @@ def test_ways_to_name_a_table() -> None:
     by_module = flatbed.optim.Adam(model)
     assert by_module.param_groups[0]["param_names"] == ["emb.weight", "head.weight", "head.bias"]
     assert flatbed.optim.Adam([table]).param_groups[0]["params"] == [table]
-    assert flatbed.optim.Adam([("items", table)]).param_groups[0]["param_names"] == ["items"]  # type: ignore[list-item]
+    assert flatbed.optim.Adam([("items", table)]).param_groups[0]["param_names"] == ["items"]
     assert flatbed.optim.Adam({"params": table} for _ in range(1)).param_groups[0]["params"] == [table]
     with pytest.raises(TypeError, match=r"iterable of Tensors or dicts, but got flatbed\.Table"):
-        flatbed.optim.Adam(table)  # type: ignore[arg-type]
+        flatbed.optim.Adam(table)
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True])

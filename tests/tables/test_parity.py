@@ -243,7 +243,7 @@ def test_groups_and_schedulers(name: str, where: str) -> None:
             grads = upstream(lookups, DIM, torch.float32)
             backward(emb, lookups, grads)
             lr = optimizer.param_groups[n]["lr"]
-            wanted.changes = lambda made, lr=lr: made.param_groups[0].update(lr=lr)  # type: ignore[misc]
+            wanted.changes = lambda made, lr=lr: made.param_groups[0].update(lr=lr)
             wanted.step(lookups, grads)
         optimizer.step()
         optimizer.zero_grad()
@@ -276,9 +276,7 @@ def test_momentum_that_goes_and_comes_back(steps: tuple[float, ...], where: str)
     optimizer = case.ours(emb)
     for step, momentum in enumerate(steps):
         optimizer.param_groups[0]["momentum"] = momentum
-        expected.changes = lambda made, momentum=momentum: made.param_groups[0].update(  # type: ignore[misc]
-            momentum=momentum
-        )
+        expected.changes = lambda made, momentum=momentum: made.param_groups[0].update(momentum=momentum)
         train(emb, optimizer, expected, [PATTERNS["late"](step)])
     assert_same(emb, expected, where)
 
