@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
-from flatbed.tables.deferred_checks import DeferredIdChecks, checks_in_capture
+from flatbed.tables.ids import DeferredIdChecks, checks_in_capture
 
 WARM_UP = 3
 """Calls before the capture: kernels are compiled, and optimizers and tables allocate, in the first ones."""

@@ -18,7 +18,7 @@ import flatbed
 from flatbed.kernels import cache as decisions
 from flatbed.kernels._triton import cache as kernels
 from flatbed.tables.cache import gpu
-from flatbed.tables.lookup_batch import LookupBatch
+from flatbed.tables.cache.base import LookupBatch
 from tests.tables.tables import COUNTS, cached_rows
 
 CPU = torch.device("cpu")
@@ -399,7 +399,7 @@ class Simulation:
         self.begun.append(batches)
 
     def use(self, batch: LookupBatch | None, rows: Tensor) -> None:
-        self.cache.location_for_update(batch)
+        self.cache.location_for(batch, update=True)
         self.issue(set(rows.tolist()))
 
     def conflicts(self) -> int:

@@ -18,7 +18,8 @@ from torch import Tensor
 import flatbed
 import flatbed.optim
 from flatbed.data import Prefetcher
-from flatbed.tables.cache import CacheStats, write_behind
+from flatbed.tables.cache import write_behind
+from flatbed.tables.cache.base import CacheStats
 from tests.tables.tables import ALL_CASES, BY_NAME, DEVICES, cached_rows, everything
 
 N_ROWS = 40

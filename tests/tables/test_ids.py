@@ -168,7 +168,7 @@ def test_evaluation_with_bad_ids_on_a_gpu() -> None:
         for _ in range(10):
             emb(torch.tensor([1], device="cuda"))
             torch.cuda.synchronize()
-        assert len(emb.table._deferred_checks) <= 1
+        assert len(emb.table._deferred_checks.pending) <= 1
         emb(torch.tensor([1, ROWS], device="cuda"))
         torch.cuda.synchronize()
         with pytest.raises(IndexError, match="id 50 at position 1"):

@@ -7,12 +7,12 @@ Streams of one device
 | training: the user's current stream | training thread | "batches": the batch handed out | `BatchMover` |
 | | | "rows": the admission of that batch | `RowPrefetch.admit` |
 | | | "rows": the last admission, for rows that `protects` does not cover | `GpuCache.prefetch` |
-| | | the last access to a disk cache | `DiskCache._access` |
+| | | the last access to a disk cache | `HostIndexCache._access` |
 | "batches": copies of batches | loader thread | its staging buffers, when reused | `BatchMover` |
 | "rows": admissions ahead of time | training thread | "batches": the ids of the batch | `BatchMover` |
 | | | training: work on rows that an admission may evict | `GpuCache.begin` |
-| | | "files": the records of the batch | `DiskCache.reserve` |
-| "files": records read from disk | loader thread | the last access to the cache | `DiskCache._access` |
+| | | "files": the records of the batch | `HostIndexCache.reserve` |
+| "files": records read from disk | loader thread | the last access to the cache | `HostIndexCache._access` |
 | | | training: work on released rows | `RowPrefetch.finish` |
 
 CUDA graphs are captured in the user's stream. From the first captured lookup on, a table's rows are not
@@ -23,7 +23,7 @@ Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 | lock | guards |
 |---|---|
 | "layout" | `TableStorage`: allocation, growth, and replacement of storage and cache |
-| "cache" | `DiskCache`: index and records |
+| "cache" | `HostIndexCache`: index and records |
 | "write-behind" | `WriteBehind`: count of changed rows that are not in the journal |
 | "file" | `DiskStorage`: file and journal |
 | "gradients" | `GradAccumulator`: recorded gradients; backward passes run in several threads |

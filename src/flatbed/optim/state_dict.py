@@ -43,7 +43,7 @@ def _table_state(slot: TableSlot) -> dict[str, Any]:
     if table._storage.relayout_pending:
         return {}
     held: dict[str, Any] = {}
-    for name, value in slot.scalars.items():  # in fp32, as in torch, unless that would round
+    for name, value in slot.table._storage.scalars.items():  # in fp32, as in torch, unless that would round
         held[name] = value.float().clone() if bool(value.float() == value) else value.clone()
     for name in table.state_names:
         whole = whole_field(table, name)

@@ -40,11 +40,6 @@ class TableSlot:
     row_scalars: tuple[str, ...]
     """The scalars that are in the record of each row."""
 
-    @property
-    def scalars(self) -> dict[str, Any]:
-        """The scalars that are one per table, as tensors on the computing device."""
-        return self.table._storage.scalars
-
 
 def state_fields(spec: OptimizerSpec, group: Group, table: Table) -> tuple[Field, ...]:
     """The fields of a record besides the weight."""
@@ -151,11 +146,12 @@ class OptimizerTables:
             if capturing:
                 raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
         for slot in self.slots:
-            if slot.table._owner is not owner:
+            owner_ref = slot.table._owner_ref
+            if owner_ref is None or owner_ref() is not owner:
                 raise FlatbedError(
                     f"table {slot.name} has been given to another optimizer since: step that one"
                 )
-            if slot.table._deferred_checks and not capturing:
+            if slot.table._deferred_checks.pending and not capturing:
                 slot.table._raise_bad_ids()
         packs = []
         for slot in self.slots:
@@ -167,7 +163,7 @@ class OptimizerTables:
                 table._grads.clear()
             packs.append(table._grads.packed())
         for slot, pack in zip(self.slots, packs, strict=True):
-            if pack is not None:
+            if pack is not None and slot.table._storage.config.storage == "disk":
                 slot.table._rows.reserve_space(pack)
         return packs
 
@@ -191,7 +187,9 @@ class OptimizerTables:
     ) -> list[TableStepper]:
         """Return the steppers of all devices, given their gradients. Scalars follow tables that moved."""
         for slot in self.slots:
-            if any(value.device != slot.table._storage.device for value in slot.scalars.values()):
+            if any(
+                value.device != slot.table._storage.device for value in slot.table._storage.scalars.values()
+            ):
                 self.publish(spec, slot, groups[slot.group], state)
         key = id(groups), [_layout_key(spec.rule, slot, groups[slot.group]) for slot in self.slots]
         if key != self._built_from:
@@ -215,7 +213,12 @@ class OptimizerTables:
 def _layout_key(rule: Rule, slot: TableSlot, group: Group) -> tuple[Any, ...]:
     """All that the launches of a table depend on."""
     store = slot.table._storage
-    layout = store.device, store.ensure_layout().record, slot.group, [*map(id, slot.scalars.values())]
+    layout = (
+        store.device,
+        store.ensure_layout().record,
+        slot.group,
+        [*map(id, slot.table._storage.scalars.values())],
+    )
     return (*layout, rule.has(group), rule.scalars_of_rows(group, per_row_steps=False))
 
 
@@ -278,9 +281,11 @@ class TableStepper:
 
     def _launch(self, kernels: TritonRows, index: int, pack: RowGrads, options: StepOptions) -> None:
         store, access = self.slots[index].table._storage, self.slots[index].table._rows
-        location = access.location_for_update(pack)
+        location, batch = access.location_for(pack.batch, update=True), pack.batch
         if location is not None:
-            weights = pack.weights(store.generation)
+            weights = None if batch is None else batch.weights
+            if batch is not None and weights is not None and batch.generation != store.generation:
+                weights = None  # rows have changed since the lookup
             kernels.update(index, pack.rows, pack.grads, location, options, weights=weights)
             store.writes += 1
             return
@@ -308,7 +313,7 @@ def _table_layout(rule: Rule, slot: TableSlot, group: Group) -> TableLayout:
     names = [name for name in rule.state if name in record]
     return TableLayout(
         group=slot.group,
-        scalars=slot.scalars,
+        scalars=slot.table._storage.scalars,
         dim=record.weight.count,
         weight=record.weight.dtype,
         state=record[names[0]].dtype if names else record.weight.dtype,
@@ -322,7 +327,7 @@ def _table_layout(rule: Rule, slot: TableSlot, group: Group) -> TableLayout:
 def _update_in_chunks(slot: TableSlot, pack: RowGrads, update: Update, seeds: Any) -> None:
     """Read, update and write rows in torch operations."""
     access = slot.table._rows
-    before = {name: float(value) for name, value in slot.scalars.items()}
+    before = {name: float(value) for name, value in slot.table._storage.scalars.items()}
     after: Mapping[str, float] = before
     # Whole vectors, so that a row's bits do not depend on where the chunks end.
     size = max(1, CHUNK_BYTES // (pack.grads.shape[1] * 64)) * 16
@@ -335,5 +340,5 @@ def _update_in_chunks(slot: TableSlot, pack: RowGrads, update: Update, seeds: An
             update = Update(update.rule, update.group, False, update.scale, update.factor)
         after = update_rows(update, fields, grads, scalars=before, row_scalars=slot.row_scalars, seeds=seeds)
         access.write_fields_(rows, fields)
-    for name, value in slot.scalars.items():
+    for name, value in slot.table._storage.scalars.items():
         value.fill_(after[name])

@@ -13,7 +13,7 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.kernels.cache import POLICIES
 from flatbed.tables import initializers
-from flatbed.tables.record import NAMES, WEIGHT, Field, Record
+from flatbed.tables.record import NAMES, WEIGHT, Field
 
 STORAGES = ("host", "disk", "device")
 
@@ -69,7 +69,7 @@ class Config:
             )
 
     @property
-    def sized(self) -> bool:
+    def is_cache_sized(self) -> bool:
         """True if the user gave the size of the cache."""
         return self.cache_rows is not None or self.cache_bytes is not None
 
@@ -167,20 +167,3 @@ def check_device(device: torch.device) -> None:
             f'a table computes on "cpu" or "cuda"; found device "{device}": build the table with '
             f'device="cpu", or leave its module out of the move'
         )
-
-
-def fill_weights(record: Record, records: Tensor, first_row: int, config: Config) -> None:
-    """Write the first weights of consecutive rows, drawn from (seed, row)."""
-    initializers.fill_(
-        record.view(records, WEIGHT),
-        first_row=first_row,
-        init=config.init,
-        seed=config.seed,
-        padding_idx=config.padding_idx,
-    )
-
-
-def fill_state(record: Record, records: Tensor) -> None:
-    """Write the first values of optimizer state."""
-    for field in record.state:
-        record.view(records, field.name).fill_(field.initial)

@@ -225,11 +225,8 @@ class Embedding(TableModule):
     def forward(self, input: Any) -> Tensor:
         """Ids of any shape → (*shape, embedding_dim)."""
         if torch.compiler.is_compiling():
-            return _untraced(self, input)
-        return self._forward(input)
-
-    def _forward(self, input: Any) -> Tensor:
-        table = self.table
+            return _untraced(self.forward, input)
+        table = cast(Table, self._parameters[WEIGHT])
         record = needs_grad(table, training=self.training)
         batch = prepare_lookup(table, input, training=record)
         if record:
@@ -309,10 +306,7 @@ class EmbeddingBag(TableModule):
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Bags of ids, (bags, length) or (n,) with offsets → (bags, embedding_dim)."""
         if torch.compiler.is_compiling():
-            return _untraced(self, input, offsets, per_sample_weights)
-        return self._forward(input, offsets, per_sample_weights)
-
-    def _forward(self, input: Any, offsets: Any, per_sample_weights: Tensor | None) -> Tensor:
+            return _untraced(self.forward, input, offsets, per_sample_weights)
         table = self.table
         record = needs_grad(table, training=self.training)
         batch = prepare_lookup(table, input, for_bag=True, training=record)
@@ -342,10 +336,9 @@ class EmbeddingBag(TableModule):
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator,unused-ignore]
-def _untraced(module: Any, *args: Any) -> Tensor:
-    """A lookup inside of what is being compiled: nothing in it is for tracing."""
-    rows: Tensor = module._forward(*args)
-    return rows
+def _untraced(forward: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Call a lookup inside of what is being compiled: nothing in it is for tracing."""
+    return forward(*args)
 
 
 def _check_mode(mode: str) -> None:

@@ -13,8 +13,8 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels.dispatch import use_triton
 from flatbed.kernels.records import NONE, UniqueRows, sentinel_of
 from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
+from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.ids import as_ids, check_range, to_device
-from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.table import Table
 
 _reshape = torch.ops.aten._unsafe_view.default  # without a view, which users could not change in place
@@ -26,34 +26,35 @@ def prepare_lookup(table: Table, ids: Any, *, for_bag: bool = False, training: b
     Ids out of range: those on the host raise here, those on a GPU raise later (`DeferredIdChecks`).
     For a bag of a table with a padding row, the first unique row is -1, in place of the padding row.
     """
-    given, padding_idx = as_ids(ids), table._storage.config.padding_idx
-    capturing = is_capturing(table._storage.device)
+    given, store, checks = as_ids(ids), table._storage, table._deferred_checks
+    n_rows, padding_idx = store.config.n_rows, store.config.padding_idx
+    capturing = is_capturing(store.device)
     is_checked = given.device.type == "cpu" and not capturing
     if is_checked:
-        check_range(given, table.num_embeddings)
+        check_range(given, n_rows)
     elif capturing:
         _check_capture(table, given)
-    if training and not capturing:
-        table._deferred_checks.prepare_capture()
+    if training and not capturing and store.device.type == "cuda" and checks.graph_slot is None:
+        checks.prepare_capture(store.device, n_rows)
     lead = padding_idx if for_bag else None
     if training and lead is None and not capturing and isinstance(ids, Tensor):
         for batch in table._prefetched:
-            if batch.matches(ids) and batch.cache.protects(batch):
+            if batch.cache is not None and batch.matches(ids) and batch.cache.protects(batch):
                 return replace(batch, shape=given.shape)
-    keys = _keys(table, given.flatten(), is_checked=is_checked)
-    error_slot = None if is_checked else table._deferred_checks.error_slot(capturing=capturing)
+    keys = _keys(given.flatten(), n_rows, store.device, is_checked=is_checked)
+    error_slot = None if is_checked else checks.error_slot(store.device, capturing=capturing)
 
     def defer_check() -> None:  # before rows move, so that `step` need not wait for the bus
         if error_slot is not None and not capturing:
-            table._deferred_checks.add(given, error_slot, offset=int(lead is not None))
+            checks.add(given, error_slot, n_rows=n_rows, offset=int(lead is not None))
 
     if error_slot is not None and not capturing:
         table._raise_bad_ids(wait=False)
-    cache = table._storage.cache_for(given.numel()) if training else None
+    cache = store.cache_for(given.numel()) if training else None
     sought = keys if lead is None else _with_lead(keys, lead)
     admission = None
     if cache is None:
-        found = unique(sought, table.num_embeddings, error_slot)
+        found = unique(sought, n_rows, error_slot)
         defer_check()
     else:
         found, admission = cache.admit(sought, error_slot, on_checked=defer_check)
@@ -62,9 +63,8 @@ def prepare_lookup(table: Table, ids: Any, *, for_bag: bool = False, training: b
     return LookupBatch(given.shape, keys, found, cache, admission)
 
 
-def _keys(table: Table, ids: Tensor, *, is_checked: bool) -> Tensor:
+def _keys(ids: Tensor, n_rows: int, device: torch.device, *, is_checked: bool) -> Tensor:
     """Return ids, (n,), on the computing device, in the dtype that kernels sort fastest."""
-    n_rows, device = table.num_embeddings, table._storage.device
     if is_checked:
         is_int32 = n_rows <= INT32_ROWS and use_triton(device)
         return to_device(ids, device, torch.int32 if is_int32 else torch.int64)
@@ -79,7 +79,7 @@ def _with_lead(keys: Tensor, padding_idx: int) -> Tensor:
 
 def _check_capture(table: Table, ids: Tensor) -> None:
     store = table._storage
-    if not store.is_allocated or store.relayout_pending or table._rows.location is None:
+    if not store.is_allocated or store.relayout_pending or table._rows.location_for() is None:
         raise FlatbedError(
             "a lookup of this table cannot be part of a CUDA graph"
             + (
@@ -101,19 +101,20 @@ class LookupFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
-        out = table._rows.lookup(batch)
+        store = table._storage
+        out = None if batch.cache is None or batch.cache is not store.cache else batch.cache.lookup(batch)
         if out is None:
             rows = table._rows.weights(batch.unique.rows)
             if use_triton(rows.device):
-                batch.weights, batch.generation = rows, table._storage.generation
+                batch.weights, batch.generation = rows, store.generation
             out = rows.index_select(0, batch.unique.inverse)
-        return out if len(batch.shape) == 1 else _reshape(out, (*batch.shape, table.embedding_dim))
+        return out if len(batch.shape) == 1 else _reshape(out, (*batch.shape, store.config.dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        table, batch = ctx.table, ctx.batch
-        grad = grads[0].detach().reshape(-1, table.embedding_dim)
-        rows, sums = segment_sum(grad, batch.unique, table._storage.config.padding_idx)
+        table, batch, config = ctx.table, ctx.batch, ctx.table._storage.config
+        grad = grads[0].detach().reshape(-1, config.dim)
+        rows, sums = segment_sum(grad, batch.unique, config.padding_idx)
         table._record_grads(rows, sums, batch)
         return None, None
 
@@ -150,6 +151,6 @@ def needs_grad(table: Table, *, training: bool) -> bool:
     """Return True if a lookup records gradients. Raises in training if no optimizer has the table."""
     if not (torch.is_grad_enabled() and table._needs_grad):
         return False
-    if training:
+    if training and table._orphaned:
         table._check_owner()
     return True

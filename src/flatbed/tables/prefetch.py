@@ -14,9 +14,9 @@ from flatbed.cuda.streams import is_capturing, stream_for
 from flatbed.errors import FlatbedError
 from flatbed.kernels.dispatch import use_triton
 from flatbed.kernels.rows import to_int32_keys
-from flatbed.tables.cache.disk import DiskCache, Reservation
+from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.cache.host_index import HostIndexCache, Reservation
 from flatbed.tables.ids import as_ids, check_range
-from flatbed.tables.lookup_batch import LookupBatch, version_of
 from flatbed.tables.table import Table
 
 READ_ROWS = 1024  # read from disk at once, on a CPU: the training thread may have to wait for it
@@ -32,7 +32,7 @@ class PrefetchRequest:
     """Set if ids were out of range when the request was staged."""
     rows: list[Tensor] = field(default_factory=list)
     """For each lookup the unique rows to read from disk."""
-    reservations: list[tuple[DiskCache, Reservation] | None] = field(default_factory=list)
+    reservations: list[tuple[HostIndexCache, Reservation] | None] = field(default_factory=list)
     """For each lookup the disk cache and its reservation, if it has one."""
     batches: list[LookupBatch] = field(default_factory=list)
     """Prefetched lookups."""
@@ -46,29 +46,21 @@ class RowPrefetch:
     """
 
     def __init__(self, table: Table, depth: int) -> None:
-        self.table, self.depth = table, depth
-        self._is_training = torch.is_grad_enabled()  # of this thread: the loader thread has a mode of its own
-        self._training_stream: torch.cuda.Stream | None = None
-
-    @property
-    def _device(self) -> torch.device:
-        return self.table._storage.device
-
-    @property
-    def reads_disk(self) -> bool:
+        store = table._storage
+        self.table, self.store, self.depth = table, store, depth
+        # In training, on a GPU or under Triton's interpreter, rows are admitted to a cache. The mode of this
+        # thread counts: the loader thread has one of its own.
+        on_gpu = store.device.type == "cuda" or use_triton(store.device)
+        self._admits = torch.is_grad_enabled() and on_gpu
+        is_cached = self._admits and store.config.cache_rows != 0
+        self.reads_disk = store.config.storage == "disk" and (is_cached or not self._admits)
         """True if `read` takes long enough for a thread of its own."""
-        config = self.table._storage.config
-        return config.storage == "disk" and (not self._admits or config.cache_rows != 0)
-
-    @property
-    def _admits(self) -> bool:
-        """True if rows are admitted to a cache: in training, on a GPU or under Triton's interpreter."""
-        return self._is_training and (self._device.type == "cuda" or use_triton(self._device))
+        self._training_stream: torch.cuda.Stream | None = None
 
     def stage(self, ids: list[Tensor]) -> PrefetchRequest:
         """Check ids, which are on the host, and find the rows that `read` has to read. Loader thread."""
         request = PrefetchRequest([as_ids(one).flatten() for one in ids])
-        n_rows = self.table.num_embeddings
+        n_rows = self.store.config.n_rows
         try:
             for one in request.ids:
                 check_range(one, n_rows)
@@ -84,18 +76,22 @@ class RowPrefetch:
         rows, request.rows = request.rows, []
         if not rows:
             return
-        store = self.table._storage
+        store = self.store
         if not self._admits:
             for some in torch.split(torch.cat(rows), READ_ROWS):
                 with suppress(FlatbedError):  # the file may be replaced meanwhile
                     store.ensure_layout().gather(some)
             return
         # The cache that is there, if any: replacing it here would take it from the training thread.
-        found = store.cache or store.cache_for(sum(one.numel() for one in request.ids))
+        found = store.cache or store.cache_for(
+            sum(one.numel() for one in request.ids), n_batches=self.depth + 2
+        )
         if found is None:
             return
-        cache = cast(DiskCache, found)  # the kind that tables on disk have
-        with torch.cuda.stream(stream_for(self._device, "files") if self._device.type == "cuda" else None):
+        cache = cast(HostIndexCache, found)  # the kind that tables on disk have
+        with torch.cuda.stream(
+            stream_for(self.store.device, "files") if self.store.device.type == "cuda" else None
+        ):
             for some in rows:
                 try:
                     reservation = cache.reserve(some)
@@ -114,20 +110,21 @@ class RowPrefetch:
         n_ids = sum(one.numel() for one in request.ids)
         if request.error is not None or not n_ids or not self._admits:
             return
-        cache = self.table._storage.cache_for(n_ids)
+        cache = self.store.cache_for(n_ids, n_batches=self.depth + 2)
         if cache is None:
             return
         # The batch in hand, `depth` batches after it, and the one whose step may still run; not this lookup.
         window = (self.depth + 2) * len(ids) - 1
         reservations = request.reservations or [None] * len(ids)
         for one, reserved in zip(ids, reservations, strict=True):
-            keys = to_int32_keys(as_ids(one).reshape(-1), self.table.num_embeddings)
+            keys = to_int32_keys(as_ids(one).reshape(-1), self.store.config.n_rows)
             reservation = reserved[1] if reserved is not None and reserved[0] is cache else None
             found = cache.prefetch(keys, window=window, reservation=reservation)
             if found is not None:
-                batch = LookupBatch(one.shape, keys, found[0], cache, found[1], one, version_of(one))
-                if self._device.type == "cuda":
-                    batch.ready = torch.cuda.current_stream(self._device).record_event()
+                batch = LookupBatch(one.shape, keys, found[0], cache, found[1], one)
+                batch.version = -1 if one.is_inference() else one._version
+                if self.store.device.type == "cuda":
+                    batch.ready = torch.cuda.current_stream(self.store.device).record_event()
                 request.batches.append(batch)
 
     def begin(self, request: PrefetchRequest) -> None:
@@ -138,16 +135,16 @@ class RowPrefetch:
         if request.error is not None:
             for ids in request.ids:
                 try:
-                    check_range(ids, self.table.num_embeddings)
+                    check_range(ids, self.store.config.n_rows)
                 except IndexError as error:
                     raise IndexError(f"the lookups of {self.table!r}: {error}") from None
-        if self._device.type == "cuda":
-            stream = self._training_stream = torch.cuda.current_stream(self._device)
+        if self.store.device.type == "cuda":
+            stream = self._training_stream = torch.cuda.current_stream(self.store.device)
             for batch in request.batches:
                 if batch.ready is not None:
                     stream.wait_event(batch.ready)
                 batch.record_stream(stream)
-        if request.batches:
+        if request.batches and request.batches[0].cache is not None:
             request.batches[0].cache.begin(request.batches[0].admission)
         self.table._prefetched.extend(request.batches)
 
@@ -169,7 +166,7 @@ class RowPrefetch:
         if self._training_stream is None:
             return None
         with torch.cuda.stream(self._training_stream):
-            return None if is_capturing(self._device) else self._training_stream.record_event()
+            return None if is_capturing(self.store.device) else self._training_stream.record_event()
 
 
 def _unique(ids: Tensor, n_rows: int) -> Tensor:

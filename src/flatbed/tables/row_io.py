@@ -10,13 +10,13 @@ from torch import Tensor
 
 from flatbed.kernels import rows as ops
 from flatbed.kernels.records import RecordLocation
-from flatbed.tables.cache import location_of
-from flatbed.tables.cache.disk import DiskCache
+from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.cache.host_index import HostIndexCache
+from flatbed.tables.factory import location_of
 from flatbed.tables.grads import RowGrads
-from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.storage.base import Storage
-from flatbed.tables.storage.table_storage import TableStorage
+from flatbed.tables.table_storage import TableStorage
 
 
 class RowIO:
@@ -30,34 +30,26 @@ class RowIO:
 
     # ---- locations
 
-    @property
-    def location(self) -> RecordLocation | None:
-        """Where kernels and operations find the records of all rows; None if they do not reach them."""
-        storage, cache = self.store.ensure_layout(), self.store.cache
+    def location_for(
+        self, batch: LookupBatch | None = None, *, update: bool = False
+    ) -> RecordLocation | None:
+        """Return where kernels and operations find rows; None if the host must move the records.
+
+        The current stream is ordered after prefetches that may move the rows. `batch` is the one that the
+        rows are of, if any. `update`: the rows will change.
+        """
+        storage = self.store.ensure_layout()
+        cache = self.store.cache  # after the layout, which may replace it
         if cache is None:
             return location_of(storage, self.store.device)
-        return None if cache.location is None or cache.location.memory is None else cache.location
+        return cache.location_for(batch, update=update)
 
-    def location_for_update(self, grads: RowGrads) -> RecordLocation | None:
-        """Return where kernels find these rows to change them; None if the host must move the records."""
-        cache = self.store.cache
-        return self.location if cache is None else cache.location_for_update(grads.batch)
-
-    def _ordered_location(self, batch: LookupBatch | None = None) -> RecordLocation | None:
-        """Return `location`, with the current stream ordered after prefetches that may move the rows."""
-        location, cache = self.location, self.store.cache
-        return location if location is None or cache is None else cache.location_for_update(batch)
-
-    def _host_access(self) -> Storage | DiskCache:
+    def _host_access(self) -> Storage | HostIndexCache:
         """Return what reads and writes records that kernels do not reach."""
-        return self.store.ensure_layout() if self.store.cache is None else cast(DiskCache, self.store.cache)
+        cache = self.store.cache
+        return self.store.ensure_layout() if cache is None else cast(HostIndexCache, cache)
 
     # ---- reading
-
-    def lookup(self, batch: LookupBatch) -> Tensor | None:
-        """Read the weights of a batch's ids, (n,) → (n, dim), in one kernel; None if there is none for it."""
-        cache = self.store.cache
-        return None if cache is None or batch.cache is not cache else cache.lookup(batch)
 
     def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
         """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
@@ -68,7 +60,7 @@ class RowIO:
         """Read records, or their first bytes, to the computing device; zeros for the row -1."""
         store = self.store
         nbytes = store.record.nbytes if nbytes is None else nbytes
-        location = self._ordered_location(batch)
+        location = self.location_for(batch)
         if location is not None:
             return ops.gather(location, rows, nbytes)
         if not len(rows):
@@ -94,16 +86,14 @@ class RowIO:
 
     def _torch_memory(self) -> Tensor | None:
         """Return the storage's memory if it is on the computing device and no cache is in front of it."""
-        location = None if self.store.cache is not None else self.location
+        location = None if self.store.cache is not None else self.location_for()
         memory = None if location is None else location.memory
         return memory if memory is not None and memory.device == self.store.device else None
 
     # ---- writing
 
     def reserve_space(self, grads: RowGrads) -> None:
-        """Raise if a full disk has no room for changes of these rows, before a step begins."""
-        if self.store.config.storage != "disk":
-            return
+        """Raise if the disk has no room for changes of these rows of a file, before a step begins."""
         if self.store.cache is not None:
             self.store.cache.reserve_space(grads.rows, grads.batch)
             return
@@ -113,7 +103,7 @@ class RowIO:
     def scatter_(self, rows: Tensor, records: Tensor) -> None:
         """Replace the records of unique rows; the row -1 is skipped."""
         self.store.writes += 1
-        location = self._ordered_location()
+        location = self.location_for(update=True)
         if location is not None:
             ops.scatter_(location, rows, records)
             return
@@ -141,7 +131,7 @@ class RowIO:
         """Replace the weights of unique rows; their state stays."""
         store = self.store
         store.writes += 1
-        location, field = self._ordered_location(), store.config.weight
+        location, field = self.location_for(update=True), store.config.weight
         if location is None:
             self.write_fields_(rows, self.read_fields(rows) | {WEIGHT: values})
             return

@@ -18,9 +18,8 @@ from flatbed.progress import progress
 from flatbed.tables import initializers as initial
 from flatbed.tables.config import Config
 from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
-from flatbed.tables.storage.base import row_blocks
+from flatbed.tables.storage.base import reported, row_blocks
 from flatbed.tables.storage.disk.format import TABLE
-from flatbed.tables.storage.fills import reported
 from flatbed.tables.tensor_file import TensorEntry, entries_of, opened, writing
 
 if TYPE_CHECKING:

@@ -13,18 +13,15 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.tables import copying, replicas, saving
-from flatbed.tables.cache import CacheStats
-from flatbed.tables.cache import warm as warm_cache
+from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.config import Config, as_integer, device_of, with_cache
-from flatbed.tables.deferred_checks import DeferredIdChecks
-from flatbed.tables.grads import GradAccumulator, RowGrads
-from flatbed.tables.ids import as_ids, as_values, check_range, most_used, to_device
-from flatbed.tables.lookup_batch import LookupBatch
+from flatbed.tables.factory import warm as warm_cache
+from flatbed.tables.grads import GradAccumulator, RowGrad, RowGrads
+from flatbed.tables.ids import DeferredIdChecks, as_ids, as_values, check_range, most_used, to_device
 from flatbed.tables.parameter import TableParameter
 from flatbed.tables.record import Field
-from flatbed.tables.row_grad import RowGrad
 from flatbed.tables.row_io import RowIO
-from flatbed.tables.storage.table_storage import TableStorage
+from flatbed.tables.table_storage import TableStorage
 from flatbed.tables.tensor_file import as_path
 from flatbed.tables.view import WeightView
 
@@ -53,7 +50,7 @@ class Table(TableParameter):
         table.replicate = replicate
         table._owner_ref = None
         table._orphaned = False
-        table._deferred_checks = DeferredIdChecks(table._storage)
+        table._deferred_checks = DeferredIdChecks()
         table._exchanges = 0
         table._prefetched = []
         return table
@@ -151,7 +148,7 @@ class Table(TableParameter):
 
     def _record_grads(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
         """Record the gradients of a lookup. Called in backward, in any thread."""
-        if self._owner is None:
+        if self._owner_ref is None or self._owner_ref() is None:
             self._orphaned = True
         self._grads.record(rows, grads, batch)
 
@@ -181,10 +178,11 @@ class Table(TableParameter):
         State of another optimizer in memory is replaced. In a file, replacing it would lose what was saved.
         """
         store = self._storage
-        in_file = store.config.storage == "disk" and bool(store.record.state) and not store.relayout_pending
-        if self._storage.state_owned and not in_file:
+        has_file = store.config.storage == "disk" and store.is_allocated
+        in_file = has_file and bool(store.record.state) and not store.relayout_pending
+        if store.state_owned and not in_file:
             return
-        kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (self._storage.record.state, state)]
+        kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (store.record.state, state)]
         if kinds[0] != kinds[1]:
             found = ", ".join(name for name, *_ in kinds[0])
             wanted = ", ".join(name for name, *_ in kinds[1]) or "none"
@@ -215,8 +213,8 @@ class Table(TableParameter):
             return self.requires_grad
 
     def _check_owner(self) -> None:
-        """Raise if gradients were recorded that no optimizer will ever use."""
-        if self._orphaned and self._owner is None:
+        """Raise if no optimizer has the table: gradients that were recorded would never be used."""
+        if self._owner is None:
             raise FlatbedError(
                 f"{self!r} receives gradients, but no optimizer has it: give its parameters to an optimizer "
                 "(flatbed.optim.Adam(model.parameters())), or freeze it (emb.requires_grad_(False))"
@@ -275,7 +273,7 @@ class Table(TableParameter):
         cache of no given size stays as large as it is.
         """
         rows, counts = most_used(as_ids(ids).cpu().flatten(), counts, self.num_embeddings)
-        sized = self._storage.config.sized
+        sized = self._storage.config.is_cache_sized
         cache = self._storage.cache_for(len(rows)) if sized else self._storage.cache
         if cache is None:
             return

@@ -1,6 +1,5 @@
 """Cache whose index and records are on the computing device, over storage that its kernels can address.
 
-**Content never changes a result.** A row's record is in the slot that the index names, otherwise in storage.
 Every kernel that reads or writes a row asks the index first. So the only hazard is an admission that moves a
 row while work in another stream uses the row.
 
@@ -33,8 +32,7 @@ from torch import Tensor
 from flatbed.cuda.streams import is_capturing, relaxed_capture
 from flatbed.kernels.cache import CacheIndex
 from flatbed.kernels.records import RecordLocation, UniqueRows
-from flatbed.tables.cache.stats import CacheStats
-from flatbed.tables.lookup_batch import LookupBatch
+from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.storage.memory import MemoryStorage
 
 MAX_WINDOW = 1024
@@ -45,13 +43,12 @@ class GpuCache:
 
     def __init__(self, storage: MemoryStorage, n_slots: int, *, policy: str, device: torch.device) -> None:
         self.storage = storage
-        self.record, self.n_rows, self.device = storage.record, storage.n_rows, device
-        self.index_device = self.record_device = device
+        self.n_rows, self.n_slots, self.device = storage.n_rows, n_slots, device
+        self.weight, self.record_bytes = storage.record.weight, storage.record.nbytes
         self.index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=device)
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.location = RecordLocation(storage.memory, self.records, self.index.slot_of_row, self.index.dirty)
         self.in_graphs = False
-        """True once a CUDA graph has captured an admission."""
         self.n_unsaved = 0
         self._n_admissions = 0
         self._sizes: deque[int] = deque(maxlen=MAX_WINDOW)  # ids of the last admissions
@@ -63,10 +60,6 @@ class GpuCache:
         self._unordered: set[torch.cuda.Stream] = set()  # that the next prefetch waits for
         self._prefetch_done: torch.cuda.Event | None = None
 
-    @property
-    def n_slots(self) -> int:
-        return self.index.n_slots
-
     # ---- admission
 
     def admit(
@@ -75,11 +68,6 @@ class GpuCache:
         error_slot: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
     ) -> tuple[UniqueRows, int]:
-        """Find the unique rows of a batch and bring them into the cache, in the current stream.
-
-        Calls `on_checked` when the kernel that writes `error_slot` is issued, before rows move. Returns the
-        number of the admission, too.
-        """
         if is_capturing(self.device):
             self._enter_graph()
         elif self.device.type == "cuda":
@@ -89,11 +77,7 @@ class GpuCache:
         return self._admit(keys, window, error_slot, on_checked)
 
     def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
-        """Admit a batch ahead of time, in the current stream, which is not the training stream.
-
-        Returns None if the ids do not fit in addition to those of the last `window` admissions. `reservation`
-        is for tables on disk.
-        """
+        """Admit a batch, if its ids fit in addition to those of the last `window` admissions."""
         if self.in_graphs or not self._fits(len(keys), window):
             return None
         self._window = window
@@ -146,18 +130,15 @@ class GpuCache:
     # ---- order between streams: see the module's docstring
 
     def protects(self, batch: LookupBatch | None) -> bool:
-        """Return True if the rows of this batch need no order with prefetches: see the module."""
         if batch is None or batch.cache is not self or self.in_graphs:
             return False
         return batch.admission is not None and batch.admission >= max(self._oldest_protected, self._in_hand)
 
     def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
-        """Return the batch that is protected only if all of these are."""
         numbers = [-1 if batch.admission is None else batch.admission for batch in batches]
         return batches[numbers.index(min(numbers))]
 
     def begin(self, admission: int) -> None:
-        """Note that the batch with this admission is in hand: work on earlier batches has been issued."""
         self._in_hand = max(self._in_hand, admission)  # several prefetchers may take turns
         if self.device.type == "cuda":
             self._training_stream = torch.cuda.current_stream(self.device)
@@ -188,16 +169,13 @@ class GpuCache:
     # ---- rows
 
     def lookup(self, batch: LookupBatch) -> Tensor:
-        """Read the weights of a batch's ids, (n,) → (n, dim)."""
         from flatbed.kernels._triton import cache
 
         if not self.protects(batch):
             self.wait_for_prefetch()
-        weight = self.record.weight
-        return cache.lookup(self.location, batch.keys, weight.count, weight.dtype, self.n_rows)
+        return cache.lookup(self.location, batch.keys, self.weight.count, self.weight.dtype, self.n_rows)
 
-    def location_for_update(self, batch: LookupBatch | None) -> RecordLocation:
-        """Return where kernels find rows to change them; `batch` is the one that the rows are of, if any."""
+    def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation:
         if not self.protects(batch):
             self.wait_for_prefetch()
         return self.location
@@ -206,7 +184,6 @@ class GpuCache:
         """Do nothing: memory has room for every row."""
 
     def flush(self) -> None:
-        """Write changed records to storage, and wait until they are there."""
         from flatbed.kernels._triton import cache
 
         if self.device.type == "cuda":
@@ -216,18 +193,15 @@ class GpuCache:
             torch.cuda.current_stream(self.device).synchronize()
 
     def drop(self) -> None:
-        """Write changed records to storage, and empty the cache."""
         self.flush()
         self.abandon()
 
     retire = drop
 
     def abandon(self) -> None:
-        """Empty the cache without writing changed records back."""
         self.wait_for_prefetch()
         self.index.clear()
         self._oldest_protected = self._n_admissions + 1
 
     def stats(self) -> CacheStats:
-        """Return the counts so far. Waits for the device."""
-        return CacheStats.of(self.index.counts.tolist(), rows=self.n_slots, nbytes=self.record.nbytes)
+        return CacheStats.of(self.index.counts.tolist(), rows=self.n_slots, nbytes=self.record_bytes)

@@ -1,14 +1,19 @@
-"""The protocol of storages: where the records of a table are kept."""
+"""The protocol of storages, where the records of a table are kept, and functions that fill new records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from flatbed.tables.record import Record
+from flatbed.progress import progress
+from flatbed.tables import initializers
+from flatbed.tables.config import Config
+from flatbed.tables.initializers import Zeros
+from flatbed.tables.record import WEIGHT, Record
 
 CPU = torch.device("cpu")
 CHUNK_BYTES = 1 << 26  # of rows copied at a time, in memory besides the table
@@ -74,3 +79,66 @@ def row_blocks(start: int, stop: int, row_bytes: int) -> Iterator[tuple[int, int
     step = max(1, CHUNK_BYTES // row_bytes)
     for first in range(start, stop, step):
         yield first, min(first + step, stop)
+
+
+# ---- first contents of records
+
+
+def fill_state(record: Record, records: Tensor) -> None:
+    """Write the first values of optimizer state."""
+    for field in record.state:
+        record.view(records, field.name).fill_(field.initial)
+
+
+def initial_rows(config: Config, record: Record) -> Fill:
+    """Fill rows with their first weights, drawn from (seed, row), and their first state."""
+
+    def fill(start: int, stop: int, records: Tensor) -> None:
+        weights = record.view(records, WEIGHT)
+        initializers.fill_(
+            weights, first_row=start, init=config.init, seed=config.seed, padding_idx=config.padding_idx
+        )
+        fill_state(record, records)
+
+    return fill
+
+
+def begins_at_zero(config: Config, record: Record) -> bool:
+    """Return True if all first values are zero, so that new memory need not be written."""
+    return isinstance(config.init, Zeros) and not any(field.initial for field in record.state)
+
+
+def kept_rows(old: Storage, record: Record, *, with_state: bool) -> Fill:
+    """Fill rows from another storage. Fields that it lacks, and state without `with_state`, begin again."""
+    kept = [field.name for field in record.fields if field.name in old.record]
+    kept = kept if with_state else kept[:1]
+
+    def fill(start: int, stop: int, records: Tensor) -> None:
+        fill_state(record, records)
+        before = old.read(start, stop).cpu()
+        for name in kept:
+            record.view(records, name).copy_(old.record.view(before, name))
+
+    return fill
+
+
+@contextmanager
+def reported(description: str, n_rows: int, fill: Fill) -> Iterator[Fill]:
+    """Show a progress bar while a storage calls `fill`."""
+    with progress(description, n_rows, "rows") as advance:
+
+        def filling(start: int, stop: int, records: Tensor) -> None:
+            fill(start, stop, records)
+            advance(stop - start)
+
+        yield filling
+
+
+def in_turn(*fills: Fill) -> Fill:
+    """Fill rows by several functions, one after the other."""
+
+    def fill(start: int, stop: int, records: Tensor) -> None:
+        for one in fills:
+            one(start, stop, records)
+
+    return fill

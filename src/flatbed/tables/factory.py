@@ -1,6 +1,10 @@
-"""Factory of caches: the kind and the size that a table gets. Only this file asks for kinds of storage."""
+"""The factory of storages and caches: the only file that chooses an implementation, and a cache's size."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,23 +12,60 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.kernels.dispatch import use_triton
 from flatbed.kernels.records import RecordLocation
-from flatbed.tables.cache.disk import DiskCache
+from flatbed.tables import initializers
+from flatbed.tables.cache.base import Cache
 from flatbed.tables.cache.gpu import GpuCache
+from flatbed.tables.cache.host_index import HostIndexCache
 from flatbed.tables.cache.write_behind import WriteBehind, WriteThrough
 from flatbed.tables.config import Config
 from flatbed.tables.record import Record
-from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.base import Fill, Storage
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.memory import MemoryStorage
+from flatbed.tables.storage.memory import MemoryStorage, device_storage, host_storage
 
-Cache = GpuCache | DiskCache
-BATCHES = 4  # that a cache of the default size holds
+DEFAULT_BATCHES = 4  # that a cache of the default size holds
 WARM_ROWS = 1 << 16  # that `warm` admits at once
 SHARE = 4  # a cache of the default size takes at most this fraction of the GPU's free memory
 
 
-def slots_for(config: Config, record: Record, device: torch.device, n_ids: int) -> int:
-    """Return how many records the cache holds, given a batch of n_ids; 0 for no cache."""
+def create_storage(
+    config: Config,
+    record: Record,
+    device: torch.device,
+    *,
+    fill: Fill,
+    zero: bool = False,
+    meta: Mapping[str, Any],
+) -> Storage:
+    """Allocate and fill a table's records. `zero`: `fill` writes zeros, which memory holds already."""
+    if config.path is not None:
+        return DiskStorage.create(config.path, record, config.n_rows, fill=fill, meta=meta)
+    storage = (host_storage if config.storage == "host" else device_storage)(record, config.n_rows, device)
+    if not zero:
+        storage.fill_(0, config.n_rows, fill)
+    return storage
+
+
+def open_storage(config: Config) -> tuple[DiskStorage, Config]:
+    """Open the file of a disk table. Returns a config with the file's initializer, too."""
+    assert config.path is not None
+    storage = DiskStorage.open(config.path)
+    weight, found = config.weight, storage.record.weight
+    if (storage.n_rows, found.count, found.dtype) != (config.n_rows, weight.count, weight.dtype):
+        storage.close()
+        raise FlatbedError(
+            f"{config.path} holds a table of {storage.n_rows} × {found.count} in {found.dtype}; asked "
+            f"for {config.n_rows} × {weight.count} in {weight.dtype}. Ask for what it holds "
+            f"(flatbed.load_table reads it from the file), or choose another path"
+        )
+    about = storage.meta.get("table", {})
+    if "init" in about:
+        config = replace(config, init=initializers.described(about["init"]), seed=int(about["seed"]))
+    return storage, config
+
+
+def slots_for(config: Config, record: Record, device: torch.device, n_wanted: int) -> int:
+    """Return how many records the cache holds; n_wanted, if the user gave no size; 0 for no cache."""
     if config.storage == "device":
         return 0
     if config.cache_rows is not None:
@@ -41,10 +82,10 @@ def slots_for(config: Config, record: Record, device: torch.device, n_ids: int) 
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     room = free // SHARE - 4 * config.n_rows
-    return max(0, min(BATCHES * n_ids, config.n_rows, room // record.nbytes))
+    return max(0, min(n_wanted, config.n_rows, room // record.nbytes))
 
 
-def build(storage: Storage, n_slots: int, *, policy: str, device: torch.device) -> Cache:
+def build_cache(storage: Storage, n_slots: int, *, policy: str, device: torch.device) -> Cache:
     """Build a cache: with its index on the device if kernels reach the storage, otherwise on the host."""
     try:
         with torch.inference_mode(False):
@@ -55,7 +96,7 @@ def build(storage: Storage, n_slots: int, *, policy: str, device: torch.device) 
             writer = (
                 WriteBehind(storage, n_slots) if isinstance(storage, DiskStorage) else WriteThrough(storage)
             )
-            return DiskCache(storage, n_slots, policy=policy, device=device, writer=writer)
+            return HostIndexCache(storage, n_slots, policy=policy, device=device, writer=writer)
     except torch.OutOfMemoryError as error:
         raise FlatbedError(
             f"a cache of {n_slots} rows of {storage.record.nbytes} bytes, and 4 bytes for each of the "
@@ -68,11 +109,11 @@ def warm(cache: Cache, rows: Tensor, counts: Tensor) -> None:
     """Admit unique rows, the most used last; `counts` says how often each is used."""
     index = cache.index
     for some, times in zip(torch.split(rows, WARM_ROWS), torch.split(counts, WARM_ROWS), strict=True):
-        cache.admit(some.to(cache.record_device))
+        cache.admit(some.to(cache.device))
         if index.policy == "lfu":
-            slots = index.slot_of_row[some.to(cache.index_device)].long()
+            slots = index.slot_of_row[some.to(index.clock.device)].long()
             is_cached = slots >= 0
-            index.frequency[slots[is_cached]] += times.to(cache.index_device).float().log2()[is_cached]
+            index.frequency[slots[is_cached]] += times.to(index.clock.device).float().log2()[is_cached]
 
 
 def location_of(storage: Storage, device: torch.device) -> RecordLocation | None:

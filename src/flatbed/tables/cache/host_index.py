@@ -33,9 +33,8 @@ from flatbed.kernels.cache import (
 )
 from flatbed.kernels.dispatch import use_triton
 from flatbed.kernels.records import RecordLocation, UniqueRows
-from flatbed.tables.cache.stats import CacheStats
+from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.cache.write_behind import HostCopies, WriteBehind, WriteThrough
-from flatbed.tables.lookup_batch import LookupBatch
 from flatbed.tables.storage.base import Storage
 
 CPU = torch.device("cpu")
@@ -44,7 +43,7 @@ FLUSH_BYTES = 1 << 26  # of records that are written at once
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Rows that stay in their slots until `DiskCache.release`."""
+    """Rows that stay in their slots until `HostIndexCache.release`."""
 
     rows: Tensor
     """Unique rows, on the host."""
@@ -55,8 +54,8 @@ class Reservation:
     """Recorded when the records have been copied to the device."""
 
 
-class DiskCache:
-    """Records of hot rows on `record_device`, their index on the host, and live reservations."""
+class HostIndexCache:
+    """Records of hot rows on `device`, their index on the host, and live reservations."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class DiskCache:
     ) -> None:
         self.storage, self.writer = storage, writer
         self.record, self.n_rows = storage.record, storage.n_rows
-        self.index_device, self.record_device = CPU, device
+        self.n_slots, self.device = n_slots, device
         self.in_graphs = False
         self.index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=CPU)
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
@@ -88,20 +87,15 @@ class DiskCache:
             self.location = RecordLocation(None, self.records, *maps)
 
     @property
-    def n_slots(self) -> int:
-        return self.index.n_slots
-
-    @property
     def n_unsaved(self) -> int:
-        """Changed rows that a crash or an exit would lose, and that the journal does not count."""
         return self.writer.n_unsaved
 
     @contextmanager
     def _access(self) -> Iterator[None]:
         """Hold the lock, and order the current stream after the access before."""
         with self.lock:
-            on_gpu = self.record_device.type == "cuda"
-            stream = torch.cuda.current_stream(self.record_device) if on_gpu else None
+            on_gpu = self.device.type == "cuda"
+            stream = torch.cuda.current_stream(self.device) if on_gpu else None
             if stream is not None and self._last is not None:
                 stream.wait_event(self._last)
             self._unpin_released(stream)
@@ -119,7 +113,7 @@ class DiskCache:
         error_slot: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
     ) -> tuple[UniqueRows, None]:
-        """Find the unique rows of a batch and bring them into the cache. Waits for the device."""
+        """Waits for the device: the host decides."""
         unique = ops.unique(keys, self.n_rows, error_slot)
         if on_checked is not None:
             on_checked()
@@ -139,8 +133,8 @@ class DiskCache:
                 return None
             self._n_pinned += int((self._pins[slots] == 0).sum())
             self._pins[slots] += 1
-            on_gpu = self.record_device.type == "cuda"
-            ready = torch.cuda.current_stream(self.record_device).record_event() if on_gpu else None
+            on_gpu = self.device.type == "cuda"
+            ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
             return Reservation(rows, slots, self.epoch, ready)
 
     def release(self, reservation: Reservation, after: torch.cuda.Event | None) -> None:
@@ -157,7 +151,6 @@ class DiskCache:
                 self._n_pinned -= int((self._pins[reservation.slots] == 0).sum())
 
     def protects(self, batch: LookupBatch | None) -> bool:
-        """Return True if the rows of this batch are in reserved slots."""
         if batch is None or batch.cache is not self or batch.admission is None:
             return False
         return bool(batch.admission.epoch == self.epoch)
@@ -165,14 +158,11 @@ class DiskCache:
     def prefetch(
         self, keys: Tensor, *, window: int, reservation: Reservation | None
     ) -> tuple[UniqueRows, Reservation] | None:
-        """Find the unique rows of a batch whose rows are reserved, in the current stream.
-
-        Returns None without a reservation. `window` is for tables in memory.
-        """
+        """Find the unique rows of a batch whose rows are reserved; None without a reservation."""
         if reservation is None or reservation.epoch != self.epoch:
             return None
         if reservation.ready is not None:
-            torch.cuda.current_stream(self.record_device).wait_event(reservation.ready)
+            torch.cuda.current_stream(self.device).wait_event(reservation.ready)
         return ops.unique(keys, self.n_rows), reservation
 
     def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
@@ -201,7 +191,7 @@ class DiskCache:
         """Read missing rows, n_free at most; meanwhile select slots and write their changed records back."""
         self.writer.finish()
         missing = torch.from_numpy(probed.missing[:n_free])
-        with self.writer.reading(missing, pin=self.record_device.type == "cuda") as read:
+        with self.writer.reading(missing, pin=self.device.type == "cuda") as read:
             placement = select_victims(self.index, probed, pinned=self._pins if self._n_pinned else None)
             changed = placement.victims >= 0
             slots = placement.slots[changed]
@@ -237,38 +227,37 @@ class DiskCache:
             return HostCopies(found)
         pinned = torch.empty(found.shape, dtype=torch.uint8, device=CPU, pin_memory=True)
         pinned.copy_(found, non_blocking=True)
-        done = torch.cuda.current_stream(self.record_device).record_event()
-        return HostCopies(pinned, done, self.record_device)
+        done = torch.cuda.current_stream(self.device).record_event()
+        return HostCopies(pinned, done, self.device)
 
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
-        if self.record_device.type != "cuda" or not tensor.numel():
-            return tensor.to(self.record_device)
+        if self.device.type != "cuda" or not tensor.numel():
+            return tensor.to(self.device)
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        return pinned.to(self.record_device, non_blocking=True)
+        return pinned.to(self.device, non_blocking=True)
 
     def _to_device(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
         """Copy arrays to the device, all in one copy."""
-        if self.record_device.type != "cuda":
+        if self.device.type != "cuda":
             return [torch.from_numpy(array) for array in arrays]
         lengths = [len(array) for array in arrays]
         pinned = torch.empty(sum(lengths), dtype=torch.int64, device=CPU, pin_memory=True)
         np.concatenate(arrays, out=pinned.numpy())
-        return [*torch.split(pinned.to(self.record_device, non_blocking=True), lengths)]
+        return [*torch.split(pinned.to(self.device, non_blocking=True), lengths)]
 
     # ---- rows
 
     def lookup(self, batch: LookupBatch) -> Tensor | None:
-        """Read the weights of a reserved batch's ids, (n,) → (n, dim), if kernels are available."""
-        if self.location is None or not use_triton(self.record_device) or not self.protects(batch):
+        if self.location is None or not use_triton(self.device) or not self.protects(batch):
             return None
         from flatbed.kernels._triton import cache
 
         weight = self.record.weight
         return cache.lookup(self.location, batch.keys, weight.count, weight.dtype, self.n_rows)
 
-    def location_for_update(self, batch: LookupBatch | None) -> RecordLocation | None:
-        """Return where kernels find the rows of a reserved batch to change them; None for other rows."""
-        if batch is None or not self.protects(batch) or self.location is None:
+    def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation | None:
+        """Return where kernels find the rows of a reserved batch that will change; None for other rows."""
+        if not update or batch is None or not self.protects(batch) or self.location is None:
             return None
         self._mark_changed(batch.admission.rows, batch.admission.slots)
         return self.location
@@ -280,11 +269,7 @@ class DiskCache:
         dirty[slots[clean]] = 1
 
     def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
-        """Raise if the disk has no room for changes of rows, before a step begins to change them.
-
-        The host knows the rows of a reserved batch without asking the device.
-        """
-        if batch is not None and self.protects(batch):
+        if batch is not None and self.protects(batch):  # the host knows its rows without asking the device
             rows = batch.admission.rows
         else:
             rows = rows.to(CPU)
@@ -303,7 +288,7 @@ class DiskCache:
             held = self.records[:, :nbytes]
             if bool(cached.all()):
                 return held.index_select(0, self._copy_to_device(slots))
-            out = torch.empty((len(ids), nbytes), dtype=torch.uint8, device=self.record_device)
+            out = torch.empty((len(ids), nbytes), dtype=torch.uint8, device=self.device)
             inside, outside = cached.nonzero().flatten(), (~cached).nonzero().flatten()
             found = held.index_select(0, self._copy_to_device(slots[cached]))
             out.index_copy_(0, self._copy_to_device(inside), found)
@@ -317,7 +302,7 @@ class DiskCache:
             self.reserve_space(ids, None)
             slots = self.index.slot_of_row[ids].long()
             cached = slots >= 0
-            records = records.to(self.record_device)
+            records = records.to(self.device)
             if not bool(cached.all()):
                 outside = (~cached).nonzero().flatten()
                 self.storage.scatter_(ids[outside], records[self._copy_to_device(outside)].to(CPU))
@@ -327,10 +312,9 @@ class DiskCache:
             self._mark_changed(ids[inside], slots[inside].numpy())
 
     def flush(self) -> None:
-        """Write changed records to storage, and wait until they are there."""
         with self.lock:
-            if self.record_device.type == "cuda":
-                torch.cuda.synchronize(self.record_device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             dirty = self.index.dirty.nonzero().flatten()
             for slots in torch.split(dirty, max(1, FLUSH_BYTES // self.record.nbytes)):
                 copies = self._copy_to_host(self._copy_to_device(slots))
@@ -341,22 +325,19 @@ class DiskCache:
             self.writer.clear()
 
     def drop(self) -> None:
-        """Write changed records to storage, and empty the cache. Reservations end."""
         with self._access():
             self.flush()
             self._clear()
 
     def retire(self) -> None:
-        """Drop the cache for good: the table is about to have another one."""
         with self.lock:
             self.drop()
             self.retired = True
 
     def abandon(self) -> None:
-        """Empty the cache for good, without writing changed records back."""
         with self._access():
-            if self.record_device.type == "cuda":
-                torch.cuda.synchronize(self.record_device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             self.writer.abandon()
             self._clear()
             self.writer.clear()
@@ -372,7 +353,6 @@ class DiskCache:
             self.location.slot_of_row.fill_(-1)
 
     def stats(self) -> CacheStats:
-        """Return the counts so far."""
         return CacheStats.of(self.index.counts.tolist(), rows=self.n_slots, nbytes=self.record.nbytes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -14,13 +15,23 @@ from torch import Tensor
 
 from flatbed.cuda.streams import OrderedLock, is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.tables.cache import Cache, build, slots_for
-from flatbed.tables.config import Config, check_device, fill_state
+from flatbed.tables.cache.base import Cache
+from flatbed.tables.config import Config, check_device
+from flatbed.tables.factory import DEFAULT_BATCHES, build_cache, create_storage, open_storage, slots_for
 from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.base import CPU, Fill, Storage, row_blocks
+from flatbed.tables.storage.base import (
+    CPU,
+    Fill,
+    Storage,
+    begins_at_zero,
+    fill_state,
+    in_turn,
+    initial_rows,
+    kept_rows,
+    reported,
+    row_blocks,
+)
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.factory import create_storage, open_storage
-from flatbed.tables.storage.fills import begins_at_zero, in_turn, initial_rows, kept_rows, reported
 
 
 class TableStorage:
@@ -44,12 +55,13 @@ class TableStorage:
         """True if the state belongs to an optimizer of this process. State that was loaded or copied does
         not: the first optimizer with the same fields continues with it."""
         self.version = 0
-        """Number of layouts so far: views of an earlier one are stale."""
+        """Number of changes of fields, size, device or memory: views of an earlier version are stale."""
+        self._laid_out = -1  # the version that `ensure_layout` has seen to
         self.writes = 0
         """Number of operations that may have changed rows."""
         self.cache: Cache | None = None
         """Hot records on the computing device; made by `cache_for`."""
-        self._cache_batch = 0  # ids of the largest batch that the cache was made for
+        self._cache_serves = 0  # ids that the cache was found large enough for, or cannot be larger
         self._captured: list[Any] = []  # memory that CUDA graphs still use
         self._storage: Storage | None = None
         self._is_closed = False
@@ -82,8 +94,7 @@ class TableStorage:
     @property
     def relayout_pending(self) -> bool:
         """True if allocated rows lack fields of `record`, or have others: `ensure_layout` moves them."""
-        held = None if self._storage is None else self._storage.record
-        return held is not self.record and held != self.record
+        return self._storage is not None and self._storage.record != self.record
 
     @property
     def generation(self) -> tuple[int, int]:
@@ -100,11 +111,12 @@ class TableStorage:
 
     def ensure_layout(self) -> Storage:
         """Allocate or move rows if needed, and return their storage. A cache may have newer rows: `flush`."""
-        self.check_process()
         storage = self._storage
-        if storage is None or self.relayout_pending or not storage.serves(self.device):
+        if storage is None or self._laid_out != self.version or os.getpid() != self._process:
+            self.check_process()
             with self._lock:
                 storage = self._allocate_or_move()
+                self._laid_out = self.version
         return storage
 
     def _allocate_or_move(self) -> Storage:
@@ -148,7 +160,6 @@ class TableStorage:
     def set_state_fields(self, state: Iterable[Field]) -> None:
         """Give rows these fields of optimizer state, at their first values, from the next use on."""
         record = Record((self.config.weight, *state))
-        self.version += 1
         if self._storage is not None and self._storage.record == record and record.state:
             self.flush(drop=True)
             for first, last in row_blocks(0, self.config.n_rows, record.nbytes):
@@ -156,6 +167,7 @@ class TableStorage:
                 fill_state(record, records)
                 self._storage.write_(first, records)
         self.record = record
+        self.version += 1
         self.state_owned = True
         self.scalars = {}
 
@@ -234,6 +246,7 @@ class TableStorage:
                 self.forget_cache()
                 self.flush()
                 self.device = device
+                self._laid_out = -1
 
     def close(self) -> None:
         """Release memory and files. Rows of a file that changed since its last checkpoint are dropped."""
@@ -333,33 +346,34 @@ class TableStorage:
         if self.device.type == "cuda" and self._storage is not None:
             torch.cuda.synchronize(self.device)
 
-    def cache_for(self, n_ids: int) -> Cache | None:
-        """The cache for a batch of so many ids, if the table has one; made or enlarged if needed."""
+    def cache_for(self, n_ids: int, *, n_batches: int = 2) -> Cache | None:
+        """Return the cache for batches of so many ids, if the table has one.
+
+        A cache of the default size is made, or enlarged if it holds fewer than `n_batches` such batches.
+        """
         self.ensure_layout()
-        cache = self.cache
-        if cache is not None and self._is_large_enough(n_ids):
-            return cache
+        if self.cache is not None and n_batches * n_ids <= self._cache_serves:
+            return self.cache
         if self.config.cache_rows == 0 or self.config.storage == "device":
             return None
-        return self._fit_cache(n_ids)
-
-    def _is_large_enough(self, n_ids: int) -> bool:
-        return n_ids <= self._cache_batch or self.config.sized
-
-    def _fit_cache(self, n_ids: int) -> Cache | None:
         with self._lock:
-            storage, cache = self.ensure_layout(), self.cache
-            if is_capturing(self.device) or (cache is not None and cache.in_graphs):
-                return cache  # nothing can be allocated now, or CUDA graphs use this one
-            n_slots = slots_for(self.config, storage.record, self.device, n_ids)
-            n_now = 0 if cache is None else cache.n_slots
-            if 2 * n_ids > n_now and n_slots > n_now:
-                self.forget_cache()
-                self.cache = build(storage, n_slots, policy=self.config.cache_policy, device=self.device)
-                if self.device.type == "cuda":  # other streams use it without an event
-                    torch.cuda.synchronize(self.device)
-            self._cache_batch = n_ids if self.cache is not None else 0
-            return self.cache
+            return self._fit_cache(n_ids, n_batches * n_ids)
+
+    def _fit_cache(self, n_ids: int, n_needed: int) -> Cache | None:
+        storage, cache = self.ensure_layout(), self.cache
+        if is_capturing(self.device) or (cache is not None and cache.in_graphs):
+            return cache  # nothing can be allocated now, or CUDA graphs use this one
+        n_now = 0 if cache is None else cache.n_slots
+        # A cache that is enlarged gets room to spare, so that growing batches seldom enlarge it again.
+        n_wanted = max(DEFAULT_BATCHES * n_ids, n_needed if cache is None else n_needed * 5 // 4)
+        n_slots = slots_for(self.config, storage.record, self.device, n_wanted)
+        if n_needed > n_now and n_slots > n_now and (cache is None or not self.config.is_cache_sized):
+            self.forget_cache()
+            self.cache = build_cache(storage, n_slots, policy=self.config.cache_policy, device=self.device)
+            if self.device.type == "cuda":  # other streams use it without an event
+                torch.cuda.synchronize(self.device)
+        self._cache_serves = sys.maxsize if self.config.is_cache_sized else n_needed
+        return self.cache
 
     def forget_cache(self) -> None:
         """Write all rows back; the next batch makes a new cache. After an error, this one stays."""
