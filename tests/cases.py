@@ -70,9 +70,9 @@ class Conv(nn.Module):
         super().__init__()
         # Without a bias: before a batch norm its gradient is nothing but rounding noise.
         self.flat = nn.Conv2d(3, 5, 3, bias=False)
-        self.flat.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.flat.to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(5)
-        self.deep = nn.Conv3d(5, 4, 2).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+        self.deep = nn.Conv3d(5, 4, 2).to(memory_format=torch.channels_last_3d)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         image = x.reshape(-1, 1, 1, 7).expand(-1, 3, 6, 7)

@@ -30,7 +30,7 @@ def train(rank: int, mode: str | None, bucket_view: bool, accumulate: bool) -> l
         params: Any = parameters.contiguous()
         flat = parameters.flat
     elif mode not in (None, "fused", "optim"):
-        flat = flatbed.FlatParams(model, grads=mode)  # type: ignore[arg-type]
+        flat = flatbed.FlatParams(model, grads=mode)
         params = flat.parameters()
     else:
         flat, params = None, model.parameters()
@@ -39,7 +39,7 @@ def train(rank: int, mode: str | None, bucket_view: bool, accumulate: bool) -> l
         optimizer: torch.optim.Optimizer = flatbed.optim.Adam(params, lr=0.01, max_norm=0.1)
     else:
         implementation = {"fused": True} if mode == "fused" else {"foreach": False}
-        optimizer = torch.optim.Adam(params, lr=0.01, **implementation)  # type: ignore[arg-type]
+        optimizer = torch.optim.Adam(params, lr=0.01, **implementation)
     generator = torch.Generator().manual_seed(rank)
     for i in range(STEPS):
         x = torch.randn(4, 6, generator=generator)

@@ -71,7 +71,7 @@ def train(
     torch.manual_seed(3)
     model = Model(kind(ROWS, DIM, padding_idx=7, **table), dense=dense)
     alone = len(ranks) > 1
-    model.emb.table.replicate = not alone  # type: ignore[union-attr,assignment]
+    model.emb.table.replicate = not alone
     called: Any = DDP(model) if wrap and not alone else model
     optimizer = make(model, lr=0.05, **(options or {}))
     for step in range(STEPS):
@@ -135,7 +135,7 @@ def left_alone(rank: int) -> None:
 def unequal(rank: int) -> None:
     """Replicas that differ are an error on every rank, and nothing is changed."""
     for options in ({"seed": rank}, {"init": float(rank)}):
-        emb = flatbed.Embedding(ROWS, DIM, **options)  # type: ignore[arg-type]
+        emb = flatbed.Embedding(ROWS, DIM, **options)
         before = emb.weight.clone()
         optimizer = flatbed.optim.SGD(emb, lr=1.0)
         emb([rank]).sum().backward()
@@ -214,9 +214,9 @@ def overflows(rank: int) -> None:
         assert_replicas_agree(whole(model))
     before = whole(model)
     model(torch.tensor([rank])).sum().backward()
-    optimizer.found_inf = torch.tensor(float(rank == 0))  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(float(rank == 0))
     optimizer.step()
-    del optimizer.found_inf  # type: ignore[attr-defined]
+    del optimizer.found_inf
     assert all(map(torch.equal, before, whole(model)))
 
 
@@ -247,19 +247,18 @@ def worker(rank: int, store: str, world: int) -> None:
     same("clipped", rank, world, options={"max_norm": 0.5}, make=flatbed.optim.SGD)
     same("accumulated", rank, world, accumulate=True, storage="device", make=flatbed.optim.SGD)
     same("tables alone", rank, world, wrap=False, dense=False, zero="model")
-    if world == 2:
-        same("disk", rank, world, storage="disk", path=path)
-        same("bag", rank, world, bag=True, make=flatbed.optim.Adagrad)
-        same("clipped by torch", rank, world, clip=True, make=flatbed.optim.SGD)
-        same("clipped and accumulated", rank, world, clip=True, accumulate=True, make=flatbed.optim.SGD)
-        same("without zero_grad", rank, world, wrap=False, dense=False, zero="never", make=flatbed.optim.SGD)
-        same("rows count", rank, world, wrap=False, dense=False, options={"per_row_steps": True})
-        for scenario in (left_alone, unequal, drifting, some_alone, overflows, one_rank_looks):
-            torch.manual_seed(4)  # replicas must start equal
-            scenario(rank)
-            dist.barrier()
-            if rank == 0:
-                print("done", scenario.__name__)
+    same("disk", rank, world, storage="disk", path=path)
+    same("bag", rank, world, bag=True, make=flatbed.optim.Adagrad)
+    same("clipped by torch", rank, world, clip=True, make=flatbed.optim.SGD)
+    same("clipped and accumulated", rank, world, clip=True, accumulate=True, make=flatbed.optim.SGD)
+    same("without zero_grad", rank, world, wrap=False, dense=False, zero="never", make=flatbed.optim.SGD)
+    same("rows count", rank, world, wrap=False, dense=False, options={"per_row_steps": True})
+    for scenario in (left_alone, unequal, drifting, some_alone, overflows, one_rank_looks):
+        torch.manual_seed(4)  # replicas must start equal
+        scenario(rank)
+        dist.barrier()
+        if rank == 0:
+            print("done", scenario.__name__)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -23,6 +23,9 @@ N_ROWS = 12
 DIM = 16  # whole vectors of every CPU: torch's fused kernels round the odd elements behind them differently
 PADDING = 2
 STORAGES = ("device", "host", "disk")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+COUNTS = ("hits", "misses", "evictions", "written", "overflow")
+"""What a cache counts."""
 
 
 class PlainRowwiseAdagrad(optim.Optimizer):
@@ -119,7 +122,6 @@ class Reference:
         weight = nn.Parameter(self.weight.to(self.wide))
         outputs = [functional.embedding(ids, weight, padding_idx=self.padding_idx) for ids in lookups]
         torch.autograd.backward(outputs, [grad.to(self.wide) for grad in upstream])
-        assert weight.grad is not None
         return weight.grad
 
     def rows(self, lookups: Sequence[Tensor]) -> Tensor:
@@ -190,7 +192,8 @@ def reference(case: Case, weight: Tensor, **more: Any) -> Reference:
     def make(params: list[nn.Parameter]) -> optim.Optimizer:
         return case.theirs(params, **same_rounding(case, weight.dtype))
 
-    first = {"sum": case.options.get("initial_accumulator_value", 0.0)}
+    first = {"sum": case.options.get("initial_accumulator_value", 0.0), "ax": "weight", "slow": "weight"}
+    first["step_size"] = case.options.get("lr", 0.01)
     return Reference(weight.clone(), make, first, **more)
 
 
@@ -252,7 +255,6 @@ class Setup:
     def options(self) -> dict[str, Any]:
         path = None
         if self.storage == "disk":
-            assert self.folder is not None
             path = self.folder / f"table-{len(os.listdir(self.folder))}"
         return {"storage": self.storage, "path": path, "device": self.device}
 
@@ -280,6 +282,24 @@ def everything(emb: Any) -> tuple[Tensor, dict[str, Tensor]]:
     rows = torch.arange(emb.num_embeddings)
     names = [name for name in emb.table.state_names if not name.startswith("_")]
     return emb.read_rows(rows).cpu(), {name: emb.table.read_state(name, rows).cpu() for name in names}
+
+
+def dense_grad(table: Any) -> Tensor:
+    """A table's gradient in the form of nn.Embedding's."""
+    dense = torch.zeros(table.num_embeddings, table.embedding_dim)
+    return dense if table.grad is None else dense.index_copy(0, table.grad_rows, table.grad.clone())
+
+
+def assert_gradients(emb: Any, dense: Tensor, touched: Tensor, where: str) -> None:
+    """`grad` is the dense gradient of the touched rows, in ascending order."""
+    assert torch.equal(emb.table.grad_rows.cpu(), touched)
+    assert_close(emb.table.grad.cpu(), dense[touched], where, "gradient")
+
+
+def cached_rows(emb: Any) -> set[int]:
+    """The rows in a table's cache, which no public function tells."""
+    rows = emb.table._storage.cache.index.row_of_slot
+    return set(rows[rows >= 0].tolist())
 
 
 def assert_close(ours: Tensor, theirs: Tensor, where: str, message: str, *, low: bool = False) -> None:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.kernels import cache as decisions
 from flatbed.tables.cache import write_behind
-from flatbed.tables.cache.base import LookupBatch
-from flatbed.tables.cache.host_index import HostIndexCache
-from flatbed.tables.cache.write_behind import HostCopies, PendingWrite
-from flatbed.tables.grads import RowGrads
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.disk.file import MappedFile, NoSpace
-from flatbed.tables.storage.disk.journal import Journal
 from tests.tables.storage.disk.test_files import largest_file
-from tests.tables.tables import everything
-from tests.tables.test_cache_tables import DIM, ROWS, Twins, embedding, step
+from tests.tables.tables import DEVICES, cached_rows, everything
+from tests.tables.test_cache_parity import Twins, step
+
+ROWS, DIM = Twins.ROWS, Twins.DIM
+
+
+def embedding(folder: Path, n_slots: int) -> Any:
+    return flatbed.Embedding(ROWS, DIM, storage="disk", path=folder / "table", seed=1, cache_rows=n_slots)
+
 
 # ---- reads and writes that fail
 
@@ -36,7 +36,7 @@ OUTSIDE: dict[str, Callable[[Any], Any]] = {
     "resize": lambda emb: emb.table.resize(ROWS + 1),
     "save": lambda emb: emb.state_dict(),
     "checkpoint": lambda emb: emb.table.checkpoint(),
-    "another optimizer": lambda emb: (emb.table.drop_state(), emb.read_rows([1])),
+    "drop_state": lambda emb: (emb.table.drop_state(), emb.read_rows([1])),
 }
 
 
@@ -49,23 +49,19 @@ def test_changed_rows_survive_a_failed_write_back(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twins = Twins("disk", tmp_path).train()
-    expected = everything(twins.cached)[0]
-
     with monkeypatch.context() as patch:
         patch.setattr(DiskStorage, "scatter_", no_space)
         with pytest.raises(FlatbedError, match="no space left"):
             OUTSIDE[what](twins.cached)
-    assert torch.equal(everything(twins.cached)[0], expected)
+    assert torch.equal(*(everything(emb)[0] for emb in twins.both))
 
 
 def test_failed_writes_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer thread fails; the next admission tries again and raises, and nothing is lost."""
     twins = Twins("disk", tmp_path, n_slots=4).train()
     emb = twins.cached
-    everything(emb)  # writes all rows back
+    emb.table.checkpoint()
     twins.step([1, 2, 8, 29])
-    expected = everything(twins.plain)[0]
-    cache = emb.table._storage.cache
     n_failed = 0
 
     def fail(*_: Any, **__: Any) -> None:
@@ -75,32 +71,13 @@ def test_failed_writes_are_tried_again(tmp_path: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr(DiskStorage, "scatter_", fail)
-        cache.admit(torch.tensor([10, 11]))  # evicts rows
+        emb.table.warm([10, 11])  # evicts rows
         for _ in range(2):
             with pytest.raises(FlatbedError, match="the disk is gone"):
-                cache.admit(torch.tensor([12]))
+                emb(torch.tensor([12]))
         assert n_failed == 3
-    assert torch.equal(everything(emb)[0], expected)
+    twins.check()
     emb.table.checkpoint()
-    assert torch.equal(everything(emb)[0], expected)
-    check_room(emb)
-
-
-@pytest.mark.parametrize("many", [1, 1000])
-def test_only_rows_that_fit_are_read(many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "MANY", many)
-    twins = Twins("disk", tmp_path, n_slots=4).train()
-    cache = twins.cached.table._storage.cache
-    collect, read = DiskStorage.collect, []
-
-    def counted(self: DiskStorage, ids: Tensor, into: Tensor) -> Any:
-        read.append(len(ids))
-        return collect(self, ids, into)
-
-    monkeypatch.setattr(DiskStorage, "collect", counted)
-    n_cached = int((cache.index.slot_of_row[:20] >= 0).sum())
-    cache.admit(torch.arange(20))
-    assert read == [4 - n_cached]
     twins.check()
 
 
@@ -108,24 +85,17 @@ def test_only_rows_that_fit_are_read(many: int, tmp_path: Path, monkeypatch: pyt
 def test_failed_reads_change_nothing(many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_behind, "MANY", many)
     twins = Twins("disk", tmp_path, n_slots=4).train()
-    cache = twins.cached.table._storage.cache
-    before = cache.index.slot_of_row.clone(), cache.index.dirty.clone()
-
-    def fail(self: DiskStorage, ids: Tensor, into: Tensor) -> None:
-        raise FlatbedError("the disk is gone")
-
+    before = cached_rows(twins.cached)
     with monkeypatch.context() as patch:
-        patch.setattr(DiskStorage, "collect", fail)
+        patch.setattr(DiskStorage, "collect", no_space)
         for rows in ([10, 11], [12, 13, 14]):
-            with pytest.raises(FlatbedError, match="the disk is gone"):
-                cache.admit(torch.tensor(rows))
-    assert torch.equal(cache.index.slot_of_row, before[0])
-    assert torch.equal(cache.index.dirty, before[1])
+            with pytest.raises(FlatbedError, match="no space left"):
+                twins.cached(torch.tensor(rows))
+    assert cached_rows(twins.cached) == before
     twins.step([10, 11, 1], [12, 2])
     twins.check()
     twins.cached.table.checkpoint()
     twins.check()
-    check_room(twins.cached)
 
 
 @pytest.mark.parametrize("how", ["flush", "evict"])
@@ -136,7 +106,7 @@ def test_rows_survive_an_interruption_anywhere(function: str, how: str, tmp_path
     for number in range(1, 20):
         folder = tmp_path / str(number)
         folder.mkdir()
-        emb = embedding("disk", folder, 6)
+        emb = embedding(folder, 6)
         emb.write_rows(range(6), torch.randn(6, DIM))
         emb(torch.arange(2))  # builds the cache
         cache = emb.table._storage.cache
@@ -187,67 +157,26 @@ def interrupted(do: Callable[[], Any], function: str, number: int) -> bool:
     return False
 
 
-def test_forked_process_waits_for_no_thread_of_its_parent(tmp_path: Path) -> None:
-    emb = embedding("disk", tmp_path, 4)
-    emb(torch.arange(4)).sum().backward()
-    writer = emb.table._storage.cache.writer
-    pending = PendingWrite(torch.empty(0), HostCopies(torch.empty(0)), 3, Future())  # never completed
-    writer._pending = pending
-    writer._process -= 1
-    assert writer.n_unsaved == 0
-    writer.abandon()
-    emb.table.close(discard=True)
-
-
-def test_failed_write_raises_before_the_step(tmp_path: Path) -> None:
-    emb = embedding("disk", tmp_path, 8)
-    flatbed.optim.Adam(emb, lr=0.1)
-    emb(torch.arange(4)).sum().backward()
-    cache = emb.table._storage.cache
-    cache.reserve_space(torch.arange(4), None)
-    failed: Future[None] = Future()
-    failed.set_exception(OSError("the disk is gone"))
-    wrong = torch.zeros(1, 3, dtype=torch.uint8)  # cannot be written now, either
-    cache.writer._pending = PendingWrite(torch.tensor([1]), HostCopies(wrong), 0, failed)
-    with pytest.raises(ValueError, match="expected 1 records"):
-        cache.reserve_space(torch.arange(4), None)
-    cache.writer._pending = None
-    emb.table.close(discard=True)
-
-
-def reserved(cache: HostIndexCache, rows: Tensor) -> LookupBatch | None:
-    """A prefetched batch of these rows."""
-    reservation = cache.reserve(rows)
-    found = cache.prefetch(rows, window=0, reservation=reservation)
-    return None if found is None else LookupBatch(rows.shape, rows, found[0], cache, found[1])
-
-
-def step_by_kernels(emb: Any, batch: LookupBatch) -> None:
-    """Do what a step on a GPU does before its kernels write reserved rows."""
-    grads = RowGrads(batch.keys, torch.empty(0), batch=batch)
-    emb.table._rows.reserve_space(grads)
-    emb.table._storage.cache._mark_changed(batch.admission.rows, batch.admission.slots)
-
-
-def test_training_on_reserved_rows_takes_no_lock(tmp_path: Path) -> None:
-    """Another thread may hold the lock for as long as the disk takes."""
-    emb = embedding("disk", tmp_path, 8)
-    flatbed.optim.Adam(emb, lr=0.1)
-    emb(torch.arange(4)).sum().backward()
-    cache, rows = emb.table._storage.cache, torch.tensor([1, 5])
-    cache.reserve_space(rows, None)  # as the first step does
-    batch = reserved(cache, rows)
-    assert batch is not None
-    trained = threading.Event()
-
-    def train() -> None:
-        step_by_kernels(emb, batch)
-        trained.set()
-
-    with cache.lock:
-        threading.Thread(target=train, daemon=True).start()
-        assert trained.wait(20)
-    assert cache.index.dirty[cache.index.slot_of_row[rows].long()].all()
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_forked_process_waits_for_no_thread_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent's writer thread is busy, and does not exist in the child."""
+    go_on, scatter = threading.Event(), DiskStorage.scatter_
+    monkeypatch.setattr(DiskStorage, "scatter_", lambda *args: go_on.wait(60) and scatter(*args))
+    emb = embedding(tmp_path, 4)
+    emb(torch.arange(4))
+    emb.write_rows(range(4), torch.ones(4, DIM))
+    emb.table.warm(range(4, 8))  # evicts rows
+    child = os.fork()
+    if child == 0:  # no pytest in here
+        emb.table.close(discard=True)
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    go_on.set()
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert torch.equal(emb.read_rows(range(4)), torch.ones(4, DIM))
     emb.table.close(discard=True)
 
 
@@ -271,8 +200,9 @@ MANY = 3000
 FIRST_ROOM = 682
 
 
-def wide(folder: Path, n_slots: int) -> tuple[Any, Any]:
-    emb = flatbed.Embedding(MANY, WIDE, seed=1, storage="disk", path=folder / "wide", cache_rows=n_slots)
+def wide(folder: Path, n_slots: int, device: str = "cpu") -> tuple[Any, Any]:
+    options: dict[str, Any] = {"storage": "disk", "path": folder / "wide", "device": device}
+    emb = flatbed.Embedding(MANY, WIDE, seed=1, cache_rows=n_slots, **options)
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     step(emb, optimizer, [0])  # creates the journal
     return emb, optimizer
@@ -314,17 +244,24 @@ def test_full_disk_loses_nothing(tmp_path: Path) -> None:
     emb.table.close(discard=True)
 
 
-@pytest.mark.parametrize("how", ["step", "write_rows"])
-def test_full_disk_does_not_stop_the_next_checkpoint(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n_slots", [300, 2000])
+@pytest.mark.parametrize("how", ["step", "write_rows", "prefetched"])
+def test_full_disk_does_not_stop_the_next_checkpoint(
+    how: str, n_slots: int, device: str, tmp_path: Path
+) -> None:
     """Changes without room are refused; changes that were accepted can be made durable."""
-    emb, optimizer = wide(tmp_path, 2000)
+    emb, optimizer = wide(tmp_path, n_slots, device)
 
     def change(number: int) -> None:
-        if how == "step":
-            step(emb, optimizer, part(number))
-        else:
+        if how == "write_rows":
             emb(part(number))
             emb.write_rows(part(number), torch.full((100, WIDE), float(number)))
+        elif how == "step":
+            step(emb, optimizer, part(number))
+        else:
+            for ids in flatbed.Prefetcher([torch.tensor(part(number))], {emb: lambda batch: batch}):
+                step(emb, optimizer, ids)
 
     with largest_file((tmp_path / "wide.journal").stat().st_size):
         assert until_full(change) == FIRST_ROOM // 100
@@ -332,68 +269,5 @@ def test_full_disk_does_not_stop_the_next_checkpoint(how: str, tmp_path: Path) -
         change(0)  # changed rows have their room already
         expected = emb.read_rows(range(MANY))
         emb.table.checkpoint()
-    assert torch.equal(emb.read_rows(range(MANY)), expected)
     emb.table.close(discard=True)
-
-
-# ---- room in the journal
-
-
-def check_room(emb: Any) -> None:
-    """Every changed row is in the journal, or the journal has room for it."""
-    store = emb.table._storage
-    cache, storage = store.cache, store.ensure_layout()
-    n_unsaved = store.unsaved_rows
-    with cache.lock:
-        cache.writer.finish()
-    changed = cache.index.row_of_slot[cache.index.dirty != 0]
-    n_unjournaled = int(storage.unchanged(changed).sum())
-    assert cache.n_unsaved == n_unjournaled
-    journal = storage._files.journal
-    assert journal._capacity >= journal.n_slots + n_unjournaled
-    assert store.unsaved_rows == n_unsaved == journal.n_slots + n_unjournaled
-
-
-@pytest.mark.parametrize("n_slots", [3, 8, ROWS])
-def test_room_is_kept_for_changed_rows(n_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of any kind, checkpoints, and prefetched batches."""
-    reserve = MappedFile.reserve
-
-    def exactly(self: MappedFile, size: int) -> None:
-        if self.path.name.endswith(".journal") and size > exact[0]:
-            raise NoSpace("only what must be")
-        reserve(self, size)
-
-    exact = [0]
-    grow = Journal._grow
-
-    def note(self: Journal, needed: int, n_rows: int) -> None:
-        exact[0] = self._size(needed)
-        grow(self, needed, n_rows)
-
-    monkeypatch.setattr(Journal, "_grow", note)
-    monkeypatch.setattr(MappedFile, "reserve", exactly)
-    emb = embedding("disk", tmp_path, n_slots)
-    optimizer = flatbed.optim.Adam(emb, lr=0.1)
-    draw = torch.Generator().manual_seed(0)
-    for number in range(120):
-        ids = torch.randint(0, ROWS, (int(torch.randint(1, 9, (), generator=draw)),), generator=draw)
-        kind = number % 6
-        if kind == 4:
-            emb.write_rows(ids, torch.randn(len(ids), DIM))
-        elif kind == 5:
-            batch = reserved(emb.table._storage.cache, torch.unique(ids))
-            if batch is not None:
-                step_by_kernels(emb, batch)
-                emb.table._storage.cache.release(batch.admission, None)
-        else:
-            step(emb, optimizer, ids)
-        check_room(emb)
-        if number % 17 == 16:
-            emb.table.checkpoint()
-            check_room(emb)
-            assert emb.table._storage.unsaved_rows == 0
-        elif number % 23 == 22:
-            emb.table._storage.flush(drop=number % 2 == 0)
-            check_room(emb)
-    emb.table.close(discard=True)
+    assert torch.equal(flatbed.load_table(tmp_path / "wide").read_rows(range(MANY)), expected.cpu())

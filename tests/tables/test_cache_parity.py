@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import combinations, islice, product
+from functools import partial
+from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import flatbed
 import flatbed.optim
-from flatbed.cuda.streams import stream_for
 from flatbed.data import Prefetcher
-from flatbed.kernels import use_triton
+from flatbed.tables.cache import write_behind
 from flatbed.tables.cache.base import CacheStats
-from flatbed.tables.cache.gpu import GpuCache
-from flatbed.tables.cache.host_index import HostIndexCache
-from flatbed.tables.prefetch import PrefetchRequest, RowPrefetch
-from tests.tables.tables import ALL_CASES, BY_NAME, everything
+from tests.tables.tables import ALL_CASES, BY_NAME, DEVICES, cached_rows, everything
 
 N_ROWS = 40
 PADDING = 2
@@ -56,7 +53,7 @@ FACTORS: dict[str, list[Any]] = {
     "rule": list(RULES),
     "dim": [1, 3, 5, 8, 130],
     "dtype": list(DTYPES),
-    "size": ["smaller", "between", "larger"],
+    "size": ["between", "smaller", "larger"],
     "depth": [0, 1, 2, 4],  # 0: no prefetcher
     "storage": ["host", "disk"],
     "policy": ["lru", "lfu"],
@@ -68,25 +65,11 @@ FACTORS: dict[str, list[Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Training:
-    """Options of one training."""
-
-    rule: str
-    dim: int
-    dtype: str
-    size: str
-    depth: int
-    storage: str
-    policy: str
-    module: str
-    padding: int | None
-    max_norm: float | None
-    n_passes: int
-    around: bool
+class Training(SimpleNamespace):
+    """Options of one training: a value for each of the factors."""
 
     def __str__(self) -> str:
-        return "-".join(str(getattr(self, name)) for name in FACTORS)
+        return "-".join(str(value) for value in vars(self).values())
 
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
@@ -125,7 +108,7 @@ TRAININGS = pairwise(FACTORS)
 
 
 def test_every_pair_is_there() -> None:
-    found = {pair for one in TRAININGS for pair in pairs_of({name: getattr(one, name) for name in FACTORS})}
+    found = {pair for one in TRAININGS for pair in pairs_of(vars(one))}
     assert found >= every_pair(FACTORS)
 
 
@@ -247,22 +230,21 @@ def test_pairs(training: Training, tmp_path: Path) -> None:
     check(training, "cpu", tmp_path)
 
 
-BASE = Training("adam", 8, "fp32", "between", 0, "host", "lru", "embedding", None, None, 1, False)
-
-
 def like(**changes: Any) -> Training:
-    return Training(**{name: getattr(BASE, name) for name in FACTORS} | changes)
+    """A training with the first value of every factor, and these changes."""
+    base = {name: values[0] for name, values in FACTORS.items()}
+    return Training(**{**base, "rule": "adam", "dim": 8, **changes})
 
 
 FEW = [
-    like(size="smaller", padding=PADDING, n_passes=2),
+    like(size="smaller", padding=PADDING, n_passes=2, depth=1),
     like(size="smaller", policy="lfu", rule="rowwise", dim=3, around=True),
-    like(size="between", dim=130, rule="sgd-momentum", max_norm=0.05),
+    like(size="between", dim=130, rule="sgd-momentum", max_norm=0.05, depth=2),
     like(size="between", module="bag", padding=PADDING, rule="adagrad", policy="lfu", around=True),
     like(size="larger", rule="adam-per-row", dtype="bf16", dim=5),
-    like(size="larger", dtype="fp64", rule="sparseadam", dim=1, n_passes=2, around=True),
-    like(size="smaller", storage="disk", rule="nadam", n_passes=2),
-    like(size="between", storage="disk", policy="lfu", around=True, padding=PADDING),
+    like(size="larger", dtype="fp64", rule="sparseadam", dim=1, n_passes=2, around=True, depth=3),
+    like(size="smaller", storage="disk", rule="nadam", n_passes=2, depth=1),
+    like(size="between", storage="disk", policy="lfu", around=True, padding=PADDING, depth=3),
     like(size="between", rule="from-torch", around=True),
 ]
 
@@ -276,118 +258,38 @@ def test_by_kernels(training: Training, kernel_device: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("training", FEW, ids=str)
 def test_prefetched_on_the_gpu(training: Training, depth: int, tmp_path: Path) -> None:
-    check(like(**{name: getattr(training, name) for name in FACTORS} | {"depth": depth}), "cuda", tmp_path)
+    check(like(**{**vars(training), "depth": depth}), "cuda", tmp_path)
 
 
-@pytest.mark.parametrize("depth", FACTORS["depth"])
-@pytest.mark.parametrize("storage", FACTORS["storage"])
-@pytest.mark.parametrize("policy", FACTORS["policy"])
-def test_every_size_and_depth(depth: int, storage: str, policy: str, tmp_path: Path) -> None:
-    """Each with each, for one rule: several backward passes a step, and rows that change in between."""
-    for size in FACTORS["size"]:
-        check(
-            like(size=size, depth=depth, storage=storage, policy=policy, n_passes=2, around=True),
-            "cpu",
-            tmp_path,
-        )
+# ---- prefetchers
 
 
 @pytest.mark.parametrize("storage", ["host", "disk"])
-def test_kind_of_cache(storage: str, where: str, tmp_path: Path) -> None:
-    emb = embedding(like(storage=storage), 5, where, tmp_path)
-    optimizer = flatbed.optim.SGD(emb, lr=0.1)
-    emb([1, 2]).sum().backward()
-    kind = GpuCache if storage == "host" and use_triton(torch.device(where)) else HostIndexCache
-    assert type(emb.table._storage.cache) is kind
-    optimizer.zero_grad()
-
-
-# ---- prefetching without a loader thread
-
-
-def prefetched(table: flatbed.Table, batches: list[list[Tensor]], depth: int) -> Iterator[list[Tensor]]:
-    """Hand out batches of lookups, with the rows of the next `depth` batches admitted ahead of time."""
-    prefetcher, pending = RowPrefetch(table, depth), deque[tuple[list[Tensor], PrefetchRequest]]()
-    device, coming, in_use = table._storage.device, iter(batches), None
-    on_gpu = device.type == "cuda"
-    while True:
-        if in_use is not None:
-            prefetcher.finish(in_use)
-        for ids in islice(coming, depth + 1 - len(pending)):
-            request = prefetcher.stage([one.cpu() for one in ids])
-            prefetcher.read(request)
-            stream = stream_for(device, "rows") if on_gpu else None
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                prefetcher.admit(request, ids)
-            pending.append((ids, request))
-        if not pending:
-            return
-        ids, in_use = pending.popleft()
-        prefetcher.begin(in_use)
-        yield ids
-
-
-@pytest.mark.parametrize(
-    ("policy", "storage", "depth", "n_passes"),
-    [
-        *(("lru", "host", 0, 1), ("lfu", "host", 1, 2), ("lru", "host", 3, 1), ("lfu", "host", 2, 3)),
-        *(("lfu", "disk", 1, 1), ("lru", "disk", 3, 2)),
-    ],
-)
-def test_prefetched_lookups(
-    policy: str, storage: str, depth: int, n_passes: int, where: str, tmp_path: Path
-) -> None:
-    """Two lookups in each batch, and gradients of several batches for each step."""
+def test_prefetched_rows_are_admitted_once(storage: str, kernel_device: str, tmp_path: Path) -> None:
+    """A lookup of a prefetched batch does not admit its rows again."""
+    emb = embedding(like(storage=storage), N_ROWS, kernel_device, tmp_path)
     given = batches(6, torch.Generator().manual_seed(5), small=True)
-    lookups = [[batch[name].to(where) for name in ("first", "second")] for batch in given]
-    results, n_used = [], 0
-    for n_slots in (0, 8, 36):
-        emb = embedding(like(storage=storage, policy=policy, dim=3), n_slots, where, tmp_path)
-        optimizer, outputs = flatbed.optim.Adam(emb, lr=0.1), []
-        for number, batch in enumerate(prefetched(emb.table, lookups, depth)):
-            n_used += len(emb.table._prefetched)
-            found = [emb(batch[0].flatten()), emb(batch[1].view(1, -1))]
-            outputs += [one.detach().cpu() for one in found]
-            torch.autograd.backward([one.sin().sum() for one in found])
-            if number % n_passes == n_passes - 1:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert not emb.table._prefetched
-        results.append(Result(outputs, *everything(emb), emb.table.scalars(), emb.table.cache_stats()))
-    results[1].check(results[0])
-    results[2].check(results[0])
-    assert n_used >= 4 or not use_triton(torch.device(where))
-
-
-def test_ids_out_of_range_raise_when_their_batch_is_handed_out() -> None:
-    emb = flatbed.Embedding(10, 3)
-    prefetcher = RowPrefetch(emb.table, 1)
-    request = prefetcher.stage([torch.tensor([1, 12])])
-    with pytest.raises(IndexError, match=r"id 12 at position 1 .* 10 rows"):
-        prefetcher.begin(request)
-    emb.table.resize(13)
-    prefetcher.begin(request)
-    prefetcher.finish(request)
-    prefetcher.finish(request)
+    for batch in handed_out(given, emb, 2, kernel_device):
+        emb(batch["first"]), emb(batch["second"])
+    stats = emb.table.cache_stats()
+    expected = sum(len(batch[name].unique()) for batch in given for name in ("first", "second"))
+    assert stats.hits + stats.misses == expected
+    emb.table.close(discard=True)
 
 
 def test_ids_changed_in_place_are_not_taken_for_the_prefetched_ones(kernel_device: str) -> None:
     emb = flatbed.Embedding(40, 3, cache_rows=20, device=kernel_device)
-    flatbed.optim.SGD(emb, lr=0.1)
-    ids = torch.arange(4, device=kernel_device)
-    for batch in prefetched(emb.table, [[ids]], 0):
+    for ids in Prefetcher([torch.arange(4)], {emb: lambda batch: batch}, device=kernel_device):
         expected = emb.read_rows([7])
-        batch[0].fill_(7)
-        assert torch.equal(emb(batch[0]).detach(), expected.expand(4, -1))
+        ids.fill_(7)
+        assert torch.equal(emb(ids).detach(), expected.expand(4, -1))
 
 
 @pytest.mark.parametrize("storage", ["host", "disk"])
 def test_second_loader_over_the_same_table(storage: str, where: str, tmp_path: Path) -> None:
     """Validation with a prefetcher in the middle of an epoch."""
-    given = batches(6, torch.Generator().manual_seed(8), small=True)
-    others = batches(4, torch.Generator().manual_seed(9), small=True)
+    given = batches(4, torch.Generator().manual_seed(8), small=True)
+    others = batches(2, torch.Generator().manual_seed(9), small=True)
     results = []
     for n_slots, depth in ((0, 0), (20, 2)):
         emb = embedding(like(storage=storage, dim=3), n_slots, where, tmp_path)
@@ -406,45 +308,218 @@ def test_second_loader_over_the_same_table(storage: str, where: str, tmp_path: P
     results[1].check(results[0])
 
 
-# ---- compiled models
+# ---- operations between steps
 
 
-class Tower(nn.Module):
-    """Two lookups of one table, and something dense."""
-
-    emb: Any
-
-    def __init__(self, emb: nn.Module) -> None:
-        super().__init__()
-        self.emb = emb
-        torch.manual_seed(3)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        out: Tensor = self.head(self.emb(first).relu() + self.emb(second).mean(0))
-        return out
+def step(emb: Any, optimizer: Any, *lookups: Any) -> None:
+    """Backward passes, one after the other, and then the step."""
+    for ids in lookups:
+        emb(ids).sin().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at what comes after a graph break
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("size", ["smaller", "larger"])
-def test_compiled_models(backend: str, size: str, tmp_path: Path) -> None:
-    torch._dynamo.reset()
-    results = []
-    for compiled, n_slots in ((False, 0), (True, SIZES[size])):
-        model = Tower(embedding(BASE, n_slots, "cpu", tmp_path))
-        optimizer = flatbed.optim.Adam(model, lr=0.01)
-        run = torch.compile(model, backend=backend) if compiled else model
-        outputs = []
-        draw = torch.Generator().manual_seed(7)
-        for _ in range(4):
-            out = run(often(12, draw), often(5, draw))
-            outputs.append(out.detach().clone())
-            out.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        outputs.append(model.head.weight.detach().clone())
-        results.append(
-            Result(outputs, *everything(model.emb), model.emb.table.scalars(), model.emb.table.cache_stats())
-        )
-    results[1].check(results[0])
+class Twins:
+    """A table with a cache and one without, trained alike."""
+
+    ROWS, DIM = 30, 3
+
+    def __init__(self, storage: str, folder: Path, n_slots: int = 6, **options: Any) -> None:
+        self.paths = [folder / name if storage == "disk" else None for name in ("cached.bed", "plain.bed")]
+        self.both: list[Any] = [
+            flatbed.Embedding(
+                self.ROWS, self.DIM, storage=storage, path=path, seed=1, cache_rows=n, **options
+            )
+            for path, n in zip(self.paths, (n_slots, 0), strict=True)
+        ]
+        self.optimizers = [flatbed.optim.Adam(emb, lr=0.1) for emb in self.both]
+
+    @property
+    def cached(self) -> Any:
+        return self.both[0]
+
+    def step(self, *lookups: Any) -> None:
+        for emb, optimizer in zip(self.both, self.optimizers, strict=True):
+            step(emb, optimizer, *lookups)
+
+    def train(self) -> Twins:
+        self.step([1, 2, 3], [3, 4])
+        self.step([5, 1, 29])
+        self.step([1, 2, 8, 8])
+        return self
+
+    def check(self) -> None:
+        (weight, state), (wanted, wanted_state) = (everything(emb) for emb in self.both)
+        assert torch.equal(weight, wanted)
+        assert state.keys() == wanted_state.keys()
+        assert all(torch.equal(value, wanted_state[name]) for name, value in state.items())
+        assert self.both[0].table.scalars() == self.both[1].table.scalars()
+
+
+def assign_rows(emb: Any, optimizer: Any, folder: Path) -> None:
+    view = emb.weight
+    view[1:9] *= 2
+    step(emb, optimizer, [2, 3, 8])  # a view may be held over steps
+    view[8] += 1
+
+
+def drop_state(emb: Any, optimizer: Any, folder: Path) -> Any:
+    emb.table.drop_state()
+    return flatbed.optim.SGD(emb, lr=0.1, momentum=0.9)
+
+
+def load(emb: Any, with_state: bool, folder: Path) -> None:
+    other = flatbed.Embedding(Twins.ROWS, Twins.DIM, seed=2)
+    optimizer = flatbed.optim.Adam(other, lr=0.2)
+    if with_state:
+        step(other, optimizer, [1, 2], [8])
+    other.table.save(folder / "other.safetensors")
+    emb.table.load(folder / "other.safetensors")
+    assert torch.equal(everything(emb)[0], everything(other)[0])
+
+
+def go_back(emb: Any, optimizer: Any, folder: Path, *, copied: bool) -> None:
+    """Return to a checkpoint from changed rows."""
+    saved = folder / f"saved-{emb.table.cache_stats().rows}"
+    flatbed.save_checkpoint(saved, emb, optimizer, copy_disk_tables=copied)
+    expected = everything(emb)[0]
+    step(emb, optimizer, range(Twins.ROWS))
+    flatbed.load_checkpoint(saved, emb, optimizer)
+    assert torch.equal(everything(emb)[0], expected)
+
+
+OPERATIONS: dict[str, Callable[[Any, Any, Path], Any]] = {
+    "write_rows": lambda emb, *_: emb.write_rows([8, 20, 8], torch.arange(9.0).view(3, 3)),
+    "load_state_dict": lambda emb, *_: emb.load_state_dict({"weight": torch.arange(90.0).view(30, 3)}),
+    "weight": assign_rows,
+    "drop_state": drop_state,
+    "same optimizer": lambda emb, *_: flatbed.optim.Adam(emb, lr=0.1),
+    "load": lambda emb, _, folder: load(emb, True, folder),
+    "load without state": lambda emb, _, folder: load(emb, False, folder),
+    "resize": lambda emb, *_: (emb.table.resize(Twins.ROWS + 7), emb(torch.tensor([Twins.ROWS + 6])), None)[
+        2
+    ],
+    "checkpoint": partial(go_back, copied=False),
+    "copied checkpoint": partial(go_back, copied=True),
+}
+
+
+def check_operation(name: str, twins: Twins, folder: Path) -> None:
+    twins.train()
+    for i, emb in enumerate(twins.both):
+        made = OPERATIONS[name](emb, twins.optimizers[i], folder)
+        if isinstance(made, torch.optim.Optimizer):
+            twins.optimizers[i] = made
+    twins.check()
+    twins.train().check()
+    for emb in twins.both:
+        emb.table.close(discard=True)
+
+
+@pytest.mark.parametrize("n_slots", [6, Twins.ROWS])
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [*product([name for name in OPERATIONS if name != "weight"], ["host", "disk"]), ("weight", "host")],
+)
+def test_operations(name: str, storage: str, n_slots: int, tmp_path: Path) -> None:
+    check_operation(name, Twins(storage, tmp_path, n_slots), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["write_rows", "weight", "resize", "checkpoint"])
+def test_operations_by_kernels(name: str, kernel_device: str, tmp_path: Path) -> None:
+    check_operation(name, Twins("host", tmp_path, device=kernel_device), tmp_path)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_another_size_of_cache(storage: str, device: str, tmp_path: Path) -> None:
+    twins = Twins(storage, tmp_path, device=device).train()
+    nbytes = twins.cached.table.nbytes // Twins.ROWS
+    for options, n_slots in (
+        ({"cache_rows": 2, "policy": "lru"}, 2),
+        ({"cache_bytes": 5 * nbytes + 1}, 5),
+        ({"cache_rows": 1000}, Twins.ROWS),
+        ({"cache_rows": 0}, 0),
+        ({"cache_bytes": 0}, 0),
+    ):
+        twins.cached.table.set_cache(**options)
+        twins.check()
+        twins.step([1, 2, 3], [9, 8])
+        twins.check()
+        assert twins.cached.table.cache_stats().rows == n_slots
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_lookups_without_gradient_leave_the_cache_alone(storage: str, where: str, tmp_path: Path) -> None:
+    twins = Twins(storage, tmp_path, 4, device=where).train()
+    before, rows = twins.cached.table.cache_stats(), cached_rows(twins.cached)
+    ids = torch.arange(Twins.ROWS).view(5, 6)
+    with torch.no_grad():
+        assert torch.equal(*(emb(ids) for emb in twins.both))
+    twins.cached.read_rows(ids)
+    twins.cached.table.read_state("exp_avg", ids)
+    assert twins.cached.table.cache_stats() == before
+    assert cached_rows(twins.cached) == rows
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n_slots", [3, 9, 20])
+def test_other_threads_read_and_write(
+    n_slots: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even a few rows are read and written in other threads, for batches that fit and that do not."""
+    monkeypatch.setattr(write_behind, "MANY", 1)
+    twins = Twins("disk", tmp_path, n_slots, device=device)
+    draw = torch.Generator().manual_seed(n_slots)
+    for number in range(30):
+        n = int(torch.randint(1, 12, (), generator=draw))
+        twins.step((torch.randn(n, generator=draw).abs() * Twins.ROWS / 4).long().clamp(max=Twins.ROWS - 1))
+        if number % 11 == 10:
+            twins.cached.table.checkpoint()
+    assert twins.cached.table.cache_stats().evictions > 0
+    twins.check()
+
+
+def test_checkpointed_rows_stay_in_the_cache(tmp_path: Path) -> None:
+    twins = Twins("disk", tmp_path).train()
+    twins.cached.table.checkpoint()
+    hits = twins.cached.table.cache_stats().hits
+    twins.step([1, 2, 8])
+    assert twins.cached.table.cache_stats().hits == hits + 3
+    twins.cached.table.close()
+    twins.both[0] = flatbed.Embedding.from_table(flatbed.load_table(twins.paths[0]))
+    twins.check()
+
+
+def test_discarded_rows_are_dropped_from_the_cache(tmp_path: Path) -> None:
+    twins = Twins("disk", tmp_path, 3).train()
+    twins.cached.table.checkpoint()
+    before = everything(twins.cached)[0]
+    twins.step([10, 11, 12])
+    twins.step([12, 13])
+    twins.cached.table.close(discard=True)
+    twins.cached.table.close()
+    again = flatbed.Embedding.from_table(flatbed.load_table(twins.paths[0]))
+    assert torch.equal(everything(again)[0], before)
+    again.table.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_saving(storage: str, device: str, tmp_path: Path) -> None:
+    twins = Twins(storage, tmp_path, device=device).train()
+    assert torch.equal(*(emb.state_dict()["weight"] for emb in twins.both))
+    twins.cached.table.save(tmp_path / "saved.safetensors")
+    twins.both[0] = flatbed.Embedding.from_table(flatbed.load_table(tmp_path / "saved.safetensors"))
+    twins.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_moving_a_model_to_the_gpu_and_back(storage: str, tmp_path: Path) -> None:
+    twins = Twins(storage, tmp_path).train()
+    for device in ("cuda", "cpu", "cuda"):
+        for emb in twins.both:
+            emb.to(device)
+        twins.train()
+        twins.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,17 @@ from flatbed.errors import FlatbedError
 from flatbed.optim import from_torch
 from tests.tables.tables import (
     DIM,
-    PADDING,
     PATTERNS,
-    Reference,
     Setup,
     assert_same,
     backward,
     diagonal,
     paired,
-    train,
+    reference,
     upstream,
     weights,
 )
-
-STEPS = 6
+from tests.tables.test_parity import STEPS, check
 
 
 class Simple(optim.Optimizer):
@@ -39,7 +36,7 @@ class Simple(optim.Optimizer):
         super().__init__(params, {"lr": lr, **more})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -99,26 +96,24 @@ class RemembersLater(Simple):
 
 @dataclass(frozen=True)
 class Torchs:
-    """A class of torch with options, and the first values of its state that are not 0."""
+    """A class of torch with options, in the form of `Case`."""
 
     name: str
     kind: type[optim.Optimizer]
-    options: dict[str, Any] = field(default_factory=dict)
-    first: dict[str, float | str] = field(default_factory=dict)
+    options: dict[str, Any]
 
     def ours(self, params: Any, **more: Any) -> Any:
         return from_torch(self.kind, params, **copy.deepcopy({**self.options, **more}))
 
-    def reference(self, weight: Tensor, **more: Any) -> Reference:
-        def make(params: list[nn.Parameter]) -> optim.Optimizer:
-            return self.kind(params, **copy.deepcopy(self.options))
+    def theirs(self, params: Any, **_: Any) -> optim.Optimizer:
+        return self.kind(params, **copy.deepcopy(self.options))
 
-        return Reference(weight.clone(), make, self.first, **more)
+    def same_rounding(self, *_: Any, **__: Any) -> dict[str, bool]:
+        return {}
 
 
 def case(name: str, kind: type[optim.Optimizer], **options: Any) -> Torchs:
-    first = {"sum": options.get("initial_accumulator_value", 0.0), "ax": "weight", "slow": "weight"}
-    return Torchs(name, kind, options, {**first, "step_size": options.get("lr", 0.01)})
+    return Torchs(name, kind, options)
 
 
 CASES = [
@@ -147,16 +142,6 @@ CASES = [
 NAMED = {case.name: case for case in CASES}
 
 
-def check(case: Torchs, pattern: str, place: Setup, dtype: torch.dtype = torch.float32, **more: Any) -> None:
-    padding_idx = PADDING if pattern == "padding" else None
-    weight = weights(dtype=dtype)
-    emb = place.embedding(weight, padding_idx)
-    expected = case.reference(weight, padding_idx=padding_idx, per_row=more.get("per_row_steps", False))
-    optimizer = case.ours([emb.table], **more)
-    train(emb, optimizer, expected, [PATTERNS[pattern](step) for step in range(STEPS)])
-    assert_same(emb, expected, place.device)
-
-
 @pytest.mark.parametrize(("case", "pattern", "storage"), paired(CASES))
 def test_steps(case: Torchs, pattern: str, storage: str, tmp_path: Path) -> None:
     check(case, pattern, Setup(storage, "cpu", tmp_path))
@@ -171,13 +156,13 @@ def test_steps_on_the_gpu(case: Torchs, pattern: str, storage: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["adam", "rprop", "sgd-dampening", "asgd-averaging", "looks-ahead"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes(name: str, dtype: torch.dtype) -> None:
-    check(NAMED[name], "late", Setup(), dtype)
+    check(NAMED[name], "late", Setup(), dtype=dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_counts_per_row(case: Torchs) -> None:
     """Every row is updated as if it had been trained alone."""
-    check(case, "late", Setup(), per_row_steps=True)
+    check(case, "late", Setup(), per_row=True)
 
 
 # ---- with other parameters
@@ -187,7 +172,7 @@ def test_counts_per_row(case: Torchs) -> None:
 def test_dense_parameters_with_tables(case: Torchs) -> None:
     """Dense parameters have options of their own, one has no gradient at first, and a scheduler runs."""
     weight = weights()
-    emb, expected = Setup().embedding(weight), case.reference(weight)
+    emb, expected = Setup().embedding(weight), reference(case, weight)
     ours = [nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.randn(7))]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     optimizer = case.ours([{"params": ours}, {"params": [emb.table], "lr": 0.02}])
@@ -205,7 +190,7 @@ def test_dense_parameters_with_tables(case: Torchs) -> None:
         if "step_size" in expected.state:  # of rows that are new in this step
             expected.state["step_size"][expected.touched == 0] = float(lr)
         expected.first = {**expected.first, "step_size": float(lr)}
-        expected.changes = lambda made, lr=lr: made.param_groups[0].update(lr=lr)  # type: ignore[misc]
+        expected.changes = lambda made, lr=lr: made.param_groups[0].update(lr=lr)
         optimizer.step()
         dense.step()
         expected.step(lookups, grads)
@@ -220,22 +205,6 @@ def test_dense_parameters_with_tables(case: Torchs) -> None:
     if "step_size" in expected.state:  # rows that were never used have what the optimizer began with
         expected.state["step_size"][expected.touched == 0] = 0.02
     assert_same(emb, expected, "cpu")
-
-
-def test_clipped_with_dense_parameters() -> None:
-    weight, layer = weights(), nn.Linear(DIM, 1)
-    emb, expected = Setup().embedding(weight), NAMED["adamax"].reference(weight)
-    optimizer = NAMED["adamax"].ours(nn.ModuleList([emb, layer]), max_norm=0.1)
-    for _ in range(3):
-        layer(emb(torch.tensor([1, 5, 5]))).square().sum().backward()
-        grads = [p.grad.clone() for p in layer.parameters()]  # type: ignore[union-attr]
-        dense = torch.zeros_like(weight).index_copy_(0, torch.tensor([1, 5]), emb.table.grad)
-        norm = torch.stack([g.norm() for g in [*grads, dense]]).norm()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(optimizer.grad_norm, norm)
-        expected.apply(torch.tensor([1, 5]), dense * (0.1 / (norm + 1e-6)).clamp(max=1.0))
-    torch.testing.assert_close(emb.weight[:], expected.weight)
 
 
 # ---- refusals
@@ -263,14 +232,14 @@ class LateStart(RemembersLater):
     """Has state from its second step on, which begins with the gradient."""
 
     def first(self, p: Any) -> Tensor:
-        return p.grad.clone()  # type: ignore[no-any-return]
+        return p.grad.clone()
 
 
 class Lamb(Simple):
     """Scales steps by the norm of the whole parameter."""
 
     def scale(self, p: Any) -> Tensor:
-        return p.norm() / p.grad.norm()  # type: ignore[no-any-return]
+        return p.norm() / p.grad.norm()
 
     def update(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(self.scale(p) * p.grad * group["lr"])
@@ -280,7 +249,7 @@ class RowNorms(Lamb):
     """Scales steps by the norm of a row."""
 
     def scale(self, p: Any) -> Tensor:
-        return p.norm(dim=-1, keepdim=True)  # type: ignore[no-any-return]
+        return p.norm(dim=-1, keepdim=True)
 
 
 class Still(Lamb):

@@ -1,7 +1,8 @@
-"""Gradients of tables: equal ids, several lookups, passes and threads, bags, clipping, scaling."""
+"""Gradients of tables: equal ids, several lookups, passes and threads, clipping, scaling, dropping."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,15 @@ from tests.tables.tables import (
     PATTERNS,
     STORAGES,
     Setup,
-    assert_close,
+    assert_gradients,
     assert_same,
     backward,
+    dense_grad,
     reference,
     train,
     upstream,
     weights,
 )
-
-
-def assert_gradients(emb: Any, dense: Tensor, touched: Tensor, where: str) -> None:
-    """`grad` is the dense gradient of the touched rows, in ascending order."""
-    rows, grads = emb.table.grad_rows.cpu(), emb.table.grad.cpu()
-    assert torch.equal(rows, touched)
-    assert_close(grads, dense[touched], where, "gradient")
-
 
 # ---- lookups and passes
 
@@ -56,7 +50,6 @@ def test_accumulated_over_backward_passes(pattern: str, where: str) -> None:
         torch.autograd.backward([theirs(ids) for ids in lookups], grads)
         touched += [ids.flatten() for ids in lookups]
     rows = torch.cat(touched).unique()
-    assert theirs.weight.grad is not None
     assert emb.table._owner is optimizer
     assert_gradients(emb, theirs.weight.grad, rows[rows != padding_idx] if padding_idx else rows, where)
 
@@ -75,7 +68,6 @@ def test_many_lookups_are_added_in_torch_s_order(counts: tuple[int, ...]) -> Non
         grads = upstream(lookups, DIM, torch.float32)
         backward(emb, lookups, grads)
         torch.autograd.backward([theirs(ids) for ids in lookups], grads)
-    assert theirs.weight.grad is not None
     assert emb.table._owner is optimizer
     assert torch.equal(emb.table.grad, theirs.weight.grad[emb.table.grad_rows])
     assert not theirs.weight.grad[~torch.isin(torch.arange(N_ROWS), emb.table.grad_rows)].any()
@@ -122,60 +114,140 @@ def test_backward_passes_in_several_threads() -> None:
     assert torch.equal(emb.table.grad, torch.full((N_ROWS, DIM), 200.0))
 
 
-# ---- bags
+batch = st.lists(st.lists(st.integers(0, N_ROWS - 1), max_size=12), min_size=1, max_size=3)
 
 
-def bag_of(case: str) -> dict[str, Any]:
-    """Arguments of a bag: ids, and offsets with empty bags."""
-    ids = torch.randint(N_ROWS, (11,))
-    offsets = torch.tensor([0, 0, 3, 7, 7])  # the first and the fourth are empty
-    if case == "two-dimensional":
-        return {"input": torch.randint(N_ROWS, (4, 3))}
-    if case == "nothing":
-        return {"input": ids[:0], "offsets": offsets.new_zeros(3)}
-    if case == "weighted":
-        return {"input": ids, "offsets": offsets, "per_sample_weights": torch.randn(11)}
-    return {"input": ids, "offsets": offsets}
-
-
-BAGS = [
-    (mode, call, padding)
-    for mode in ("sum", "mean", "max")
-    for call in ("offsets", "two-dimensional", "nothing", "weighted")
-    for padding in (None, PADDING)
-    if mode == "sum" or call != "weighted"  # torch weighs sums only
-]
-
-
-@pytest.mark.parametrize(("mode", "call", "padding"), BAGS)
-def test_bags(mode: str, call: str, padding: int | None, where: str) -> None:
+@pytest.mark.parametrize("name", ["adam", "sgd-dampening", "sgd-momentum"])
+@settings(max_examples=60)
+@given(
+    batches=st.lists(batch, min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+    padding=st.sampled_from([None, 3]),
+)
+def test_any_ids(name: str, batches: list[list[list[int]]], seed: int, padding: int | None) -> None:
+    torch.manual_seed(seed)
     weight = weights()
-    bag = Setup("host", where).bag(weight, mode=mode, padding_idx=padding)
-    theirs = nn.EmbeddingBag.from_pretrained(weight.clone(), freeze=False, mode=mode, padding_idx=padding)
-    expected = reference(BY_NAME["adagrad"], weight, padding_idx=padding)
-    optimizer = BY_NAME["adagrad"].ours(bag)
-    for _ in range(3):
-        theirs.weight.data.copy_(expected.weight)
-        theirs.weight.grad = None
-        given = bag_of(call)
-        samples = given.pop("per_sample_weights", None)
-        pair = [None, None] if samples is None else [samples.clone().requires_grad_() for _ in range(2)]
-        ours_out = bag(**given, per_sample_weights=pair[0])
-        theirs_out = theirs(**given, per_sample_weights=pair[1])
-        assert_close(ours_out.detach().cpu(), theirs_out.detach(), where, "output")
-        grad = torch.randn(theirs_out.shape)
-        ours_out.backward(grad.to(ours_out.device))
-        theirs_out.backward(grad)
-        if pair[0] is not None and pair[1] is not None:
-            ours_grad, theirs_grad = (each.grad for each in pair)
-            assert_close(ours_grad, theirs_grad, where, "per_sample_weights")
-        assert theirs.weight.grad is not None
-        rows = expected.rows([given["input"]])
-        assert_gradients(bag, theirs.weight.grad, rows, where)
+    emb, expected = (
+        Setup().embedding(weight, padding),
+        reference(BY_NAME[name], weight, padding_idx=padding),
+    )
+    lookups = [[torch.tensor(ids, dtype=torch.long) for ids in step] for step in batches]
+    optimizer = BY_NAME[name].ours(emb)
+    train(emb, optimizer, expected, lookups)
+    assert_same(emb, expected, "cpu")
+
+
+@pytest.mark.parametrize("how", ["write_rows", "weight", "load_state_dict", "step"])
+@pytest.mark.parametrize("storage", ["host", "device"])
+def test_rows_written_between_lookup_and_step_count(storage: str, how: str, where: str) -> None:
+    """A step uses the weights that the lookup has read, but only if they are still the table's."""
+    emb = flatbed.Embedding(10, 4, storage=storage, device=where)
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    ids = torch.tensor([2, 5, 5], device=where)
+    if how == "step":
+        first = emb(ids).sum()
+        second = emb(ids).sum()
+        first.backward()
         optimizer.step()
         optimizer.zero_grad()
-        expected.apply(rows, theirs.weight.grad)
-    assert_same(bag, expected, where)
+        before = emb.read_rows([2, 5]).clone()
+        second.backward()
+    else:
+        loss = emb(ids).sum()
+        if how == "write_rows":
+            emb.write_rows(torch.arange(10), torch.full((10, 4), 7.0))
+        elif how == "weight":
+            emb.weight.fill_(7.0)
+        else:
+            emb.load_state_dict({"weight": torch.full((10, 4), 7.0)})
+        before = torch.full((2, 4), 7.0, device=where)
+        loss.backward()
+    optimizer.step()
+    expected = before - torch.tensor([[1.0], [2.0]], device=where)
+    assert torch.equal(emb.read_rows([2, 5]), expected)
+
+
+# ---- ways to compute a loss
+
+
+def retained(emb: Any) -> Tensor:
+    loss: Tensor = emb(torch.tensor([1, 2, 2])).pow(2).sum()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def checkpointed(emb: Any, *, reentrant: bool) -> Tensor:
+    def part(scale: Tensor) -> Tensor:
+        return torch.tanh(emb(torch.tensor([1, 2, 2])) * scale)
+
+    scale = torch.ones(1, requires_grad=True)
+    out: Any = torch.utils.checkpoint.checkpoint(part, scale, use_reentrant=reentrant)
+    return out.pow(2).sum() + emb(torch.tensor([2])).sum()
+
+
+def penalized(emb: Any) -> Tensor:
+    rows = emb(torch.tensor([1, 2, 2]))
+    loss = rows.pow(3).sum()
+    (slope,) = torch.autograd.grad(loss, rows, create_graph=True)
+    return loss + slope.pow(2).sum()
+
+
+def autocast(emb: Any) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = emb(torch.tensor([1, 2, 2]))
+        assert out.dtype == torch.float32
+        return (out @ torch.full((DIM, 2), 0.5)).float().pow(2).sum()
+
+
+LOSSES: dict[str, Callable[[Any], Tensor]] = {
+    "retain_graph": retained,
+    "checkpointed": lambda emb: checkpointed(emb, reentrant=False),
+    "checkpointed reentrant": lambda emb: checkpointed(emb, reentrant=True),
+    "gradient penalty": penalized,
+    "strided": lambda emb: emb(torch.randint(N_ROWS, (3, 4))).transpose(0, 2)[::2].sum(),
+    "autocast": autocast,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    weight = weights()
+    ours, theirs = Setup().embedding(weight), nn.Embedding.from_pretrained(weight.clone(), freeze=False)
+    optimizers = flatbed.optim.SGD(ours, lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for seed in range(2):
+        for emb, optimizer in zip((ours, theirs), optimizers, strict=True):
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            LOSSES[name](emb).backward()
+        assert torch.equal(dense_grad(ours.table), theirs.weight.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(ours.weight, theirs.weight.detach())
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_create_graph_leaves_no_graph_behind() -> None:
+    emb = Setup().embedding(weights())
+    emb([1, 1]).pow(3).sum().backward(create_graph=True)
+    assert not emb.table.grad.requires_grad
+
+
+def test_backward_for_other_inputs_only() -> None:
+    emb, head = Setup().embedding(weights()), nn.Linear(DIM, 1)
+    head(emb([1])).sum().backward(inputs=[head.weight])
+    torch.autograd.grad(head(emb([1])).sum(), head.weight)
+    assert emb.table.grad is None
+    head(emb([1])).sum().backward(inputs=[emb.table])
+    assert emb.table.grad is not None
+    assert head.bias.grad is None
+
+
+def test_gradients_of_low_precision_are_summed_in_single() -> None:
+    emb = Setup().embedding(torch.zeros(N_ROWS, DIM, dtype=torch.bfloat16))
+    out = emb([1] * 1000)
+    out.backward(torch.full_like(out, 1.0078125))
+    assert emb.table.grad.dtype == torch.float32
+    assert float(emb.table.grad[0, 0]) == 1007.8125
 
 
 # ---- clipping, scaling, skipping
@@ -224,18 +296,21 @@ def test_clipped_with_dense_parameters(max_norm: float, where: str) -> None:
     near(layer.weight, theirs.weight)
 
 
-def test_clip_grad_norm_sees_the_table(where: str) -> None:
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clip_grad_norm(norm_type: float, where: str) -> None:
     emb, layer, theirs, expected = both(where)
     ours = flatbed.optim.SGD(nn.ModuleList([emb, layer]), lr=0.1)
     rows = run_both(emb, layer, theirs, expected)
     norms = [
-        nn.utils.clip_grad_norm_([*params], 0.3)
+        nn.utils.clip_grad_norm_(params, 0.3, norm_type)
         for params in ([*layer.parameters(), emb.table], [*theirs.parameters(), expected.dense])
     ]
     near(norms[0], norms[1])
     near(emb.table.grad, expected.dense.grad[rows])
     ours.step()
     near(emb.read_rows(rows), expected.weight[rows] - 0.1 * expected.dense.grad[rows])
+    nn.utils.clip_grad_value_([emb.table], 2**-10)
+    assert float(emb.table.grad.abs().max()) <= 2**-10
 
 
 @pytest.mark.parametrize(("bad", "alone"), [("table", False), ("layer", False), ("table", True)])
@@ -299,57 +374,101 @@ def test_grad_scaler(max_norm: float | None, unscaled: bool, where: str) -> None
     assert emb.table.scalars() == {"step": 4.0}
 
 
-# ---- any pattern
+# ---- reading, replacing and dropping
 
 
-batch = st.lists(st.lists(st.integers(0, N_ROWS - 1), max_size=12), min_size=1, max_size=3)
+def made(**options: Any) -> Any:
+    return flatbed.Embedding(N_ROWS, 4, **options)
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd-dampening", "sgd-momentum"])
-@settings(max_examples=60)
-@given(
-    batches=st.lists(batch, min_size=1, max_size=4),
-    seed=st.integers(0, 99),
-    padding=st.sampled_from([None, 3]),
-)
-def test_any_ids(name: str, batches: list[list[list[int]]], seed: int, padding: int | None) -> None:
-    torch.manual_seed(seed)
-    weight = weights()
-    emb, expected = (
-        Setup().embedding(weight, padding),
-        reference(BY_NAME[name], weight, padding_idx=padding),
-    )
-    lookups = [[torch.tensor(ids, dtype=torch.long) for ids in step] for step in batches]
-    optimizer = BY_NAME[name].ours(emb)
-    train(emb, optimizer, expected, lookups)
-    assert_same(emb, expected, "cpu")
-
-
-@pytest.mark.parametrize("how", ["write_rows", "weight", "load_state_dict", "step"])
-@pytest.mark.parametrize("storage", ["host", "device"])
-def test_rows_written_between_lookup_and_step_count(storage: str, how: str, where: str) -> None:
-    """A step uses the weights that the lookup has read, but only if they are still the table's."""
-    emb = flatbed.Embedding(10, 4, storage=storage, device=where)
-    optimizer = flatbed.optim.SGD(emb, lr=1.0)
-    ids = torch.tensor([2, 5, 5], device=where)
-    if how == "step":
-        first = emb(ids).sum()
-        second = emb(ids).sum()
-        first.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        before = emb.read_rows([2, 5]).clone()
-        second.backward()
-    else:
-        loss = emb(ids).sum()
-        if how == "write_rows":
-            emb.write_rows(torch.arange(10), torch.full((10, 4), 7.0))
-        elif how == "weight":
-            emb.weight.fill_(7.0)
-        else:
-            emb.load_state_dict({"weight": torch.full((10, 4), 7.0)})
-        before = torch.full((2, 4), 7.0, device=where)
-        loss.backward()
+def test_grad_holds_each_row_once() -> None:
+    emb = made()
+    table = emb.table
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    assert table.grad is None
+    assert table.grad_rows is None
+    emb([[5, 1], [1, 5]]).sum().backward()
+    emb([7]).sum().backward()
+    assert table.grad_rows.tolist() == [1, 5, 7]
+    assert table.grad[:, 0].tolist() == [2, 2, 1]
+    table.grad.mul_(2)
+    table.grad = table.grad + 1
+    assert table.grad[:, 0].tolist() == [5, 5, 3]
+    with pytest.raises(flatbed.FlatbedError, match=r"same shape \(3, 4\); found \(12, 4\)"):
+        table.grad = torch.zeros(N_ROWS, 4)
+    before = emb.weight.clone()
     optimizer.step()
-    expected = before - torch.tensor([[1.0], [2.0]], device=where)
-    assert torch.equal(emb.read_rows([2, 5]), expected)
+    torch.testing.assert_close((before - emb.weight)[[1, 5, 7], 0], torch.tensor([0.5, 0.5, 0.3]))
+    del table.grad
+    assert table.grad is None
+    with pytest.raises(flatbed.FlatbedError, match=r"same shape \(0, 4\)"):
+        table.grad = torch.zeros(1, 4)
+
+
+def test_zero_grad_variants() -> None:
+    model = nn.Sequential(made(), nn.Linear(4, 2))
+    table: Any = model[0].table
+    optimizer = flatbed.optim.SGD(model, lr=0.1)
+    for drop in (
+        optimizer.zero_grad,
+        lambda: optimizer.zero_grad(set_to_none=False),
+        model[0].zero_grad,
+        model.zero_grad,
+        lambda: setattr(table, "grad", None),
+    ):
+        model(torch.tensor([1])).sum().backward()
+        assert table.grad is not None
+        drop()
+        assert table.grad is None
+
+
+def test_rows_that_were_dropped_do_not_move() -> None:
+    """Zeros for a gradient would still decay, or move by momentum."""
+    emb = made()
+    optimizer = flatbed.optim.SGD(emb, lr=0.1, weight_decay=0.1, momentum=0.9)
+    for _ in range(2):
+        emb(torch.tensor([1])).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    before = emb.weight.clone()
+    optimizer.step()
+    assert torch.equal(emb.weight, before)
+
+
+@pytest.mark.parametrize("zero", ["model", "optimizer", "neither"])
+def test_gradients_add_up_until_zero_grad(zero: str) -> None:
+    model = nn.Sequential(made(init="zeros"))
+    emb: Any = model[0]
+    optimizer = flatbed.optim.SGD(model, lr=1.0)
+    for _ in range(3):
+        emb([1]).sum().backward()
+        optimizer.step()
+        if zero != "neither":
+            (model if zero == "model" else optimizer).zero_grad()
+    assert emb.weight[1].tolist() == [-6.0 if zero == "neither" else -3.0] * 4
+
+
+def test_step_without_gradients_does_nothing() -> None:
+    model = nn.Sequential(made(), nn.Linear(4, 2))
+    optimizer = flatbed.optim.Adam(model)
+    before = model.state_dict()
+    optimizer.step()
+    model[0]([])
+    model[0]([]).sum().backward()
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_gradients_of_frozen_tables_are_dropped() -> None:
+    emb = made()
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    before = emb.weight.detach().clone()
+    emb([1]).sum().backward()
+    emb.requires_grad_(False)
+    optimizer.step()
+    emb.requires_grad_(True)
+    emb([2]).sum().backward()
+    optimizer.step()
+    assert torch.equal(emb.weight[1], before[1])
+    assert not torch.equal(emb.weight[2], before[2])

@@ -1,3 +1,7 @@
+"""First weights of rows: each depends on (seed, row) alone, and has the distribution that was asked for."""
+
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -8,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatbed.tables import initializers as initial
+import flatbed
+from flatbed.tables import initializers
 from flatbed.tables.initializers import (
     Constant,
     Init,
@@ -39,7 +44,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-# What is asked for
+# ---- arguments
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,6 @@ def threads() -> Iterator[Callable[[int], None]]:
         ("uniform", Uniform(0.0, 1.0)),
         (0.5, Constant(0.5)),
         (3, Constant(3.0)),
-        (np.float32(0.5), Constant(0.5)),
         (("normal", 0, 0.02), Normal(0.0, 0.02)),
         (["uniform", -1, 1], Uniform(-1.0, 1.0)),
         (Normal(1.0), Normal(1.0, 1.0)),
@@ -58,51 +62,45 @@ def threads() -> Iterator[Callable[[int], None]]:
 )
 def test_parse(said: object, meant: Init) -> None:
     assert parse(said) == meant
-    assert type(parse(said)) is type(meant)
-
-
-@pytest.mark.parametrize(
-    "said",
-    ["ones", "constant", True, None, (), ("normal", 1.0), ("zeros", 1, 2), torch.nn.init.normal_, b"normal"],
-)
-def test_unknown_forms_are_refused_with_the_known_ones(said: object) -> None:
-    with pytest.raises(ValueError, match=r'"zeros", "normal", "uniform", a number, \("normal", mean, std\)'):
-        parse(said)
+    assert described(json.loads(json.dumps(describe(meant)))) == meant
 
 
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (math.nan, "value=nan is not a finite number"),
+        *((said, '"zeros", "normal"') for said in ("ones", True, None, (), ("normal", 1.0), ("zeros", 1, 2))),
+        (math.nan, "value=nan"),
         (("normal", 0.0, -1.0), "std=-1.0"),
-        (("normal", "0", 1.0), "mean='0' is not a finite number"),
+        (("normal", "0", 1.0), "mean='0'"),
         (("uniform", 1.0, 0.0), "low=1.0, high=0.0"),
         (("uniform", 0.0, math.inf), "high=inf"),
     ],
+    ids=str,
 )
-def test_impossible_numbers_are_refused(said: object, message: str) -> None:
+def test_unknown_forms_and_impossible_numbers(said: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(said)
 
 
-@pytest.mark.parametrize("init", [Zeros(), Constant(0.1), *RANDOM])
-def test_descriptions_survive_json(init: Init) -> None:
-    assert described(json.loads(json.dumps(describe(init)))) == init
-
-
 @pytest.mark.parametrize(
-    "wrong", [{}, {"kind": "ones"}, {"kind": "normal", "sigma": 1}, {"kind": "zeros", "std": 1}]
+    ("dtype", "init"),
+    [
+        (torch.float16, 1e5),
+        (torch.float16, ("normal", 0.0, 1e4)),
+        (torch.float64, ("uniform", 0.0, 1e39)),
+        (torch.float32, ("uniform", -3e38, 3e38)),
+    ],
 )
-def test_wrong_descriptions_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        described(wrong)
+def test_values_that_a_dtype_cannot_hold(dtype: torch.dtype, init: Any) -> None:
+    with pytest.raises(ValueError, match=r"init|ends at|range"):
+        flatbed.Embedding(3, 3, dtype=dtype, init=init).read_rows([0])
 
 
-# Each row by itself
+# ---- each row by itself
 
 
 @pytest.mark.parametrize("init", RANDOM)
-@pytest.mark.parametrize("dim", [1, 2, 7, 8, 9, 128, 300])
+@pytest.mark.parametrize("dim", [1, 7, 8, 300])
 def test_rows_do_not_depend_on_the_chunks(
     init: Init, dim: int, monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]
 ) -> None:
@@ -112,7 +110,7 @@ def test_rows_do_not_depend_on_the_chunks(
     assert whole.isfinite().all()
     for n_threads, chunk in [(1, 1), (3, 1000), (4, 5 * dim)]:
         threads(n_threads)
-        monkeypatch.setattr(initial, "CHUNK", chunk)
+        monkeypatch.setattr(initializers, "CHUNK", chunk)
         assert torch.equal(drawn(n_rows, dim, init, seed=7), whole)
     for start, stop in [(0, 1), (100, 101), (37, 206), (256, 257)]:
         assert torch.equal(drawn(stop - start, dim, init, first_row=start, seed=7), whole[start:stop])
@@ -120,18 +118,11 @@ def test_rows_do_not_depend_on_the_chunks(
 
 @pytest.mark.parametrize("init", RANDOM)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_hold_the_rounded_values(init: Init, dtype: torch.dtype) -> None:
-    out = torch.empty(300, 33, dtype=dtype)
-    fill_(out, first_row=5, init=init, seed=1)
-    assert torch.equal(out, drawn(300, 33, init, first_row=5, seed=1).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_may_lie_apart(dtype: torch.dtype) -> None:
+def test_dtypes_hold_the_rounded_values_between_other_bytes(init: Init, dtype: torch.dtype) -> None:
     records = torch.full((50, 256), 99, dtype=torch.uint8)
     out = records[:, 16 : 16 + 9 * dtype.itemsize].view(dtype)
-    fill_(out, first_row=2, init=Normal(), seed=1)
-    assert torch.equal(out, drawn(50, 9, first_row=2, seed=1).to(dtype))
+    fill_(out, first_row=2, init=init, seed=1)
+    assert torch.equal(out, drawn(50, 9, init, first_row=2, seed=1).to(dtype))
     assert (records[:, :16] == 99).all()
     assert (records[:, 16 + 9 * dtype.itemsize :] == 99).all()
 
@@ -145,14 +136,10 @@ def test_padding_row_is_zero(init: Init) -> None:
     assert torch.equal(drawn(20, 8, init, first_row=10, padding_idx=30), drawn(20, 8, init, first_row=10))
 
 
-def test_no_rows_and_no_columns() -> None:
-    assert drawn(0, 8).shape == (0, 8)
-    assert drawn(8, 0).shape == (8, 0)
-
-
 def test_rows_far_out() -> None:
     far = 2**62
     assert torch.equal(drawn(3, 128, first_row=far)[2], drawn(1, 128, first_row=far + 2)[0])
+    assert drawn(0, 8).shape == (0, 8)
 
 
 def test_draws_are_the_same_in_every_version() -> None:
@@ -169,21 +156,11 @@ def test_draws_are_the_same_in_every_version() -> None:
     torch.testing.assert_close(normal, expected, rtol=1e-5, atol=0)
 
 
-# Seeds
-
-
 def test_seeds_differ() -> None:
     seeds = [0, 1, -1, 2**64, 2**64 + 1, -(2**64), 2**200]
-    rows = [tuple(drawn(1, 16, seed=seed)[0].tolist()) for seed in seeds]
-    assert len(set(rows)) == len(seeds)
+    rows = {tuple(row) for seed in seeds for row in drawn(100, 8, seed=seed).tolist()}
+    assert len(rows) == 100 * len(seeds)  # no seed draws another's rows in another order
     assert torch.equal(drawn(3, 16, seed=np.int64(5)), drawn(3, 16, seed=5))
-
-
-def test_seeds_do_not_shift_rows() -> None:
-    here = {tuple(row) for row in drawn(500, 8, seed=3).tolist()}
-    there = {tuple(row) for row in drawn(500, 8, seed=4).tolist()}
-    assert len(here) == len(there) == 500
-    assert not here & there
 
 
 def test_no_other_random_numbers_are_touched() -> None:
@@ -193,19 +170,18 @@ def test_no_other_random_numbers_are_touched() -> None:
     assert (np.random.get_state()[1] == numpys).all()  # noqa: NPY002
 
 
-# Distributions
+# ---- distributions
 
 
 def distance(values: Tensor, cumulative: Callable[[Tensor], Tensor]) -> float:
-    """Kolmogorov and Smirnov's."""
+    """Return Kolmogorov and Smirnov's distance between values and a distribution."""
     values = values.double().flatten().sort().values
     expected, n = cumulative(values), len(values)
     steps = torch.arange(n + 1, dtype=torch.float64) / n
     return max((steps[1:] - expected).max().item(), (expected - steps[:-1]).max().item())
 
 
-@pytest.mark.parametrize("dim", [1, 6, 128])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("dim", "seed"), [(1, 0), (6, 1), (128, 2)])
 def test_normal(dim: int, seed: int) -> None:
     n = 1 << 19
     values = (drawn(n // dim, dim, Normal(0.5, 2.0), seed=seed).double() - 0.5) / 2.0
@@ -213,13 +189,12 @@ def test_normal(dim: int, seed: int) -> None:
     assert abs(values.mean()) < 5 / math.sqrt(n)
     assert abs(values.std() - 1) < 5 / math.sqrt(2 * n)
     assert abs((values**4).mean() - 3) < 5 * math.sqrt(96 / n)
-    assert 4 < values.abs().max() < initial.TAIL
+    assert 4 < values.abs().max() < initializers.TAIL
     # 1.95 / sqrt(n) is passed once in a thousand times
     assert distance(values, lambda x: 0.5 * (1 + torch.erf(x / math.sqrt(2)))) < 2.2 / math.sqrt(n)
 
 
-@pytest.mark.parametrize("dim", [1, 6, 128])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("dim", "seed"), [(1, 0), (6, 1), (128, 2)])
 def test_uniform(dim: int, seed: int) -> None:
     n = 1 << 19
     values = drawn(n // dim, dim, Uniform(-1.0, 3.0), seed=seed)
@@ -239,9 +214,9 @@ def test_uniform_never_reaches_its_upper_end(low: float, high: float) -> None:
 
 def test_extreme_words_give_finite_normals() -> None:
     words = np.array([[0, 0, 2**32 - 1, 2**32 - 1, 0, 2**32 - 1, 0, 2**32 - 1]], np.uint32)
-    values = initial._Draw(Normal(), 8, 0)._normal(words)
+    values = initializers._Draw(Normal(), 8, 0)._normal(words)
     assert np.isfinite(values).all()
-    assert np.abs(values).max() < initial.TAIL
+    assert np.abs(values).max() < initializers.TAIL
 
 
 @pytest.mark.parametrize("init", [Normal(), Uniform(-1.0, 1.0)])
@@ -255,26 +230,7 @@ def test_rows_and_columns_are_not_correlated(init: Init) -> None:
         assert cross.abs().max() < 5 / math.sqrt(20_000)
 
 
-# What is refused, and what is told
-
-
-@pytest.mark.parametrize(
-    ("out", "more"),
-    [
-        (torch.empty(3), {}),
-        (torch.empty(3, 3, dtype=torch.int32), {}),
-        (torch.empty(3, 3, device="meta"), {}),
-        (torch.empty(3, 3), {"first_row": -1}),
-        (torch.empty(3, 3), {"padding_idx": -1}),
-        (torch.empty(3, 3, dtype=torch.float16), {"init": Constant(1e5)}),
-        (torch.empty(3, 3, dtype=torch.float16), {"init": Normal(0.0, 1e4)}),
-        (torch.empty(3, 3, dtype=torch.float64), {"init": Uniform(0.0, 1e39)}),
-        (torch.empty(3, 3), {"init": Uniform(-3e38, 3e38)}),
-    ],
-)
-def test_wrong_arguments(out: Tensor, more: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
-        fill_(out, **{"first_row": 0, "init": Normal(), "seed": 0, **more})
+# ---- threads
 
 
 @pytest.mark.parametrize("init", [Zeros(), Normal()])

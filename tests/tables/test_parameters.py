@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,36 +15,15 @@ from torch import Tensor, nn
 
 import flatbed
 from flatbed import FlatbedError, Table
+from tests.tables.models import DIM, ROWS, Model, assert_same, pair
 
-ROWS, DIM = 12, 4
+ROOT = Path(__file__).parents[2]
 IDS = torch.tensor([1, 5, 5, 3])
-
-
-def pair() -> tuple[nn.Sequential, nn.Sequential]:
-    """The same model with `flatbed.Embedding` and with `nn.Embedding`."""
-    torch.manual_seed(1)
-    theirs = nn.Sequential(nn.Embedding(ROWS, DIM), nn.Linear(DIM, 2))
-    ours = nn.Sequential(
-        flatbed.Embedding.from_pretrained(theirs[0].weight.detach(), freeze=False), nn.Linear(DIM, 2)
-    )
-    ours[1].load_state_dict(theirs[1].state_dict())
-    return ours, theirs
 
 
 def loss(model: nn.Module, ids: Tensor = IDS) -> Tensor:
     result: Tensor = model(ids).square().sum()
     return result
-
-
-def table_of(model: nn.Sequential) -> Table:
-    table: Table = model[0].table  # type: ignore[assignment]
-    return table
-
-
-def check_equal(ours: nn.Module, theirs: nn.Module) -> None:
-    expected = theirs.state_dict()
-    for name, value in ours.state_dict().items():
-        torch.testing.assert_close(value, expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_names_shapes_and_counts_are_those_of_nn_embedding() -> None:
@@ -72,7 +55,7 @@ def test_training_with_the_usual_calls(clip: str) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             (model if step % 2 else optimizer).zero_grad(set_to_none=step != 2)
-    check_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_averaging_raises() -> None:
@@ -92,23 +75,23 @@ def test_averaging_raises() -> None:
 )
 def test_target_networks_follow(copy_all: Callable[[Any, Any], object]) -> None:
     source, target = pair()[0], pair()[0]
-    nn.init.normal_(target[0].weight)
+    nn.init.normal_(target.emb.weight)
     with torch.no_grad():
         for one, other in zip(target.parameters(), source.parameters(), strict=True):
             copy_all(one, other)
-    check_equal(target, source)
+    assert_same(target, source)
 
 
 def test_initialisers_act_on_all_rows() -> None:
     model, _ = pair()
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.5)
-    assert torch.equal(table_of(model).read_rows(range(ROWS)), torch.full((ROWS, DIM), 0.5))
-    before = table_of(model).read_rows(range(ROWS))
+    assert torch.equal(model.emb.table.read_rows(range(ROWS)), torch.full((ROWS, DIM), 0.5))
+    before = model.emb.table.read_rows(range(ROWS))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.xavier_uniform_(parameter)
-    assert not torch.equal(table_of(model).read_rows(range(ROWS)), before)
+    assert not torch.equal(model.emb.table.read_rows(range(ROWS)), before)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +105,77 @@ def test_other_operations_raise(call: Callable[[Tensor], Tensor]) -> None:
 def test_weight_cannot_be_replaced() -> None:
     model, _ = pair()
     with pytest.raises(AttributeError, match="from_pretrained"):
-        model[0].weight = nn.Parameter(torch.zeros(ROWS, DIM))
-    model[0].weight += 1  # type: ignore[operator]
+        model.emb.weight = nn.Parameter(torch.zeros(ROWS, DIM))
+    model.emb.weight += 1
     with pytest.raises(FlatbedError, match="copy_"):
-        table_of(model).data = torch.zeros(ROWS, DIM)
+        model.emb.table.data = torch.zeros(ROWS, DIM)
+
+
+# ---- frameworks
+
+
+def data() -> torch.utils.data.DataLoader[Any]:
+    ids = torch.randint(ROWS, (24, 3), generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids), batch_size=4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    ours, theirs = pair()
+    for model, torchs in ((ours, False), (theirs, True)):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        optimizer = (torch if torchs else flatbed).optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+        prepared, optimizer, loader, schedule = accelerator.prepare(model, optimizer, data(), schedule)
+        for (ids,) in loader:
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(ids).pow(2).mean())
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+    assert_same(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, model: Model, torchs: bool) -> None:
+            super().__init__()
+            self.model, self.torchs = model, torchs
+
+        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+            out: Tensor = self.model(batch[0]).pow(2).mean()
+            return out
+
+        def configure_optimizers(self) -> Any:
+            return (torch if self.torchs else flatbed).optim.SGD(self.model.parameters(), lr=0.1)
+
+    ours, theirs = pair()
+    for model, torchs in ((ours, False), (theirs, True)):
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=2,
+            gradient_clip_val=0.05,
+            accumulate_grad_batches=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        module = Module(model, torchs)
+        trainer.fit(module, data())
+        if not torchs:
+            trainer.save_checkpoint(tmp_path / "model.ckpt", weights_only=False)
+            saved = torch.load(tmp_path / "model.ckpt", weights_only=False)
+            assert torch.equal(saved["state_dict"]["model.emb.weight"], ours.emb.weight)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -146,8 +196,23 @@ def test_fsdp2_ignores_tables_when_told_to(tmp_path: Any) -> None:
             loss(model).backward()
             for optimizer in optimizers:
                 optimizer.step()
-        torch.testing.assert_close(table_of(ours).read_rows(range(ROWS)), theirs[0].weight.detach())
+        torch.testing.assert_close(ours.emb.table.read_rows(range(ROWS)), theirs.emb.weight.detach())
         with pytest.raises(FlatbedError, match="ignored_params"):
             fully_shard(pair()[0], mesh=mesh)
     finally:
         dist.destroy_process_group()
+
+
+def test_replicas_of_three_processes_stay_equal(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/scripts/ddp_tables.py"), str(tmp_path / "store"), "3"],
+        env={**env, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("same ") == 10, done.stdout
+    assert done.stdout.count("done ") == 6, done.stdout

@@ -42,8 +42,8 @@ class Model(nn.Module):
             {"storage": s, "path": folder / f"{i}.bed" if s == "disk" else None}
             for i, s in enumerate(storages)
         ]
-        self.first = Embedding(ROWS, DIM, seed=1, **kinds[0])  # type: ignore[arg-type]
-        self.second = Embedding(ROWS, DIM, seed=2, dtype=torch.bfloat16, **kinds[1])  # type: ignore[arg-type]
+        self.first = Embedding(ROWS, DIM, seed=1, **kinds[0])
+        self.second = Embedding(ROWS, DIM, seed=2, dtype=torch.bfloat16, **kinds[1])
         self.one = nn.Linear(DIM, DIM, bias=False)
         self.norm = nn.BatchNorm1d(DIM)
         self.two = nn.Linear(DIM, DIM, bias=False)
@@ -240,13 +240,13 @@ def ranks(folder: Path, rank: int) -> None:
     step(model, optimizer, 2)
     moved = difference(snapshot(model, optimizer), before)
     if rank == 1:
-        tensor_file.write_text = None  # type: ignore[assignment]  # only the first rank writes
+        tensor_file.write_text = None  # only the first rank writes
     load_checkpoint(folder / "saved", model, optimizer)
     back = difference(snapshot(model, optimizer), before)
     failures = []
     for failing in (0, 1):  # one rank cannot save: all of them say so, and the last checkpoint stays
         if rank == failing:
-            disk_file.MappedFile.write = _refusing_once(disk_file.MappedFile.write)  # type: ignore
+            disk_file.MappedFile.write = _refusing_once(disk_file.MappedFile.write)
         try:
             step(model, optimizer, 3)
             save_checkpoint(folder / "saved", model, optimizer, extra={"step": 3})

@@ -1,0 +1,439 @@
+"""Optimizers and tables: who owns a table, groups, and state dicts."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatbed
+from flatbed import Embedding, FlatbedError, optim
+from flatbed.tables.storage.disk import DiskStorage
+from tests.tables.models import DIM, EVERY, ROWS, Model, assert_same, pair
+from tests.tables.tables import STORAGES
+
+
+def made(**options: Any) -> flatbed.Embedding:
+    return flatbed.Embedding(ROWS, DIM, **options)
+
+
+def backward(emb: Any, ids: Any = (1, 2)) -> None:
+    emb(torch.tensor(ids)).pow(2).sum().backward()
+
+
+def train(model: nn.Module, optimizer: Any, n_steps: int = 3) -> None:
+    """Train all rows, as torch's dense optimizers do."""
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        model(EVERY).pow(2).sum().backward()
+        optimizer.step()
+
+
+# ---- tables without an optimizer
+
+
+def test_gradients_without_an_optimizer_are_an_error_at_the_next_training_lookup() -> None:
+    emb = made()
+    bag = flatbed.EmbeddingBag.from_table(emb.table)
+    backward(emb)
+    for use in (lambda: emb([1]), lambda: bag([[1]])):
+        with pytest.raises(flatbed.FlatbedError, match=r"no optimizer has it.*flatbed\.optim\.Adam\(model"):
+            use()
+    assert emb.eval()([1]).shape == (1, DIM)
+    with torch.no_grad():
+        emb.train()([1])
+    with torch.inference_mode():
+        bag([[1]])
+    emb.read_rows([1])
+    assert emb.table.grad is not None
+
+
+def test_optimizer_that_comes_later_uses_the_gradients() -> None:
+    emb = made(init="zeros")
+    emb([1]).sum().backward()
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    emb([2]).sum().backward()
+    optimizer.step()
+    assert emb.weight[:4, 0].tolist() == [0, -1, -1, 0]
+
+
+def test_dropped_gradients_need_no_optimizer() -> None:
+    """Training by hand."""
+    emb = made(init="zeros")
+    for _ in range(3):
+        emb([1, 1]).sum().backward()
+        rows, grad = emb.table.grad_rows, emb.table.grad
+        emb.write_rows(rows, emb.read_rows(rows) - grad)
+        emb.zero_grad()
+    assert emb.weight[1].tolist() == [-6.0] * DIM
+
+
+def test_deleted_optimizer_no_longer_owns_the_table() -> None:
+    emb = made()
+    optimizer = flatbed.optim.Adam(emb)
+    backward(emb)
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    backward(emb)
+    with pytest.raises(flatbed.FlatbedError, match="no optimizer has it"):
+        emb([1])
+
+
+# ---- another optimizer
+
+
+def test_second_optimizer_takes_over_with_state_of_its_own() -> None:
+    ours, theirs = pair()
+    first = flatbed.optim.Adam(ours, lr=0.1)
+    ours([1, 2]).sum().backward()
+    first.step()
+    first.zero_grad()
+    theirs.load_state_dict(ours.state_dict())
+    second = flatbed.optim.Adam(ours, lr=0.1)
+    before = ours.state_dict()
+    with pytest.raises(flatbed.FlatbedError, match=r"'emb\.weight' has been given to another optimizer"):
+        first.step()
+    for name, value in ours.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert not ours.emb.table.read_state("exp_avg", EVERY).any()
+    reference = torch.optim.Adam(theirs.parameters(), lr=0.1)
+    for model, optimizer in ((ours, second), (theirs, reference)):
+        model(EVERY).pow(2).sum().backward()
+        optimizer.step()
+    assert_same(ours, theirs)
+
+
+def test_another_kind_of_optimizer_takes_over() -> None:
+    emb = made()
+    before = emb.weight.clone()
+    for make in (flatbed.optim.Adam, flatbed.optim.SGD, flatbed.optim.Adagrad, flatbed.optim.Adam):
+        optimizer = make(emb, lr=0.0)
+        backward(emb)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(emb.weight, before)
+    assert emb.table.state_names == ("exp_avg", "exp_avg_sq")
+
+
+TORCHS = [
+    (name, more)
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    for more in ({}, {"foreach": True}, {"fused": True})
+    if set(more) <= set(inspect.signature(kind).parameters)
+]
+
+
+@pytest.mark.parametrize(("name", "more"), TORCHS, ids=str)
+def test_torchs_own_optimizers_say_what_to_use_instead(name: str, more: dict[str, bool]) -> None:
+    emb = made()
+    before = emb.weight.clone()
+
+    def train() -> None:
+        optimizer = getattr(torch.optim, name)([emb.table], lr=0.1, **more)
+        backward(emb)
+        optimizer.step(lambda: torch.zeros(())) if name == "LBFGS" else optimizer.step()
+
+    if name == "SparseAdam":  # it looks at the layout of gradients first
+        with pytest.raises(RuntimeError, match="dense gradients"):
+            train()
+    else:
+        with pytest.raises(flatbed.FlatbedError, match=r"was called on a table.*flatbed\.optim"):
+            train()
+    assert torch.equal(emb.weight, before)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("wrong", ["option", "state", "dtype"])
+def test_failed_optimizer_changes_nothing(groups: int, wrong: str, tmp_path: Path) -> None:
+    """Neither of two tables leaves its optimizer if one cannot come along."""
+    first = made()
+    second = made(dtype=torch.bfloat16) if wrong == "dtype" else made()
+    owner = flatbed.optim.Adam([first.table, second.table])
+    backward(first)
+    backward(second)
+    owner.step()
+    state = first.table.read_state("exp_avg", EVERY)
+    last: dict[str, Any] = {"params": [second.table]}
+    options: dict[str, Any] = {"lr": 0.1}
+    if wrong == "option":
+        last["lr"] = -1.0
+    elif wrong == "state":  # as if it had come from a file
+        second.table._storage.state_owned = False
+    else:
+        options["master_weights"] = True
+    together = [{**last, "params": [first.table, second.table]}]
+    given = together if groups == 1 else [{"params": [first.table]}, last]
+    with pytest.raises((ValueError, flatbed.FlatbedError)):
+        flatbed.optim.SGD(given, momentum=0.9, **options)
+    gc.collect()
+    assert first.table._owner is owner
+    assert second.table._owner is owner
+    assert torch.equal(first.table.read_state("exp_avg", EVERY), state)
+    backward(first)
+    owner.step()
+
+
+def model_on_disk(folder: Path) -> nn.Sequential:
+    return nn.Sequential(flatbed.Embedding(50, 4, storage="disk", path=folder / "rows.bed"))
+
+
+def one_step(model: nn.Module, optimizer: flatbed.optim.Optimizer) -> None:
+    model(torch.arange(8)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("other", [flatbed.optim.SGD, partial(flatbed.optim.Adam, amsgrad=True)])
+def test_file_is_not_rewritten_for_another_optimizer(other: Any, tmp_path: Path) -> None:
+    """In a living process as in a new one: what was saved would be gone."""
+    model = model_on_disk(tmp_path)
+    optimizer = flatbed.optim.Adam(model, lr=0.1)
+    one_step(model, optimizer)
+    flatbed.save_checkpoint(tmp_path / "saved", model, optimizer)
+    expected = model[0].read_rows(range(50)).clone()
+    with pytest.raises(FlatbedError, match=r"holds optimizer state of its own .*drop_state"):
+        other(model, lr=0.1)
+    one_step(model, optimizer)  # the first one still trains
+    again = flatbed.optim.Adam(model, lr=0.1)  # the same kind of state, from zero
+    one_step(model, again)
+    model[0].table.close(discard=True)
+    model = model_on_disk(tmp_path)
+    optimizer = flatbed.optim.Adam(model, lr=0.1)
+    flatbed.load_checkpoint(tmp_path / "saved", model, optimizer)
+    assert torch.equal(model[0].read_rows(range(50)), expected)
+    model[0].table.drop_state()
+    one_step(model, other(model, lr=0.1))
+    model[0].table.close(discard=True)
+
+
+def test_optimizer_that_was_never_used_does_not_matter(tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    flatbed.optim.Adam(model, lr=0.1)
+    one_step(model, flatbed.optim.SGD(model, lr=0.1))
+    assert model[0].table.state_names == ()
+    model[0].table.close(discard=True)
+
+
+# ---- groups
+
+
+def test_add_param_group_in_mid_training() -> None:
+    ours, theirs = pair()
+    a, b = (
+        flatbed.optim.SGD(ours.head.parameters(), lr=0.1),
+        torch.optim.SGD(theirs.head.parameters(), lr=0.1),
+    )
+    for model, optimizer in ((ours, a), (theirs, b)):
+        model.emb.requires_grad_(False)
+        model([1, 2]).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.emb.requires_grad_(True)
+    a.add_param_group({"params": ours.emb.table, "lr": 0.3, "momentum": 0.5})
+    b.add_param_group({"params": theirs.emb.parameters(), "lr": 0.3, "momentum": 0.5})
+    for _ in range(3):
+        for model, optimizer in ((ours, a), (theirs, b)):
+            model(EVERY).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(ours, theirs)
+
+
+def test_table_given_twice_raises() -> None:
+    emb = made()
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        flatbed.optim.Adam([{"params": [emb.table]}, {"params": [emb.table]}])
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        flatbed.optim.Adam([emb.table, emb.table])
+
+
+def test_ways_to_name_a_table() -> None:
+    model = Model(made())
+    table = model.emb.table
+    by_module = flatbed.optim.Adam(model)
+    assert by_module.param_groups[0]["param_names"] == ["emb.weight", "head.weight", "head.bias"]
+    assert flatbed.optim.Adam([table]).param_groups[0]["params"] == [table]
+    assert flatbed.optim.Adam([("items", table)]).param_groups[0]["param_names"] == ["items"]
+    assert flatbed.optim.Adam({"params": table} for _ in range(1)).param_groups[0]["params"] == [table]
+    with pytest.raises(TypeError, match=r"iterable of Tensors or dicts, but got flatbed\.Table"):
+        flatbed.optim.Adam(table)
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_scheduler_of_lr_and_betas(tensor_lr: bool) -> None:
+    ours, theirs = pair()
+    for model, kind in ((ours, flatbed.optim.Adam), (theirs, torch.optim.Adam)):
+        optimizer = kind(model.parameters(), lr=torch.tensor(0.05) if tensor_lr else 0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-1, total_steps=10)
+        for _ in range(5):
+            train(model, optimizer, 1)
+            schedule.step()
+    assert_same(ours, theirs)
+
+
+def test_full_disk_stops_a_step_before_it_changes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emb = nn.ModuleList([made(), made(storage="disk", path=tmp_path / "t.bed")])
+    head = nn.Linear(DIM, 1)
+    optimizer = optim.Adam([*emb.parameters(), *head.parameters()], lr=0.1)
+    head(emb[0](EVERY) + emb[1](EVERY)).sum().backward()
+
+    def everything() -> list[Any]:
+        rows = [table.read_rows(EVERY) for table in flatbed.tables(emb)]
+        return [*rows, head.weight.detach().clone(), *(table.scalars() for table in flatbed.tables(emb))]
+
+    def full(self: DiskStorage, ids: Tensor) -> None:
+        raise FlatbedError("no space left")
+
+    before = everything()
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStorage, "make_room", full)
+        with pytest.raises(FlatbedError, match="no space left"):
+            optimizer.step()
+    now = everything()
+    assert all(torch.equal(*each) for each in zip(before[:3], now[:3], strict=True))
+    assert now[3:] == [{"step": 0.0}] * 2
+    optimizer.step()
+    now = everything()
+    assert not any(torch.equal(*each) for each in zip(before[:3], now[:3], strict=True))
+    assert now[3:] == [{"step": 1.0}] * 2
+
+
+# ---- state dicts
+
+
+class UserAdamax(torch.optim.Adamax):
+    """A class that flatbed has no rule for."""
+
+
+TORCH_OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.Adam, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.ASGD, {}),
+    (UserAdamax, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "by"),
+    [
+        (kind, options, by)
+        for kind, options in TORCH_OPTIMIZERS
+        for by in ("from_torch", "rule")
+        if by == "from_torch" or hasattr(optim, kind.__name__)
+    ],
+)
+def test_training_continues_from_state_dicts_of_torch_and_back(
+    kind: Any, options: dict[str, Any], by: str
+) -> None:
+    theirs, again = nn.Embedding(6, 4), nn.Embedding(6, 4)
+    reference, from_ours = (kind(each.parameters(), lr=0.1, **options) for each in (theirs, again))
+    factors = [torch.randn(6, 4) for _ in range(7)]
+
+    def step(module: nn.Module, optimizer: Any, factor: Tensor) -> None:
+        (module(torch.arange(6)) * factor).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def load(module: nn.Module, optimizer: Any, source: nn.Module, its: Any) -> None:
+        module.load_state_dict(source.state_dict())
+        optimizer.load_state_dict(its.state_dict())
+
+    for factor in factors[:3]:
+        step(theirs, reference, factor)
+    emb = Embedding(6, 4)
+    build = getattr(optim, kind.__name__) if by == "rule" else partial(optim.from_torch, kind)
+    optimizer = build(emb, lr=1.0, **options)
+    load(emb, optimizer, theirs, reference)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for factor in factors[3:5]:
+        step(theirs, reference, factor)
+        step(emb, optimizer, factor)
+    torch.testing.assert_close(emb.weight.detach(), theirs.weight.detach(), rtol=1e-6, atol=1e-6)
+    states = [each.state_dict()["state"][0].keys() for each in (optimizer, reference)]
+    assert states[1] <= states[0]
+    load(again, from_ours, emb, optimizer)
+    for factor in factors[5:]:
+        step(theirs, reference, factor)
+        step(again, from_ours, factor)
+    torch.testing.assert_close(again.weight, theirs.weight, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("options", [{}, {"per_row_steps": True}, {"amsgrad": True}], ids=str)
+def test_state_dict_resumes_bitwise(storage: str, options: Any, tmp_path: Path) -> None:
+    def made(name: str) -> tuple[Model, Any]:
+        path = tmp_path / name if storage == "disk" else None
+        model = Model(flatbed.Embedding(ROWS, DIM, storage=storage, path=path))
+        return model, flatbed.optim.Adam(model, lr=0.1, **options)
+
+    model, optimizer = made("first")
+    steps = [[1, 2], [2, 3, 3], [9]]
+    for ids in steps:
+        optimizer.zero_grad()
+        model(ids).pow(2).sum().backward()
+        optimizer.step()
+    twin, second = made("second")
+    twin.load_state_dict(model.state_dict())
+    second.load_state_dict(optimizer.state_dict())
+    for one, its in ((model, optimizer), (twin, second)):
+        for ids in steps:
+            its.zero_grad()
+            one(ids).pow(2).sum().backward()
+            its.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, twin.state_dict()[name])
+    for name in model.emb.table.state_names:
+        assert torch.equal(*(m.emb.table.read_state(name, EVERY) for m in (model, twin)))
+
+
+@pytest.mark.parametrize("wrong", ["shape", "transposed", "missing", "groups", "option"])
+def test_state_dict_that_does_not_fit_changes_nothing(wrong: str) -> None:
+    ours, theirs = pair()
+    optimizer = flatbed.optim.Adam(ours, lr=0.1)
+    train(ours, optimizer)
+    state = optimizer.state_dict()
+    of_table = state["state"][2]
+    if wrong == "shape":
+        of_table["exp_avg"] = torch.zeros(ROWS + 1, DIM)
+    elif wrong == "transposed":
+        of_table["exp_avg"] = torch.zeros(DIM, ROWS)
+    elif wrong == "missing":
+        del of_table["exp_avg_sq"]
+    elif wrong == "groups":
+        state["param_groups"][0]["params"].pop()
+    else:
+        state["param_groups"][0]["lr"] = -1.0
+    before = optimizer.state_dict()
+    with pytest.raises((ValueError, flatbed.FlatbedError)):
+        optimizer.load_state_dict(state)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, held in before["state"].items():
+        for name, value in held.items():
+            assert torch.equal(after["state"][key][name], value)
+    theirs.load_state_dict(ours.state_dict())
+    train(ours, optimizer, 1)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_growing_before_a_pending_layout(storage: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.bed" if storage == "disk" else None
+    emb = Embedding(20, 4, seed=0, storage=storage, path=path)
+    before = emb.read_rows(range(20)).clone()
+    optim.Adam(emb)
+    emb.table.resize(30)
+    assert torch.equal(emb.read_rows(range(20)), before)
+    assert torch.equal(emb.read_rows(range(30)), Embedding(30, 4, seed=0).read_rows(range(30)))

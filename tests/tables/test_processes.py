@@ -1,0 +1,126 @@
+"""Tables in worker processes, in forked children and at the end of a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flatbed
+from tests.tables.models import DIM, EVERY, ROWS
+from tests.tables.tables import STORAGES
+
+ROOT = Path(__file__).parents[2]
+
+
+class Ids(torch.utils.data.Dataset[Tensor]):
+    """A dataset that holds the model; with `use`, its workers try to read rows."""
+
+    def __init__(self, emb: flatbed.Embedding, use: bool = False) -> None:
+        self.emb, self.use = emb, use
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not self.use:
+            repr(self.emb)
+            return torch.tensor([index, index + 1])
+        try:
+            self.emb.read_rows([index])
+        except flatbed.FlatbedError as error:
+            return torch.tensor("in the training process" in str(error))
+        return torch.tensor(False)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_forked_workers(storage: str, tmp_path: Path) -> None:
+    """Workers may hold a table; using one raises, and the training process is not disturbed."""
+    path = tmp_path / "table" if storage == "disk" else None
+    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path)
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    emb([0])
+    expected = emb.read_rows(EVERY)
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "batch_size": 4}
+    for ids in torch.utils.data.DataLoader(Ids(emb), **options):
+        emb(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected[:9] -= 0.1
+    expected[1:8] -= 0.1  # in two of the pairs
+    torch.testing.assert_close(emb.read_rows(EVERY), expected)
+    for refused in torch.utils.data.DataLoader(Ids(emb, use=True), **options):
+        assert refused.all()
+    torch.testing.assert_close(emb.read_rows(EVERY), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_tables_raise_in_a_forked_child(storage: str, tmp_path: Path) -> None:
+    path = tmp_path / "table" if storage == "disk" else None
+    emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path)
+    bag = flatbed.EmbeddingBag.from_table(emb.table)
+    weight = None if storage == "disk" else emb.weight
+    before = emb.read_rows(EVERY)
+    uses: list[Callable[[], Any]] = [
+        lambda: emb([1]),
+        lambda: bag([[1]]),
+        lambda: emb.read_rows([1]),
+        lambda: emb.write_rows([1], torch.zeros(1, DIM)),
+        lambda: emb.table.resize(ROWS * 2),
+        lambda: emb.state_dict(),
+    ]
+    if weight is not None:
+        uses += [lambda: weight.fill_(0.0), lambda: emb.weight]
+    child = os.fork()
+    if child == 0:  # no pytest in here
+        refused = 0
+        for use in uses:
+            try:
+                use()
+            except flatbed.FlatbedError:
+                refused += 1
+            except BaseException:
+                os._exit(100)
+        emb.table.close()
+        os._exit(refused)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == len(uses)
+    assert torch.equal(emb.read_rows(EVERY), before)
+
+
+EXIT = """
+import sys, torch, flatbed
+sys.kept = []  # alive until the interpreter exits
+for storage in ("host", "device", "disk"):
+    emb = flatbed.Embedding(1000, 8, storage=storage, path=sys.argv[1] if storage == "disk" else None)
+    optimizer = flatbed.optim.Adam(emb)
+    emb([1, 2]).sum().backward()
+    optimizer.step()
+    view = None if storage == "disk" else emb.weight
+    sys.kept += [emb, optimizer, view, emb([3])]
+raise SystemExit(int(sys.argv[2]))
+"""
+
+
+def test_processes_end_quietly(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", EXIT, str(tmp_path / "table"), "3"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
