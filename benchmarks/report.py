@@ -17,6 +17,7 @@ SPLIT = {
     "step": ("model", "optimizer"),
     "roofline": ("model", "precision"),
     "cache": ("distribution",),
+    "overlap": ("storage", "distribution"),
     "rows": ("storage",),
     "word2vec": ("text",),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 
 import flatbed
 import flatbed.optim
-from benchmarks.harness import SEED, Options, Readings, Steps, each, same_bits
+from benchmarks.harness import SEED, Options, Readings, Steps, each, free_memory, same_bits
 from benchmarks.id_sources import Ids, IdSource
 from benchmarks.rows import percentiles
 
 LR = 1e-3
 TOLERANCE = 1e-5  # steps have the size of the learning rate
 SPARSE = "torch sparse"
+Beside = Callable[[Tensor], Tensor | None]
+"""A model beside a table: computes a loss of the rows, or nothing that the rows depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +61,22 @@ def pinned(ids: Ids, device: torch.device) -> Tensor:
 
 
 class TrainedTable:
-    """A table of zeros under Adam, with a model computed beside it in every step if there is one."""
+    """A table of zeros under Adam. `model` is computed in every step, between lookup and backward."""
 
     def __init__(
         self, spec: TableSpec, device: torch.device, emb: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         self.spec = spec
-        self.model: Callable[[], object] | None = None
+        self.model: Beside = lambda rows: None
         self._device, self._lookup, self._optimizer = device, emb, optimizer
         self._target = make_target(spec, device)
 
     def step(self, ids: Any) -> Tensor:
         """Look rows up, and run backward and update."""
         rows = self._lookup(ids)
-        if self.model is not None:
-            self.model()
-        loss = torch.dot(rows.view(-1), self._target.view(-1))  # its gradient is the target
+        loss = self.model(rows)
+        if loss is None:
+            loss = torch.dot(rows.view(-1), self._target.view(-1))  # its gradient is the target
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -95,12 +98,12 @@ class FlatbedTable(TrainedTable):
             self._graph = flatbed.capture(self.step, batch, device=self._device)
         return self._graph(batch)
 
-    def prefetched(self, step: Callable[[Any], object], depth: int) -> Steps:
-        """Take steps whose rows a Prefetcher loads ahead of time."""
+    def prefetched(self, **arguments: Any) -> Steps:
+        """Take steps whose rows a Prefetcher with these arguments loads ahead of time."""
 
         def steps(batches: Sequence[Ids]) -> Iterator[object]:
-            for ids in flatbed.Prefetcher(batches, {self.emb: lambda batch: batch}, depth=depth):
-                yield step(ids)
+            for ids in flatbed.Prefetcher(batches, {self.emb: lambda batch: batch}, **arguments):
+                yield self.step(ids)
 
         return steps
 
@@ -148,6 +151,21 @@ class SparseTable(TrainedTable):
     def close(self) -> None:
         self._optimizer.state.clear()
         del self._emb, self._lookup, self._optimizer
+
+
+@contextmanager
+def made_table(spec: TableSpec, storage: str, options: Options) -> Iterator[FlatbedTable]:
+    """Make a table that several settings share, at first without a cache."""
+    options.report(f"making a table of {spec.nbytes / 1e9:.1f} GB, storage {storage}")
+    free_memory(options.device)
+    with TemporaryDirectory(dir=options.folder) as folder:
+        path = {"path": Path(folder) / "rows.bed"} if storage == "disk" else {}
+        table = FlatbedTable(spec, options.device, storage=storage, cache_rows=0, **path)
+        try:
+            yield table
+        finally:
+            table.close()
+            free_memory(options.device)
 
 
 # ---- checks

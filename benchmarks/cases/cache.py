@@ -11,20 +11,27 @@ The baseline is `torch sparse`: the whole table on the GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import Options, Plan, Products, Steps, each, time_in_turns
 from benchmarks.id_sources import DISTRIBUTIONS, Ids, IdSource
 from benchmarks.rows import Row
-from benchmarks.trained_tables import SPARSE, Checker, FlatbedTable, Result, SparseTable, TableSpec, scaled
+from benchmarks.trained_tables import (
+    SPARSE,
+    Checker,
+    FlatbedTable,
+    Result,
+    SparseTable,
+    TableSpec,
+    made_table,
+    scaled,
+)
 
 CASES = ("step", "sizes", "model", "disk")
 SPECS = {"host": TableSpec(20_000_000, 128, 65_536), "disk": TableSpec(4_000_000, 128, 65_536)}
@@ -36,8 +43,8 @@ EAGER, PREFETCHED, PREFETCHED_4 = "flatbed", "flatbed, prefetched", "flatbed, pr
 CAPTURED = "flatbed, captured"
 VARIANTS: dict[str, Callable[[FlatbedTable], Steps]] = {
     EAGER: lambda table: each(table.step),
-    PREFETCHED: lambda table: table.prefetched(table.step, depth=2),
-    PREFETCHED_4: lambda table: table.prefetched(table.step, depth=4),
+    PREFETCHED: lambda table: table.prefetched(depth=2),
+    PREFETCHED_4: lambda table: table.prefetched(depth=4),
     CAPTURED: lambda table: each(table.captured_step),
 }
 
@@ -83,7 +90,7 @@ def run(options: Options) -> Iterator[Row]:
         spec = scaled(size, options)
         wanted = [setting for setting in settings(storage, spec, options) if options.wants(setting.case)]
         if wanted:
-            with bench.table(spec, storage) as table:
+            with made_table(spec, storage, options) as table:
                 for setting in wanted:
                     yield from bench.run(table, setting)
 
@@ -97,6 +104,10 @@ def counted(steps: Steps, table: FlatbedTable, counts: list[Any]) -> Steps:
         counts.append(np.array(table.counts()) - before)
 
     return run_turn
+
+
+def idle(rows: Tensor) -> None:
+    """Compute nothing beside a table."""
 
 
 class Bench:
@@ -113,25 +124,12 @@ class Bench:
         model = Products(ms / (20 if self.options.is_small else 1), self.device)
         return model, harness.time_alone(model, self.device)
 
-    @contextmanager
-    def table(self, spec: TableSpec, storage: str) -> Iterator[FlatbedTable]:
-        """Make the table that settings share."""
-        harness.free_memory(self.device)
-        with TemporaryDirectory(dir=self.options.folder) as folder:
-            path = {"path": Path(folder) / "rows.bed"} if storage == "disk" else {}
-            table = FlatbedTable(spec, self.device, storage=storage, cache_rows=0, **path)
-            try:
-                yield table
-            finally:
-                table.close()
-                harness.free_memory(self.device)
-
     def run(self, table: FlatbedTable, setting: Setting) -> Iterator[Row]:
         """Time all variants of a setting in turns."""
         spec, storage = table.spec, table.emb.table.storage
         source = IdSource(setting.distribution, spec.n_rows, spec.n_ids, device=self.device)
         chosen = [*self.options.choose(dict.fromkeys(setting.variants))]
-        model, model_ms = (None, None) if setting.model_ms is None else self.model(setting.model_ms)
+        model, model_ms = (idle, None) if setting.model_ms is None else self.model(setting.model_ms)
         table.model = model
         table.use_cache(setting.cache_rows)
         before = harness.allocated_bytes(self.device)  # graphs of earlier settings keep their caches
@@ -145,7 +143,7 @@ class Bench:
             peer.model = model
             steps[SPARSE] = each(peer.step)
         plan = SMALL_PLAN if self.options.is_small else PLAN
-        if model is not None:
+        if model_ms is not None:
             plan = replace(plan, synchronized=min(5, plan.synchronized), blocks=min(2, plan.blocks))
         found = time_in_turns(steps, source.draw, plan, self.options)
         kept = harness.allocated_bytes(self.device) - before - held

@@ -14,10 +14,11 @@ from torch import nn
 
 from benchmarks import models, rows, trainers
 from benchmarks.__main__ import BENCHMARKS, main, parse
-from benchmarks.cases import cache, data, roofline, step, tables, word2vec
+from benchmarks.cases import cache, data, overlap, roofline, step, tables, word2vec
 from benchmarks.cases import rows as random_rows
 from benchmarks.harness import Options, each
 from benchmarks.models import Model
+from benchmarks.plot import write_plot
 from benchmarks.rows import Row
 from benchmarks.trained_tables import Checker, FlatbedTable, SparseTable
 
@@ -120,6 +121,25 @@ def test_cache(case: str, tmp_path: Path) -> None:
     assert all(0 < row["metrics"]["hit_rate"] < 1 for row in cached)
     assert case == "sizes" or all(rows.speedup(row, listed, "back_to_back_ms") for row in listed)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_overlap(tmp_path: Path) -> None:
+    cases = ("none:uniform", "gemm", "mlp:zipf 1.2", "conv:zipf 1.05", "transformer:uniform", "disk")
+    options = replace(FEW, cases=cases, folder=tmp_path / "tables")
+    (tmp_path / "tables").mkdir()
+    listed = check(overlap.run(options), "overlap", "back_to_back_ms")
+    found = [(row["setting"]["model"], row["setting"]["distribution"]) for row in listed]
+    assert len(found) == len(overlap.VARIANTS) * (1 + 3 + 1 + 1 + 1 + 1)
+    assert ("products", "zipf 1.05") in found
+    for row in listed:
+        bounds = [row["metrics"].get(name, 0.0) for name in ("model_alone_ms", "table_alone_ms")]
+        ratio = row["metrics"]["back_to_back_ms"]["p50"] / max(bounds)
+        assert row["metrics"]["bound_ratio"] == pytest.approx(ratio)
+    assert list((tmp_path / "tables").iterdir()) == []
+    pytest.importorskip("matplotlib")
+    write_plot(listed, tmp_path / "overlap.png")
+    with pytest.raises(ValueError, match="unknown ids 'zipf 2' of mlp; there are uniform"):
+        list(overlap.run(replace(FEW, cases=("mlp:zipf 2",))))
 
 
 def test_cached_and_captured_steps_agree_bitwise() -> None:
