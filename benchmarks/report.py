@@ -19,6 +19,7 @@ SPLIT = {
     "cache": ("distribution",),
     "overlap": ("storage", "distribution"),
     "rows": ("storage",),
+    "speedtorch": ("storage",),
     "word2vec": ("text",),
 }
 """Settings by which rows of a benchmark are split into tables."""

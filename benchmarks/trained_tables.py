@@ -87,7 +87,8 @@ class FlatbedTable(TrainedTable):
     """`flatbed.Embedding`, eager, captured or prefetched."""
 
     def __init__(self, spec: TableSpec, device: torch.device, **arguments: Any) -> None:
-        self.emb = flatbed.Embedding(spec.n_rows, spec.dim, device=device, init="zeros", **arguments)
+        options = {"device": device, "init": "zeros", **arguments}
+        self.emb = flatbed.Embedding(spec.n_rows, spec.dim, **options)
         super().__init__(spec, device, self.emb, flatbed.optim.Adam(self.emb, lr=LR))
         self._graph: Callable[[Tensor], object] | None = None
 

@@ -17,7 +17,7 @@ from benchmarks.models import MODELS, Batch, Model
 from benchmarks.rows import Row, percentiles
 from benchmarks.trainers import CAPTURED, OPTIMIZERS, VARIANTS, Setup, Trainer
 
-CASES = tuple(MODELS)
+CASES = (*MODELS, "resnet-like:sgd")
 MAX_NORM = 1.0
 TURNS = 5
 WARM_UP = 5  # flatbed.capture captures the fourth call

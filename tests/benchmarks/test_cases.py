@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks import models, rows, trainers
 from benchmarks.__main__ import BENCHMARKS, main, parse
-from benchmarks.cases import cache, data, overlap, roofline, step, tables, word2vec
+from benchmarks.cases import cache, data, overlap, roofline, speedtorch, step, tables, word2vec
 from benchmarks.cases import rows as random_rows
 from benchmarks.harness import Options, each
 from benchmarks.models import Model
@@ -99,8 +99,28 @@ def test_roofline() -> None:
 # ---- tables
 
 
+def test_memory_of_tables(tmp_path: Path) -> None:
+    listed = check(tables.run(replace(FEW, cases=("memory",), folder=tmp_path)), "tables")
+    on_disk = {row["variant"]: row["metrics"]["disk_bytes"] for row in listed}
+    assert [*on_disk] == ["flatbed host", "flatbed disk", tables.SPARSE]
+    assert on_disk["flatbed disk"] > 0
+    assert on_disk["flatbed host"] == on_disk[tables.SPARSE] == 0
+
+
+@pytest.mark.parametrize("case", speedtorch.CASES)
+def test_speedtorch(case: str) -> None:
+    listed = check(speedtorch.run(replace(FEW, cases=(case,))), "speedtorch", "back_to_back_ms")
+    assert [row["variant"] for row in listed] == list(speedtorch.VARIANTS)
+    assert all(row["metrics"]["original_ratio"] > 0 for row in listed)
+
+
+def test_speedtorch_finds_rows_that_are_not_written_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speedtorch.Original, "after", lambda self, ids: None)
+    assert not speedtorch.is_right(speedtorch.Original, "host", FEW)
+
+
 def test_tables() -> None:
-    listed = check(tables.run(FEW), "tables")
+    listed = check(tables.run(replace(FEW, cases=("step", "fit"))), "tables")
     assert [row["variant"] for row in listed] == [tables.HOST, tables.DEVICE, tables.SPARSE]
 
 
@@ -177,6 +197,7 @@ def test_data(case: str) -> None:
     metric = "read_ms" if case == "rows" else "batch_ms"
     listed = check(data.run(replace(FEW, cases=(case,))), "data", metric)
     assert all(rows.speedup(row, listed, metric) for row in listed if rows.is_ours(row))
+    assert not any("pin" in row["variant"] for row in listed)  # nothing is pinned on a CPU
 
 
 def test_bytes_that_do_not_arrive_are_found() -> None:
