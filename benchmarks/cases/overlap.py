@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import flatbed
 from benchmarks import harness
@@ -75,7 +76,7 @@ def mlp(spec: TableSpec, options: Options) -> Beside:
     width = 8 * spec.dim
     layers = [nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, 4 * width), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Linear(4 * width, 1)).to(options.device)
-    return in_bf16(model, lambda rows: model(rows.view(-1, width)))
+    return in_bf16(model, lambda rows: -F.logsigmoid(model(rows.view(-1, width))).mean())
 
 
 def conv(spec: TableSpec, options: Options) -> Beside:
@@ -86,7 +87,7 @@ def conv(spec: TableSpec, options: Options) -> Beside:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = torch.randn((n, channels, size, size), device=options.device, dtype=torch.bfloat16)
     images = images.to(memory_format=torch.channels_last)
-    loss = in_bf16(model, lambda rows: model(images))
+    loss = in_bf16(model, lambda rows: model(images).mean())
 
     def compute(rows: Tensor) -> None:
         found = loss(rows)
@@ -103,16 +104,17 @@ def transformer(spec: TableSpec, options: Options) -> Beside:
     if options.on_gpu:
         for block in model.layers:
             block.compile()
-    return in_bf16(model, lambda rows: model(rows.view(-1, min(128, n_tokens), width)))
+    shape = (-1, min(128, n_tokens), width)
+    return in_bf16(model, lambda rows: -F.logsigmoid(model(rows.view(shape))).mean())
 
 
-def in_bf16(model: nn.Module, forward: Callable[[Tensor], Tensor]) -> Beside:
-    """Compute the mean output under autocast, with gradients of the model that start from None."""
+def in_bf16(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> Beside:
+    """Compute a loss under autocast, after the gradients of the model were dropped."""
 
     def compute(rows: Tensor) -> Tensor:
         model.zero_grad()
         with torch.autocast(rows.device.type, torch.bfloat16):
-            return forward(rows).float().square().mean()
+            return loss(rows).float()
 
     return compute
 
