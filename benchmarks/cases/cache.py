@@ -21,12 +21,14 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import Options, Plan, Products, Steps, each, time_in_turns
-from benchmarks.id_sources import DISTRIBUTIONS, Ids, IdSource
 from benchmarks.rows import Row
 from benchmarks.trained_tables import (
+    DISTRIBUTIONS,
     SPARSE,
     Checker,
     FlatbedTable,
+    Ids,
+    IdSource,
     Result,
     SparseTable,
     TableSpec,

@@ -29,10 +29,18 @@ from torch.nn import functional as F
 import flatbed
 from benchmarks import harness
 from benchmarks.harness import Options, Plan, Products, Steps, each, time_in_turns
-from benchmarks.id_sources import DISTRIBUTIONS, IdSource
 from benchmarks.models import attention_blocks
 from benchmarks.rows import Row, percentiles
-from benchmarks.trained_tables import Beside, Checker, FlatbedTable, TableSpec, made_table, scaled
+from benchmarks.trained_tables import (
+    DISTRIBUTIONS,
+    Beside,
+    Checker,
+    FlatbedTable,
+    IdSource,
+    TableSpec,
+    made_table,
+    scaled,
+)
 
 CASES = ("none", "gemm", "mlp", "conv", "transformer", "disk")
 SPECS = {"host": TableSpec(20_000_000, 128, 65_536), "disk": TableSpec(4_000_000, 128, 65_536)}

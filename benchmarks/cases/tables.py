@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Options, Plan, allocated_bytes, each, free_memory, synchronize, time_in_turns
-from benchmarks.id_sources import IdSource
 from benchmarks.rows import Row
-from benchmarks.trained_tables import SPARSE, Checker, FlatbedTable, SparseTable, TableSpec, scaled
+from benchmarks.trained_tables import SPARSE, Checker, FlatbedTable, IdSource, SparseTable, TableSpec, scaled
 
 CASES = ("step", "fit", "memory")
 HOST, DEVICE = "flatbed host", "flatbed device"
