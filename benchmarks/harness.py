@@ -298,6 +298,6 @@ class Products:
         self.n_products = 20
         self.n_products = max(1, round(20 * ms / median([gpu_ms(self, device) for _ in range(10)][5:])))
 
-    def __call__(self) -> None:
+    def __call__(self, _: object = None) -> None:
         for _ in range(self.n_products):
             torch.mm(self._matrix, self._matrix, out=self._out)

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import COMPARED, describe_machine, format_value, merge_seeds, newest, split
+from benchmarks.report import COMPARED, describe_machine, format_value, label, merge_seeds, newest, split
 from benchmarks.rows import OURS, Row, is_ours, value_of
 
 COLORS = {True: "#e4572e", False: "#b8bec9"}
 """Of variants that use flatbed, and of others."""
+GROUPED = {"overlap": "model"}
+"""Settings whose values have bars beside each other."""
+BOUNDS = ("model_alone_ms", "table_alone_ms")
 N_SWEPT = 3
 """Different numbers of a setting that make it a sweep."""
 
@@ -34,10 +37,15 @@ def write_plot(rows: Sequence[Row], path: Path) -> None:
         for axis, metric in zip(axes, metrics, strict=True):
             shown = [row for row in group if metric in row["metrics"]]
             swept = swept_setting(shown)
-            if swept is None:
+            if key[1] in GROUPED:
+                draw_groups(axis, shown, metric, GROUPED[key[1]])
+            elif swept is None:
                 draw_bars(axis, shown, metric)
             else:
                 draw_lines(axis, shown, metric, swept)
+            axis.set_title(metric.replace("_", " "), loc="left", fontsize=10, color="#555555")
+            axis.tick_params(axis="both", labelsize=8)
+            axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(str(path), dpi=160, facecolor="white")
 
 
@@ -78,7 +86,27 @@ def draw_bars(axis: Any, rows: Sequence[Row], metric: str) -> None:
     axis.set_yticks(range(len(rows)), names, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.35 * longest)
-    _finish(axis, metric)
+
+
+def draw_groups(axis: Any, rows: Sequence[Row], metric: str, by: str) -> None:
+    """Draw bars that stand beside each other for each value of a setting: bounds in grey, then variants."""
+    known = {name for row in rows for name in row["metrics"]}
+    series: dict[str, dict[str, float]] = {label(name): {} for name in BOUNDS if name in known}
+    colors = [*["#b8bec9", "#8d96a8"][: len(series)], "#f4a78f", COLORS[True], "#8c2f16"]
+    for row in rows:
+        value = row["setting"][by]
+        bounds = {label(name): row["metrics"][name] for name in BOUNDS if name in row["metrics"]}
+        for name, height in {**bounds, row["variant"]: value_of(row["metrics"][metric])}.items():
+            series.setdefault(name, {})[value] = height
+    groups = list(dict.fromkeys(row["setting"][by] for row in rows))
+    width = 0.8 / len(series)
+    for i, (name, heights) in enumerate(series.items()):
+        places = [groups.index(value) + (i - (len(series) - 1) / 2) * width for value in heights]
+        bars = axis.bar(places, heights.values(), 0.92 * width, label=name, color=colors[i % len(colors)])
+        axis.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+    axis.set_xticks(range(len(groups)), groups)
+    axis.set_ylim(top=1.15 * max(max(heights.values()) for heights in series.values()))
+    axis.legend(fontsize=7, frameon=False, ncols=len(series), loc="upper left")
 
 
 def draw_lines(axis: Any, rows: Sequence[Row], metric: str, swept: str) -> None:
@@ -96,7 +124,6 @@ def draw_lines(axis: Any, rows: Sequence[Row], metric: str, swept: str) -> None:
     axis.set_xlabel(swept.replace("_", " "), fontsize=8, color="#888888")
     axis.set_ylim(bottom=0)
     axis.legend(fontsize=7, frameon=False)
-    _finish(axis, metric)
 
 
 def distinguishing_names(rows: Sequence[Row]) -> list[str]:
@@ -109,10 +136,3 @@ def distinguishing_names(rows: Sequence[Row]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def _finish(axis: Any, metric: str) -> None:
-    axis.set_title(metric.replace("_", " "), loc="left", fontsize=10, color="#555555")
-    axis.tick_params(axis="both", labelsize=8)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)

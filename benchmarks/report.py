@@ -7,6 +7,7 @@ differ are columns. × is the speed against the fastest correct variant without 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,9 @@ SPLIT = {
     "step": ("model", "optimizer"),
     "roofline": ("model", "precision"),
     "cache": ("distribution",),
+    "overlap": ("storage", "distribution"),
     "rows": ("storage",),
+    "speedtorch": ("storage",),
     "word2vec": ("text",),
 }
 """Settings by which rows of a benchmark are split into tables."""
@@ -271,10 +274,13 @@ def select(rows: Iterable[Row], words: Iterable[str]) -> list[Row]:
 
 
 def filled(text: str) -> str:
-    """Render the tables between `<!-- rows FILE WORD... -->` and `<!-- end rows -->`, and the summary."""
+    """Render the tables between `<!-- rows FILE WORD... -->` and `<!-- end rows -->`, and the summary.
+
+    Words with spaces are quoted: `<!-- rows h200-cache.json step "zipf 1.05" -->`.
+    """
 
     def table(match: re.Match[str]) -> str:
-        rows = select(read_rows(RESULTS / match["file"]), match["words"].split())
+        rows = select(read_rows(RESULTS / match["file"]), shlex.split(match["words"]))
         return f"{match[1]}{to_markdown(rows).strip()}\n{match[4]}"
 
     text = TABLE.sub(table, text)

@@ -1,10 +1,13 @@
-"""Embedding tables under Adam, trained by flatbed or with torch's sparse gradients."""
+"""Embedding tables under Adam, trained by flatbed or with torch's sparse gradients, and batches of ids."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -15,13 +18,68 @@ from torch import Tensor, nn
 
 import flatbed
 import flatbed.optim
-from benchmarks.harness import SEED, Options, Readings, Steps, each, same_bits
-from benchmarks.id_sources import Ids, IdSource
+from benchmarks.harness import SEED, Options, Readings, Steps, each, free_memory, same_bits
 from benchmarks.rows import percentiles
 
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+AT_ONCE = 64  # batches per search in the cumulative distribution
+DISTRIBUTIONS: dict[str, float | None] = {"uniform": None, "zipf 1.05": 1.05, "zipf 1.2": 1.2}
+"""Names, and the exponent of Zipf's law."""
 LR = 1e-3
 TOLERANCE = 1e-5  # steps have the size of the learning rate
 SPARSE = "torch sparse"
+Beside = Callable[[Tensor], Tensor | None]
+"""A model beside a table: computes a loss of the rows, or nothing that the rows depend on."""
+
+
+# ---- ids
+
+
+class IdSource:
+    """Draws batches over all rows of a table, none of them twice, the same for the same seed.
+
+    Ranks are scattered over the table, so that frequent rows are not neighbours. The law is inverted on the
+    device, since a host would take minutes.
+    """
+
+    def __init__(
+        self, distribution: str, n_rows: int, n_ids: int, *, device: torch.device, seed: int = 21
+    ) -> None:
+        self.n_rows, self.n_ids, self.device = n_rows, n_ids, device
+        self._generator = np.random.default_rng(seed)
+        self._factor = scatter_factor(n_rows)
+        exponent = DISTRIBUTIONS[distribution]
+        self._cumulative = None if exponent is None else cumulative(n_rows, exponent).to(device)
+
+    def draw(self, n_batches: int) -> list[Ids]:
+        """Draw the next batches, in host memory."""
+        if self._cumulative is None:
+            return list(self._generator.integers(self.n_rows, size=(n_batches, self.n_ids)))
+        batches = np.empty((n_batches, self.n_ids), np.int64)
+        for start in range(0, n_batches, AT_ONCE):
+            some = batches[start : start + AT_ONCE]
+            numbers = torch.from_numpy(self._generator.random(some.shape)).to(self.device)
+            ranks = torch.searchsorted(self._cumulative, numbers, right=True)
+            some[...] = ranks.mul_(self._factor).remainder_(self.n_rows).cpu().numpy()
+        return list(batches)
+
+
+@cache
+def cumulative(n_rows: int, exponent: float) -> torch.Tensor:
+    """Return the cumulative shares of ranks under Zipf's law; the last is 1."""
+    shares = np.cumsum(np.arange(1, n_rows + 1, dtype=np.float64) ** -exponent)
+    return torch.from_numpy(shares / shares[-1])
+
+
+def scatter_factor(n_rows: int) -> int:
+    """Return a factor that maps ranks, modulo the rows, one to one to rows far from each other."""
+    factor = max(1, round(n_rows * (math.sqrt(5) - 1) / 2))
+    while math.gcd(factor, n_rows) != 1:
+        factor += 1
+    return factor
+
+
+# ---- tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +116,22 @@ def pinned(ids: Ids, device: torch.device) -> Tensor:
 
 
 class TrainedTable:
-    """A table of zeros under Adam, with a model computed beside it in every step if there is one."""
+    """A table of zeros under Adam. `model` is computed in every step, between lookup and backward."""
 
     def __init__(
         self, spec: TableSpec, device: torch.device, emb: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         self.spec = spec
-        self.model: Callable[[], object] | None = None
+        self.model: Beside = lambda rows: None
         self._device, self._lookup, self._optimizer = device, emb, optimizer
         self._target = make_target(spec, device)
 
     def step(self, ids: Any) -> Tensor:
         """Look rows up, and run backward and update."""
         rows = self._lookup(ids)
-        if self.model is not None:
-            self.model()
-        loss = torch.dot(rows.view(-1), self._target.view(-1))  # its gradient is the target
+        loss = self.model(rows)
+        if loss is None:
+            loss = torch.dot(rows.view(-1), self._target.view(-1))  # its gradient is the target
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -84,7 +142,8 @@ class FlatbedTable(TrainedTable):
     """`flatbed.Embedding`, eager, captured or prefetched."""
 
     def __init__(self, spec: TableSpec, device: torch.device, **arguments: Any) -> None:
-        self.emb = flatbed.Embedding(spec.n_rows, spec.dim, device=device, init="zeros", **arguments)
+        options = {"device": device, "init": "zeros", **arguments}
+        self.emb = flatbed.Embedding(spec.n_rows, spec.dim, **options)
         super().__init__(spec, device, self.emb, flatbed.optim.Adam(self.emb, lr=LR))
         self._graph: Callable[[Tensor], object] | None = None
 
@@ -95,12 +154,12 @@ class FlatbedTable(TrainedTable):
             self._graph = flatbed.capture(self.step, batch, device=self._device)
         return self._graph(batch)
 
-    def prefetched(self, step: Callable[[Any], object], depth: int) -> Steps:
-        """Take steps whose rows a Prefetcher loads ahead of time."""
+    def prefetched(self, **arguments: Any) -> Steps:
+        """Take steps whose rows a Prefetcher with these arguments loads ahead of time."""
 
         def steps(batches: Sequence[Ids]) -> Iterator[object]:
-            for ids in flatbed.Prefetcher(batches, {self.emb: lambda batch: batch}, depth=depth):
-                yield step(ids)
+            for ids in flatbed.Prefetcher(batches, {self.emb: lambda batch: batch}, **arguments):
+                yield self.step(ids)
 
         return steps
 
@@ -148,6 +207,21 @@ class SparseTable(TrainedTable):
     def close(self) -> None:
         self._optimizer.state.clear()
         del self._emb, self._lookup, self._optimizer
+
+
+@contextmanager
+def made_table(spec: TableSpec, storage: str, options: Options) -> Iterator[FlatbedTable]:
+    """Make a table that several settings share, at first without a cache."""
+    options.report(f"making a table of {spec.nbytes / 1e9:.1f} GB, storage {storage}")
+    free_memory(options.device)
+    with TemporaryDirectory(dir=options.folder) as folder:
+        path = {"path": Path(folder) / "rows.bed"} if storage == "disk" else {}
+        table = FlatbedTable(spec, options.device, storage=storage, cache_rows=0, **path)
+        try:
+            yield table
+        finally:
+            table.close()
+            free_memory(options.device)
 
 
 # ---- checks

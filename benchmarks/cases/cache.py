@@ -11,20 +11,30 @@ The baseline is `torch sparse`: the whole table on the GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import Options, Plan, Products, Steps, each, time_in_turns
-from benchmarks.id_sources import DISTRIBUTIONS, Ids, IdSource
 from benchmarks.rows import Row
-from benchmarks.trained_tables import SPARSE, Checker, FlatbedTable, Result, SparseTable, TableSpec, scaled
+from benchmarks.trained_tables import (
+    DISTRIBUTIONS,
+    SPARSE,
+    Checker,
+    FlatbedTable,
+    Ids,
+    IdSource,
+    Result,
+    SparseTable,
+    TableSpec,
+    made_table,
+    scaled,
+)
 
 CASES = ("step", "sizes", "model", "disk")
 SPECS = {"host": TableSpec(20_000_000, 128, 65_536), "disk": TableSpec(4_000_000, 128, 65_536)}
@@ -36,8 +46,8 @@ EAGER, PREFETCHED, PREFETCHED_4 = "flatbed", "flatbed, prefetched", "flatbed, pr
 CAPTURED = "flatbed, captured"
 VARIANTS: dict[str, Callable[[FlatbedTable], Steps]] = {
     EAGER: lambda table: each(table.step),
-    PREFETCHED: lambda table: table.prefetched(table.step, depth=2),
-    PREFETCHED_4: lambda table: table.prefetched(table.step, depth=4),
+    PREFETCHED: lambda table: table.prefetched(depth=2),
+    PREFETCHED_4: lambda table: table.prefetched(depth=4),
     CAPTURED: lambda table: each(table.captured_step),
 }
 
@@ -83,7 +93,7 @@ def run(options: Options) -> Iterator[Row]:
         spec = scaled(size, options)
         wanted = [setting for setting in settings(storage, spec, options) if options.wants(setting.case)]
         if wanted:
-            with bench.table(spec, storage) as table:
+            with made_table(spec, storage, options) as table:
                 for setting in wanted:
                     yield from bench.run(table, setting)
 
@@ -97,6 +107,10 @@ def counted(steps: Steps, table: FlatbedTable, counts: list[Any]) -> Steps:
         counts.append(np.array(table.counts()) - before)
 
     return run_turn
+
+
+def idle(rows: Tensor) -> None:
+    """Compute nothing beside a table."""
 
 
 class Bench:
@@ -113,25 +127,15 @@ class Bench:
         model = Products(ms / (20 if self.options.is_small else 1), self.device)
         return model, harness.time_alone(model, self.device)
 
-    @contextmanager
-    def table(self, spec: TableSpec, storage: str) -> Iterator[FlatbedTable]:
-        """Make the table that settings share."""
-        harness.free_memory(self.device)
-        with TemporaryDirectory(dir=self.options.folder) as folder:
-            path = {"path": Path(folder) / "rows.bed"} if storage == "disk" else {}
-            table = FlatbedTable(spec, self.device, storage=storage, cache_rows=0, **path)
-            try:
-                yield table
-            finally:
-                table.close()
-                harness.free_memory(self.device)
-
     def run(self, table: FlatbedTable, setting: Setting) -> Iterator[Row]:
         """Time all variants of a setting in turns."""
-        spec, storage = table.spec, table.emb.table.storage
+        spec, options = table.spec, self.options
         source = IdSource(setting.distribution, spec.n_rows, spec.n_ids, device=self.device)
-        chosen = [*self.options.choose(dict.fromkeys(setting.variants))]
-        model, model_ms = (None, None) if setting.model_ms is None else self.model(setting.model_ms)
+        chosen = [*options.choose(dict.fromkeys(setting.variants))]
+        model, model_ms = (idle, None) if setting.model_ms is None else self.model(setting.model_ms)
+        plan = SMALL_PLAN if options.is_small else PLAN
+        if model_ms is not None:
+            plan = replace(plan, synchronized=min(5, plan.synchronized), blocks=min(2, plan.blocks))
         table.model = model
         table.use_cache(setting.cache_rows)
         before = harness.allocated_bytes(self.device)  # graphs of earlier settings keep their caches
@@ -139,26 +143,23 @@ class Bench:
             table.step(ids)
         counts: dict[str, list[Any]] = {name: [] for name in chosen if name != SPARSE}
         steps = {name: counted(VARIANTS[name](table), table, counts[name]) for name in counts}
-        held, peer = 0, None
-        if SPARSE in chosen:
-            held, peer = spec.nbytes, SparseTable(spec, self.device)
-            peer.model = model
-            steps[SPARSE] = each(peer.step)
-        plan = SMALL_PLAN if self.options.is_small else PLAN
-        if model is not None:
-            plan = replace(plan, synchronized=min(5, plan.synchronized), blocks=min(2, plan.blocks))
-        found = time_in_turns(steps, source.draw, plan, self.options)
-        kept = harness.allocated_bytes(self.device) - before - held
-        if peer is not None:
-            peer.close()
+        with ExitStack() as peers:
+            if SPARSE in chosen:
+                peer = SparseTable(spec, self.device)
+                peers.callback(peer.close)
+                peer.model = model
+                steps[SPARSE] = each(peer.step)
+            found = time_in_turns(steps, source.draw, plan, options)
+            held = spec.nbytes if SPARSE in chosen else 0
+            kept = harness.allocated_bytes(self.device) - before - held
         fresh = source.draw(1)[0]
         table.step(fresh)
         is_flushed = table.survives_flush(np.unique(fresh)[:1024])
         shared = {"distribution": setting.distribution, **spec.setting}
         shared |= {} if model_ms is None else {"model_ms": model_ms}
-        own = {"storage": storage, "cache_rows": setting.cache_rows}
+        own = {**shared, "storage": table.emb.table.storage, "cache_rows": setting.cache_rows}
         for name, readings in found.items():
-            result = self.check(name, storage, setting.cache_rows > 0)
+            result = self.check(name, own["storage"], setting.cache_rows > 0)
             metrics = self.checker.metrics(readings, held if name == SPARSE else kept, result)
             if setting.cache_rows and name != SPARSE:
                 hits, misses = sum(counts[name][1:])  # without warming up
@@ -166,14 +167,9 @@ class Bench:
                 metrics["misses_per_step"] = misses / (plan.turns * plan.n_steps)
             if model_ms is not None:
                 metrics["model_ratio"] = metrics["back_to_back_ms"]["p50"] / model_ms
-            yield self.options.row(
-                f"cache {setting.case}",
-                name,
-                shared if name == SPARSE else {**shared, **own},
-                metrics,
-                n_samples=len(readings.back_to_back),
-                ok=result.ok and (is_flushed or name == SPARSE),
-            )
+            where = shared if name == SPARSE else own
+            n, ok = len(readings.back_to_back), result.ok and (is_flushed or name == SPARSE)
+            yield options.row(f"cache {setting.case}", name, where, metrics, n_samples=n, ok=ok)
 
     def _check(self, name: str, storage: str, is_cached: bool) -> Result:
         """Check a variant on a small table."""

@@ -30,7 +30,7 @@ SHAPES = ((1, 256 * MIB, 16), (1, 64 * MIB, 64), (1, 16 * MIB, 128), (1, MIB, 10
 SMALL_SHAPES = ((1, 1 << 16, 8), (50, 1 << 10, 4))
 FACTORS = (0.5, 1.0, 2.0)
 SOURCE_BYTES = 512 * MIB  # more than caches hold
-TO, LOADER = "torch.from_numpy().to()", "DataLoader(pin_memory=True), .to(non_blocking=True)"
+TO = "torch.from_numpy().to()"
 ALONE = "the computation alone"
 STAGED = "numpy.take into pinned memory, .to(non_blocking=True)"
 
@@ -58,13 +58,15 @@ def feeds(batches: list[Batch], options: Options) -> dict[str, Feed]:
 
     prefetch = partial(flatbed.Prefetcher, device=device)
     from_list, from_pinned = prefetch(batches), prefetch(batches, pin=True)
-    return {
+    found: dict[str, Feed] = {
         TO: plain,
-        LOADER: loaded,
+        "DataLoader(pin_memory=True), .to(non_blocking=True)" if options.on_gpu else "DataLoader": loaded,
         "flatbed Prefetcher, generator": lambda: prefetch(iter(batches)),
         "flatbed Prefetcher, list": lambda: from_list,
-        "flatbed Prefetcher, list, pin=True": lambda: from_pinned,
     }
+    if options.on_gpu:
+        found["flatbed Prefetcher, list, pin=True"] = lambda: from_pinned
+    return found
 
 
 def make_batches(n_arrays: int, array_bytes: int, n_batches: int) -> list[Batch]:

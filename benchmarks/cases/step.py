@@ -5,8 +5,8 @@ On small parameters with given gradients, every variant is compared with torch's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from benchmarks.models import MODELS, Batch, Model
 from benchmarks.rows import Row, percentiles
 from benchmarks.trainers import CAPTURED, OPTIMIZERS, VARIANTS, Setup, Trainer
 
-CASES = tuple(MODELS)
+CASES = (*MODELS, "resnet-like:sgd")
 MAX_NORM = 1.0
 TURNS = 5
 WARM_UP = 5  # flatbed.capture captures the fourth call
@@ -45,56 +45,67 @@ def run_model(model: Model, optimizer: str, options: Options) -> Iterator[Row]:
         harness.free_memory(options.device)
 
 
+class Prepared(NamedTuple):
+    """A trainer that has taken its first steps, its GPU memory, and its distance from the reference."""
+
+    trainer: Trainer
+    peak_bytes: int
+    max_rel_error: float
+
+
+def prepare(setup: Setup, model: Model, optimizer: str, batches: Sequence[Batch]) -> Prepared:
+    """Check a variant, build it, and take steps that compile or capture whatever is needed."""
+    device = batches[0][0].device
+    error = trainers.max_rel_error(setup, optimizer, device)
+    before = harness.reset_peak(device)
+    trainer = setup(build(model, device), model.loss, optimizer, MAX_NORM)
+    for batch in batches:
+        trainer.train(batch)
+    return Prepared(trainer, harness.peak_bytes(device) - before, error)
+
+
 def run_variants(variants: dict[str, Setup], model: Model, optimizer: str, options: Options) -> Iterator[Row]:
     """Time variants in turns: updates alone, then whole steps in blocks."""
-    device, steps = options.device, options.steps or model.steps
-    generator = torch.Generator(device).manual_seed(SEED + 1)
+    generator = torch.Generator(options.device).manual_seed(SEED + 1)
 
     def draw(n_batches: int) -> list[Batch]:
         return [model.make_batch(generator) for _ in range(n_batches)]
 
-    made: dict[str, Trainer] = {}
-    shared: dict[str, Any] = {"model": model.name, "optimizer": optimizer}
-    errors, memory = {}, {}
+    made: dict[str, Prepared] = {}
     for name, setup in variants.items():
         try:
-            errors[name] = trainers.max_rel_error(setup, optimizer, device)
-            before = harness.allocated_bytes(device)
-            built = build(model, device)
-            sizes = [param.numel() for param in built.parameters()]
-            made[name] = setup(built, model.loss, optimizer, MAX_NORM)
-            batches = draw(WARM_UP)
-            harness.reset_peak(device)
-            for batch in batches:
-                made[name].train(batch)
-            memory[name] = harness.peak_bytes(device) - before
-            shared |= {"parameters": len(sizes), "elements": sum(sizes)}
+            made[name] = prepare(setup, model, optimizer, draw(WARM_UP))
         except Exception as error:
             options.skip(name, error)
-    turns, block = min(TURNS, steps), BLOCK_STEPS if options.on_gpu else 1
-    eager = {name: trainer for name, trainer in made.items() if trainer.capture is None}
-    parts = time_in_turns(
-        {name: each(trainer.update) for name, trainer in eager.items()},
+    all_trainers = {name: prepared.trainer for name, prepared in made.items()}
+    steps, block = options.steps or model.steps, BLOCK_STEPS if options.on_gpu else 1
+    turns = min(TURNS, steps)
+    updates = time_in_turns(
+        {name: each(trainer.update) for name, trainer in all_trainers.items() if trainer.capture is None},
         draw,
         Plan(turns, synchronized=-(-steps // TURNS)),
         options,
-        before=lambda name, batch: made[name].backward(batch),
+        before=lambda name, batch: all_trainers[name].backward(batch),
     )
     whole = time_in_turns(
-        {name: each(trainer.train) for name, trainer in made.items()},
+        {name: each(trainer.train) for name, trainer in all_trainers.items()},
         draw,
         Plan(turns, blocks=-(-steps // (TURNS * block)), block_steps=block),
         options,
     )
     for name, readings in whole.items():
+        trainer, memory, distance = made[name]
         metrics = {
-            "optimizer_ms": percentiles(parts[name].synchronized) if name in parts else None,
+            "optimizer_ms": percentiles(updates[name].synchronized) if name in updates else None,
             "step_ms": percentiles(readings.back_to_back),
-            "peak_memory_bytes": memory[name] if options.on_gpu else None,
-            "max_rel_error": errors[name],
+            "peak_memory_bytes": memory if options.on_gpu else None,
+            "max_rel_error": distance,
         }
-        n, ok = len(readings.back_to_back), errors[name] <= trainers.TOLERANCE
-        yield options.row("step train", name, shared, metrics, n_samples=n, ok=ok)
+        sizes = [param.numel() for param in trainer.model.parameters()]
+        setting: dict[str, Any] = {"model": model.name, "optimizer": optimizer}
+        setting |= {"parameters": len(sizes), "elements": sum(sizes)}
+        n, ok = len(readings.back_to_back), distance <= trainers.TOLERANCE
+        yield options.row("step train", name, setting, metrics, n_samples=n, ok=ok)
 
 
 def build(model: Model, device: torch.device) -> nn.Module:

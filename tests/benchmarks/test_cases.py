@@ -14,10 +14,11 @@ from torch import nn
 
 from benchmarks import models, rows, trainers
 from benchmarks.__main__ import BENCHMARKS, main, parse
-from benchmarks.cases import cache, data, roofline, step, tables, word2vec
+from benchmarks.cases import cache, data, overlap, roofline, speedtorch, step, tables, word2vec
 from benchmarks.cases import rows as random_rows
 from benchmarks.harness import Options, each
 from benchmarks.models import Model
+from benchmarks.plot import write_plot
 from benchmarks.rows import Row
 from benchmarks.trained_tables import Checker, FlatbedTable, SparseTable
 
@@ -98,8 +99,28 @@ def test_roofline() -> None:
 # ---- tables
 
 
+def test_memory_of_tables(tmp_path: Path) -> None:
+    listed = check(tables.run(replace(FEW, cases=("memory",), folder=tmp_path)), "tables")
+    on_disk = {row["variant"]: row["metrics"]["disk_bytes"] for row in listed}
+    assert [*on_disk] == ["flatbed host", "flatbed disk", tables.SPARSE]
+    assert on_disk["flatbed disk"] > 0
+    assert on_disk["flatbed host"] == on_disk[tables.SPARSE] == 0
+
+
+@pytest.mark.parametrize("case", speedtorch.CASES)
+def test_speedtorch(case: str) -> None:
+    listed = check(speedtorch.run(replace(FEW, cases=(case,))), "speedtorch", "back_to_back_ms")
+    assert [row["variant"] for row in listed] == list(speedtorch.VARIANTS)
+    assert all(row["metrics"]["original_ratio"] > 0 for row in listed)
+
+
+def test_speedtorch_finds_rows_that_are_not_written_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speedtorch.Original, "after", lambda self, ids: None)
+    assert not speedtorch.is_right(speedtorch.Original, "host", FEW)
+
+
 def test_tables() -> None:
-    listed = check(tables.run(FEW), "tables")
+    listed = check(tables.run(replace(FEW, cases=("step", "fit"))), "tables")
     assert [row["variant"] for row in listed] == [tables.HOST, tables.DEVICE, tables.SPARSE]
 
 
@@ -120,6 +141,25 @@ def test_cache(case: str, tmp_path: Path) -> None:
     assert all(0 < row["metrics"]["hit_rate"] < 1 for row in cached)
     assert case == "sizes" or all(rows.speedup(row, listed, "back_to_back_ms") for row in listed)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_overlap(tmp_path: Path) -> None:
+    cases = ("none:uniform", "gemm", "mlp:zipf 1.2", "conv:zipf 1.05", "transformer:uniform", "disk")
+    options = replace(FEW, cases=cases, folder=tmp_path / "tables")
+    (tmp_path / "tables").mkdir()
+    listed = check(overlap.run(options), "overlap", "back_to_back_ms")
+    found = [(row["setting"]["model"], row["setting"]["distribution"]) for row in listed]
+    assert len(found) == len(overlap.VARIANTS) * (1 + 3 + 1 + 1 + 1 + 1)
+    assert ("products", "zipf 1.05") in found
+    for row in listed:
+        bounds = [row["metrics"].get(name, 0.0) for name in ("model_alone_ms", "table_alone_ms")]
+        ratio = row["metrics"]["back_to_back_ms"]["p50"] / max(bounds)
+        assert row["metrics"]["bound_ratio"] == pytest.approx(ratio)
+    assert list((tmp_path / "tables").iterdir()) == []
+    pytest.importorskip("matplotlib")
+    write_plot(listed, tmp_path / "overlap.png")
+    with pytest.raises(ValueError, match="unknown ids 'zipf 2' of mlp; there are uniform"):
+        list(overlap.run(replace(FEW, cases=("mlp:zipf 2",))))
 
 
 def test_cached_and_captured_steps_agree_bitwise() -> None:
@@ -157,6 +197,7 @@ def test_data(case: str) -> None:
     metric = "read_ms" if case == "rows" else "batch_ms"
     listed = check(data.run(replace(FEW, cases=(case,))), "data", metric)
     assert all(rows.speedup(row, listed, metric) for row in listed if rows.is_ours(row))
+    assert not any("pin" in row["variant"] for row in listed)  # nothing is pinned on a CPU
 
 
 def test_bytes_that_do_not_arrive_are_found() -> None:

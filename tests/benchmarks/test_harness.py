@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Options, Plan, each, time_in_turns
-from benchmarks.id_sources import IdSource, cumulative, scatter_factor
 from benchmarks.models import MODELS
+from benchmarks.trained_tables import IdSource, cumulative, scatter_factor
 
 CPU = torch.device("cpu")
 PLAN = Plan(turns=2, warm_up=2, settle=1, synchronized=3, blocks=2, block_steps=4)

@@ -165,6 +165,10 @@ def test_pages_are_filled_once(tmp_path: Path) -> None:
     assert "tables fit" not in text
     assert text.endswith("<!-- end rows -->\nafter\n")
     assert main(["fill", "--check", str(page)]) == 0
+    page.write_text('<!-- rows h200-cache.json step "zipf 1.05" -->\n<!-- end rows -->\n')
+    assert main(["fill", str(page)]) == 0
+    assert "**cache step: zipf 1.05, " in page.read_text()
+    assert "zipf 1.2" not in page.read_text()
 
 
 def test_rows_are_shown_and_failures_end_with_an_error(
