@@ -254,7 +254,7 @@ class TableStorage:
             return
         with self._lock:  # another thread may be prefetching rows
             if self.in_memory:
-                self.forget_cache()
+                self.forget_cache(closing=True)
             else:
                 self.abandon_cache()
             if self._storage is not None:
@@ -375,7 +375,7 @@ class TableStorage:
         self._cache_serves = sys.maxsize if self.config.is_cache_sized else n_needed
         return self.cache
 
-    def forget_cache(self) -> None:
+    def forget_cache(self, *, closing: bool = False) -> None:
         """Write all rows back; the next batch makes a new cache. After an error, this one stays."""
         cache = self.cache
         if cache is None:
@@ -384,6 +384,7 @@ class TableStorage:
         self.cache = None
         if cache.in_graphs:
             self._captured += [cache, self._storage]
+        if cache.in_graphs and not closing:
             warnings.warn(
                 "a table that CUDA graphs were captured with has other memory or another cache now: capture "
                 "them again, since they use the memory from before",
