@@ -5,6 +5,7 @@ Prints how many accesses of 16 bytes the dense step of each rule has, and what f
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import traceback
@@ -52,14 +53,14 @@ OPEN = ("scale_ptr", "found_inf_ptr")  # not assumed to be aligned
 COUNTS = {"counts_ptr": "*i32", "rank_ptr": "*i32", "n_missing_ptr": "*i32", "n_blocks": "i32"}
 
 
-def ptx(function: Any, changed: dict[str, str] | None = None, **constants: Any) -> str:
+def ptx(function: Any, changed: dict[str, str] | None = None, *, num_warps: int = 4, **constants: Any) -> str:
     types = {**TYPES, **(changed or {})}
     names = function.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "*i64") for n in names}
     aligned = [n for n in names if signature[n].startswith("*") and n not in OPEN]
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
-    return str(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+    return str(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"])
 
 
 def dense_step(rule: Any) -> dict[str, int]:
@@ -135,10 +136,9 @@ def others() -> None:
         chunks = {"CHUNK": 64, "DIM": 48, "COLUMNS": 64, "AT_ONCE": 8}
         ptx(row_kernels.segment_sum_kernel, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)
         ptx(row_kernels.sum_chunks_kernel, changed, **chunks)
-    for home in (True, False):
-        for cached in (True, False):
-            shape = {"STRIDE": 1536, "WORDS": 192, "COLUMNS": 256, "ROWS": 4}
-            ptx(row_kernels.move_kernel, HOME=home, CACHED=cached, **shape)
+    for writes, cached in itertools.product((True, False), repeat=2):
+        shape = {"STRIDE": 1536, "WORDS": 192, "COLUMNS": 256, "ROWS": 4}
+        ptx(row_kernels.move_kernel, WRITES=writes, CACHED=cached, **shape)
 
 
 def cache() -> None:
@@ -149,10 +149,9 @@ def cache() -> None:
         for direct in (True, False):
             flags = {"DIRECT": direct, "FREQUENCY": by_frequency, "ROUNDS": 16, "BLOCK": 128}
             ptx(cache_kernels.select_victims_kernel, maps, **flags)
-    for words, columns in ((192, 256), (192, 64), (2, 2), (576, 256)):
-        shape = {"STRIDE": 8 * words, "WORDS": words, "COLUMNS": columns, "ROWS": 4}
-        ptx(cache_kernels.fill_and_write_back_kernel, maps, **shape)
-        ptx(cache_kernels.flush_kernel, maps, **shape)
+    for words, columns, n_rows in ((192, 256, 8), (8, 8, 256), (2, 2, 4), (576, 512, 4)):
+        shape = {"STRIDE": 8 * words, "WORDS": words, "COLUMNS": columns, "ROWS": n_rows}
+        ptx(cache_kernels.fill_and_write_back_kernel, maps, num_warps=32, **shape)
     for keys in ("*i32", "*i64"):
         shape = {"STRIDE": 1536, "DIM": 48, "COLUMNS": 64, "ROWS": 16}
         changed = {**maps, "ids_ptr": keys, "out_ptr": "*bf16"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,13 +13,55 @@ from torch import Tensor
 from flatbed.kernels._triton.launch import TYPES, Kernel
 from flatbed.kernels.records import RecordLocation, UniqueRows
 
-# Programs at most, for kernels bound by the bus: these saturate it on an H200 and leave SMs to the model.
-# More writers are slower.
-READERS, WRITERS = 132, 24
 SQUARES = 65536  # elements per partial sum
 BLOCK = 1024  # keys per program
 CHUNK = 64  # ids of a segment that one program adds up; AT_ONCE loads of gradients are in flight at a time
 AT_ONCE = 8
+
+
+class MoverShape(NamedTuple):
+    """Programs that move records over the bus, warps of each, and records that each has in flight."""
+
+    programs: int
+    warps: int
+    rows: int
+
+
+# By direction, and by the most bytes of a record. Few programs of many warps saturate the bus and leave the
+# other SMs to the model: GEMMs on Hopper run one program per SM, and those that find theirs taken run late.
+MOVERS = {
+    "both": {  # reads and writes at once
+        64: MoverShape(12, 32, 256),
+        128: MoverShape(12, 32, 128),
+        256: MoverShape(12, 32, 64),
+        512: MoverShape(12, 32, 32),
+        1024: MoverShape(12, 32, 16),
+        1536: MoverShape(12, 32, 8),
+        2048: MoverShape(12, 32, 8),
+        4096: MoverShape(12, 32, 4),
+    },
+    "read": {
+        64: MoverShape(12, 32, 256),
+        128: MoverShape(12, 32, 128),
+        256: MoverShape(12, 32, 64),
+        512: MoverShape(12, 32, 32),
+        1024: MoverShape(12, 32, 16),
+        1536: MoverShape(12, 32, 8),
+        2048: MoverShape(12, 32, 8),
+        4096: MoverShape(12, 32, 4),
+    },
+    "write": {  # more bytes in flight are slower
+        64: MoverShape(12, 16, 128),
+        128: MoverShape(12, 16, 64),
+        256: MoverShape(12, 16, 32),
+        512: MoverShape(12, 16, 16),
+        1024: MoverShape(12, 16, 8),
+        1536: MoverShape(12, 16, 4),
+        2048: MoverShape(12, 16, 4),
+        4096: MoverShape(12, 16, 2),
+    },
+}
+MAX_COLUMNS = 512  # words of a record in flight; longer records are moved in several parts
 
 
 def power(n: int) -> int:
@@ -29,6 +72,13 @@ def power(n: int) -> int:
 def tile(columns: int, elements: int) -> int:
     """Return how many rows a program has in flight at once."""
     return max(1, min(32, elements // columns))
+
+
+@functools.cache
+def mover_shape(direction: str, nbytes: int) -> MoverShape:
+    """Return the measured shape for records of so many bytes."""
+    shapes = MOVERS[direction]
+    return next((shape for most, shape in shapes.items() if nbytes <= most), shapes[max(shapes)])
 
 
 # ---- unique rows
@@ -300,16 +350,16 @@ def located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE: tl.constexp
 @triton.jit(do_not_specialize=["memory", "cached", "n"])
 def move_kernel(
     memory, cached, slot_of_row_ptr, dirty_ptr, rows_ptr, buffer_ptr, n,
-    STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HOME: tl.constexpr,
-    CACHED: tl.constexpr,
+    STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    WRITES: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
-    """Copy records, or their first bytes, into a buffer; HOME: from the buffer. A word is 8 bytes."""
+    """Copy records, or their first bytes, into a buffer; WRITES: from the buffer. A word is 8 bytes."""
     column = tl.arange(0, COLUMNS)
     for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
         i = first + tl.arange(0, ROWS).to(tl.int64)
         row = tl.load(rows_ptr + i, mask=i < n, other=-1)
         if CACHED:
-            address = located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE, HOME)
+            address = located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE, WRITES)
         else:
             address = memory + row * STRIDE
         record = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
@@ -321,34 +371,45 @@ def move_kernel(
             if WORDS % COLUMNS != 0:
                 held = held & (start + column < WORDS)[None, :]
                 wanted = wanted & (start + column < WORDS)[None, :]
-            if HOME:
+            if WRITES:
                 tl.store(there, tl.load(here, mask=held), mask=held)
             else:
                 tl.store(here, tl.load(there, mask=held, other=0), mask=wanted)
 
 
-def gather(location: RecordLocation, rows: Tensor, nbytes: int) -> Tensor:
+def gather(location: RecordLocation, rows: Tensor, nbytes: int, shape: MoverShape | None = None) -> Tensor:
     words = -(-nbytes // 8)
     words += words % 2
     buffer = torch.empty((len(rows), words * 8), dtype=torch.uint8, device=rows.device)
-    _move(location, rows, buffer, write=False)
+    _move(location, rows, buffer, shape, direction="read")
     return buffer[:, :nbytes]
 
 
-def scatter_(location: RecordLocation, rows: Tensor, records: Tensor) -> None:
-    _move(location, rows, records.contiguous(), write=True)
+def scatter_(
+    location: RecordLocation, rows: Tensor, records: Tensor, shape: MoverShape | None = None
+) -> None:
+    _move(location, rows, records.contiguous(), shape, direction="write")
 
 
-def _move(location: RecordLocation, rows: Tensor, buffer: Tensor, *, write: bool) -> None:
+def _move(
+    location: RecordLocation, rows: Tensor, buffer: Tensor, shape: MoverShape | None, *, direction: str
+) -> None:
     rows, n, words = rows.contiguous(), len(rows), buffer.shape[1] // 8
     if n == 0:
         return
-    columns = min(power(words), 64) if write else power(words)
-    n_rows = tile(columns, 512 if write else 1024)
-    most = 1 << 16 if location.is_near else WRITERS if write else READERS
-    index = (rows, rows) if location.cached is None else (location.slot_of_row, location.dirty)
-    move_kernel[(min(-(-n // n_rows), most),)](
-        *location.addresses, *index, rows, buffer.view(torch.int64), n,
-        STRIDE=location.stride, WORDS=words, COLUMNS=columns, ROWS=n_rows, HOME=write,
-        CACHED=location.cached is not None, num_warps=4,
-    )  # fmt: skip
+    if shape is None and location.is_near:  # the GPU's own memory: as many programs as there are rows for
+        shape = MoverShape(1 << 16, 4, tile(min(power(words), MAX_COLUMNS), 1024))
+    elif shape is None:
+        shape = mover_shape(direction, words * 8)
+    is_cached = location.cached is not None
+    index = (location.slot_of_row, location.dirty) if is_cached else (rows, rows)
+    launch = _move_kernel(location.stride, words, shape, direction == "write", is_cached)
+    n_programs = min(shape.programs, -(-n // shape.rows))
+    launch(n_programs, rows.device, *location.addresses, *index, rows, buffer.view(torch.int64), n)
+
+
+@functools.cache
+def _move_kernel(stride: int, words: int, shape: MoverShape, writes: bool, is_cached: bool) -> Kernel:
+    columns = min(power(words), MAX_COLUMNS)
+    constants = stride, words, columns, shape.rows, writes, is_cached
+    return Kernel(move_kernel, *constants, num_warps=shape.warps)
