@@ -33,9 +33,7 @@ TYPES = {
     **dict.fromkeys(("grads_ptr", "sums_ptr", "values_ptr"), "*fp32"),
     **dict.fromkeys(("slot_of_row_ptr", "dirty_ptr"), "*i32"),
     **dict.fromkeys(("memory", "cached", "padding", "n_rows"), "i64"),
-    **dict.fromkeys(
-        ("n", "index", "group", "first", "window", "n_slots", "per_program", "weights_stride"), "i32"
-    ),
+    **dict.fromkeys(("n", "index", "group", "first", "window", "n_slots", "per_program"), "i32"),
 }
 """Arguments that are not constants; those that are not named here are pointers to int64."""
 DENSE = {

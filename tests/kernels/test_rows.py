@@ -61,15 +61,6 @@ def test_gather_and_scatter(nbytes: int, kernel_device: str) -> None:
         assert torch.equal(held.cpu(), memory)
 
 
-def test_rows_that_are_not_contiguous(kernel_device: str) -> None:
-    memory = torch.randint(256, (N_ROWS, 64), dtype=torch.uint8, device=kernel_device)
-    rows = torch.tensor([[3, 9], [7, 9], [1, 9]], device=kernel_device)[:, 0]
-    assert torch.equal(gather(RecordLocation(memory), rows, 64), memory[[3, 7, 1]])
-    scatter_(RecordLocation(memory), rows, torch.zeros(3, 64, dtype=torch.uint8, device=kernel_device))
-    assert not memory[[3, 7, 1]].any()
-    assert unique(rows, N_ROWS).rows[:3].tolist() == [1, 3, 7]
-
-
 def test_more_rows_than_programs(kernel_device: str) -> None:
     memory = torch.randint(256, (700, 1536), dtype=torch.uint8, device=kernel_device)
     rows = torch.randperm(700, device=kernel_device)
