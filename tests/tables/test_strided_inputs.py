@@ -139,13 +139,12 @@ def test_warm(form: str, make: Make, where: str) -> None:
 
 @on_all
 def test_prefetched_lookups(form: str, make: Make, where: str) -> None:
-    ids, found = FORMS[form](IDS.to(where)), []
-    for given in (ids, plain(ids).to(where)):
+    ids, found = FORMS[form](IDS), []
+    for given in (ids, plain(ids)):
         emb = make()
         optimizer = flatbed.optim.Adam(emb, lr=0.1)
-        batches = [torch.zeros(1)] * 3
-        for _ in flatbed.Prefetcher(batches, {emb: lambda batch, given=given: given}, device=where):
-            emb(given).square().sum().backward()
+        for batch in flatbed.Prefetcher([given] * 3, {emb: lambda batch: batch}, device=where):
+            emb(batch).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         found.append(emb.read_rows(range(N_ROWS)))
