@@ -124,8 +124,8 @@ def row_step(name: str, dim: int, weight: Any, per_row: bool) -> None:
 def others() -> None:
     for keys, ticks in (("*i64", False), ("*i32", True)):
         ptx(row_kernels.heads_kernel, {"sorted_ptr": keys, **COUNTS}, TICKS=ticks, BLOCK=1024)
-        ptx(row_kernels.mark_kernel, {"sorted_ptr": keys, "lead": "i64", **COUNTS}, BLOCK=1024)
-    ptx(row_kernels.narrow_kernel, {"keys_ptr": "*i32"}, BLOCK=1024)
+        ptx(row_kernels.mark_kernel, {"sorted_ptr": keys, "sentinel": "i64", **COUNTS}, BLOCK=1024)
+    ptx(row_kernels.to_int32_keys_kernel, {"keys_ptr": "*i32"}, BLOCK=1024)
     for kind, wide in (("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)):
         sums = "*fp64" if wide == tl.float64 else "*fp32"
         changed = {"grads_ptr": kind, "sums_ptr": sums, "values_ptr": sums}

@@ -17,7 +17,7 @@ KEYS = {
     "equal": torch.full((9,), 29),
     "ascending": torch.arange(N_ROWS),
     "duplicates": torch.tensor([3, 3, 0, 29, 3, 7, 0, 0, 11]),
-    "lead": torch.tensor([SENTINEL, 4, SENTINEL, 2, 4]),
+    "sentinel": torch.tensor([SENTINEL, 4, SENTINEL, 2, 4]),
     "out of range": torch.tensor([4, 30, -1, 4, 1 << 40, -(1 << 40), 0]),
     "many": torch.arange(2500).mul_(7919) % N_ROWS,
 }

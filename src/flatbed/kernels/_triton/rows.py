@@ -85,7 +85,7 @@ def mover_shape(direction: str, nbytes: int) -> MoverShape:
 
 
 @triton.jit(do_not_specialize=["n", "n_rows"])
-def narrow_kernel(ids_ptr, keys_ptr, n, n_rows, BLOCK: tl.constexpr):
+def to_int32_keys_kernel(ids_ptr, keys_ptr, n, n_rows, BLOCK: tl.constexpr):
     """Row ids as int32; -1 for ids out of range."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + i, mask=i < n, other=0)
@@ -108,19 +108,19 @@ def heads_kernel(
             tl.store(n_missing_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["n", "n_rows", "lead", "n_blocks"])
+@triton.jit(do_not_specialize=["n", "n_rows", "sentinel", "n_blocks"])
 def mark_kernel(
-    sorted_ptr, order_ptr, counts_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, bad_ptr,
-    n, n_rows, lead, n_blocks, BLOCK: tl.constexpr,
+    sorted_ptr, order_ptr, counts_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, error_slot_ptr,
+    n, n_rows, sentinel, n_blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the unique rows of sorted keys; `counts_ptr` holds how many runs begin in each block."""
     block = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     n_before = 0
-    n_distinct = 0
+    n_unique = 0
     for start in range(0, n_blocks, BLOCK):
         count = tl.load(counts_ptr + start + lanes, mask=start + lanes < n_blocks, other=0)
-        n_distinct += tl.sum(count, 0)
+        n_unique += tl.sum(count, 0)
         n_before += tl.sum(tl.where(start + lanes < block, count, 0), 0)
     i = block * BLOCK + lanes
     valid = i < n
@@ -134,16 +134,16 @@ def mark_kernel(
     known = (key >= 0) & (key < n_rows)
     tl.store(rows_ptr + rank, tl.where(known, key, -1), mask=head)
     tl.store(starts_ptr + rank, i.to(tl.int64), mask=head)
-    beyond = i >= n_distinct  # the outputs have an entry for every id
+    beyond = i >= n_unique  # the outputs have an entry for every id
     tl.store(rows_ptr + i, tl.full([BLOCK], -1, tl.int64), mask=valid & beyond)
     tl.store(starts_ptr + i, tl.zeros([BLOCK], tl.int64) + n, mask=(i <= n) & beyond)
-    wrong = valid & (known == 0) & (key != lead)
+    wrong = valid & (known == 0) & (key != sentinel)
     position = tl.min(tl.where(wrong, at, 0x7FFFFFFFFFFFFFFF), 0)
     if position != 0x7FFFFFFFFFFFFFFF:
-        tl.atomic_min(bad_ptr, position)
+        tl.atomic_min(error_slot_ptr, position)
 
 
-_NARROW = Kernel(narrow_kernel, BLOCK)
+_TO_INT32_KEYS = Kernel(to_int32_keys_kernel, BLOCK)
 _HEADS = [Kernel(heads_kernel, advances_clock, BLOCK) for advances_clock in (False, True)]
 _MARK = Kernel(mark_kernel, BLOCK)
 
@@ -152,7 +152,7 @@ def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
     ids, n = ids.contiguous(), len(ids)
     keys = torch.empty(n, dtype=torch.int32, device=ids.device)
     if n:
-        _NARROW(-(-n // BLOCK), ids.device, ids, keys, n, n_rows)
+        _TO_INT32_KEYS(-(-n // BLOCK), ids.device, ids, keys, n, n_rows)
     return keys
 
 
@@ -343,8 +343,8 @@ def located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE: tl.constexp
     slot = tl.load(slot_of_row_ptr + row, mask=row >= 0, other=-1).to(tl.int64)
     if CHANGES:
         tl.store(dirty_ptr + slot, tl.full(slot.shape, 1, tl.int32), mask=slot >= 0)
-    home = tl.where(slot * 0 + memory != 0, memory + row * STRIDE, 0)
-    return tl.where(slot >= 0, cached + slot * STRIDE, home)
+    stored = tl.where(slot * 0 + memory != 0, memory + row * STRIDE, 0)
+    return tl.where(slot >= 0, cached + slot * STRIDE, stored)
 
 
 @triton.jit(do_not_specialize=["memory", "cached", "n"])
