@@ -25,7 +25,7 @@ from flatbed.kernels._triton import rows as row_kernels  # noqa: E402
 from flatbed.kernels._triton.coefficients import prepare_kernel  # noqa: E402
 from flatbed.kernels._triton.launch import element  # noqa: E402
 from flatbed.kernels._triton.row_step import step_rows_kernel  # noqa: E402
-from flatbed.kernels._triton.rows import power  # noqa: E402
+from flatbed.kernels._triton.rows import MOVERS, power  # noqa: E402
 from flatbed.kernels._triton.step import update_kernel  # noqa: E402
 
 TYPES = {
@@ -147,9 +147,13 @@ def cache() -> None:
         for direct in (True, False):
             flags = {"DIRECT": direct, "FREQUENCY": by_frequency, "ROUNDS": 16, "BLOCK": 128}
             ptx(cache_kernels.select_victims_kernel, maps, **flags)
-    for words, columns, n_rows in ((192, 256, 8), (8, 8, 256), (2, 2, 4), (576, 512, 4)):
-        shape = {"STRIDE": 8 * words, "WORDS": words, "COLUMNS": columns, "ROWS": n_rows}
-        ptx(cache_kernels.fill_and_write_back_kernel, maps, num_warps=32, **shape)
+    for nbytes, (_, warps, n_rows) in (*MOVERS["both"].items(), (4608, (12, 32, 4))):
+        words = nbytes // 8
+        shape = {"STRIDE": nbytes, "WORDS": words, "COLUMNS": min(power(words), 512), "ROWS": n_rows}
+        code = ptx(cache_kernels.fill_and_write_back_kernel, maps, num_warps=warps, **shape)
+        # A thread that reads a word of a victim also replaces it. A barrier would hint at other layouts.
+        assert "bar.sync" not in code, nbytes
+        assert len(re.findall(r"(?:ld|st)\.global[.\w:]*\.(?:v2\.b64|v4\.b32)", code)) >= 4, nbytes
     for keys in ("*i32", "*i64"):
         shape = {"STRIDE": 1536, "DIM": 48, "COLUMNS": 64, "ROWS": 16}
         changed = {**maps, "ids_ptr": keys, "out_ptr": "*bf16"}

@@ -184,7 +184,8 @@ def fill_and_write_back_kernel(
             evicts = (victim >= 0) & inside
             new = tl.load(stored + start + column, mask=fills)
             old = tl.load(here + start + column, mask=evicts)
-            # The victim is stored first: the read of the new record is still in flight.
+            # The victim is stored first: the read of the new record is still in flight. The same thread reads
+            # and replaces a word of a slot, so that no barrier is needed.
             tl.store(victim_record + start + column, old, mask=evicts)
             tl.store(here + start + column, new, mask=fills)
 
