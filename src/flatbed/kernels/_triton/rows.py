@@ -317,11 +317,14 @@ def squares_kernel(values_ptr, partials_ptr, n, per_program, BLOCK: tl.constexpr
     tl.store(partials_ptr + tl.program_id(0), tl.sum(total, 0))
 
 
+_SQUARES = Kernel(squares_kernel, BLOCK)
+
+
 def squares(values: Tensor) -> Tensor:
     """Return partial sums of squares in fp64."""
     values, n = values.contiguous(), values.numel()
     partials = torch.empty(max(1, -(-n // SQUARES)), dtype=torch.float64, device=values.device)
-    squares_kernel[(len(partials),)](values, partials, n, SQUARES, BLOCK=1024)
+    _SQUARES(len(partials), values.device, values, partials, n, SQUARES)
     return partials
 
 
