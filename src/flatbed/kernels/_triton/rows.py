@@ -29,6 +29,7 @@ class MoverShape(NamedTuple):
 
 # By direction, and by the most bytes of a record. Few programs of many warps saturate the bus and leave the
 # other SMs to the model: GEMMs on Hopper run one program per SM, and those that find theirs taken run late.
+# Measured on an H200 for 1,536 bytes both ways; the other shapes have as many bytes in flight.
 MOVERS = {
     "both": {  # reads and writes at once
         64: MoverShape(12, 32, 256),
@@ -50,7 +51,7 @@ MOVERS = {
         2048: MoverShape(12, 32, 8),
         4096: MoverShape(12, 32, 4),
     },
-    "write": {  # more bytes in flight are slower
+    "write": {  # half as many bytes: more writers were slower
         64: MoverShape(12, 16, 128),
         128: MoverShape(12, 16, 64),
         256: MoverShape(12, 16, 32),
@@ -76,7 +77,7 @@ def tile(columns: int, elements: int) -> int:
 
 @functools.cache
 def mover_shape(direction: str, nbytes: int) -> MoverShape:
-    """Return the measured shape for records of so many bytes."""
+    """Return the shape for records of so many bytes."""
     shapes = MOVERS[direction]
     return next((shape for most, shape in shapes.items() if nbytes <= most), shapes[max(shapes)])
 
