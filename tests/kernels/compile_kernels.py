@@ -5,6 +5,7 @@ Prints how many accesses of 16 bytes the dense step of each rule has, and what f
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import traceback
@@ -24,7 +25,7 @@ from flatbed.kernels._triton import rows as row_kernels  # noqa: E402
 from flatbed.kernels._triton.coefficients import prepare_kernel  # noqa: E402
 from flatbed.kernels._triton.launch import element  # noqa: E402
 from flatbed.kernels._triton.row_step import step_rows_kernel  # noqa: E402
-from flatbed.kernels._triton.rows import power  # noqa: E402
+from flatbed.kernels._triton.rows import MOVERS, power  # noqa: E402
 from flatbed.kernels._triton.step import update_kernel  # noqa: E402
 
 TYPES = {
@@ -32,9 +33,7 @@ TYPES = {
     **dict.fromkeys(("grads_ptr", "sums_ptr", "values_ptr"), "*fp32"),
     **dict.fromkeys(("slot_of_row_ptr", "dirty_ptr"), "*i32"),
     **dict.fromkeys(("memory", "cached", "padding", "n_rows"), "i64"),
-    **dict.fromkeys(
-        ("n", "index", "group", "first", "window", "n_slots", "per_program", "weights_stride"), "i32"
-    ),
+    **dict.fromkeys(("n", "index", "group", "first", "window", "n_slots", "per_program"), "i32"),
 }
 """Arguments that are not constants; those that are not named here are pointers to int64."""
 DENSE = {
@@ -52,14 +51,14 @@ OPEN = ("scale_ptr", "found_inf_ptr")  # not assumed to be aligned
 COUNTS = {"counts_ptr": "*i32", "rank_ptr": "*i32", "n_missing_ptr": "*i32", "n_blocks": "i32"}
 
 
-def ptx(function: Any, changed: dict[str, str] | None = None, **constants: Any) -> str:
+def ptx(function: Any, changed: dict[str, str] | None = None, *, num_warps: int = 4, **constants: Any) -> str:
     types = {**TYPES, **(changed or {})}
     names = function.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "*i64") for n in names}
     aligned = [n for n in names if signature[n].startswith("*") and n not in OPEN]
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
-    return str(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+    return str(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"])
 
 
 def dense_step(rule: Any) -> dict[str, int]:
@@ -125,8 +124,8 @@ def row_step(name: str, dim: int, weight: Any, per_row: bool) -> None:
 def others() -> None:
     for keys, ticks in (("*i64", False), ("*i32", True)):
         ptx(row_kernels.heads_kernel, {"sorted_ptr": keys, **COUNTS}, TICKS=ticks, BLOCK=1024)
-        ptx(row_kernels.mark_kernel, {"sorted_ptr": keys, "lead": "i64", **COUNTS}, BLOCK=1024)
-    ptx(row_kernels.narrow_kernel, {"keys_ptr": "*i32"}, BLOCK=1024)
+        ptx(row_kernels.mark_kernel, {"sorted_ptr": keys, "sentinel": "i64", **COUNTS}, BLOCK=1024)
+    ptx(row_kernels.to_int32_keys_kernel, {"keys_ptr": "*i32"}, BLOCK=1024)
     for kind, wide in (("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)):
         sums = "*fp64" if wide == tl.float64 else "*fp32"
         changed = {"grads_ptr": kind, "sums_ptr": sums, "values_ptr": sums}
@@ -135,10 +134,9 @@ def others() -> None:
         chunks = {"CHUNK": 64, "DIM": 48, "COLUMNS": 64, "AT_ONCE": 8}
         ptx(row_kernels.segment_sum_kernel, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)
         ptx(row_kernels.sum_chunks_kernel, changed, **chunks)
-    for home in (True, False):
-        for cached in (True, False):
-            shape = {"STRIDE": 1536, "WORDS": 192, "COLUMNS": 256, "ROWS": 4}
-            ptx(row_kernels.move_kernel, HOME=home, CACHED=cached, **shape)
+    for writes, cached in itertools.product((True, False), repeat=2):
+        shape = {"STRIDE": 1536, "WORDS": 192, "COLUMNS": 256, "ROWS": 4}
+        ptx(row_kernels.move_kernel, WRITES=writes, CACHED=cached, **shape)
 
 
 def cache() -> None:
@@ -149,10 +147,13 @@ def cache() -> None:
         for direct in (True, False):
             flags = {"DIRECT": direct, "FREQUENCY": by_frequency, "ROUNDS": 16, "BLOCK": 128}
             ptx(cache_kernels.select_victims_kernel, maps, **flags)
-    for words, columns in ((192, 256), (192, 64), (2, 2), (576, 256)):
-        shape = {"STRIDE": 8 * words, "WORDS": words, "COLUMNS": columns, "ROWS": 4}
-        ptx(cache_kernels.fill_and_write_back_kernel, maps, **shape)
-        ptx(cache_kernels.flush_kernel, maps, **shape)
+    for nbytes, (_, warps, n_rows) in (*MOVERS["both"].items(), (4608, (12, 32, 4))):
+        words = nbytes // 8
+        shape = {"STRIDE": nbytes, "WORDS": words, "COLUMNS": min(power(words), 512), "ROWS": n_rows}
+        code = ptx(cache_kernels.fill_and_write_back_kernel, maps, num_warps=warps, **shape)
+        # A thread that reads a word of a victim also replaces it. A barrier would hint at other layouts.
+        assert "bar.sync" not in code, nbytes
+        assert len(re.findall(r"(?:ld|st)\.global[.\w:]*\.(?:v2\.b64|v4\.b32)", code)) >= 4, nbytes
     for keys in ("*i32", "*i64"):
         shape = {"STRIDE": 1536, "DIM": 48, "COLUMNS": 64, "ROWS": 16}
         changed = {**maps, "ids_ptr": keys, "out_ptr": "*bf16"}

@@ -17,7 +17,7 @@ KEYS = {
     "equal": torch.full((9,), 29),
     "ascending": torch.arange(N_ROWS),
     "duplicates": torch.tensor([3, 3, 0, 29, 3, 7, 0, 0, 11]),
-    "lead": torch.tensor([SENTINEL, 4, SENTINEL, 2, 4]),
+    "sentinel": torch.tensor([SENTINEL, 4, SENTINEL, 2, 4]),
     "out of range": torch.tensor([4, 30, -1, 4, 1 << 40, -(1 << 40), 0]),
     "many": torch.arange(2500).mul_(7919) % N_ROWS,
 }
@@ -59,15 +59,6 @@ def test_gather_and_scatter(nbytes: int, kernel_device: str) -> None:
         scatter_(RecordLocation(held), rows, new.to(kernel_device))
         memory[rows.cpu()[rows.cpu() >= 0]] = new[rows.cpu() >= 0]
         assert torch.equal(held.cpu(), memory)
-
-
-def test_rows_that_are_not_contiguous(kernel_device: str) -> None:
-    memory = torch.randint(256, (N_ROWS, 64), dtype=torch.uint8, device=kernel_device)
-    rows = torch.tensor([[3, 9], [7, 9], [1, 9]], device=kernel_device)[:, 0]
-    assert torch.equal(gather(RecordLocation(memory), rows, 64), memory[[3, 7, 1]])
-    scatter_(RecordLocation(memory), rows, torch.zeros(3, 64, dtype=torch.uint8, device=kernel_device))
-    assert not memory[[3, 7, 1]].any()
-    assert unique(rows, N_ROWS).rows[:3].tolist() == [1, 3, 7]
 
 
 def test_more_rows_than_programs(kernel_device: str) -> None:

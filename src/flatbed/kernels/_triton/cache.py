@@ -11,12 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flatbed.kernels._triton.launch import TYPES, Kernel
-from flatbed.kernels._triton.rows import WRITERS, field, power, tile, unique
+from flatbed.kernels._triton.rows import MAX_COLUMNS, MoverShape, field, mover_shape, power, unique
 from flatbed.kernels.cache import ROUNDS, CacheIndex
-from flatbed.kernels.records import RecordLocation, UniqueRows
+from flatbed.kernels.records import NONE, RecordLocation, UniqueRows
 
-MOVERS = 96  # programs at most, for both ways over the bus at once; one record of 1,536 bytes at a time
 PROBE, SELECT = 512, 128  # rows per program
+FLUSH = 1 << 20  # slots whose changed records are listed at a time
 
 
 @triton.jit
@@ -164,12 +164,15 @@ def fill_and_write_back_kernel(
     memory, cached, missing_ptr, slots_ptr, victims_ptr, n_missing_ptr,
     STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Read each missing record from storage and write back the record that it replaces; a word is 8 bytes."""
+    """Read each missing record from storage and write back the record that it replaces; a word is 8 bytes.
+
+    A row, slot or victim of -1 stands for none.
+    """
     n = tl.load(n_missing_ptr)
     column = tl.arange(0, COLUMNS)[None, :]
     for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
         i = (first + tl.arange(0, ROWS))[:, None]
-        row = tl.load(missing_ptr + i, mask=i < n, other=0)
+        row = tl.load(missing_ptr + i, mask=i < n, other=-1)
         slot = tl.load(slots_ptr + i, mask=i < n, other=-1)
         victim = tl.load(victims_ptr + i, mask=i < n, other=-1)
         here = field(cached + slot * STRIDE, 0, tl.int64)
@@ -177,31 +180,14 @@ def fill_and_write_back_kernel(
         victim_record = field(memory + victim * STRIDE, 0, tl.int64)
         for start in tl.static_range(0, WORDS, COLUMNS):
             inside = start + column < WORDS
-            fills = (slot >= 0) & inside
+            fills = (row >= 0) & (slot >= 0) & inside
             evicts = (victim >= 0) & inside
             new = tl.load(stored + start + column, mask=fills)
             old = tl.load(here + start + column, mask=evicts)
-            # The victim is stored first: the read of the new record is still in flight.
+            # The victim is stored first: the read of the new record is still in flight. The same thread reads
+            # and replaces a word of a slot, so that no barrier is needed.
             tl.store(victim_record + start + column, old, mask=evicts)
             tl.store(here + start + column, new, mask=fills)
-
-
-@triton.jit(do_not_specialize=["memory", "cached", "n_slots"])
-def flush_kernel(
-    memory, cached, row_of_slot_ptr, dirty_ptr, n_slots,
-    STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Write changed records to storage. The caller clears `dirty`, since other warps may still read it."""
-    column = tl.arange(0, COLUMNS)[None, :]
-    for first in range(tl.program_id(0) * ROWS, n_slots, tl.num_programs(0) * ROWS):
-        slot = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
-        dirty = tl.load(dirty_ptr + slot, mask=slot < n_slots, other=0) != 0
-        row = tl.load(row_of_slot_ptr + slot, mask=dirty, other=-1)
-        here = field(cached + slot * STRIDE, 0, tl.int64)
-        stored = field(memory + row * STRIDE, 0, tl.int64)
-        for start in tl.static_range(0, WORDS, COLUMNS):
-            inside = (row >= 0) & (start + column < WORDS)
-            tl.store(stored + start + column, tl.load(here + start + column, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["memory", "cached", "n", "n_rows"])
@@ -229,6 +215,7 @@ def admit(
     window: int = 0,
     error_slot: Tensor | None = None,
     on_checked: Callable[[], None] | None = None,
+    shape: MoverShape | None = None,
 ) -> UniqueRows:
     """Find the unique rows of keys and bring them into the cache: unique, probe, select victims, move.
 
@@ -245,9 +232,7 @@ def admit(
     slots, victims = torch.empty_like(missing), torch.empty_like(missing)
     by_frequency = index.policy == "lfu"
     frequency = index.frequency if by_frequency else index.stamp  # not read with "lru"
-    rows_at_once, probe, select_victims, fill_and_write_back = _admission(
-        location.stride, index.direct, by_frequency
-    )
+    probe, select_victims = _decisions(index.direct, by_frequency)
     probe(
         -(-n // PROBE), device, found.rows, missing, n_missing,
         index.slot_of_row, index.stamp, frequency, index.clock, index.counts, n, n_rows, index.ageing,
@@ -257,35 +242,47 @@ def admit(
         index.slot_of_row, index.row_of_slot, index.stamp, frequency, index.dirty, index.clock, index.counts,
         window, index.n_slots, index.ageing,
     )  # fmt: skip
-    fill_and_write_back(
-        min(MOVERS, -(-n // rows_at_once)), device, *location.addresses, missing, slots, victims, n_missing
-    )
+    fill_and_write_back(location, missing, slots, victims, n_missing, shape)
     return found
 
 
 @functools.cache
-def _admission(stride: int, direct: bool, by_frequency: bool) -> tuple[int, Kernel, Kernel, Kernel]:
-    """Return the rows that a mover has in flight, and the kernels of an admission."""
+def _decisions(direct: bool, by_frequency: bool) -> tuple[Kernel, Kernel]:
+    probe = Kernel(probe_kernel, by_frequency, PROBE)
+    return probe, Kernel(select_victims_kernel, direct, by_frequency, ROUNDS, SELECT)
+
+
+def fill_and_write_back(
+    location: RecordLocation,
+    missing: Tensor,
+    slots: Tensor,
+    victims: Tensor,
+    n_missing: Tensor,
+    shape: MoverShape | None = None,
+) -> None:
+    """Read missing records into slots, and write back the changed ones that they replace."""
+    shape = shape or mover_shape("both", location.stride)
+    n_programs = min(shape.programs, -(-len(missing) // shape.rows))
+    launch = _fill_kernel(location.stride, shape)
+    launch(n_programs, missing.device, *location.addresses, missing, slots, victims, n_missing)
+
+
+@functools.cache
+def _fill_kernel(stride: int, shape: MoverShape) -> Kernel:
     words = stride // 8
-    columns = min(power(words), 256)
-    n_rows = tile(columns, 256)
-    return (
-        n_rows,
-        Kernel(probe_kernel, by_frequency, PROBE),
-        Kernel(select_victims_kernel, direct, by_frequency, ROUNDS, SELECT),
-        Kernel(fill_and_write_back_kernel, stride, words, columns, n_rows),
-    )
+    constants = stride, words, min(power(words), MAX_COLUMNS), shape.rows
+    return Kernel(fill_and_write_back_kernel, *constants, num_warps=shape.warps)
 
 
-def flush(index: CacheIndex, location: RecordLocation) -> None:
-    """Write changed records back; they stay in the cache."""
-    words = location.stride // 8
-    columns = min(power(words), 64)
-    n_rows = tile(columns, 512)
-    flush_kernel[(min(WRITERS, -(-index.n_slots // n_rows)),)](
-        *location.addresses, index.row_of_slot, index.dirty, index.n_slots,
-        STRIDE=location.stride, WORDS=words, COLUMNS=columns, ROWS=n_rows, num_warps=4,
-    )  # fmt: skip
+def flush(index: CacheIndex, location: RecordLocation, shape: MoverShape | None = None) -> None:
+    """Write changed records back; they stay in the cache. Waits for the device."""
+    shape = shape or mover_shape("write", location.stride)
+    for first in range(0, index.n_slots, FLUSH):
+        slots = index.dirty[first : first + FLUSH].nonzero().flatten() + first
+        if len(slots):
+            fills = torch.full_like(slots, NONE)
+            n_slots = torch.full_like(slots[:1], len(slots), dtype=torch.int32)
+            fill_and_write_back(location, fills, slots, index.row_of_slot[slots], n_slots, shape)
     index.dirty.zero_()
 
 

@@ -55,25 +55,29 @@ class Kernel:
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, n_programs: int, device: torch.device, *args: Any) -> None:
-        """Launch in the current stream. Addresses that are not aligned take Triton's slower path."""
-        if device.type != "cuda":
-            self.function[(n_programs,)](*args, *self.constants)
-            return
-        if torch._C._cuda_getDevice() != device.index:
-            with torch.cuda.device(device):
-                self(n_programs, device, *args)
-            return
+        """Launch in the current stream. Addresses that are not aligned take Triton's slower path.
+
+        Kernels see addresses and not strides: wrappers make their inputs contiguous.
+        """
         values: list[Any] = []
         kinds: list[Any] = [device.index]
         is_aligned = True
         for arg in args:
             if isinstance(arg, Tensor):
+                assert arg.is_contiguous(), f"a kernel was given a tensor with stride {arg.stride()}"
                 values.append(arg.data_ptr())
                 kinds.append(arg.dtype)
                 is_aligned = is_aligned and not values[-1] % 16
             else:
                 values.append(arg)
                 kinds.append(arg.bit_length() > 31 if isinstance(arg, int) else float)
+        if device.type != "cuda":  # the interpreter
+            self.function[(n_programs,)](*args, *self.constants)
+            return
+        if torch._C._cuda_getDevice() != device.index:
+            with torch.cuda.device(device):
+                self(n_programs, device, *args)
+            return
         if not is_aligned:
             self.function[(n_programs,)](*args, *self.constants, num_warps=self.num_warps)
             return

@@ -47,9 +47,9 @@ def count_rows(
     return coefficients
 
 
-@triton.jit(do_not_specialize=["memory", "cached", "weights_stride", "n", "index", "group"])
+@triton.jit(do_not_specialize=["memory", "cached", "n", "index", "group"])
 def step_rows_kernel(
-    memory, cached, slot_of_row_ptr, dirty_ptr, rows_ptr, grads_ptr, weights_ptr, weights_stride,
+    memory, cached, slot_of_row_ptr, dirty_ptr, rows_ptr, grads_ptr, weights_ptr,
     coefficients_ptr, hyperparameters_ptr, stats_ptr, n, index, group,
     PREPARE: tl.constexpr, UPDATE: tl.constexpr, HAS: tl.constexpr, N_SCALARS: tl.constexpr,
     STRIDE: tl.constexpr, AT0: tl.constexpr, AT1: tl.constexpr, AT2: tl.constexpr, AT3: tl.constexpr,
@@ -84,7 +84,7 @@ def step_rows_kernel(
         mask = there & (column < DIM)
         g = load_as(grads_ptr + i * DIM + column, mask, COMPUTE)
         p_ptr = field(record, 0, WEIGHT) + column
-        p = load_as(weights_ptr + i * weights_stride + column if FETCHED else p_ptr, mask, COMPUTE)
+        p = load_as(weights_ptr + i * DIM + column if FETCHED else p_ptr, mask, COMPUTE)
         if ROWWISE:
             only = field(record, AT0, STATE)
             state_ptrs = (only, only, only, only)
@@ -177,7 +177,7 @@ class TritonRows:
         `staged`: the location holds copies of the records, in the order of `rows`. `weights`: the rows'
         weights, if they are on the device already; the kernel does not read them again.
         """
-        layout, n = self.layouts[index], len(rows)
+        layout, n, rows = self.layouts[index], len(rows), rows.contiguous()
         if n == 0:
             return
         stochastic = options.stochastic_rounding and layout.weight == torch.bfloat16
@@ -188,10 +188,11 @@ class TritonRows:
         rows_at_once, launch = self._kernels[key]
         most = 1 << 16 if location.is_near else PROGRAMS
         slots = (location.slot_of_row, location.dirty) if cached else (rows, rows)
-        weights = rows if weights is None else weights  # any memory, if the kernel does not read it
+        # Any memory, if the kernel does not read it.
+        weights = rows if weights is None else weights.contiguous()
         launch(
             min(-(-n // rows_at_once), most), rows.device,
-            *location.addresses, *slots, rows, grads.contiguous(), weights, weights.stride(0),
+            *location.addresses, *slots, rows, grads.contiguous(), weights,
             self.coefficients.values, self.coefficients.arguments.hyperparameters,
             self.coefficients.step_stats, n, index, layout.group,
         )  # fmt: skip

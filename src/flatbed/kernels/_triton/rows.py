@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,13 +13,56 @@ from torch import Tensor
 from flatbed.kernels._triton.launch import TYPES, Kernel
 from flatbed.kernels.records import RecordLocation, UniqueRows
 
-# Programs at most, for kernels bound by the bus: these saturate it on an H200 and leave SMs to the model.
-# More writers are slower.
-READERS, WRITERS = 132, 24
 SQUARES = 65536  # elements per partial sum
 BLOCK = 1024  # keys per program
 CHUNK = 64  # ids of a segment that one program adds up; AT_ONCE loads of gradients are in flight at a time
 AT_ONCE = 8
+
+
+class MoverShape(NamedTuple):
+    """Programs that move records over the bus, warps of each, and records that each has in flight."""
+
+    programs: int
+    warps: int
+    rows: int
+
+
+# By direction, and by the most bytes of a record. Few programs of many warps saturate the bus and leave the
+# other SMs to the model: GEMMs on Hopper run one program per SM, and those that find theirs taken run late.
+# Measured on an H200 for 1,536 bytes both ways; the other shapes have as many bytes in flight.
+MOVERS = {
+    "both": {  # reads and writes at once
+        64: MoverShape(12, 32, 256),
+        128: MoverShape(12, 32, 128),
+        256: MoverShape(12, 32, 64),
+        512: MoverShape(12, 32, 32),
+        1024: MoverShape(12, 32, 16),
+        1536: MoverShape(12, 32, 8),
+        2048: MoverShape(12, 32, 8),
+        4096: MoverShape(12, 32, 4),
+    },
+    "read": {
+        64: MoverShape(12, 32, 256),
+        128: MoverShape(12, 32, 128),
+        256: MoverShape(12, 32, 64),
+        512: MoverShape(12, 32, 32),
+        1024: MoverShape(12, 32, 16),
+        1536: MoverShape(12, 32, 8),
+        2048: MoverShape(12, 32, 8),
+        4096: MoverShape(12, 32, 4),
+    },
+    "write": {  # half as many bytes: more writers were slower
+        64: MoverShape(12, 16, 128),
+        128: MoverShape(12, 16, 64),
+        256: MoverShape(12, 16, 32),
+        512: MoverShape(12, 16, 16),
+        1024: MoverShape(12, 16, 8),
+        1536: MoverShape(12, 16, 4),
+        2048: MoverShape(12, 16, 4),
+        4096: MoverShape(12, 16, 2),
+    },
+}
+MAX_COLUMNS = 512  # words of a record in flight; longer records are moved in several parts
 
 
 def power(n: int) -> int:
@@ -31,11 +75,18 @@ def tile(columns: int, elements: int) -> int:
     return max(1, min(32, elements // columns))
 
 
+@functools.cache
+def mover_shape(direction: str, nbytes: int) -> MoverShape:
+    """Return the shape for records of so many bytes."""
+    shapes = MOVERS[direction]
+    return next((shape for most, shape in shapes.items() if nbytes <= most), shapes[max(shapes)])
+
+
 # ---- unique rows
 
 
 @triton.jit(do_not_specialize=["n", "n_rows"])
-def narrow_kernel(ids_ptr, keys_ptr, n, n_rows, BLOCK: tl.constexpr):
+def to_int32_keys_kernel(ids_ptr, keys_ptr, n, n_rows, BLOCK: tl.constexpr):
     """Row ids as int32; -1 for ids out of range."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + i, mask=i < n, other=0)
@@ -58,19 +109,19 @@ def heads_kernel(
             tl.store(n_missing_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["n", "n_rows", "lead", "n_blocks"])
+@triton.jit(do_not_specialize=["n", "n_rows", "sentinel", "n_blocks"])
 def mark_kernel(
-    sorted_ptr, order_ptr, counts_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, bad_ptr,
-    n, n_rows, lead, n_blocks, BLOCK: tl.constexpr,
+    sorted_ptr, order_ptr, counts_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, error_slot_ptr,
+    n, n_rows, sentinel, n_blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the unique rows of sorted keys; `counts_ptr` holds how many runs begin in each block."""
     block = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     n_before = 0
-    n_distinct = 0
+    n_unique = 0
     for start in range(0, n_blocks, BLOCK):
         count = tl.load(counts_ptr + start + lanes, mask=start + lanes < n_blocks, other=0)
-        n_distinct += tl.sum(count, 0)
+        n_unique += tl.sum(count, 0)
         n_before += tl.sum(tl.where(start + lanes < block, count, 0), 0)
     i = block * BLOCK + lanes
     valid = i < n
@@ -84,16 +135,16 @@ def mark_kernel(
     known = (key >= 0) & (key < n_rows)
     tl.store(rows_ptr + rank, tl.where(known, key, -1), mask=head)
     tl.store(starts_ptr + rank, i.to(tl.int64), mask=head)
-    beyond = i >= n_distinct  # the outputs have an entry for every id
+    beyond = i >= n_unique  # the outputs have an entry for every id
     tl.store(rows_ptr + i, tl.full([BLOCK], -1, tl.int64), mask=valid & beyond)
     tl.store(starts_ptr + i, tl.zeros([BLOCK], tl.int64) + n, mask=(i <= n) & beyond)
-    wrong = valid & (known == 0) & (key != lead)
+    wrong = valid & (known == 0) & (key != sentinel)
     position = tl.min(tl.where(wrong, at, 0x7FFFFFFFFFFFFFFF), 0)
     if position != 0x7FFFFFFFFFFFFFFF:
-        tl.atomic_min(bad_ptr, position)
+        tl.atomic_min(error_slot_ptr, position)
 
 
-_NARROW = Kernel(narrow_kernel, BLOCK)
+_TO_INT32_KEYS = Kernel(to_int32_keys_kernel, BLOCK)
 _HEADS = [Kernel(heads_kernel, advances_clock, BLOCK) for advances_clock in (False, True)]
 _MARK = Kernel(mark_kernel, BLOCK)
 
@@ -102,7 +153,7 @@ def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
     ids, n = ids.contiguous(), len(ids)
     keys = torch.empty(n, dtype=torch.int32, device=ids.device)
     if n:
-        _NARROW(-(-n // BLOCK), ids.device, ids, keys, n, n_rows)
+        _TO_INT32_KEYS(-(-n // BLOCK), ids.device, ids, keys, n, n_rows)
     return keys
 
 
@@ -267,11 +318,14 @@ def squares_kernel(values_ptr, partials_ptr, n, per_program, BLOCK: tl.constexpr
     tl.store(partials_ptr + tl.program_id(0), tl.sum(total, 0))
 
 
+_SQUARES = Kernel(squares_kernel, BLOCK)
+
+
 def squares(values: Tensor) -> Tensor:
     """Return partial sums of squares in fp64."""
     values, n = values.contiguous(), values.numel()
     partials = torch.empty(max(1, -(-n // SQUARES)), dtype=torch.float64, device=values.device)
-    squares_kernel[(len(partials),)](values, partials, n, SQUARES, BLOCK=1024)
+    _SQUARES(len(partials), values.device, values, partials, n, SQUARES)
     return partials
 
 
@@ -293,23 +347,23 @@ def located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE: tl.constexp
     slot = tl.load(slot_of_row_ptr + row, mask=row >= 0, other=-1).to(tl.int64)
     if CHANGES:
         tl.store(dirty_ptr + slot, tl.full(slot.shape, 1, tl.int32), mask=slot >= 0)
-    home = tl.where(slot * 0 + memory != 0, memory + row * STRIDE, 0)
-    return tl.where(slot >= 0, cached + slot * STRIDE, home)
+    stored = tl.where(slot * 0 + memory != 0, memory + row * STRIDE, 0)
+    return tl.where(slot >= 0, cached + slot * STRIDE, stored)
 
 
 @triton.jit(do_not_specialize=["memory", "cached", "n"])
 def move_kernel(
     memory, cached, slot_of_row_ptr, dirty_ptr, rows_ptr, buffer_ptr, n,
-    STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HOME: tl.constexpr,
-    CACHED: tl.constexpr,
+    STRIDE: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    WRITES: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
-    """Copy records, or their first bytes, into a buffer; HOME: from the buffer. A word is 8 bytes."""
+    """Copy records, or their first bytes, into a buffer; WRITES: from the buffer. A word is 8 bytes."""
     column = tl.arange(0, COLUMNS)
     for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
         i = first + tl.arange(0, ROWS).to(tl.int64)
         row = tl.load(rows_ptr + i, mask=i < n, other=-1)
         if CACHED:
-            address = located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE, HOME)
+            address = located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE, WRITES)
         else:
             address = memory + row * STRIDE
         record = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
@@ -321,34 +375,45 @@ def move_kernel(
             if WORDS % COLUMNS != 0:
                 held = held & (start + column < WORDS)[None, :]
                 wanted = wanted & (start + column < WORDS)[None, :]
-            if HOME:
+            if WRITES:
                 tl.store(there, tl.load(here, mask=held), mask=held)
             else:
                 tl.store(here, tl.load(there, mask=held, other=0), mask=wanted)
 
 
-def gather(location: RecordLocation, rows: Tensor, nbytes: int) -> Tensor:
+def gather(location: RecordLocation, rows: Tensor, nbytes: int, shape: MoverShape | None = None) -> Tensor:
     words = -(-nbytes // 8)
     words += words % 2
     buffer = torch.empty((len(rows), words * 8), dtype=torch.uint8, device=rows.device)
-    _move(location, rows, buffer, write=False)
+    _move(location, rows, buffer, shape, direction="read")
     return buffer[:, :nbytes]
 
 
-def scatter_(location: RecordLocation, rows: Tensor, records: Tensor) -> None:
-    _move(location, rows, records.contiguous(), write=True)
+def scatter_(
+    location: RecordLocation, rows: Tensor, records: Tensor, shape: MoverShape | None = None
+) -> None:
+    _move(location, rows, records.contiguous(), shape, direction="write")
 
 
-def _move(location: RecordLocation, rows: Tensor, buffer: Tensor, *, write: bool) -> None:
+def _move(
+    location: RecordLocation, rows: Tensor, buffer: Tensor, shape: MoverShape | None, *, direction: str
+) -> None:
     rows, n, words = rows.contiguous(), len(rows), buffer.shape[1] // 8
     if n == 0:
         return
-    columns = min(power(words), 64) if write else power(words)
-    n_rows = tile(columns, 512 if write else 1024)
-    most = 1 << 16 if location.is_near else WRITERS if write else READERS
-    index = (rows, rows) if location.cached is None else (location.slot_of_row, location.dirty)
-    move_kernel[(min(-(-n // n_rows), most),)](
-        *location.addresses, *index, rows, buffer.view(torch.int64), n,
-        STRIDE=location.stride, WORDS=words, COLUMNS=columns, ROWS=n_rows, HOME=write,
-        CACHED=location.cached is not None, num_warps=4,
-    )  # fmt: skip
+    if shape is None and location.is_near:  # the GPU's own memory: as many programs as there are rows for
+        shape = MoverShape(1 << 16, 4, tile(min(power(words), MAX_COLUMNS), 1024))
+    elif shape is None:
+        shape = mover_shape(direction, words * 8)
+    is_cached = location.cached is not None
+    index = (location.slot_of_row, location.dirty) if is_cached else (rows, rows)
+    launch = _move_kernel(location.stride, words, shape, direction == "write", is_cached)
+    n_programs = min(shape.programs, -(-n // shape.rows))
+    launch(n_programs, rows.device, *location.addresses, *index, rows, buffer.view(torch.int64), n)
+
+
+@functools.cache
+def _move_kernel(stride: int, words: int, shape: MoverShape, writes: bool, is_cached: bool) -> Kernel:
+    columns = min(power(words), MAX_COLUMNS)
+    constants = stride, words, columns, shape.rows, writes, is_cached
+    return Kernel(move_kernel, *constants, num_warps=shape.warps)
