@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import NORM, SKIPPED, Scaling, StepOptions, Stepper
 from flatbed.optim import checks
@@ -32,7 +33,7 @@ class Extras(TypedDict, total=False):
     """Options that every optimizer of flatbed has besides torch's."""
 
     max_norm: float | None
-    """Clip the gradients to this norm, as `torch.nn.utils.clip_grad_norm_` does; `p.grad` is not changed."""
+    """Clip the gradients to this norm, as `torch.nn.utils.clip_grad_norm_` does; `p.grad` is not clipped."""
     skip_nonfinite: bool
     """Skip steps whose gradient norm is not finite, and count them in `skipped_steps`."""
     master_weights: bool
@@ -53,7 +54,6 @@ class Optimizer(torch.optim.Optimizer):
     _rule: ClassVar[Rule]
     _fixed: ClassVar[dict[str, Any]] = {}
     """Hyperparameters that no checkpoint may change."""
-    _step_supports_amp_scaling = True  # GradScaler passes grad_scale and found_inf
 
     def __init__(self, params: ParamsT, options: dict[str, Any], **extras: Any) -> None:
         unknown = [name for name in extras if name not in Extras.__annotations__]
@@ -172,6 +172,21 @@ class Optimizer(torch.optim.Optimizer):
             group.update(self._fixed)
         self._own_tables()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tell a GradScaler to leave unscaling and skipping to the step, instead of doing both before it.
+
+        As in torch, `fused=True` asks for that: the host then does not wait for the GPU. Without it,
+        frameworks that clip gradients or count skipped steps work as with torch's default. A GradScaler
+        cannot wait inside of a CUDA graph, it refuses fp16 gradients, and it knows nothing of other ranks.
+        """
+        return (
+            any(group.get("fused") for group in self.param_groups)
+            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+            or (bool(self._tables.slots) and world_size() > 1)
+            or any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
+        )
+
     # ---- what torch's optimizers do not have
 
     @property
@@ -192,7 +207,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps were skipped for gradients that are not finite, as a tensor on their device."""
+        """How many steps the optimizer skipped for gradients that are not finite, a tensor on their device."""
         vector = self._stats.latest
         return torch.zeros((), dtype=torch.long) if vector is None else vector[SKIPPED].long()
 
@@ -324,6 +339,10 @@ class Optimizer(torch.optim.Optimizer):
             torch.autograd.graph.increment_version(found.params)
         if plan.masters.slots:
             plan.masters.record_versions()
+        if scaling is not None and scaling.scale is not None:
+            tables = zip(self._tables.slots, packs, strict=True) if packs else ()
+            rows = [slot.table.grad for slot, pack in tables if pack is not None]
+            _unscale_(scaling, [*(p.grad for p in found.params), *rows])
 
     # ---- state dicts
 
@@ -384,6 +403,18 @@ class Optimizer(torch.optim.Optimizer):
         self._stats.set_steps(int(state_dict.get(state_dicts.ROUNDS, 0)))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _unscale_(scaling: Scaling, grads: list[Any]) -> None:
+    """Unscale gradients as torch's fused steps do; after an overflow they stay scaled."""
+    divisor: Any = scaling.scale
+    if scaling.found_inf is not None:
+        divisor = torch.where(scaling.found_inf.to(divisor.device) == 0, divisor, 1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    for device, held in by_device.items():
+        torch._foreach_div_(held, divisor.squeeze().to(device))
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
