@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,16 @@ def test_lbfgs_state_is_refused_by_name() -> None:
     optimizer.step(closure)
     with pytest.raises(FlatbedError, match=r"\(list\) of LBFGS.*optimizer\.state_dict"):
         flat.optimizer_state_dict(optimizer)
+
+
+def test_the_state_is_pickled_without_the_buffers() -> None:
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(20)])
+    flat = FlatParams(model)
+    optimizer = torch.optim.Adam(flat.parameters(), lr=0.01)
+    model(torch.ones(1, 32)).sum().backward()
+    optimizer.step()
+    data = pickle.dumps(flat.optimizer_state_dict(optimizer))
+    assert len(data) < 2.5 * sum(p.nbytes for p in model.parameters())
 
 
 # ---- files of a flattened model, written and read by the usual calls

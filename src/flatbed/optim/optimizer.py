@@ -63,6 +63,8 @@ class Optimizer(torch.optim.Optimizer):
         checks.check_group(defaults)
         self._options = StepOptions(**extras)
         checks.check_options(self._options)
+        if self._options.stochastic_rounding or self._options.stochastic_state:
+            defaults[state_dicts.ROUNDS] = 0
         self._reset()
         if isinstance(params, nn.Module):
             params = params.named_parameters()
@@ -207,7 +209,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps the optimizer skipped for gradients that are not finite, a tensor on their device."""
+        """How many steps the optimizer skipped, for gradients that are not finite; a tensor on their device."""
         vector = self._stats.latest
         return torch.zeros((), dtype=torch.long) if vector is None else vector[SKIPPED].long()
 
@@ -362,8 +364,10 @@ class Optimizer(torch.optim.Optimizer):
     def _pack(self, state_dict: dict[str, Any], *, with_tables: bool) -> dict[str, Any]:
         tables = self._tables_by_key(state_dict["param_groups"])
         packed = state_dicts.pack(state_dict, tables, with_tables=with_tables)
-        if self._options.stochastic_rounding or self._options.stochastic_state:
-            packed[state_dicts.ROUNDS] = self._stats.n_steps
+        if state_dicts.ROUNDS in self.defaults:
+            packed[state_dicts.ROUNDS] = n_steps = self._stats.n_steps
+            groups = packed["param_groups"]
+            packed["param_groups"] = [{**group, state_dicts.ROUNDS: n_steps} for group in groups]
         return packed
 
     def _load(self, state_dict: dict[str, Any], *, with_tables: bool) -> None:
@@ -400,7 +404,8 @@ class Optimizer(torch.optim.Optimizer):
             state_dicts.load_table_state(self._spec, slot, held[key])
             self._tables.publish(self._spec, slot, groups[slot.group], self.state)
         self._drop_plan()  # what the checkpoint lacks is made at the next step
-        self._stats.set_steps(int(state_dict.get(state_dicts.ROUNDS, 0)))
+        rounds = state_dict.get(state_dicts.ROUNDS, groups[0].get(state_dicts.ROUNDS, 0))
+        self._stats.set_steps(int(rounds))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -5,20 +5,27 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from flatbed.errors import FlatbedError
-from flatbed.optim.state_builder import EMA, MASTER, Groups, OptimizerSpec
+from flatbed.optim.state_builder import EMA, MASTER, TORCH_KEYS, Groups, OptimizerSpec
 from flatbed.optim.table_step import TableSlot
 from flatbed.tables.embedding import whole_field, write_field
 from flatbed.tables.table import Table
 
 StateDict = dict[str, Any]
 
-ROUNDS = "rounding_steps"  # a key that torch does not have: the steps so far, which choose the noise
+ROUNDS = "rounding_steps"
+"""A key that torch does not have: the steps so far, which choose the noise of stochastic rounding.
+
+It is in every group, too: `torch.distributed.checkpoint` saves groups and state alone.
+"""
 
 
 # ---- saving
@@ -88,12 +95,21 @@ def by_key(groups: Sequence[Mapping[str, Any]], packed: Sequence[Mapping[str, An
 
 
 def dense_state(state_dict: StateDict, params: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The state of all parameters that are no tables."""
-    return {
-        params.get(key, key): dict(value) if isinstance(value, dict) else value
-        for key, value in state_dict["state"].items()
-        if not isinstance(params.get(key, key), Table)
-    }
+    """The state of all parameters that are no tables; wrappers' own keys are copied, as in torch."""
+    found: dict[Any, Any] = {}
+    for key, value in state_dict["state"].items():
+        param = params.get(key, key)
+        if isinstance(param, Table):
+            continue
+        found[param] = dict(value) if isinstance(value, dict) else value
+        for name in found[param] if isinstance(value, dict) and isinstance(param, Tensor) else ():
+            if name not in (*TORCH_KEYS, MASTER, EMA):
+                found[param][name] = tree_map_only(Tensor, partial(_copied_to, param.device), value[name])
+    return found
+
+
+def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device, copy=True)
 
 
 def check_table_state(slot: TableSlot, held: Any) -> dict[str, Any]:
