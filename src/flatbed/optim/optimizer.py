@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypedDict
 
@@ -111,13 +111,21 @@ class Optimizer(torch.optim.Optimizer):
     def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
         for group in added:
             checks.check_group(group)
-            if own := [name for name in group if name in Extras.__annotations__]:
-                raise ValueError(f"{own[0]} is an option of the whole optimizer; found in a param group")
+            for name in Extras.__annotations__:
+                # ZeroRedundancyOptimizer copies all options into groups; those of a norm would be per rank.
+                of_norm = name in ("max_norm", "skip_nonfinite")
+                if name in group and (of_norm or group[name] != getattr(self._options, name)):
+                    raise ValueError(
+                        f"{name} is an option of the whole optimizer; found in a param group. Pass it to the "
+                        f"constructor. ZeroRedundancyOptimizer has no norm over all ranks: call "
+                        f"torch.nn.utils.clip_grad_norm_(model.parameters(), …) before its step instead"
+                    )
         for name, param, _ in named_params(added, number):
             if isinstance(param, Table):
                 check_table(self._spec, self, name, param, self.param_groups[number])
                 continue
             checks.check_param(param, name)
+            checks.check_norm(self._options, param, name)
             if self._rule.for_tables is not None:
                 raise TypeError(
                     f"{type(self).__name__} is for tables, and parameter {name} is none: "
@@ -199,6 +207,8 @@ class Optimizer(torch.optim.Optimizer):
     @max_norm.setter
     def max_norm(self, value: float | None) -> None:
         checks.check_max_norm(value)
+        for name, param, _ in named_params(self.param_groups):
+            checks.check_norm(replace(self._options, max_norm=value), param, name)
         self._options.max_norm = value
 
     @property
@@ -209,7 +219,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps the optimizer skipped, for gradients that are not finite; a tensor on their device."""
+        """How many steps the optimizer skipped for gradients that are not finite, on their device."""
         vector = self._stats.latest
         return torch.zeros((), dtype=torch.long) if vector is None else vector[SKIPPED].long()
 
