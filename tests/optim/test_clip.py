@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,22 @@ def test_tiny_gradients_are_clipped_as_torch_does_it(where: str) -> None:
     a.step()
     b.step()
     assert_models_equal(ours, theirs, "tolerant")
+
+
+@pytest.mark.parametrize(("name", "options"), [("Adam", {"amsgrad": True}), ("SGD", {"momentum": 0.9})])
+def test_large_parameters_are_clipped_to_the_same_bits(name: str, options: dict[str, Any]) -> None:
+    """They are updated part by part."""
+    values = torch.randn(3, 7, 251, 211).to(memory_format=torch.channels_last)
+    ours, theirs = (nn.Parameter(values.clone()) for _ in range(2))
+    a = getattr(flatbed.optim, name)([ours], lr=0.1, max_norm=1.0, **options)
+    b = getattr(optim, name)([theirs], lr=0.1, fused=True, **options)
+    for _ in range(3):
+        ours.grad = torch.randn_like(ours)
+        theirs.grad = ours.grad.clone()
+        nn.utils.clip_grad_norm_([theirs], 1.0)
+        a.step()
+        b.step()
+        assert torch.equal(ours, theirs)
 
 
 def test_a_noted_norm_does_not_change_later(where: str) -> None:
