@@ -255,6 +255,8 @@ def test_accelerates_checkpoints_are_complete(tmp_path: Path) -> None:
     train(model, optimizer, 0, 2)
     expected = {n: p.detach().clone() for n, p in model.named_parameters()}
     accelerator.save_state(str(tmp_path))
+    accelerator.save(dict(model.named_parameters()), tmp_path / "parameters", safe_serialization=True)
+    assert safetensors.torch.load_file(tmp_path / "parameters").keys() == expected.keys()
     train(model, optimizer, 2, 4)
     accelerator.load_state(str(tmp_path))
     assert all(torch.equal(expected[n], p) for n, p in model.named_parameters())
