@@ -286,10 +286,9 @@ class Optimizer(torch.optim.Optimizer):
                 plan = self._rebuild()
                 found = plan.collect_grads()
                 assert found is not None
-            has_rows = any(pack is not None for pack in packs) if packs else False
-            if plan.slots or has_rows:
+            if plan.slots or any(packs):
                 try:
-                    self._update(plan, found, packs if has_rows else [])
+                    self._update(plan, found, packs if any(packs) else [])
                 except BaseException:
                     self._drop_plan()  # uploads may not have been issued
                     raise

@@ -247,12 +247,17 @@ def build_slots(
 
 def publish_state(state: dict[Any, Any], slot: ParamSlot) -> None:
     """Show a slot's tensors in `optimizer.state`, by torch's keys and in torch's order."""
-    shown = {name: own_storage(value) for name, value in slot.scalars.items() if not name.startswith("_")}
-    shown.update(slot.state)
-    for key, value in ((MASTER, slot.master), (EMA, slot.ema)):
-        if value is not None:
-            shown[key] = value
     held = state.get(slot.param, {})
+    shown: dict[str, Any] = {}
+    for name, value in slot.scalars.items():
+        if not name.startswith("_"):
+            old = held.get(name)
+            is_known = isinstance(old, Tensor) and old.data_ptr() == value.data_ptr()
+            shown[name] = old if is_known else own_storage(value)
+    shown.update(slot.state)
+    for key, master_or_average in ((MASTER, slot.master), (EMA, slot.ema)):
+        if master_or_average is not None:
+            shown[key] = master_or_average
     # A master or an average that is no longer updated would overwrite newer weights later.
     shown.update({k: value for k, value in held.items() if k not in shown and k not in (MASTER, EMA)})
     if shown:
