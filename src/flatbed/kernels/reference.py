@@ -290,7 +290,7 @@ class TorchStepper:
         copy = self._scratch[:PART_BYTES].view(grad.dtype)
         # Whole vectors, so that an element's bits do not depend on where the parts end.
         tensors = slot.param, grad, *slot.state.values()
-        parts = [tensor.as_strided((tensor.numel(),), (1,)).split(len(copy)) for tensor in tensors]
+        parts = [torch.split(tensor.as_strided((tensor.numel(),), (1,)), len(copy)) for tensor in tensors]
         for param, part, *state in zip(*parts, strict=True):
             grads = [update.scaled(part, out=copy[: len(part)])]
             held = {name: [tensor] for name, tensor in zip(slot.state, state, strict=True)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -161,11 +160,19 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State by torch's keys and in torch's format: `torch.optim` can load it."""
-        return self._pack(super().state_dict(), with_tables=True)
+        return state_dicts.pack(self, super().state_dict(), with_tables=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's; nothing changes if it does not fit."""
-        self._load(state_dict, with_tables=True)
+        state_dicts.load(self, state_dict, with_tables=True)
+
+    def _state_dict_without_tables(self) -> dict[str, Any]:
+        """`state_dict()` without the state of tables, which checkpoints save separately."""
+        return state_dicts.pack(self, super().state_dict(), with_tables=False)
+
+    def _load_state_dict_without_tables(self, state_dict: dict[str, Any]) -> None:
+        """`load_state_dict()` that does not change tables and their state."""
+        state_dicts.load(self, state_dict, with_tables=False)
 
     def __repr__(self) -> str:
         extras = {name: value for name, value in asdict(self._options).items() if value}
@@ -190,9 +197,10 @@ class Optimizer(torch.optim.Optimizer):
         frameworks that clip gradients or count skipped steps work as with torch's default. A GradScaler
         cannot wait inside of a CUDA graph, it refuses fp16 gradients, and it knows nothing of other ranks.
         """
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call,unused-ignore]
         return (
             any(group.get("fused") for group in self.param_groups)
-            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+            or (has_cuda and torch.cuda.is_current_stream_capturing())
             or (bool(self._tables.slots) and world_size() > 1)
             or any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
         )
@@ -354,69 +362,6 @@ class Optimizer(torch.optim.Optimizer):
             tables = zip(self._tables.slots, packs, strict=True) if packs else ()
             rows = [slot.table.grad for slot, pack in tables if pack is not None]
             _unscale_(scaling, [*(p.grad for p in found.params), *rows])
-
-    # ---- state dicts
-
-    def _state_dict_without_tables(self) -> dict[str, Any]:
-        """`state_dict()` without the state of tables, which checkpoints save separately."""
-        return self._pack(super().state_dict(), with_tables=False)
-
-    def _load_state_dict_without_tables(self, state_dict: dict[str, Any]) -> None:
-        """`load_state_dict()` that does not change tables and their state."""
-        self._load(state_dict, with_tables=False)
-
-    def _tables_by_key(self, groups: list[dict[str, Any]]) -> dict[Any, TableSlot]:
-        slots = {id(slot.table): slot for slot in self._tables.slots}
-        params = state_dicts.by_key(self.param_groups, groups)
-        return {key: slots[id(param)] for key, param in params.items() if id(param) in slots}
-
-    def _pack(self, state_dict: dict[str, Any], *, with_tables: bool) -> dict[str, Any]:
-        tables = self._tables_by_key(state_dict["param_groups"])
-        packed = state_dicts.pack(state_dict, tables, with_tables=with_tables)
-        if state_dicts.ROUNDS in self.defaults:
-            packed[state_dicts.ROUNDS] = n_steps = self._stats.n_steps
-            groups = packed["param_groups"]
-            packed["param_groups"] = [{**group, state_dicts.ROUNDS: n_steps} for group in groups]
-        return packed
-
-    def _load(self, state_dict: dict[str, Any], *, with_tables: bool) -> None:
-        """Load groups and state; if anything does not fit, nothing changes.
-
-        Tensors are copied into the optimizer's own memory in their own dtype, or in `state_dtype`. Torch's
-        loading would cast fp32 moments down to a bf16 parameter's dtype.
-        """
-        state_dicts.check_format(state_dict)
-        state_dict = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        groups = state_dicts.loaded_groups(self.param_groups, state_dict, self.defaults)
-        for group in groups:
-            group.update(self._fixed)
-            checks.check_group(group)
-        params = state_dicts.by_key(self.param_groups, state_dict["param_groups"])
-        tables = self._tables_by_key(state_dict["param_groups"]) if with_tables else {}
-        held = {
-            key: state_dicts.check_table_state(slot, state_dict["state"].get(key))
-            for key, slot in tables.items()
-        }
-        state_dicts.warn_of_losses(self._spec, state_dict)
-        before = self.state, self.param_groups
-        self.state = defaultdict(dict, state_dicts.dense_state(state_dict, params))
-        self.param_groups = groups
-        try:
-            self._rebuild(loaded=True)
-        except Exception:
-            self.state, self.param_groups = before
-            raise
-        for key, slot in tables.items():
-            state_dicts.load_table_state(self._spec, slot, held[key])
-            self._tables.publish(self._spec, slot, groups[slot.group], self.state)
-        self._drop_plan()  # what the checkpoint lacks is made at the next step
-        rounds = state_dict.get(state_dicts.ROUNDS, groups[0].get(state_dicts.ROUNDS, 0))
-        self._stats.set_steps(int(rounds))
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
 
 def _unscale_(scaling: Scaling, grads: list[Any]) -> None:
