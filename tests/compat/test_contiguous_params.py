@@ -68,6 +68,9 @@ def test_names_and_buffers() -> None:
     assert [id(p) for p in parameters.original()] == [id(p) for p in model.parameters()]
     (flat,) = parameters.contiguous()
     assert flat.data_ptr() == parameters.param_buffer.data_ptr()
+    trained = [p for p in parameters.original() if p.requires_grad]
+    assert parameters.data_pointers == [p.data_ptr() for p in trained]
+    assert parameters.grad_pointers == [p.grad.data_ptr() for p in trained]
     assert not parameters.gradient_buffer.any()
     model(data[0]).sum().backward()
     assert parameters.gradient_buffer.any(), "gradients are connected"

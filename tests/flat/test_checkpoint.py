@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,16 @@ def test_lbfgs_state_is_refused_by_name() -> None:
         flat.optimizer_state_dict(optimizer)
 
 
+def test_the_state_is_pickled_without_the_buffers() -> None:
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(20)])
+    flat = FlatParams(model)
+    optimizer = torch.optim.Adam(flat.parameters(), lr=0.01)
+    model(torch.ones(1, 32)).sum().backward()
+    optimizer.step()
+    data = pickle.dumps(flat.optimizer_state_dict(optimizer))
+    assert len(data) < 2.5 * sum(p.nbytes for p in model.parameters())
+
+
 # ---- files of a flattened model, written and read by the usual calls
 
 
@@ -243,6 +254,8 @@ def test_accelerates_checkpoints_are_complete(tmp_path: Path) -> None:
     train(model, optimizer, 0, 2)
     expected = {n: p.detach().clone() for n, p in model.named_parameters()}
     accelerator.save_state(str(tmp_path))
+    accelerator.save(dict(model.named_parameters()), tmp_path / "parameters", safe_serialization=True)
+    assert safetensors.torch.load_file(tmp_path / "parameters").keys() == expected.keys()
     train(model, optimizer, 2, 4)
     accelerator.load_state(str(tmp_path))
     assert all(torch.equal(expected[n], p) for n, p in model.named_parameters())

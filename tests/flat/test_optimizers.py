@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,25 @@ class AdaNorm(Simple):
         return p.grad * (state["norm"] / norm)
 
 
+class AdaShift(Simple):
+    """Moves nothing before the eleventh step, and then scales by the largest element of an old gradient."""
+
+    def direction(self, p: Any) -> torch.Tensor:
+        held = self.state[p].setdefault("grads", deque(maxlen=11))
+        held.append(p.grad.clone())
+        return p.grad / held[0].abs().max() if len(held) == 11 else torch.zeros_like(p)
+
+
+class AvaGrad(Simple):
+    """Scales by a norm that the step before has left in the group."""
+
+    def direction(self, p: Any) -> torch.Tensor:
+        group = self.param_groups[0]
+        gamma = group.get("gamma", 1.0)
+        group["gamma"] = float(p.grad.norm() / p.numel() ** 0.5)
+        return p.grad * gamma
+
+
 def centralize(self: Any, p: Any) -> torch.Tensor:
     return p.grad if p.dim() < 2 else p.grad - p.grad.mean(dim=tuple(range(1, p.dim())), keepdim=True)
 
@@ -102,6 +122,8 @@ SHAPE_READERS: list[tuple[Any, str]] = [
     (simple("Ranger", centralize), "Ranger"),
     (simple("Clipped", lambda self, p: p.grad * (1.0 / p.grad.norm()).clamp(max=1.0)), "Clipped"),
     (AdaNorm, "AdaNorm"),
+    (AdaShift, "AdaShift"),
+    (AvaGrad, "AvaGrad"),
     (JoinsAll, "JoinsAll"),
 ]
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.testing._internal.distributed import fake_pg
 
 import flatbed
 from tests.cases import build
@@ -100,17 +107,67 @@ def test_expanded_parameters(where: str) -> None:
         optimizer.step()
 
 
-def test_dtensor_parameters_are_refused() -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """The first of two ranks, whose collectives do nothing."""
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
 
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        p = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
-        with pytest.raises(TypeError, match=r"DTensor.*use torch\.optim"):
-            flatbed.optim.Adam([p])
-    finally:
-        dist.destroy_process_group()
+
+def test_dtensor_parameters_are_refused(two_ranks: None) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+    with pytest.raises(TypeError, match=r"DTensor.*use torch\.optim"):
+        flatbed.optim.Adam([p])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_norms_of_fsdp_shards_are_refused(two_ranks: None, use_orig_params: bool) -> None:
+    """Each rank would clip by the norm of its own shards."""
+    device = torch.device("cpu")
+    model = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=use_orig_params, device_id=device)
+    for options in ({"max_norm": 1.0}, {"skip_nonfinite": True}):
+        with pytest.raises(flatbed.FlatbedError, match=r"shard of FSDP.*clip_grad_norm_"):
+            flatbed.optim.Adam(model.parameters(), **options)
+    with pytest.raises(ValueError, match="shard of FSDP"):
+        flatbed.FlatParams(model)
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=0.1)
+    with pytest.raises(flatbed.FlatbedError, match="shard of FSDP"):
+        optimizer.max_norm = 1.0
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()  # elementwise, so that shards are fine
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_zero_redundancy(two_ranks: None) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
+
+    model = nn.Linear(4, 4)
+    arguments: Any = {"optimizer_class": flatbed.optim.AdamW, "lr": 0.1}
+    with pytest.raises(ValueError, match=r"max_norm.*ZeroRedundancyOptimizer.*clip_grad_norm_"):
+        ZeroRedundancyOptimizer(model.parameters(), max_norm=1.0, **arguments)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), ema_decay=0.9, **arguments)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert any("ema" in state for state in optimizer.optim.state.values())
+
+
+def test_parameters_without_values() -> None:
+    model = nn.Linear(3, 3, device="meta")
+    optimizer = flatbed.optim.Adam(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(flatbed.FlatbedError, match=r"'weight' is a meta tensor.*materialize"):
+        optimizer.step()
+    with FakeTensorMode():
+        model = nn.Linear(3, 3)
+        optimizer = flatbed.optim.Adam(model)
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(flatbed.FlatbedError, match=r"'weight' is a fake tensor.*materialize"):
+            optimizer.step()
+        with pytest.raises(ValueError, match=r"fake tensor.*FakeTensorMode"):
+            flatbed.FlatParams(model)

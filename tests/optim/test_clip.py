@@ -46,6 +46,22 @@ def test_tiny_gradients_are_clipped_as_torch_does_it(where: str) -> None:
     assert_models_equal(ours, theirs, "tolerant")
 
 
+@pytest.mark.parametrize(("name", "options"), [("Adam", {"amsgrad": True}), ("SGD", {"momentum": 0.9})])
+def test_large_parameters_are_clipped_to_the_same_bits(name: str, options: dict[str, Any]) -> None:
+    """They are updated part by part."""
+    values = torch.randn(3, 7, 251, 211).to(memory_format=torch.channels_last)
+    ours, theirs = (nn.Parameter(values.clone()) for _ in range(2))
+    a = getattr(flatbed.optim, name)([ours], lr=0.1, max_norm=1.0, **options)
+    b = getattr(optim, name)([theirs], lr=0.1, fused=True, **options)
+    for _ in range(3):
+        ours.grad = torch.randn_like(ours)
+        theirs.grad = ours.grad.clone()
+        nn.utils.clip_grad_norm_([theirs], 1.0)
+        a.step()
+        b.step()
+        assert torch.equal(ours, theirs)
+
+
 def test_a_noted_norm_does_not_change_later(where: str) -> None:
     model = build("mixed", where)
     optimizer = flatbed.optim.Adam(model.parameters(), max_norm=1.0)
@@ -117,21 +133,20 @@ def test_unnamed_parameters_are_named_by_place() -> None:
     assert optimizer.nonfinite() == ["0 of group 4"]
 
 
-def scaled_pair(where: str, **extras: Any) -> tuple[Any, ...]:
-    ours, theirs = pair(where)
-    device = "cuda" if where == "cuda" else "cpu"
-    scalers = [torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2) for _ in range(2)]
-    a = flatbed.optim.Adam(ours.parameters(), lr=0.01, **extras)
-    b = optim.Adam(theirs.parameters(), lr=0.01)
-    return ours, theirs, scalers, a, b
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_grad_scaler(where: str, max_norm: float | None, unscale_first: bool) -> None:
-    """Unscaling, clipping by the unscaled norm, and skipping when there was an inf."""
-    ours, theirs, (scaler, reference), a, b = scaled_pair(where, max_norm=max_norm)
+@pytest.mark.parametrize("fused", [None, True])
+def test_grad_scaler(where: str, max_norm: float | None, unscale_first: bool, fused: bool | None) -> None:
+    """Unscaling, clipping by the unscaled norm, and skipping when there was an inf.
+
+    With fused=True the step does all of that, otherwise the scaler does, as with torch's optimizers.
+    """
+    ours, theirs = pair(where)
+    device = "cuda" if where == "cuda" else "cpu"
+    scaler, reference = (torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2) for _ in "12")
+    a = flatbed.optim.Adam(ours.parameters(), lr=0.01, fused=fused, max_norm=max_norm)
+    b = optim.Adam(theirs.parameters(), lr=0.01)
     for step in range(6):
         give_grads(ours, theirs, seed=step)
         for model, s in ((ours, scaler), (theirs, reference)):
@@ -143,10 +158,13 @@ def test_grad_scaler(where: str, max_norm: float | None, unscale_first: bool) ->
         if unscale_first:
             scaler.unscale_(a)
         reference.unscale_(b)
+        unscaled = [p.grad.clone() for p in theirs.parameters()]
         if max_norm is not None:
             norm = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
         scaler.step(a)
         reference.step(b)
+        if step not in (1, 4):
+            assert all(map(torch.equal, unscaled, (p.grad for p in ours.parameters())))
         if max_norm is not None and step not in (1, 4):
             torch.testing.assert_close(a.grad_norm, norm)
         scaler.update()
@@ -157,4 +175,45 @@ def test_grad_scaler(where: str, max_norm: float | None, unscale_first: bool) ->
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-7)
     assert float(a.state[next(ours.parameters())]["step"]) == 4
-    assert int(a.skipped_steps) == 2
+    assert int(a.skipped_steps) == (2 if fused else 0)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_row_gradients_are_unscaled_too(fused: bool | None) -> None:
+    emb = flatbed.Embedding(10, 4)
+    optimizer = flatbed.optim.Adam(emb, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(emb([1, 2, 2]).sum()).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(emb.table.grad.clone(), torch.tensor([[1.0] * 4, [2.0] * 4]))
+
+
+def test_the_step_unscales_where_a_scaler_cannot() -> None:
+    """A scaler refuses gradients in fp16. Otherwise it unscales, so that frameworks may clip and count."""
+    model = nn.Linear(3, 3)
+    assert not flatbed.optim.AdamW(model)._step_supports_amp_scaling
+    assert not flatbed.optim.AdamW(model, max_norm=1.0)._step_supports_amp_scaling
+    assert flatbed.optim.AdamW(model, fused=True)._step_supports_amp_scaling
+    assert flatbed.optim.AdamW(model.half(), master_weights=True)._step_supports_amp_scaling
+
+
+def test_lightning_may_clip() -> None:
+    precision = pytest.importorskip("lightning.pytorch.plugins.precision")
+    model = nn.Linear(3, 3)
+    give_grads(model)
+    precision.MixedPrecision("bf16-mixed", "cpu").clip_gradients(flatbed.optim.AdamW(model), 0.1)
+    assert float(nn.utils.get_total_norm(p.grad for p in model.parameters())) < 0.11
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_sees_skipped_steps() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True)
+    model = nn.Linear(3, 3)
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = accelerate.optimizer.AcceleratedOptimizer(flatbed.optim.AdamW(model), scaler=scaler)
+    for factor in (1.0, math.inf, 1.0):
+        scaler.scale(model(torch.ones(1, 3)).sum() * factor).backward()
+        optimizer.step()
+        assert optimizer.step_was_skipped == math.isinf(factor)
+        optimizer.zero_grad()

@@ -201,18 +201,6 @@ def test_a_module_and_named_parameters_give_names() -> None:
         assert optimizer.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
 
 
-def test_values_that_move_in_place(where: str) -> None:
-    """`p.data = …`, as averaging and weight surgery do it."""
-    ours, theirs = pair(where)
-    a, b = adam_pair(ours, theirs)
-    for step in range(4):
-        train_both(ours, theirs, a, b, [step])
-        for model in (ours, theirs):
-            for p in model.parameters():
-                p.data = p.data.clone() * 0.5
-    assert_models_equal(ours, theirs, where)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_model_that_is_cast_in_mid_training_keeps_its_state(where: str, dtype: torch.dtype) -> None:
     model = build("mixed", where)
@@ -251,28 +239,6 @@ def test_surgery_on_parameters_and_state(where: str) -> None:
         optimizer.step()
         results.append(kept.detach())
     assert_equal(results[0], results[1], where)
-
-
-def test_state_set_by_hand_is_used(where: str) -> None:
-    ours, theirs = pair(where)
-    a, b = adam_pair(ours, theirs)
-    for step in range(3):
-        train_both(ours, theirs, a, b, [step])
-        for optimizer, model in ((a, ours), (b, theirs)):
-            p = next(model.parameters())
-            optimizer.state[p]["exp_avg"] = torch.full_like(p, 0.3)
-            optimizer.state[p]["exp_avg_sq"].mul_(2)
-    assert_models_equal(ours, theirs, where)
-
-
-def test_clearing_the_state_starts_again(where: str) -> None:
-    ours, theirs = pair(where)
-    a, b = adam_pair(ours, theirs)
-    for step in range(3):
-        train_both(ours, theirs, a, b, [step])
-        a.state.clear()
-        b.state.clear()
-    assert_models_equal(ours, theirs, where)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "expanded", "sliced", "shared", "misaligned"])

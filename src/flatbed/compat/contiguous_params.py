@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -51,6 +52,20 @@ class ContiguousParams:
     def make_params_contiguous(self) -> None:
         """Bring back parameters that left the buffer."""
         self.flat.rebind()
+
+    @property
+    def data_pointers(self) -> list[int]:
+        """The address that each trained parameter of `original()` has in the buffer."""
+        return self._pointers(self.flat.buffers)
+
+    @property
+    def grad_pointers(self) -> list[int]:
+        """The address that the gradient of each trained parameter of `original()` has in the buffer."""
+        return self._pointers(self.flat.grad_buffers)
+
+    def _pointers(self, buffers: Sequence[torch.Tensor | None]) -> list[int]:
+        pairs = [(buffers[segment.buffer], segment.offset) for segment in self.flat.segments]
+        return [b.data_ptr() + offset * b.element_size() for b, offset in pairs if b is not None]
 
     @property
     def param_buffer(self) -> torch.Tensor:

@@ -15,11 +15,11 @@ from operator import attrgetter, is_, sub
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.layout import BufferLayout, Run, Segment, Spec, equal_runs, plan
+from flatbed.optim.state_builder import own_storage
 
 if TYPE_CHECKING:
     from flatbed.flat.parameter import FlatParameter
@@ -43,18 +43,6 @@ def view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
     `.data` separates the counters: an in-place change of one gradient must not look like a change of all.
     """
     return buffer.as_strided(segment.shape, segment.stride, buffer.storage_offset() + segment.offset).data
-
-
-def tensor_over(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """The segment's tensor over the memory of `buffer`, with a storage object of its own.
-
-    `torch.save`, pickle, safetensors and Accelerate look at storages: they write a shared one as a whole, or
-    keep one of the tensors that share it.
-    """
-    part = buffer[segment.offset : segment.end]
-    if part.device.type in ("cpu", "cuda"):
-        part = from_dlpack(part)
-    return part.as_strided(segment.shape, segment.stride)
 
 
 class Buffer:
@@ -97,7 +85,7 @@ class Buffer:
     def _adopt(self, positions: Sequence[int]) -> None:
         """Copy originals of the buffer's device and dtype into their segments."""
         for i in positions:
-            p, target = self.originals[i], tensor_over(self.data, self.segments[i])
+            p, target = self.originals[i], own_storage(view(self.data, self.segments[i]))
             target.copy_(p.data.clone() if p.data_ptr() == target.data_ptr() else p.data)
             p.data = target  # frees the old memory at once: flattening never holds two copies of all
             self.data_ptrs[i] = p.data_ptr()

@@ -11,6 +11,7 @@ from flatbed.errors import FlatbedError
 from flatbed.flat.parameter import FlatParameter
 from flatbed.layout import Segment
 from flatbed.optim.probe import element_state, twin
+from flatbed.optim.state_builder import own_storage
 
 if TYPE_CHECKING:
     from flatbed.flat.params import FlatParams
@@ -137,13 +138,14 @@ def _refuse_others(flats: list[FlatParameter], groups: list[list[torch.Tensor]])
 
 
 def _part(optimizer: torch.optim.Optimizer, key: str, value: Any, place: Place) -> Any:
-    """One original's share of a state value: a view of per-element state, a copy of a scalar."""
+    """One original's share of a state value: the memory of per-element state, a copy of a scalar."""
     segment, holder = place.segment, place.holder
     if segment is None or holder is None:
         return value
     if isinstance(value, torch.Tensor):
         if value.shape == holder.shape:
-            return value.as_strided(segment.shape, segment.stride, value.storage_offset() + segment.offset)
+            offset = value.storage_offset() + segment.offset
+            return own_storage(value.as_strided(segment.shape, segment.stride, offset))
         if value.numel() == 1:
             return value.clone()
     elif not isinstance(value, (list, tuple, dict)) or not value:

@@ -253,7 +253,7 @@ class FlatParams:
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return what the same optimizer over the original parameters would return from `state_dict()`.
 
-        Per-element state consists of views of the flat state, as torch returns its own tensors.
+        Per-element state shares the memory of the flat state, as torch returns its own tensors.
         """
         return checkpoint.optimizer_state_dict(self, optimizer)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -22,6 +23,7 @@ from flatbed.errors import FlatbedError
 from flatbed.flat.buffer import Buffer
 from flatbed.flat.parameter import FlatParameter
 from flatbed.layout import is_dense, overlaps_itself
+from flatbed.optim.checks import is_fsdp_shard
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:
@@ -165,6 +167,10 @@ def unfit(p: torch.Tensor) -> str | None:
         return "is an uninitialized lazy parameter; run one forward pass first"
     if not p.requires_grad:
         return None  # frozen parameters are left alone
+    if is_fsdp_shard(p):
+        return "is a shard of FSDP, which moves it in every step; give the optimizer the shards themselves"
+    if isinstance(p.data, FakeTensor):
+        return "is a fake tensor and has no values; flatten the model outside of FakeTensorMode"
     if any(map(is_traceable_wrapper_subclass, (p, p.data))):
         return (
             f"is a {type(p.data).__name__}, which stores its values in its own way; keep it out of the "

@@ -16,6 +16,7 @@ from flatbed.layout import dense_stride, is_dense
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 CHUNK_BYTES = 1 << 20  # of parameters: temporaries of an update should stay in the CPU's caches
+PART_BYTES = 4 << 20  # of one large parameter
 
 # Entries of the fp64 vector `step_stats`, which all steps of one device share.
 SKIP, NORM, SKIPPED, STEPS = range(4)
@@ -178,12 +179,22 @@ class Update:
         return self.scale is not None or self.factor is not None
 
     def __call__(self, tensors: Tensors, scalars: Scalars) -> Scalars:
-        """Update parameters and state in place; return the scalars after the step."""
-        grads = tensors.grads
+        """Unscale and clip gradients, update parameters and state, all in place; return the next scalars."""
         if self.scale is not None:
-            torch._foreach_div_(grads, self.scale)
+            torch._foreach_div_(tensors.grads, self.scale)
         if self.factor is not None:
-            torch._foreach_mul_(grads, self.factor)
+            torch._foreach_mul_(tensors.grads, self.factor)
+        return self.apply(tensors, scalars)
+
+    def scaled(self, grad: Tensor, out: Tensor) -> Tensor:
+        """Unscale and clip a gradient into other memory."""
+        if self.scale is not None:
+            grad = torch.div(grad, self.scale, out=out)
+        return grad if self.factor is None else torch.mul(grad, self.factor, out=out)
+
+    def apply(self, tensors: Tensors, scalars: Scalars) -> Scalars:
+        """Update parameters and state in place by gradients as they are; return the next scalars."""
+        grads = tensors.grads
         if self.group.get("maximize") and not (self.fused or self.rule.handles_maximize):
             grads = torch._foreach_neg(grads)
         function = self.rule.fused if self.fused and self.rule.fused else self.rule.reference
@@ -355,6 +366,9 @@ class TorchStepper:
         for columns, scalars in _equal_columns(bucket.scalars, present):
             after = scalars
             for chunk in self._chunks([bucket.slots[column] for column in columns], at_once):
+                if bucket.fused and not (wide or at_once) and self.slots[chunk[0]].param.nbytes > PART_BYTES:
+                    after = self._update_parts(chunk[0], update, scalars)
+                    continue
                 tensors = self._tensors(chunk, wide, copied=update.changes_grads)
                 after = update(tensors, scalars)
                 if wide:
@@ -364,6 +378,23 @@ class TorchStepper:
                     line.fill_(value)
                 else:
                     line[columns] = value
+
+    def _update_parts(self, i: int, update: Update, scalars: Scalars) -> Scalars:
+        """Update a large dense parameter part by part: copies of its gradient stay in the CPU's caches."""
+        slot, grad, after = self.slots[i], self._grads[i], scalars
+        assert grad is not None
+        if len(self._scratch) < PART_BYTES:
+            self._scratch = torch.empty(PART_BYTES, dtype=torch.uint8, device=self.device)
+            self._copies.clear()
+        copy = self._scratch[:PART_BYTES].view(grad.dtype)
+        # Whole vectors, so that an element's bits do not depend on where the parts end.
+        tensors = slot.param, grad, *slot.state.values()
+        parts = [torch.split(tensor.as_strided((tensor.numel(),), (1,)), len(copy)) for tensor in tensors]
+        for param, part, *state in zip(*parts, strict=True):
+            grads = [update.scaled(part, out=copy[: len(part)])]
+            held = {name: [tensor] for name, tensor in zip(slot.state, state, strict=True)}
+            after = update.apply(Tensors([param], grads, held), scalars)
+        return after
 
     def _chunks(self, indices: list[int], at_once: bool) -> Iterator[list[int]]:
         """Divide slots into those that one call updates."""

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
 from flatbed.tables.view import WeightView
@@ -96,8 +98,27 @@ def check_param(param: Tensor, name: str) -> None:
         raise ValueError(f"parameter {name} is lazy and has no shape yet: run one forward pass first")
 
 
+def check_norm(options: StepOptions, param: Tensor, name: str) -> None:
+    """Raise if the norm of this rank's gradients would not be the norm of all."""
+    if options.needs_norm and is_fsdp_shard(param) and world_size() > 1:
+        raise FlatbedError(
+            f"parameter {name} is a shard of FSDP: max_norm and skip_nonfinite would measure this rank's "
+            f"gradients alone. Leave both out, and call clip_grad_norm_ of the FSDP module before the step"
+        )
+
+
+def is_fsdp_shard(param: Tensor) -> bool:
+    """Tell if FullyShardedDataParallel has marked a parameter as its own."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
 def check_grad(param: Tensor, grad: Tensor, name: str) -> None:
     """Raise for gradients that no step can use."""
+    if param.is_meta or isinstance(param, FakeTensor):
+        raise FlatbedError(
+            f"parameter {name} is a {'meta' if param.is_meta else 'fake'} tensor without values: materialize "
+            f"the model first. To estimate memory, step torch's optimizer of the same name"
+        )
     if grad.layout != torch.strided:
         raise FlatbedError(
             f"the gradient of parameter {name} is sparse ({grad.layout}); build the layer with sparse=False, "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypedDict
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import NORM, SKIPPED, Scaling, StepOptions, Stepper
 from flatbed.optim import checks
@@ -32,7 +32,7 @@ class Extras(TypedDict, total=False):
     """Options that every optimizer of flatbed has besides torch's."""
 
     max_norm: float | None
-    """Clip the gradients to this norm, as `torch.nn.utils.clip_grad_norm_` does; `p.grad` is not changed."""
+    """Clip the gradients to this norm, as `torch.nn.utils.clip_grad_norm_` does; `p.grad` is not clipped."""
     skip_nonfinite: bool
     """Skip steps whose gradient norm is not finite, and count them in `skipped_steps`."""
     master_weights: bool
@@ -53,7 +53,6 @@ class Optimizer(torch.optim.Optimizer):
     _rule: ClassVar[Rule]
     _fixed: ClassVar[dict[str, Any]] = {}
     """Hyperparameters that no checkpoint may change."""
-    _step_supports_amp_scaling = True  # GradScaler passes grad_scale and found_inf
 
     def __init__(self, params: ParamsT, options: dict[str, Any], **extras: Any) -> None:
         unknown = [name for name in extras if name not in Extras.__annotations__]
@@ -63,6 +62,8 @@ class Optimizer(torch.optim.Optimizer):
         checks.check_group(defaults)
         self._options = StepOptions(**extras)
         checks.check_options(self._options)
+        if self._options.stochastic_rounding or self._options.stochastic_state:
+            defaults[state_dicts.ROUNDS] = 0
         self._reset()
         if isinstance(params, nn.Module):
             params = params.named_parameters()
@@ -109,13 +110,21 @@ class Optimizer(torch.optim.Optimizer):
     def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
         for group in added:
             checks.check_group(group)
-            if own := [name for name in group if name in Extras.__annotations__]:
-                raise ValueError(f"{own[0]} is an option of the whole optimizer; found in a param group")
+            for name in Extras.__annotations__:
+                # ZeroRedundancyOptimizer copies all options into groups; those of a norm would be per rank.
+                of_norm = name in ("max_norm", "skip_nonfinite")
+                if name in group and (of_norm or group[name] != getattr(self._options, name)):
+                    raise ValueError(
+                        f"{name} is an option of the whole optimizer; found in a param group. Pass it to the "
+                        f"constructor. ZeroRedundancyOptimizer has no norm over all ranks: call "
+                        f"torch.nn.utils.clip_grad_norm_(model.parameters(), …) before its step instead"
+                    )
         for name, param, _ in named_params(added, number):
             if isinstance(param, Table):
                 check_table(self._spec, self, name, param, self.param_groups[number])
                 continue
             checks.check_param(param, name)
+            checks.check_norm(self._options, param, name)
             if self._rule.for_tables is not None:
                 raise TypeError(
                     f"{type(self).__name__} is for tables, and parameter {name} is none: "
@@ -151,11 +160,19 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State by torch's keys and in torch's format: `torch.optim` can load it."""
-        return self._pack(super().state_dict(), with_tables=True)
+        return state_dicts.pack(self, super().state_dict(), with_tables=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's; nothing changes if it does not fit."""
-        self._load(state_dict, with_tables=True)
+        state_dicts.load(self, state_dict, with_tables=True)
+
+    def _state_dict_without_tables(self) -> dict[str, Any]:
+        """`state_dict()` without the state of tables, which checkpoints save separately."""
+        return state_dicts.pack(self, super().state_dict(), with_tables=False)
+
+    def _load_state_dict_without_tables(self, state_dict: dict[str, Any]) -> None:
+        """`load_state_dict()` that does not change tables and their state."""
+        state_dicts.load(self, state_dict, with_tables=False)
 
     def __repr__(self) -> str:
         extras = {name: value for name, value in asdict(self._options).items() if value}
@@ -172,6 +189,22 @@ class Optimizer(torch.optim.Optimizer):
             group.update(self._fixed)
         self._own_tables()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tell a GradScaler to leave unscaling and skipping to the step, instead of doing both before it.
+
+        As in torch, `fused=True` asks for that: the host then does not wait for the GPU. Without it,
+        frameworks that clip gradients or count skipped steps work as with torch's default. A GradScaler
+        cannot wait inside of a CUDA graph, it refuses fp16 gradients, and it knows nothing of other ranks.
+        """
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call,unused-ignore]
+        return (
+            any(group.get("fused") for group in self.param_groups)
+            or (has_cuda and torch.cuda.is_current_stream_capturing())
+            or (bool(self._tables.slots) and world_size() > 1)
+            or any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
+        )
+
     # ---- what torch's optimizers do not have
 
     @property
@@ -182,6 +215,8 @@ class Optimizer(torch.optim.Optimizer):
     @max_norm.setter
     def max_norm(self, value: float | None) -> None:
         checks.check_max_norm(value)
+        for name, param, _ in named_params(self.param_groups):
+            checks.check_norm(replace(self._options, max_norm=value), param, name)
         self._options.max_norm = value
 
     @property
@@ -192,7 +227,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps were skipped for gradients that are not finite, as a tensor on their device."""
+        """How many steps the optimizer skipped for gradients that are not finite, on their device."""
         vector = self._stats.latest
         return torch.zeros((), dtype=torch.long) if vector is None else vector[SKIPPED].long()
 
@@ -259,10 +294,9 @@ class Optimizer(torch.optim.Optimizer):
                 plan = self._rebuild()
                 found = plan.collect_grads()
                 assert found is not None
-            has_rows = any(pack is not None for pack in packs) if packs else False
-            if plan.slots or has_rows:
+            if plan.slots or any(packs):
                 try:
-                    self._update(plan, found, packs if has_rows else [])
+                    self._update(plan, found, packs if any(packs) else [])
                 except BaseException:
                     self._drop_plan()  # uploads may not have been issued
                     raise
@@ -324,66 +358,22 @@ class Optimizer(torch.optim.Optimizer):
             torch.autograd.graph.increment_version(found.params)
         if plan.masters.slots:
             plan.masters.record_versions()
+        if scaling is not None and scaling.scale is not None:
+            tables = zip(self._tables.slots, packs, strict=True) if packs else ()
+            rows = [slot.table.grad for slot, pack in tables if pack is not None]
+            _unscale_(scaling, [*(p.grad for p in found.params), *rows])
 
-    # ---- state dicts
 
-    def _state_dict_without_tables(self) -> dict[str, Any]:
-        """`state_dict()` without the state of tables, which checkpoints save separately."""
-        return self._pack(super().state_dict(), with_tables=False)
-
-    def _load_state_dict_without_tables(self, state_dict: dict[str, Any]) -> None:
-        """`load_state_dict()` that does not change tables and their state."""
-        self._load(state_dict, with_tables=False)
-
-    def _tables_by_key(self, groups: list[dict[str, Any]]) -> dict[Any, TableSlot]:
-        slots = {id(slot.table): slot for slot in self._tables.slots}
-        params = state_dicts.by_key(self.param_groups, groups)
-        return {key: slots[id(param)] for key, param in params.items() if id(param) in slots}
-
-    def _pack(self, state_dict: dict[str, Any], *, with_tables: bool) -> dict[str, Any]:
-        tables = self._tables_by_key(state_dict["param_groups"])
-        packed = state_dicts.pack(state_dict, tables, with_tables=with_tables)
-        if self._options.stochastic_rounding or self._options.stochastic_state:
-            packed[state_dicts.ROUNDS] = self._stats.n_steps
-        return packed
-
-    def _load(self, state_dict: dict[str, Any], *, with_tables: bool) -> None:
-        """Load groups and state; if anything does not fit, nothing changes.
-
-        Tensors are copied into the optimizer's own memory in their own dtype, or in `state_dtype`. Torch's
-        loading would cast fp32 moments down to a bf16 parameter's dtype.
-        """
-        state_dicts.check_format(state_dict)
-        state_dict = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        groups = state_dicts.loaded_groups(self.param_groups, state_dict, self.defaults)
-        for group in groups:
-            group.update(self._fixed)
-            checks.check_group(group)
-        params = state_dicts.by_key(self.param_groups, state_dict["param_groups"])
-        tables = self._tables_by_key(state_dict["param_groups"]) if with_tables else {}
-        held = {
-            key: state_dicts.check_table_state(slot, state_dict["state"].get(key))
-            for key, slot in tables.items()
-        }
-        state_dicts.warn_of_losses(self._spec, state_dict)
-        before = self.state, self.param_groups
-        self.state = defaultdict(dict, state_dicts.dense_state(state_dict, params))
-        self.param_groups = groups
-        try:
-            self._rebuild(loaded=True)
-        except Exception:
-            self.state, self.param_groups = before
-            raise
-        for key, slot in tables.items():
-            state_dicts.load_table_state(self._spec, slot, held[key])
-            self._tables.publish(self._spec, slot, groups[slot.group], self.state)
-        self._drop_plan()  # what the checkpoint lacks is made at the next step
-        self._stats.set_steps(int(state_dict.get(state_dicts.ROUNDS, 0)))
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+def _unscale_(scaling: Scaling, grads: list[Any]) -> None:
+    """Unscale gradients as torch's fused steps do; after an overflow they stay scaled."""
+    divisor: Any = scaling.scale
+    if scaling.found_inf is not None:
+        divisor = torch.where(scaling.found_inf.to(divisor.device) == 0, divisor, 1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    for device, held in by_device.items():
+        torch._foreach_div_(held, divisor.squeeze().to(device))
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -188,6 +188,7 @@ def _same(one: Run, other: Run) -> bool:
 
 # ---- flat parameters: whether an optimizer reads how its elements are divided into parameters
 
+FLAT_STEPS = 16  # some optimizers collect gradients for ten steps before they move anything
 # Parameters of different shapes, scales and norms, apart and in one buffer with padding.
 PARTS = tuple(torch.linspace(*span) for span in ((-0.3, 0.2, 12), (-2.0, 3.0, 5), (0.5, 0.6, 8)))
 APART = ((4, 3), (5,), (2, 2, 2))
@@ -208,7 +209,7 @@ def refuse_shape_readers(
             for shapes, seed in ((APART, 0), (JOINED, 0), (APART, 1))
         )
         if all(map(torch.equal, apart, PARTS)) or not torch.cat(apart).isfinite().all():
-            raise FlatbedError(f"{STEPS} steps on a small problem moved nothing, or to NaN")
+            raise FlatbedError(f"{FLAT_STEPS} steps on a small problem moved nothing, or to NaN")
     except Exception as error:
         warnings.warn(
             f"flatbed could not find out whether {name} reads the shape of its parameters "
@@ -257,7 +258,7 @@ def _solve(
     with _quietly(seed, device):
         small = twin(optimizer, _with_lr(group), list(params))
         takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
-        for step in range(STEPS):
+        for step in range(FLAT_STEPS):
             evaluate(step)  # an optimizer may ignore the closure that it is given
             small.step(partial(evaluate, step)) if takes_closure else small.step()  # type: ignore[arg-type]
     return [value.cpu() for value in _pieces([p.detach() for p in params])]

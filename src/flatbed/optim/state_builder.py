@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import ParamSlot, StepOptions, stride_of
@@ -20,6 +21,14 @@ from flatbed.tables.table import Table
 Groups = list[dict[str, Any]]
 LOW = (torch.bfloat16, torch.float16)
 MASTER, EMA = "master_weight", "ema"  # keys of state that torch does not have
+TORCH_KEYS = frozenset(
+    (
+        "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "mu_product", "square_avg", "acc_delta",
+        "grad_avg", "momentum_buffer", "sum", "prev", "step_size", "ax", "eta", "mu", "row_var", "col_var",
+        "variance",
+    )
+)  # fmt: skip
+"""The state of torch's optimizers. Keys that no optimizer of torch has belong to a wrapper, and are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +98,11 @@ class SlotBuilder:
         self.slots.append(slot)
 
     def _refuse_foreign(self, slot: ParamSlot, held: dict[str, Any], names: Sequence[str]) -> None:
-        """Raise for state of another optimizer: unknown keys, missing tensors, missing scalars."""
+        """Raise for state of another optimizer: its keys, missing tensors, missing scalars."""
         rule = self.spec.rule
         shown = [name for name in rule.scalars if not name.startswith("_")]
         needed = [name for name in names if rule.state[name] is None] + (shown if self.loaded else [])
-        odd = [key for key in held if key not in (*rule.state, *shown, MASTER, EMA)] if self.loaded else []
+        odd = [key for key in held if key in TORCH_KEYS - {*rule.state, *shown}] if self.loaded else []
         has_some = any(held.get(key) is not None for key in (*rule.state, *rule.scalars))
         lacking = [name for name in needed if has_some and held.get(name) is None]
         if odd or lacking:
@@ -194,7 +203,19 @@ def _zeros(missing: list[MissingTensor]) -> list[Tensor]:
     for buffer in layout.buffers:
         _, dtype, device = cast(tuple[str, torch.dtype, torch.device], buffer.key)
         buffers.append(torch.zeros(buffer.numel, dtype=dtype, device=device))
-    return [buffers[s.buffer].as_strided(s.shape, s.stride, s.offset) for s in layout.segments]
+    return [own_storage(buffers[s.buffer].as_strided(s.shape, s.stride, s.offset)) for s in layout.segments]
+
+
+def own_storage(view: Tensor) -> Tensor:
+    """A dense view's tensor over the same memory, with a storage object of its own.
+
+    Pickle, `torch.save`, safetensors and Accelerate look at storages: they write a shared one as a whole, or
+    keep one of the tensors that share it.
+    """
+    if type(view) is not Tensor or view.device.type not in ("cpu", "cuda"):
+        return view
+    memory = view.as_strided((view.numel(),), (1,))
+    return from_dlpack(memory).as_strided(view.shape, view.stride())
 
 
 def build_slots(
@@ -226,12 +247,17 @@ def build_slots(
 
 def publish_state(state: dict[Any, Any], slot: ParamSlot) -> None:
     """Show a slot's tensors in `optimizer.state`, by torch's keys and in torch's order."""
-    shown = {name: value for name, value in slot.scalars.items() if not name.startswith("_")}
-    shown.update(slot.state)
-    for key, value in ((MASTER, slot.master), (EMA, slot.ema)):
-        if value is not None:
-            shown[key] = value
     held = state.get(slot.param, {})
+    shown: dict[str, Any] = {}
+    for name, value in slot.scalars.items():
+        if not name.startswith("_"):
+            old = held.get(name)
+            is_known = isinstance(old, Tensor) and old.data_ptr() == value.data_ptr()
+            shown[name] = old if is_known else own_storage(value)
+    shown.update(slot.state)
+    for key, master_or_average in ((MASTER, slot.master), (EMA, slot.ema)):
+        if master_or_average is not None:
+            shown[key] = master_or_average
     # A master or an average that is no longer updated would overwrite newer weights later.
     shown.update({k: value for k, value in held.items() if k not in shown and k not in (MASTER, EMA)})
     if shown:

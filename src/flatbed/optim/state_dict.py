@@ -4,37 +4,66 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from flatbed.errors import FlatbedError
-from flatbed.optim.state_builder import EMA, MASTER, Groups, OptimizerSpec
+from flatbed.optim.checks import check_group
+from flatbed.optim.state_builder import EMA, MASTER, TORCH_KEYS, Groups, OptimizerSpec
 from flatbed.optim.table_step import TableSlot
 from flatbed.tables.embedding import whole_field, write_field
 from flatbed.tables.table import Table
 
+if TYPE_CHECKING:
+    from flatbed.optim.optimizer import Optimizer
+
 StateDict = dict[str, Any]
 
-ROUNDS = "rounding_steps"  # a key that torch does not have: the steps so far, which choose the noise
+ROUNDS = "rounding_steps"
+"""A key that torch does not have: the steps so far, which choose the noise of stochastic rounding.
+
+It is in every group, too: `torch.distributed.checkpoint` saves groups and state alone.
+"""
 
 
 # ---- saving
 
 
-def pack(state_dict: StateDict, tables: Mapping[Any, TableSlot], *, with_tables: bool) -> StateDict:
+def pack(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> StateDict:
     """Torch's state dict with the state of tables, by their keys."""
-    state: dict[Any, Any] = {}
-    for key, value in state_dict["state"].items():
-        if key in tables:
-            continue
-        state[key] = dict(value) if isinstance(value, dict) else value
+    tables = _tables_by_key(optimizer, state_dict)
+    state = {
+        key: dict(value) if isinstance(value, dict) else value
+        for key, value in state_dict["state"].items()
+        if key not in tables
+    }
     for key, slot in tables.items() if with_tables else ():
         if held := _table_state(slot):
             state[key] = held
-    return {**state_dict, "state": state}
+    packed = {**state_dict, "state": state}
+    if ROUNDS in optimizer.defaults:
+        packed[ROUNDS] = n_steps = optimizer._stats.n_steps
+        packed["param_groups"] = [{**group, ROUNDS: n_steps} for group in packed["param_groups"]]
+    return packed
+
+
+def _tables_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, TableSlot]:
+    slots = {id(slot.table): slot for slot in optimizer._tables.slots}
+    params = _params_by_key(optimizer, state_dict)
+    return {key: slots[id(param)] for key, param in params.items() if id(param) in slots}
+
+
+def _params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Tensor]:
+    sides = state_dict["param_groups"], optimizer.param_groups
+    keys, params = (chain.from_iterable(group["params"] for group in side) for side in sides)
+    return dict(zip(keys, params, strict=True))
 
 
 def _table_state(slot: TableSlot) -> dict[str, Any]:
@@ -54,8 +83,40 @@ def _table_state(slot: TableSlot) -> dict[str, Any]:
 # ---- loading
 
 
-def check_format(state_dict: Any) -> None:
-    """Raise unless this is an optimizer's state dict."""
+def load(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> None:
+    """Load groups and state; if anything does not fit, nothing changes.
+
+    Tensors are copied into the optimizer's own memory in their own dtype, or in `state_dtype`. Torch's
+    loading would cast fp32 moments down to a bf16 parameter's dtype.
+    """
+    _check_format(state_dict)
+    state_dict = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    spec, groups = optimizer._spec, _loaded_groups(optimizer, state_dict)
+    tables = _tables_by_key(optimizer, state_dict) if with_tables else {}
+    of_tables = {key: _check_table_state(slot, state_dict["state"].get(key)) for key, slot in tables.items()}
+    _warn_of_losses(spec, state_dict)
+    before = optimizer.state, optimizer.param_groups
+    optimizer.state = defaultdict(dict, _dense_state(state_dict, _params_by_key(optimizer, state_dict)))
+    optimizer.param_groups = groups
+    try:
+        optimizer._rebuild(loaded=True)
+    except Exception:
+        optimizer.state, optimizer.param_groups = before
+        raise
+    for key, slot in tables.items():
+        _load_table_state(spec, slot, of_tables[key])
+        optimizer._tables.publish(spec, slot, groups[slot.group], optimizer.state)
+    optimizer._drop_plan()  # what the checkpoint lacks is made at the next step
+    rounds: Any = state_dict.get(ROUNDS, groups[0].get(ROUNDS, 0))
+    optimizer._stats.set_steps(int(rounds))
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def _check_format(state_dict: Any) -> None:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"expected a state dict; found {type(state_dict).__name__}: read files by torch.load")
     if not {"state", "param_groups"} <= state_dict.keys():
@@ -65,38 +126,42 @@ def check_format(state_dict: Any) -> None:
         )
 
 
-def loaded_groups(groups: Groups, state_dict: StateDict, defaults: Mapping[str, Any]) -> Groups:
-    """The groups of a state dict with the optimizer's own parameters; `defaults` for what it lacks."""
-    saved = [{**defaults, **copy.deepcopy(group)} for group in state_dict["param_groups"]]
-    ours, theirs = ([len(group["params"]) for group in side] for side in (groups, saved))
+def _loaded_groups(optimizer: Optimizer, state_dict: StateDict) -> Groups:
+    """The groups of a state dict with the optimizer's own parameters; defaults for what it lacks."""
+    saved = [{**optimizer.defaults, **copy.deepcopy(group)} for group in state_dict["param_groups"]]
+    ours, theirs = ([len(group["params"]) for group in side] for side in (optimizer.param_groups, saved))
     if ours != theirs:
         raise ValueError(
             f"the state dict is of another model: its param groups hold {theirs} parameters, "
             f"the optimizer's {ours}"
         )
-    for group, new in zip(groups, saved, strict=True):
-        new["params"] = group["params"]
+    for group, new in zip(optimizer.param_groups, saved, strict=True):
+        new.update(optimizer._fixed, params=group["params"])
         if "param_names" in group:
             new.setdefault("param_names", group["param_names"])
+        check_group(new)
     return saved
 
 
-def by_key(groups: Sequence[Mapping[str, Any]], packed: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
-    """Parameters by the keys that a state dict has for them."""
-    sides = (chain.from_iterable(group["params"] for group in side) for side in (packed, groups))
-    return dict(zip(*sides, strict=True))
+def _dense_state(state_dict: StateDict, params: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The state of all parameters that are no tables; wrappers' own keys are copied, as in torch."""
+    found: dict[Any, Any] = {}
+    for key, value in state_dict["state"].items():
+        param = params.get(key, key)
+        if isinstance(param, Table):
+            continue
+        found[param] = dict(value) if isinstance(value, dict) else value
+        for name in found[param] if isinstance(value, dict) and isinstance(param, Tensor) else ():
+            if name not in (*TORCH_KEYS, MASTER, EMA):
+                found[param][name] = tree_map_only(Tensor, partial(_copied_to, param.device), value[name])
+    return found
 
 
-def dense_state(state_dict: StateDict, params: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The state of all parameters that are no tables."""
-    return {
-        params.get(key, key): dict(value) if isinstance(value, dict) else value
-        for key, value in state_dict["state"].items()
-        if not isinstance(params.get(key, key), Table)
-    }
+def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device, copy=True)
 
 
-def check_table_state(slot: TableSlot, held: Any) -> dict[str, Any]:
+def _check_table_state(slot: TableSlot, held: Any) -> dict[str, Any]:
     """A table's state in a checkpoint; raise if it does not fit the table."""
     table, found = slot.table, dict(held or {})
     for field in table._storage.record.state:
@@ -116,7 +181,7 @@ def check_table_state(slot: TableSlot, held: Any) -> dict[str, Any]:
     return found
 
 
-def load_table_state(spec: OptimizerSpec, slot: TableSlot, held: dict[str, Any]) -> None:
+def _load_table_state(spec: OptimizerSpec, slot: TableSlot, held: dict[str, Any]) -> None:
     """Write a table's fields and scalars; those that the checkpoint lacks get their first values."""
     table = slot.table
     table._storage.set_state_fields(table._storage.record.state)
@@ -130,7 +195,7 @@ def load_table_state(spec: OptimizerSpec, slot: TableSlot, held: dict[str, Any])
     table._storage.scalars = {**hidden, **{name: float(held[name]) for name in names if name in held}}
 
 
-def warn_of_losses(spec: OptimizerSpec, state_dict: StateDict) -> None:
+def _warn_of_losses(spec: OptimizerSpec, state_dict: StateDict) -> None:
     """Warn of averages and masters that a forgotten option would drop."""
     found = {key for value in state_dict["state"].values() if isinstance(value, dict) for key in value}
     kept = {MASTER: spec.options.master_weights, EMA: spec.options.ema_decay is not None}
