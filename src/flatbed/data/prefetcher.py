@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from flatbed.data.batches import Selector, TableLookups, common_device, selectors_by_table
 from flatbed.data.pipeline import Pipeline, PrefetchIterator
@@ -26,7 +27,7 @@ class Prefetcher:
     """Iterates over a loader in a thread, and moves batches and the rows they look up to the device.
 
     - `loader`: a `DataLoader`, a list, or any other iterable. Each iteration of the prefetcher is one of the
-      loader. For a CPU, or in pinned memory, the loader must not write to batches that it has returned.
+      loader. A loader may write to a batch again when it is asked for the next one.
     - `lookups`: maps each `Embedding`, `EmbeddingBag` or `Table` to a key of the batch, or to a function that
       is called once, in the loader's thread, with the batch on the host. The result has the ids that will be
       looked up: a tensor, an array, a list of integers, or a list of tensors or arrays for several lookups.
@@ -39,8 +40,9 @@ class Prefetcher:
 
     A batch is a tensor, a numpy array, or dicts, lists, tuples and dataclasses of them. Arrays of numbers
     become tensors, objects with a method `to(device)` are moved by it, and other values stay as they are. On
-    a CPU, tensors share the memory of the arrays. Training gives bitwise the same result as without a
-    prefetcher, if the loader draws its random numbers from a generator of its own.
+    a CPU, tensors share the memory of the arrays of a list, and are copies otherwise. Training gives bitwise
+    the same result as without a prefetcher, if the loader draws its random numbers from a generator of its
+    own.
 
     An iteration and its threads end with the last batch, with an error of the loader (raised when its turn
     comes), when the loop is left, or by `close()` of the iterator.
@@ -97,7 +99,7 @@ class Prefetcher:
     def __iter__(self) -> PrefetchIterator:
         device = self.device
         copies = CopyStream(device, current=self.depth == 0) if device.type == "cuda" else None
-        mover = BatchMover(device, copies)
+        mover = BatchMover(device, copies, is_reused=self.depth > 0 and _may_reuse(self.loader))
         if self._previous is not None and self._previous.is_closed:
             self._previous.join(PREVIOUS_SECONDS)  # persistent workers are not for two threads
         # The loader's iterator is made here and not in the thread: DataLoaders draw a seed and fork then.
@@ -125,6 +127,13 @@ class Prefetcher:
                 "once: give a list, a DataLoader or another object that can be iterated over again"
             )
         return self._one_shot
+
+
+def _may_reuse(loader: Iterable[Any]) -> bool:
+    """Return True if the loader may write to a batch after it has returned it."""
+    if isinstance(loader, DataLoader):
+        return loader.num_workers == 0  # batches of other processes have memory of their own
+    return not isinstance(loader, (list, tuple))
 
 
 class OneShotItems(Iterator[Any]):
