@@ -36,9 +36,8 @@ class DeferredIdChecks:
     def __init__(self, store: TableStorage) -> None:
         self.store = store
         self._pending: list[PendingCheck] = []
-        self._graph_slot: Tensor | None = None
+        self.graph_slot: Tensor | None = None
         self._in_graphs = False
-        self._replayed: PendingCheck | None = None
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -47,12 +46,12 @@ class DeferredIdChecks:
         """Return a tensor where kernels record the first bad position; all CUDA graphs share one."""
         if not capturing:
             return torch.full((1,), NO_ERROR, dtype=torch.int64, device=self.store.device)
-        if self._graph_slot is None:
+        if self.graph_slot is None:
             raise FlatbedError("take a training step with this table before the capture of a CUDA graph")
         self._in_graphs = True
         if _captured is not None and self not in _captured:
             _captured.append(self)
-        return self._graph_slot
+        return self.graph_slot
 
     def add(self, ids: Tensor, error_slot: Tensor, *, offset: int = 0) -> None:
         """Remember a lookup; `offset` is subtracted from the recorded position."""
@@ -74,28 +73,20 @@ class DeferredIdChecks:
 
     def prepare_capture(self) -> None:
         """Allocate and load what a captured lookup needs: neither is possible during a capture."""
-        if self._graph_slot is None and self.store.device.type == "cuda":
-            self._graph_slot = torch.full((1,), NO_ERROR, dtype=torch.int64, device=self.store.device)
-            to_int32_keys(self._graph_slot, self.store.config.n_rows)
+        if self.graph_slot is None and self.store.device.type == "cuda":
+            self.graph_slot = torch.full((1,), NO_ERROR, dtype=torch.int64, device=self.store.device)
+            to_int32_keys(self.graph_slot, self.store.config.n_rows)
 
     def check_graphs(self) -> None:
         """Raise if a CUDA graph was replayed with ids out of range. Waits for the GPU, if there was one."""
-        if self._graph_slot is not None and self._in_graphs:
-            self._raise_graph_error(int(self._graph_slot))
-
-    def raise_replayed(self) -> None:
-        """Raise for the replay before the last one; the GPU still works on the last one."""
-        assert self._graph_slot is not None
-        before, self._replayed = self._replayed, PendingCheck(None, self._graph_slot)
-        if before is not None:
-            self._raise_graph_error(before.wait())
+        if self.graph_slot is not None and self._in_graphs:
+            self._raise_graph_error(int(self.graph_slot))
 
     def _raise_graph_error(self, position: int) -> None:
         if position == NO_ERROR:
             return
-        assert self._graph_slot is not None
-        self._graph_slot.fill_(NO_ERROR)
-        self._replayed = None
+        assert self.graph_slot is not None
+        self.graph_slot.fill_(NO_ERROR)
         n_rows = self.store.config.n_rows
         raise IndexError(
             f"a CUDA graph was replayed with ids out of range for a table of {n_rows} rows "
@@ -107,8 +98,8 @@ class DeferredIdChecks:
 class PendingCheck:
     """A lookup of GPU ids; the position of its first bad id is being copied to the host."""
 
-    def __init__(self, ids: Tensor | None, error_slot: Tensor, *, n_rows: int = 0, offset: int = 0) -> None:
-        self.ids = ids.clone() if ids is not None and ids.is_cuda else ids  # the user may overwrite them
+    def __init__(self, ids: Tensor, error_slot: Tensor, *, n_rows: int = 0, offset: int = 0) -> None:
+        self.ids = ids.clone() if ids.is_cuda else ids  # the user may overwrite them
         self.n_rows, self.offset = n_rows, offset
         self.position = error_slot
         self.copied: torch.cuda.Event | None = None
@@ -133,6 +124,5 @@ class PendingCheck:
         position = self.wait()
         if position == NO_ERROR:
             return None
-        assert self.ids is not None
         at = position - self.offset
         return out_of_range(int(self.ids.flatten()[at]), at, tuple(self.ids.shape), self.n_rows)
