@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from flatbed.data.batches import Selector, TableLookups, common_device, selectors_by_table
 from flatbed.data.pipeline import Pipeline, PrefetchIterator
+from flatbed.data.sm_policy import SmPolicy
 from flatbed.data.transfer import BatchMover, CopyStream, pinned_batches
 from flatbed.errors import FlatbedError
 from flatbed.tables.embedding import TableModule
@@ -37,6 +38,10 @@ class Prefetcher:
     - `device`: by default that of the tables; without tables the current GPU, or the CPU if there is none.
     - `pin`: copies the arrays of a list of batches into pinned memory once, at the first iteration. Later
       changes of the list have no effect. Without a GPU it changes nothing.
+
+    - `reserve_sms`: SMs that matrix multiplications leave to the kernels that move rows, while the loop runs:
+      a number, or "auto" for 12 while enough rows are missing in the caches to pay for them. By default none.
+      Without a GPU, tables or prefetched rows it changes nothing.
 
     A batch is a tensor, a numpy array, or dicts, lists, tuples and dataclasses of them. Arrays of numbers
     become tensors, objects with a method `to(device)` are moved by it, and other values stay as they are. On
@@ -65,6 +70,7 @@ class Prefetcher:
         depth: int = 2,
         device: Any = None,
         pin: bool = False,
+        reserve_sms: int | str | None = None,
     ) -> None:
         if isinstance(loader, Tensor | np.ndarray | str | bytes | Mapping):
             raise TypeError(
@@ -78,9 +84,12 @@ class Prefetcher:
             )
         if operator.index(depth) < 0:
             raise ValueError(f"depth is a number of batches, 0 or more; found {depth}")
+        if not (reserve_sms is None or reserve_sms == "auto" or _is_count(reserve_sms)):
+            raise ValueError(f'reserve_sms is a number of SMs, "auto" or None; found {reserve_sms!r}')
         self.loader = loader
         self.depth = operator.index(depth)
         self.pin = pin
+        self.reserve_sms = reserve_sms
         self._selectors = selectors_by_table(lookups)
         self._device = device
         self._pinned: list[Any] | None = None
@@ -107,7 +116,10 @@ class Prefetcher:
         lookups = [
             TableLookups(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()
         ]
-        self._previous = Pipeline(batches, lookups, mover, depth=self.depth)
+        sms = None
+        if self.reserve_sms is not None and self.depth and lookups:
+            sms = SmPolicy(device, [*self._selectors], self.reserve_sms)
+        self._previous = Pipeline(batches, lookups, mover, depth=self.depth, sms=sms)
         return PrefetchIterator(self._previous)
 
     def _begin(self, mover: BatchMover) -> Iterator[Any]:
@@ -127,6 +139,10 @@ class Prefetcher:
                 "once: give a list, a DataLoader or another object that can be iterated over again"
             )
         return self._one_shot
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _may_reuse(loader: Iterable[Any]) -> bool:
