@@ -91,7 +91,7 @@ class CapturedStep:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hyperparameters: list[Any] = []
         self._checks: list[DeferredIdChecks] = []
-        self._positions = torch.empty(0, dtype=torch.int64)
+        self._positions = torch.empty(0, dtype=torch.int64, device="cpu")
         """In pinned memory: for each check the first bad position, which every replay copies there."""
         self._replayed: deque[torch.cuda.Event] = deque()
         """After the call before the last one, and after the last one."""
@@ -151,7 +151,7 @@ class CapturedStep:
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         self._optimizers = []
-        positions = torch.full((MAX_TABLES,), NO_ERROR, dtype=torch.int64, pin_memory=True)
+        positions = torch.full((MAX_TABLES,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.append(optimizer))
         try:
             with (

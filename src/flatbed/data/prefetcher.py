@@ -38,7 +38,6 @@ class Prefetcher:
     - `device`: by default that of the tables; without tables the current GPU, or the CPU if there is none.
     - `pin`: copies the arrays of a list of batches into pinned memory once, at the first iteration. Later
       changes of the list have no effect. Without a GPU it changes nothing.
-
     - `reserve_sms`: SMs that matrix multiplications leave to the kernels that move rows, while the loop runs:
       a number, or "auto" for 12 while enough rows are missing in the caches to pay for them. By default none.
       Without a GPU, tables or prefetched rows it changes nothing.
@@ -108,7 +107,9 @@ class Prefetcher:
     def __iter__(self) -> PrefetchIterator:
         device = self.device
         copies = CopyStream(device, current=self.depth == 0) if device.type == "cuda" else None
-        mover = BatchMover(device, copies, is_reused=self.depth > 0 and _may_reuse(self.loader))
+        is_pinned = self.pin and copies is not None
+        is_reused = self.depth > 0 and not is_pinned and _may_reuse(self.loader)
+        mover = BatchMover(device, copies, is_reused=is_reused)
         if self._previous is not None and self._previous.is_closed:
             self._previous.join(PREVIOUS_SECONDS)  # persistent workers are not for two threads
         # The loader's iterator is made here and not in the thread: DataLoaders draw a seed and fork then.

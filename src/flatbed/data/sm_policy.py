@@ -85,7 +85,8 @@ class SmPolicy:
         rows = stream_for(device, "rows")
         with torch.cuda.stream(rows):
             on_host = [
-                (torch.empty(len(COUNTS), dtype=torch.int64, pin_memory=True), nbytes) for _, nbytes in found
+                (torch.empty(len(COUNTS), dtype=torch.int64, device="cpu", pin_memory=True), nbytes)
+                for _, nbytes in found
             ]
             for (target, _), (counts, _) in zip(on_host, found, strict=True):
                 target.copy_(counts, non_blocking=True)
