@@ -223,3 +223,25 @@ def test_a_step_that_cannot_be_captured_raises() -> None:
 def test_batches_without_tensors_raise() -> None:
     with pytest.raises(ValueError, match="no tensor"):
         flatbed.capture(lambda batch: batch, {"n": 3})
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_batches_are_checked_in_the_same_way_on_every_device(device: str) -> None:
+    seen: list[Any] = []
+
+    def step(batch: Any) -> dict[str, Any]:
+        seen.append(batch["ids"])
+        return {"sum": (batch["ids"] * torch.ones(3, device=device, requires_grad=True)).sum(), "name": "a"}
+
+    run = flatbed.capture(step, {"ids": np.arange(3)}, device=device)
+    for ids in (np.arange(3)[::-1], torch.arange(3), np.arange(3)):
+        found = run({"ids": ids})
+        assert (float(found["sum"]), found["sum"].requires_grad, found["name"]) == (3.0, False, "a")
+    assert {(type(ids), ids.device.type) for ids in seen} == {(Tensor, device)}
+    with pytest.warns(UserWarning, match="other shapes") as caught:
+        list(map(run, [{"ids": torch.arange(3).int()}, {"ids": torch.arange(6).view(2, 3)}]))
+    assert len(caught) == 1
+    with pytest.raises(TypeError, match="found int"):
+        run({"ids": 3})
+    with pytest.raises(TypeError, match="found an array of object"):
+        run({"ids": np.array([None])})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,19 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from flatbed.data.batches import as_tensor
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
-from flatbed.tables.ids import DeferredIdChecks, checks_in_capture
+from flatbed.tables.ids import NO_ERROR, DeferredIdChecks, checks_in_capture
 
 WARM_UP = 3
 """Calls before the capture: kernels are compiled, and optimizers and tables allocate, in the first ones."""
+
+MAX_TABLES = 1024
+"""Tables of one step whose ids are checked: pinned memory for them is allocated before the capture."""
+
+NO_FOREACH = (torch.uint16, torch.uint32, torch.uint64)
+"""Types that torch's multi-tensor kernels do not know."""
 
 
 def capture(
@@ -37,7 +45,8 @@ def capture(
     copy the batch into the graph's inputs and replay it. A batch of another shape runs `train_step` itself,
     and a change of hyperparameters (a scheduler that sets a float) captures again: both warn once. A learning
     rate that is a tensor on the GPU, `lr=torch.tensor(1e-3, device="cuda")`, may change without that. Ids out
-    of range raise IndexError in the next call at the latest. On a CPU, `train_step` is called as it is.
+    of range raise IndexError in the next call at the latest. On a CPU there is no graph: every call checks
+    the batch in the same way and runs `train_step`.
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(1000, 8)
@@ -62,7 +71,7 @@ def capture(
             raise ValueError(f"example_batch is on several GPUs: {', '.join(sorted(map(str, found)))}")
         device = next(iter(found), torch.device("cpu"))
     device = device_of(device)
-    return CapturedStep(train_step, example_batch, device) if device.type == "cuda" else train_step
+    return CapturedStep(train_step, example_batch, device)
 
 
 class CapturedStep:
@@ -71,26 +80,35 @@ class CapturedStep:
     def __init__(self, train_step: Callable[[Any], Any], example_batch: Any, device: torch.device) -> None:
         self._train_step, self._device = train_step, device
         leaves, self._structure = tree_flatten(example_batch)
-        self._inputs = [torch.empty_like(_tensor(leaf), device=device) for leaf in leaves]
+        tensors = [_tensor(leaf) for leaf in leaves]
+        self._kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._inputs = [
+            torch.empty_like(tensor, device=device) for tensor in tensors if device.type == "cuda"
+        ]
         self._n_calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hyperparameters: list[Any] = []
         self._checks: list[DeferredIdChecks] = []
+        self._positions = torch.empty(0, dtype=torch.int64, device="cpu")
+        """In pinned memory: for each check the first bad position, which every replay copies there."""
+        self._replayed: deque[torch.cuda.Event] = deque()
+        """After the call before the last one, and after the last one."""
         self._warned: set[str] = set()
 
     def __call__(self, batch: Any) -> Any:
         leaves, structure = tree_flatten(batch)
         leaves = [_tensor(leaf) for leaf in leaves]
-        if structure != self._structure or list(map(_kind, leaves)) != list(map(_kind, self._inputs)):
+        is_known = structure == self._structure and self._kinds == [(x.shape, x.dtype) for x in leaves]
+        if not is_known:
             self._warn_once(
                 "a batch has other shapes or dtypes than the example batch: it runs without a CUDA graph"
             )
+        if not is_known or self._device.type == "cpu":
             moved = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
-            return self._train_step(tree_unflatten(moved, structure))
-        for static, leaf in zip(self._inputs, leaves, strict=True):
-            static.copy_(leaf, non_blocking=True)
+            return tree_map_only(Tensor, Tensor.detach, self._train_step(tree_unflatten(moved, structure)))
+        _copy_(self._inputs, leaves)
         self._n_calls += 1
         if self._n_calls <= WARM_UP:
             return self._run_in_side_stream()
@@ -104,10 +122,19 @@ class CapturedStep:
             self._capture()
         assert self._graph is not None
         self._graph.replay()
-        result = tree_map_only(Tensor, Tensor.clone, self._outputs)
-        for check in self._checks:  # of the call before: this one runs on the GPU meanwhile
-            check.raise_replayed()
+        result = _copies(self._outputs)
+        if self._checks:
+            self._check_ids()
         return result
+
+    def _check_ids(self) -> None:
+        """Raise for the call before this one, which runs on the GPU meanwhile."""
+        self._replayed.rotate()
+        self._replayed[0].record(torch.cuda.current_stream(self._device))
+        self._replayed[1].synchronize()
+        for check, position in zip(self._checks, self._positions.tolist(), strict=True):
+            if position != NO_ERROR:
+                check.check_graphs()
 
     def _static_batch(self) -> Any:
         return tree_unflatten(self._inputs, self._structure)
@@ -119,11 +146,12 @@ class CapturedStep:
         with torch.cuda.stream(side):
             result = self._train_step(self._static_batch())
         current.wait_stream(side)
-        return tree_map_only(Tensor, lambda output: output.detach().clone(), result)
+        return _copies(tree_map_only(Tensor, Tensor.detach, result))
 
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         self._optimizers = []
+        positions = torch.full((MAX_TABLES,), NO_ERROR, dtype=torch.int64, device="cpu", pin_memory=True)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.append(optimizer))
         try:
             with (
@@ -131,13 +159,22 @@ class CapturedStep:
                 torch.cuda.graph(graph, stream=_side_stream(self._device)),
             ):
                 outputs = self._train_step(self._static_batch())
+                for i, check in enumerate(self._checks[:MAX_TABLES]):
+                    assert check.graph_slot is not None
+                    positions[i : i + 1].copy_(check.graph_slot, non_blocking=True)
         except (RuntimeError, FlatbedError) as error:
             raise FlatbedError(f"train_step cannot be captured in a CUDA graph: {error}") from error
         finally:
             hook.remove()
+        if len(self._checks) > MAX_TABLES:
+            raise FlatbedError(
+                f"a captured step looks up {MAX_TABLES} tables at most; found {len(self._checks)}"
+            )
         # Without the autograd graph, whose nodes would tie later captures to this stream.
         self._outputs = tree_map_only(Tensor, Tensor.detach, outputs)
         self._graph, self._hyperparameters = graph, _hyperparameters(self._optimizers)
+        self._positions = positions[: len(self._checks)]
+        self._replayed = deque([torch.cuda.Event(), torch.cuda.Event()])  # type: ignore[no-untyped-call,unused-ignore]
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -146,13 +183,29 @@ class CapturedStep:
 
 
 def _tensor(leaf: Any) -> Tensor:
-    if isinstance(leaf, Tensor | np.ndarray):
-        return torch.as_tensor(leaf)
-    raise TypeError(f"a captured step takes batches of tensors and arrays; found {type(leaf).__name__}")
+    found = as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+    if isinstance(found, Tensor):
+        return found
+    what = f"an array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
+    raise TypeError(f"a captured step takes batches of tensors and arrays of numbers; found {what}")
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
+def _copies(outputs: Any) -> Any:
+    """Copy all tensors of nested outputs."""
+    leaves, structure = tree_flatten(outputs)
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    copies = {i: torch.empty_like(tensor) for i, tensor in tensors.items()}
+    _copy_([*copies.values()], [*tensors.values()])
+    return tree_unflatten([copies.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+
+
+def _copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors, in one kernel where torch has one: on one GPU, of one dtype."""
+    if len(targets) > 1 and not any(target.dtype in NO_FOREACH for target in targets):
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 def _hyperparameters(optimizers: list[torch.optim.Optimizer]) -> list[Any]:

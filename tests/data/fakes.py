@@ -205,6 +205,27 @@ def collect(results: Iterable[Any], seen: list[int]) -> None:
         seen.append(first(result))
 
 
+# ---- ids
+
+PAIRS = torch.tensor([[1, 7], [2, 8], [3, 9]])
+LAYOUTS = {
+    "strided": PAIRS[:, 0],
+    "strided int32": PAIRS.int()[:, 1],
+    "offset": PAIRS[1:].flatten()[1:],
+    "transposed": PAIRS.t(),
+    "expanded": torch.tensor([3]).expand(5),
+    "expanded rows": torch.tensor([[3], [4]]).expand(2, 4),
+    "number": torch.tensor(3),
+    "empty": PAIRS[:0, 0],
+    "array, strided": PAIRS.numpy()[:, 0],
+    "array, backward": np.arange(10, dtype=np.int16)[::-3],
+    "array, fortran": np.asfortranarray(PAIRS.numpy()),
+    "array, repeated": np.broadcast_to(np.int32(4), (3, 2)),
+    "array, swapped": np.arange(4, dtype=">i8"),
+    "array, empty": np.zeros((2, 0), np.int64),
+}
+
+
 # ---- what is running
 
 

@@ -78,8 +78,9 @@ def run_script(script: str, options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("storage", ["host", "disk"])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    ("end", "storage"), [(end, "host") for end in ENDS] + [("in the middle", "disk"), ("in a fork", "disk")]
+)
 def test_exit(end: str, storage: str, tmp_path: Path) -> None:
     """With one thread, and with the two that tables on disk have."""
     options = f"storage={storage!r}" + (f", path={str(tmp_path / 'a.bed')!r}" if storage == "disk" else "")

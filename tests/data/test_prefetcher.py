@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 import flatbed
 from flatbed import FlatbedError, Prefetcher
@@ -134,6 +135,41 @@ def test_a_batch_belongs_to_the_loop_alone(emb: flatbed.Embedding, prefetches: l
     prefetched.close()
 
 
+class Reusing(IterableDataset[Any]):
+    """Yields one array, one tensor and a view of it again and again, with other contents."""
+
+    def __iter__(self) -> Iterator[Any]:
+        array, tensor = np.zeros(9), torch.zeros(4, 2, dtype=torch.long)
+        for i in range(20):
+            array[:], tensor[:] = i, i
+            yield {"array": array, "items": tensor[:, 0], "nested": [tensor]}
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    "wrap",
+    [iter, lambda data: data, lambda data: DataLoader(data, batch_size=None)],
+    ids=["iterator", "own", "DataLoader"],
+)
+def test_a_loader_may_write_to_its_batches_again(
+    emb: flatbed.Embedding, prefetches: list[FakePrefetch], wrap: Any, depth: int
+) -> None:
+    for i, batch in enumerate(Prefetcher(wrap(Reusing()), {emb: "items"}, depth=depth)):
+        n_ahead = min(20, i + 1 + depth) if depth else 0
+        assert wait_until(lambda n=n_ahead: len(prefetches[0].requests) >= n)  # type: ignore[misc]
+        assert batch["array"].tolist() == [i] * 9
+        assert batch["items"].tolist() == [i] * 4
+        assert batch["nested"][0].tolist() == [[i, i]] * 4
+    assert i == 19
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_arrays_of_a_list_are_not_copied_on_a_cpu(pin: bool) -> None:
+    given = [{"array": np.arange(3)}] * 3
+    for batch in Prefetcher(given, device="cpu", pin=pin):
+        assert batch["array"].data_ptr() == given[0]["array"].__array_interface__["data"][0]
+
+
 # ---- generators
 
 
@@ -152,14 +188,6 @@ def test_a_generator_goes_on_after_a_break_and_not_after_its_end(depth: int) -> 
 
 
 # ---- pin
-
-
-def test_pin_changes_nothing_without_a_gpu() -> None:
-    given = [{"x": np.arange(3.0)}, {"x": np.arange(4.0)}]
-    prefetcher = Prefetcher(given, device="cpu", pin=True)
-    for _ in range(2):
-        found = list(prefetcher)
-        assert found[0]["x"].data_ptr() == given[0]["x"].__array_interface__["data"][0]
 
 
 @pytest.mark.gpu

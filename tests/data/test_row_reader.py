@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import flatbed
 from flatbed.cuda import host_memory
-from flatbed.data import row_reader
+from flatbed.data import Prefetcher, row_reader
 from flatbed.data.row_reader import CopiedRows, GatheredRows, RowReader
 from flatbed.errors import FlatbedError
-from tests.data.fakes import CPU, late_copies, small_ring
+from tests.data.fakes import CPU, LAYOUTS, PAIRS, late_copies, small_ring
 
 IDS = np.array([[3, 0], [9, 3], [8, 9]], np.int32)
 
@@ -110,6 +111,16 @@ def test_every_kind_of_ids(ids: Any) -> None:
     reader = RowReader(array, device="cpu")
     assert is_same(reader[ids], want)
     assert is_same(reader(ids), want)
+
+
+@pytest.mark.parametrize("way", ["cpu", "copied", "interpreted", "1024"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_of_ids(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = numbers(10, 3)
+    if way == "interpreted":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with reader_of(array, "copied" if way == "interpreted" else way) as reader:
+        assert is_same(reader[LAYOUTS[name]], expected(array, LAYOUTS[name]))
 
 
 def test_slices() -> None:
@@ -232,6 +243,18 @@ def test_every_array_on_a_gpu(name: str, copy: bool | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("copy", [True, False])
+def test_every_layout_of_ids_on_a_gpu(copy: bool) -> None:
+    array = numbers(10, 3)
+    with RowReader(array, device="cuda", copy=copy) as reader:
+        for ids in LAYOUTS.values():
+            assert is_same(reader[ids], expected(array, ids))
+        pairs = PAIRS.cuda()
+        for ids in (pairs[:, 0], pairs.int()[:, 1], pairs.t(), pairs[:1, 0].expand(4000), pairs[:0]):
+            assert is_same(reader[ids], expected(array, ids.cpu()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copy", [True, False])
 @pytest.mark.parametrize("row", [1, 15, 16, 17, 2048, 2049, 5000])
 def test_many_rows_on_a_gpu(row: int, copy: bool) -> None:
     array = numbers(5000, row, dtype="u1", begin=3)
@@ -253,11 +276,18 @@ def test_a_reader_that_is_closed_while_a_kernel_reads() -> None:
         assert is_same(found, expected(array, ids.numpy()))
 
 
+def test_only_memory_of_our_own_is_registered() -> None:
+    """Registered memory is rounded to pages: plain copies of its neighbours in the same page would fail."""
+    sources = {path.name: path.read_text() for path in Path(flatbed.__file__).parent.rglob("*.py")}
+    assert [name for name, text in sources.items() if "HostRegister" in text] == ["driver.py"]
+    assert [name for name, text in sources.items() if "driver.register(" in text] == ["host_memory.py"]
+
+
 @pytest.mark.gpu
 def test_copies_of_neighbours_in_memory_are_not_disturbed() -> None:
-    """No memory of the user is registered with CUDA: plain copies of arrays beside it work."""
     arrays = [numbers(100, 7) for _ in range(200)]
     readers = [RowReader(array, device="cuda") for array in arrays[::2]]
+    list(Prefetcher(arrays[1::4], device="cuda", pin=True))
     for array in arrays:
         assert is_same(torch.from_numpy(array).to("cuda"), torch.from_numpy(array))
     for reader, array in zip(readers, arrays[::2], strict=True):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import flatbed
 from flatbed.cuda.streams import stream_for
 from flatbed.data import Prefetcher
+from tests.data.fakes import LAYOUTS, PAIRS
 
 ROWS, DIM, STEPS = 64, 8, 24
 
@@ -166,7 +167,32 @@ def test_inference_mode() -> None:
     assert torch.equal(torch.cat(found), emb.weight[:20][torch.cat(given)])
 
 
+def check_layouts(layouts: list[Any], device: str) -> None:
+    found = []
+    for is_prefetched in (False, True):
+        emb = flatbed.Embedding(ROWS, DIM, cache_rows=40, seed=0, device=device)
+        optimizer = flatbed.optim.Adam(emb, lr=0.1)
+        for ids in Prefetcher(layouts, {emb: lambda b: b}) if is_prefetched else layouts:
+            emb(ids).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(emb.read_rows(range(ROWS)))
+    assert torch.equal(*found)
+
+
+def test_every_layout_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    check_layouts([*LAYOUTS.values()], "cpu")
+
+
 # ---- on a GPU
+
+
+@pytest.mark.gpu
+def test_every_layout_of_ids_on_the_gpu() -> None:
+    pairs = PAIRS.cuda()
+    on_gpu = [pairs[:, 0], pairs.int()[:, 1], pairs.t(), pairs[:1, 0].expand(30), pairs[:0]]
+    check_layouts([*LAYOUTS.values(), *on_gpu], "cuda")
 
 
 @pytest.mark.gpu

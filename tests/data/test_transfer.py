@@ -13,9 +13,8 @@ from torch import Tensor
 
 from flatbed import Prefetcher
 from flatbed.data.batches import as_tensor
-from flatbed.data.pipeline import Pipeline, PrefetchIterator
-from flatbed.data.transfer import FEW, BatchMover, StagingRing, pinned, send
-from tests.data.fakes import CPU, LateCopies, Reached, late_copies, small_ring
+from flatbed.data.transfer import FEW, StagingRing, pinned, send
+from tests.data.fakes import LateCopies, Reached, late_copies, small_ring
 
 KINDS = {
     "contiguous": lambda: np.arange(60.0).reshape(3, 4, 5),
@@ -164,23 +163,6 @@ def test_the_ring_is_whole_after_an_error_of_the_device(fail_at: int) -> None:
         check(sent, [large])
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_loader_may_write_into_its_batches_again(depth: int) -> None:
-    def reused() -> Any:
-        array, tensor = np.zeros(500), torch.zeros(10)
-        for i in range(20):
-            array[:], tensor[:] = i, i
-            yield {"array": array, "tensor": tensor, "name": str(i)}
-
-    with late_copies() as copies:
-        pipeline = Pipeline(reused(), [], BatchMover(CPU, copies), depth=depth)
-        for i, batch in enumerate(PrefetchIterator(pipeline)):
-            assert batch["array"].tolist() == [i] * 500
-            assert batch["tensor"].tolist() == [i] * 10
-            assert batch["name"] == str(i)
-        assert i == 19
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_that_stay(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
@@ -217,6 +199,25 @@ def test_pinned_tensors_and_tensors_of_the_gpu_need_no_staging(monkeypatch: pyte
     (found,) = Prefetcher([given], device="cuda")
     assert found["gpu"] is given["gpu"]
     assert torch.equal(found["pinned"].cpu(), given["pinned"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["pageable", "pinned", "gpu"])
+def test_a_loader_may_write_to_its_batches_again_on_a_gpu(kind: str) -> None:
+    def reused() -> Any:
+        tensors = [torch.zeros(n, device="cuda" if kind == "gpu" else "cpu") for n in (10, 3_000_000)]
+        if kind == "pinned":
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        for i in range(20):
+            for tensor in tensors:
+                tensor.fill_(i)
+            yield tensors
+
+    bad = torch.zeros((), dtype=torch.long, device="cuda")
+    for i, batch in enumerate(Prefetcher(reused(), device="cuda", depth=3)):
+        torch.cuda._sleep(1_000_000)
+        bad += sum((tensor != i).sum() for tensor in batch)
+    assert int(bad) == 0
 
 
 @pytest.mark.gpu

@@ -86,6 +86,8 @@ DATA: list[Mistake] = [
     of_batches("no key", make([], {embedding(): None}), TypeError, "key of the batch.*found NoneType"),
     of_batches("a negative depth", make([], depth=-1), ValueError, "0 or more; found -1"),
     of_batches("a wrong device", make([], device="gpu"), ValueError, "device.*gpu"),
+    of_batches("all SMs", make([], reserve_sms="all"), ValueError, "number of SMs.*found 'all'"),
+    of_batches("SMs below zero", make([], reserve_sms=-1), ValueError, "number of SMs.*found -1"),
     of_batches(
         "a generator to pin", make((x for x in [1]), pin=True), TypeError, "found generator: give a list"
     ),

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from flatbed.cuda.streams import relax_capture, stream_for
 from flatbed.data.batches import TableLookups
+from flatbed.data.sm_policy import SmPolicy
 from flatbed.data.transfer import BatchMover, MovedBatch, record_stream
 from flatbed.tables.prefetch import RowPrefetch
 
@@ -78,9 +79,16 @@ class Pipeline:
     """
 
     def __init__(
-        self, batches: Iterator[Any], lookups: list[TableLookups], mover: BatchMover, *, depth: int
+        self,
+        batches: Iterator[Any],
+        lookups: list[TableLookups],
+        mover: BatchMover,
+        *,
+        depth: int,
+        sms: SmPolicy | None = None,
     ) -> None:
         self.batches: Iterator[Any] = batches
+        self.sms = sms
         self.lookups, self.mover, self.depth = lookups, mover, depth
         self.ready: deque[PendingBatch] = deque()
         self.in_use: PendingBatch | None = None
@@ -180,6 +188,8 @@ class Pipeline:
         self.is_closed = True
         self.batches = iter(())  # ends the processes of a DataLoader
         self._discard_results()
+        if self.sms is not None:
+            self.sms.close()
         if self.in_use is not None:
             self.in_use.finish()
         while self.ready:
@@ -270,6 +280,8 @@ class PrefetchIterator(Iterator[Any]):
                 batch = pipeline.mover.hand_out(pending.moved)
                 pending.moved = None  # the loop alone holds the batch
                 pipeline.permits.put(steps)
+                if pipeline.sms is not None:
+                    pipeline.sms.update()
                 return batch
         except BaseException:
             pipeline.close()

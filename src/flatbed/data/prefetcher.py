@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from flatbed.data.batches import Selector, TableLookups, common_device, selectors_by_table
 from flatbed.data.pipeline import Pipeline, PrefetchIterator
+from flatbed.data.sm_policy import SmPolicy
 from flatbed.data.transfer import BatchMover, CopyStream, pinned_batches
 from flatbed.errors import FlatbedError
 from flatbed.tables.embedding import TableModule
@@ -26,7 +28,7 @@ class Prefetcher:
     """Iterates over a loader in a thread, and moves batches and the rows they look up to the device.
 
     - `loader`: a `DataLoader`, a list, or any other iterable. Each iteration of the prefetcher is one of the
-      loader. For a CPU, or in pinned memory, the loader must not write to batches that it has returned.
+      loader. A loader may write to a batch again when it is asked for the next one.
     - `lookups`: maps each `Embedding`, `EmbeddingBag` or `Table` to a key of the batch, or to a function that
       is called once, in the loader's thread, with the batch on the host. The result has the ids that will be
       looked up: a tensor, an array, a list of integers, or a list of tensors or arrays for several lookups.
@@ -36,11 +38,15 @@ class Prefetcher:
     - `device`: by default that of the tables; without tables the current GPU, or the CPU if there is none.
     - `pin`: copies the arrays of a list of batches into pinned memory once, at the first iteration. Later
       changes of the list have no effect. Without a GPU it changes nothing.
+    - `reserve_sms`: SMs that matrix multiplications leave to the kernels that move rows, while the loop runs:
+      a number, or "auto" for 12 while enough rows are missing in the caches to pay for them. By default none.
+      Without a GPU, tables or prefetched rows it changes nothing.
 
     A batch is a tensor, a numpy array, or dicts, lists, tuples and dataclasses of them. Arrays of numbers
     become tensors, objects with a method `to(device)` are moved by it, and other values stay as they are. On
-    a CPU, tensors share the memory of the arrays. Training gives bitwise the same result as without a
-    prefetcher, if the loader draws its random numbers from a generator of its own.
+    a CPU, tensors share the memory of the arrays of a list, and are copies otherwise. Training gives bitwise
+    the same result as without a prefetcher, if the loader draws its random numbers from a generator of its
+    own.
 
     An iteration and its threads end with the last batch, with an error of the loader (raised when its turn
     comes), when the loop is left, or by `close()` of the iterator.
@@ -63,6 +69,7 @@ class Prefetcher:
         depth: int = 2,
         device: Any = None,
         pin: bool = False,
+        reserve_sms: int | str | None = None,
     ) -> None:
         if isinstance(loader, Tensor | np.ndarray | str | bytes | Mapping):
             raise TypeError(
@@ -76,9 +83,12 @@ class Prefetcher:
             )
         if operator.index(depth) < 0:
             raise ValueError(f"depth is a number of batches, 0 or more; found {depth}")
+        if not (reserve_sms is None or reserve_sms == "auto" or _is_count(reserve_sms)):
+            raise ValueError(f'reserve_sms is a number of SMs, "auto" or None; found {reserve_sms!r}')
         self.loader = loader
         self.depth = operator.index(depth)
         self.pin = pin
+        self.reserve_sms = reserve_sms
         self._selectors = selectors_by_table(lookups)
         self._device = device
         self._pinned: list[Any] | None = None
@@ -97,7 +107,9 @@ class Prefetcher:
     def __iter__(self) -> PrefetchIterator:
         device = self.device
         copies = CopyStream(device, current=self.depth == 0) if device.type == "cuda" else None
-        mover = BatchMover(device, copies)
+        is_pinned = self.pin and copies is not None
+        is_reused = self.depth > 0 and not is_pinned and _may_reuse(self.loader)
+        mover = BatchMover(device, copies, is_reused=is_reused)
         if self._previous is not None and self._previous.is_closed:
             self._previous.join(PREVIOUS_SECONDS)  # persistent workers are not for two threads
         # The loader's iterator is made here and not in the thread: DataLoaders draw a seed and fork then.
@@ -105,7 +117,10 @@ class Prefetcher:
         lookups = [
             TableLookups(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()
         ]
-        self._previous = Pipeline(batches, lookups, mover, depth=self.depth)
+        sms = None
+        if self.reserve_sms is not None and self.depth and lookups:
+            sms = SmPolicy(device, [*self._selectors], self.reserve_sms)
+        self._previous = Pipeline(batches, lookups, mover, depth=self.depth, sms=sms)
         return PrefetchIterator(self._previous)
 
     def _begin(self, mover: BatchMover) -> Iterator[Any]:
@@ -125,6 +140,17 @@ class Prefetcher:
                 "once: give a list, a DataLoader or another object that can be iterated over again"
             )
         return self._one_shot
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _may_reuse(loader: Iterable[Any]) -> bool:
+    """Return True if the loader may write to a batch after it has returned it."""
+    if isinstance(loader, DataLoader):
+        return loader.num_workers == 0  # batches of other processes have memory of their own
+    return not isinstance(loader, (list, tuple))
 
 
 class OneShotItems(Iterator[Any]):

@@ -50,11 +50,17 @@ class MovedBatch:
 
 
 class BatchMover:
-    """Moves batches to a device; `copies` is None for a CPU."""
+    """Moves batches to a device; `copies` is None for a CPU.
 
-    def __init__(self, device: torch.device, copies: CopyStream | None) -> None:
+    `is_reused`: the loader may write to a batch when it makes the next one. No tensor shares its memory then.
+    """
+
+    def __init__(
+        self, device: torch.device, copies: CopyStream | None = None, *, is_reused: bool = False
+    ) -> None:
         self.device = device
         self.copies = copies
+        self.is_reused = is_reused
 
     def to_host(self, batch: Any) -> tuple[Any, list[Any]]:
         """Turn arrays into tensors, and pin objects that move themselves. Returns each leaf once, too."""
@@ -70,6 +76,8 @@ class BatchMover:
                 found = leaf.cpu() if self.copies is None else leaf
             elif self.copies is not None and callable(getattr(leaf, "pin_memory", None)):
                 found = leaf.pin_memory()
+            if self.is_reused and self.copies is None and isinstance(found, Tensor):
+                found = found if found.requires_grad else found.clone()
             seen[id(leaf)] = (leaf, found)  # with the leaf, so that its id stays its own
             return found
 
@@ -87,8 +95,11 @@ class BatchMover:
         with self.copies.context():
             for event in made:
                 self.copies.stream.wait_event(event)
-            sent, owners = send([*tensors.values()], self.copies)
+            sent, owners = send([*tensors.values()], self.copies, is_reused=self.is_reused)
             arrived = self.copies.record()
+        if self.is_reused:
+            for origin in origins:  # the loader may write there again
+                torch.cuda.current_stream(origin).wait_event(arrived)
         moved = dict(zip(tensors, sent, strict=True))
         there = map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch)
         return MovedBatch(there, moved, has_objects, owners, arrived)
@@ -144,7 +155,8 @@ class CopyStream:
 
     def send_small(self, source: Tensor) -> Tensor:
         """Issue the copy of a small tensor, through memory that torch pins and keeps until it was copied."""
-        return source.contiguous().pin_memory().to(self.device, non_blocking=True)
+        memory = torch.empty_like(source, memory_format=torch.contiguous_format, pin_memory=True)
+        return memory.copy_(source).to(self.device, non_blocking=True)
 
     def record(self) -> Any:
         """Return an event after all copies that were issued."""
@@ -215,12 +227,14 @@ def ring_for(device: torch.device) -> StagingRing:
 # ---- from tensors to the device
 
 
-def send(tensors: Sequence[Tensor], copies: CopyStream) -> tuple[list[Tensor], list[Tensor]]:
+def send(
+    tensors: Sequence[Tensor], copies: CopyStream, *, is_reused: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
     """Issue the copies of tensors to the device. Returns the tensors there, and those that own their memory.
 
     Many small tensors share memory of a chunk at most, and one copy. Large ones go through several chunks.
-    Pinned ones are copied from where they are. Others (sparse, quantized, subclasses) are moved by their own
-    `to`. Axes keep their order in memory.
+    Pinned ones are copied from where they are, unless their memory `is_reused` after this call. Others
+    (sparse, quantized, subclasses) are moved by their own `to`. Axes keep their order in memory.
     """
     moved: dict[int, Tensor] = {}
     owners: list[Tensor] = []
@@ -229,7 +243,12 @@ def send(tensors: Sequence[Tensor], copies: CopyStream) -> tuple[list[Tensor], l
     for i, tensor in enumerate(tensors):
         is_plain = _is_plain(tensor)
         source, axes[i] = _in_memory_order(tensor) if is_plain else (tensor, [])
-        if not is_plain or (source.nbytes >= DIRECT_BYTES and source.is_contiguous() and source.is_pinned()):
+        if not is_plain:
+            is_copied = is_reused and not source.requires_grad
+            moved[i] = source.to(copies.device, non_blocking=not is_reused, copy=is_copied)
+        elif (
+            source.nbytes >= DIRECT_BYTES and not is_reused and source.is_contiguous() and source.is_pinned()
+        ):
             moved[i] = source.to(copies.device, non_blocking=True)
         elif source.numel() == 0:
             moved[i] = torch.empty_like(source, device=copies.device)

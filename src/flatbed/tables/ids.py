@@ -160,7 +160,6 @@ class DeferredIdChecks:
         """Where the kernels of all captured lookups record the first bad position."""
         self._n_rows = 0
         self._in_graphs = False
-        self._replayed: PendingCheck | None = None
 
     def error_slot(self, device: torch.device, *, capturing: bool) -> Tensor:
         """Return a tensor where kernels record the first bad position; all CUDA graphs share one."""
@@ -202,19 +201,11 @@ class DeferredIdChecks:
         if self.graph_slot is not None and self._in_graphs:
             self._raise_graph_error(int(self.graph_slot))
 
-    def raise_replayed(self) -> None:
-        """Raise for the replay before the last one; the GPU still works on the last one."""
-        assert self.graph_slot is not None
-        before, self._replayed = self._replayed, PendingCheck(None, self.graph_slot)
-        if before is not None:
-            self._raise_graph_error(before.wait())
-
     def _raise_graph_error(self, position: int) -> None:
         if position == NO_ERROR:
             return
         assert self.graph_slot is not None
         self.graph_slot.fill_(NO_ERROR)
-        self._replayed = None
         n_rows = self._n_rows
         raise IndexError(
             f"a CUDA graph was replayed with ids out of range for a table of {n_rows} rows "
@@ -226,8 +217,8 @@ class DeferredIdChecks:
 class PendingCheck:
     """A lookup of GPU ids; the position of its first bad id is being copied to the host."""
 
-    def __init__(self, ids: Tensor | None, error_slot: Tensor, *, n_rows: int = 0, offset: int = 0) -> None:
-        self.ids = ids.clone() if ids is not None and ids.is_cuda else ids  # the user may overwrite them
+    def __init__(self, ids: Tensor, error_slot: Tensor, *, n_rows: int, offset: int = 0) -> None:
+        self.ids = ids.clone() if ids.is_cuda else ids  # the user may overwrite them
         self.n_rows, self.offset = n_rows, offset
         self.position = error_slot
         self.copied: torch.cuda.Event | None = None
@@ -252,6 +243,5 @@ class PendingCheck:
         position = self.wait()
         if position == NO_ERROR:
             return None
-        assert self.ids is not None
         at = position - self.offset
         return out_of_range(int(self.ids.flatten()[at]), at, tuple(self.ids.shape), self.n_rows)
