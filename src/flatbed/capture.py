@@ -45,8 +45,9 @@ def capture(
     copy the batch into the graph's inputs and replay it. A batch of another shape runs `train_step` itself,
     and a change of hyperparameters (a scheduler that sets a float) captures again: both warn once. A learning
     rate that is a tensor on the GPU, `lr=torch.tensor(1e-3, device="cuda")`, may change without that. Ids out
-    of range raise IndexError in the next call at the latest. On a CPU there is no graph: every call checks
-    the batch in the same way and runs `train_step`.
+    of range raise IndexError in the next call at the latest. The GPU reads a batch in pinned memory after the
+    call has returned: do not write to it again. On a CPU there is no graph: every call checks the batch in
+    the same way and runs `train_step`.
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(1000, 8)

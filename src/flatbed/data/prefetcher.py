@@ -110,6 +110,9 @@ class Prefetcher:
         is_pinned = self.pin and copies is not None
         is_reused = self.depth > 0 and not is_pinned and _may_reuse(self.loader)
         mover = BatchMover(device, copies, is_reused=is_reused)
+        sms = None
+        if self.reserve_sms is not None and self.depth and self._selectors:
+            sms = SmPolicy(device, [*self._selectors], self.reserve_sms)
         if self._previous is not None and self._previous.is_closed:
             self._previous.join(PREVIOUS_SECONDS)  # persistent workers are not for two threads
         # The loader's iterator is made here and not in the thread: DataLoaders draw a seed and fork then.
@@ -117,9 +120,6 @@ class Prefetcher:
         lookups = [
             TableLookups(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()
         ]
-        sms = None
-        if self.reserve_sms is not None and self.depth and lookups:
-            sms = SmPolicy(device, [*self._selectors], self.reserve_sms)
         self._previous = Pipeline(batches, lookups, mover, depth=self.depth, sms=sms)
         return PrefetchIterator(self._previous)
 
