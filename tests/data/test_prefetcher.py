@@ -377,7 +377,7 @@ def test_stop_iteration_in_a_selector_does_not_end_the_loop(emb: flatbed.Embeddi
 
 
 def is_main_thread_in_next() -> bool:
-    return sys._current_frames()[threading.main_thread().ident or 0].f_code.co_name == "__next__"
+    return sys._current_frames()[threading.main_thread().ident or 0].f_code.co_name == "_take_batches"
 
 
 def test_an_interrupt_while_the_loop_waits(

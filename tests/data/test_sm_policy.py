@@ -123,7 +123,7 @@ def test_auto_reserves_for_uniform_ids_only() -> None:
     emb = flatbed.Embedding(2_000_000, 128, device="cuda", cache_rows=400_000)
     optimizer = flatbed.optim.Adam(emb, lr=0.1)
     for n_rows, expected in ((2_000_000, [MOVER_SMS, 0]), (1000, [])):
-        given = [torch.randint(0, n_rows, (65_536,)) for _ in range(4)] * 40
+        given = [torch.randint(0, n_rows, (65_536,)) for _ in range(160)]
         for batch in Prefetcher(given, {emb: lambda b: b}, reserve_sms="auto"):
             emb(batch).sum().backward()
             optimizer.step()

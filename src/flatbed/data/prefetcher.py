@@ -30,8 +30,8 @@ class Prefetcher:
     - `loader`: a `DataLoader`, a list, or any other iterable. Each iteration of the prefetcher is one of the
       loader. A loader may write to a batch again when it is asked for the next one.
     - `lookups`: maps each `Embedding`, `EmbeddingBag` or `Table` to a key of the batch, or to a function that
-      is called once, in the loader's thread, with the batch on the host. The result has the ids that will be
-      looked up: a tensor, an array, a list of integers, or a list of tensors or arrays for several lookups.
+      is called once, where the batch is loaded, with the batch on the host. The result has the ids that will
+      be looked up: a tensor, an array, a list of integers, or a list of tensors or arrays for several ones.
     - `depth`: number of batches ahead, beyond the one in use: loaded, on the way, or on the device. With 0
       there is no thread: each batch is moved when it is asked for. Its ids are checked, and no rows are
       prefetched.
@@ -108,7 +108,8 @@ class Prefetcher:
         device = self.device
         copies = CopyStream(device, current=self.depth == 0) if device.type == "cuda" else None
         is_pinned = self.pin and copies is not None
-        is_reused = self.depth > 0 and not is_pinned and _may_reuse(self.loader)
+        may_reuse = _may_reuse(self.loader)
+        is_reused = self.depth > 0 and not is_pinned and may_reuse
         mover = BatchMover(device, copies, is_reused=is_reused)
         sms = None
         if self.reserve_sms is not None and self.depth and self._selectors:
@@ -120,7 +121,9 @@ class Prefetcher:
         lookups = [
             TableLookups(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()
         ]
-        self._previous = Pipeline(batches, lookups, mover, depth=self.depth, sms=sms)
+        self._previous = Pipeline(
+            batches, lookups, mover, depth=self.depth, may_load_inline=not may_reuse, sms=sms
+        )
         return PrefetchIterator(self._previous)
 
     def _begin(self, mover: BatchMover) -> Iterator[Any]:
@@ -147,7 +150,7 @@ def _is_count(value: object) -> bool:
 
 
 def _may_reuse(loader: Iterable[Any]) -> bool:
-    """Return True if the loader may write to a batch after it has returned it."""
+    """Return True if code of the user makes batches in this process: it may write to them again."""
     if isinstance(loader, DataLoader):
         return loader.num_workers == 0  # batches of other processes have memory of their own
     return not isinstance(loader, (list, tuple))
