@@ -15,7 +15,6 @@ model alone.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
@@ -53,9 +52,8 @@ EAGER, PREFETCHED = "flatbed", "flatbed, prefetched"
 VARIANTS: dict[str, Callable[[FlatbedTable], Steps]] = {
     EAGER: lambda table: each(table.step),
     PREFETCHED: lambda table: table.prefetched(),
+    f"{PREFETCHED}, SMs reserved": lambda table: table.prefetched(reserve_sms=12),
 }
-if "reserve_sms" in inspect.signature(flatbed.Prefetcher).parameters:
-    VARIANTS[f"{PREFETCHED}, reserve_sms=0"] = lambda table: table.prefetched(reserve_sms=0)
 
 
 # ---- models
