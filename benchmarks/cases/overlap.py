@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import flatbed
 from benchmarks import harness
 from benchmarks.harness import Options, Plan, Products, Steps, each, time_in_turns
 from benchmarks.models import attention_blocks

@@ -244,7 +244,7 @@ def test_full_disk_loses_nothing(tmp_path: Path) -> None:
     emb.table.close(discard=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu"])  # with a GPU, the limit would stop Triton's files as well
 @pytest.mark.parametrize("n_slots", [300, 2000])
 @pytest.mark.parametrize("how", ["step", "write_rows", "prefetched"])
 def test_full_disk_does_not_stop_the_next_checkpoint(
