@@ -147,7 +147,7 @@ class StepGrads(NamedTuple):
 
     grads: Grads
     addresses: list[int]
-    """One per gradient; 0 where there is none."""
+    """One per slot, 0 where there is no gradient; empty if no kernel follows them."""
     unordered: frozenset[int]
     """Slots whose gradient is in another order of elements than the parameter."""
     params: list[Tensor]
@@ -168,6 +168,7 @@ class Plan:
     def __init__(self, slots: list[ParamSlot], devices: list[DeviceSlots], fingerprint: Fingerprint) -> None:
         self.slots, self.devices, self.fingerprint = slots, devices, fingerprint
         self.steppers = [device.stepper for device in devices]
+        self._needs_addresses = not all(isinstance(stepper, TorchStepper) for stepper in self.steppers)
         self.masters = MasterWeights(slots)
         self.params = [slot.param for slot in slots]
         self._grad_dtypes = [slot.grad_dtype for slot in slots]
@@ -185,18 +186,18 @@ class Plan:
         try:
             in_order = self._all_contiguous and all(map(Tensor.is_contiguous, present))
             unordered = frozenset() if in_order else self._find_unordered(grads)
-            addresses = list(map(Tensor.data_ptr, present))
+            addresses = list(map(Tensor.data_ptr, present)) if self._needs_addresses else []
         except RuntimeError:  # sparse gradients have no strides or no address
             return None
         if len(present) < len(grads):
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
-            addresses = [0 if g is None else g.data_ptr() for g in grads]
+            addresses = [0 if g is None else g.data_ptr() for g in grads] if addresses else []
             sizes = [size for size, g in zip(sizes, grads, strict=True) if g is not None]
         if self._mixed_dtypes and any(
             g is not None and g.dtype != dtype for g, dtype in zip(grads, self._grad_dtypes, strict=True)
         ):
             return None
-        if addresses == self._addresses:
+        if addresses and addresses == self._addresses:
             addresses = self._addresses  # lists of the same numbers are compared faster
         elif [g.nbytes for g in present] != sizes:
             return None
@@ -217,7 +218,7 @@ class Plan:
             return
         for device in self.devices:
             own = frozenset(n for n, i in enumerate(device.indices) if i in found.unordered)
-            addresses = [found.addresses[i] for i in device.indices]
+            addresses = [found.addresses[i] for i in device.indices] if found.addresses else []
             device.stepper.set_grads([found.grads[i] for i in device.indices], addresses, own)
 
 
