@@ -191,7 +191,8 @@ class Plan:
             return None
         if len(present) < len(grads):
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
-            addresses = [0 if g is None else g.data_ptr() for g in grads] if addresses else []
+            if self._needs_addresses:
+                addresses = [0 if g is None else g.data_ptr() for g in grads]
             sizes = [size for size, g in zip(sizes, grads, strict=True) if g is not None]
         if self._mixed_dtypes and any(
             g is not None and g.dtype != dtype for g, dtype in zip(grads, self._grad_dtypes, strict=True)
