@@ -183,29 +183,31 @@ class Plan:
         params, sizes = self.params, self._grad_sizes
         grads = list(map(GRAD, params))
         present: list[Any] = [g for g in grads if g is not None]
-        try:
-            in_order = self._all_contiguous and all(map(Tensor.is_contiguous, present))
-            unordered = frozenset() if in_order else self._find_unordered(grads)
-            addresses = list(map(Tensor.data_ptr, present)) if self._needs_addresses else []
-        except RuntimeError:  # sparse gradients have no strides or no address
-            return None
         if len(present) < len(grads):
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
-            if self._needs_addresses:
-                addresses = [0 if g is None else g.data_ptr() for g in grads]
             sizes = [size for size, g in zip(sizes, grads, strict=True) if g is not None]
+        try:
+            in_order = self._all_contiguous and all(map(Tensor.is_contiguous, present))
+            unordered = frozenset() if in_order else self._find_unordered(grads, present)
+            addresses = list(map(Tensor.data_ptr, present)) if self._needs_addresses else []
+            if self._needs_addresses and len(present) < len(grads):
+                addresses = [0 if g is None else g.data_ptr() for g in grads]
+            is_known = bool(addresses) and addresses == self._addresses
+            if not is_known and [g.nbytes for g in present] != sizes:
+                return None
+        except RuntimeError:  # sparse gradients have no strides, no address or no size
+            return None
         if self._mixed_dtypes and any(
             g is not None and g.dtype != dtype for g, dtype in zip(grads, self._grad_dtypes, strict=True)
         ):
             return None
-        if addresses and addresses == self._addresses:
-            addresses = self._addresses  # lists of the same numbers are compared faster
-        elif [g.nbytes for g in present] != sizes:
-            return None
-        self._addresses = addresses
-        return StepGrads(grads, addresses, unordered, params)
+        if not is_known:
+            self._addresses = addresses  # otherwise the old list: equal ones are compared slower
+        return StepGrads(grads, self._addresses, unordered, params)
 
-    def _find_unordered(self, grads: Grads) -> frozenset[int]:
+    def _find_unordered(self, grads: Grads, present: list[Any]) -> frozenset[int]:
+        if len(present) == len(grads) and list(map(Tensor.stride, present)) == self._strides:
+            return frozenset()
         return frozenset(
             i
             for i, (grad, stride) in enumerate(zip(grads, self._strides, strict=True))
