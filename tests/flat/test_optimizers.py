@@ -100,6 +100,14 @@ class AvaGrad(Simple):
         return p.grad * gamma
 
 
+def factor_large(self: Any, p: Any) -> torch.Tensor:
+    """As Adafactor of big_vision does it."""
+    if p.dim() < 2 or min(p.shape) < 128:
+        return p.grad.sign()
+    squares = p.grad.square()
+    return p.grad / (squares.mean(0) * squares.mean(1, keepdim=True) / squares.mean()).sqrt()
+
+
 def centralize(self: Any, p: Any) -> torch.Tensor:
     return p.grad if p.dim() < 2 else p.grad - p.grad.mean(dim=tuple(range(1, p.dim())), keepdim=True)
 
@@ -121,6 +129,7 @@ SHAPE_READERS: list[tuple[Any, str]] = [
     (simple("Centralized", lambda self, p: p.grad - p.grad.mean()), "Centralized"),
     (simple("Ranger", centralize), "Ranger"),
     (simple("Clipped", lambda self, p: p.grad * (1.0 / p.grad.norm()).clamp(max=1.0)), "Clipped"),
+    (simple("Factored", factor_large), "Factored"),
     (AdaNorm, "AdaNorm"),
     (AdaShift, "AdaShift"),
     (AvaGrad, "AvaGrad"),

@@ -171,3 +171,19 @@ def test_parameters_without_values() -> None:
             optimizer.step()
         with pytest.raises(ValueError, match=r"fake tensor.*FakeTensorMode"):
             flatbed.FlatParams(model)
+
+
+class Factored(torch.optim.SGD):
+    """Divides by norms of rows, but only in large matrices, as some kinds of Adafactor do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                is_large = p.dim() == 2 and min(p.shape) >= 128
+                p.sub_(p.grad / p.grad.norm(dim=1, keepdim=True) if is_large else p.grad, alpha=group["lr"])
+
+
+def test_from_torch_refuses_what_differs_in_large_matrices() -> None:
+    with pytest.raises(flatbed.FlatbedError, match=r"Factored.*other elements"):
+        flatbed.optim.from_torch(Factored, flatbed.Embedding(10, 4), lr=0.1)

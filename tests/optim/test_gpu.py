@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -384,3 +385,51 @@ def test_a_model_that_moves_to_the_gpu_takes_its_state_along() -> None:
         assert a.grad_norm.device == next(ours.parameters()).device
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_autocast_with_a_scaler_and_infs(fused: bool | None) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    ours = layers.to(CUDA, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    theirs = copy.deepcopy(ours)
+    scalers = [torch.amp.GradScaler(CUDA, init_scale=2.0**14) for _ in range(2)]
+    a = flatbed.optim.SGD(ours.parameters(), lr=0.01, momentum=0.9, fused=fused, max_norm=1.0)
+    b = optim.SGD(theirs.parameters(), lr=0.01, momentum=0.9)
+    for step in range(6):
+        x = torch.randn(4, 3, 12, 12, device=CUDA, generator=torch.Generator(CUDA).manual_seed(step))
+        if step in (1, 3):
+            x[0, 0, 0, 0] = math.inf
+        for model, optimizer, scaler in ((ours, a, scalers[0]), (theirs, b, scalers[1])):
+            with torch.autocast(CUDA, dtype=torch.float16):
+                loss = model(x.contiguous(memory_format=torch.channels_last)).float().pow(2).mean()
+            scaler.scale(loss).backward()
+            if optimizer is b:
+                scaler.unscale_(b)
+                nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            with no_waiting() if optimizer is a and fused and step else nullcontext():
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**12
+    assert int(a.skipped_steps) == (2 if fused else 0)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert p.isfinite().all()
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+
+
+def test_gradients_as_views_of_one_buffer() -> None:
+    """DDP's gradient_as_bucket_view gives addresses that are no multiples of 16."""
+    torch.manual_seed(0)
+    shapes = [(5,), (1023,), (3, 1111), (4096,), (1,)]
+    ours, theirs = ([nn.Parameter(torch.ones(s, device=CUDA)) for s in shapes] for _ in range(2))
+    bucket = torch.randn(1 + sum(math.prod(s) for s in shapes), device=CUDA)
+    for p, q, part in zip(ours, theirs, bucket[1:].split([math.prod(s) for s in shapes]), strict=True):
+        p.grad = part.view(p.shape)
+        q.grad = p.grad.clone()
+    a, b = flatbed.optim.Adam(ours, lr=0.1, max_norm=1.0), optim.Adam(theirs, lr=0.1, fused=True)
+    nn.utils.clip_grad_norm_(theirs, 1.0)
+    a.step()
+    b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q)

@@ -121,6 +121,22 @@ def test_state_of_wrappers_is_kept(where: str) -> None:
         assert mine["counts"] == {"k": 3}
 
 
+def test_tables_go_through_distributed_checkpoints() -> None:
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    models = [nn.Sequential(flatbed.Embedding(20, 4, seed=0), nn.Linear(4, 1)) for _ in range(2)]
+    optimizers = [flatbed.optim.Adam(model, lr=0.01) for model in models]
+    ids = torch.tensor([1, 2, 2])
+    models[0](ids).sum().backward()
+    optimizers[0].step()
+    saved = copy.deepcopy(dcp.get_optimizer_state_dict(models[0], optimizers[0]))
+    assert saved["state"].keys() == {"0.weight", "1.weight", "1.bias"}
+    dcp.set_optimizer_state_dict(models[1], optimizers[1], saved)
+    for key, state in optimizers[0].state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, optimizers[1].state_dict()["state"][key][name])
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_rounding_is_resumed_through_distributed_checkpoints(where: str, flat: bool) -> None:
     """`torch.distributed.checkpoint` keeps groups and state alone."""

@@ -146,7 +146,7 @@ class StepGrads(NamedTuple):
 
     grads: Grads
     addresses: list[int]
-    """One per gradient; 0 where there is none."""
+    """One per slot, 0 where there is no gradient; empty if no kernel follows them."""
     unordered: frozenset[int]
     """Slots whose gradient is in another order of elements than the parameter."""
     params: list[Tensor]
@@ -167,6 +167,7 @@ class Plan:
     def __init__(self, slots: list[ParamSlot], devices: list[DeviceSlots], fingerprint: Fingerprint) -> None:
         self.slots, self.devices, self.fingerprint = slots, devices, fingerprint
         self.steppers = [device.stepper for device in devices]
+        self._needs_addresses = not all(isinstance(stepper, TorchStepper) for stepper in self.steppers)
         self.masters = MasterWeights(slots)
         self.params = [slot.param for slot in slots]
         self._grad_dtypes = [slot.grad_dtype for slot in slots]
@@ -181,28 +182,31 @@ class Plan:
         params, sizes = self.params, self._grad_sizes
         grads = list(map(GRAD, params))
         present: list[Any] = [g for g in grads if g is not None]
-        try:
-            in_order = self._all_contiguous and all(map(Tensor.is_contiguous, present))
-            unordered = frozenset() if in_order else self._find_unordered(grads)
-            addresses = list(map(Tensor.data_ptr, present))
-        except RuntimeError:  # sparse gradients have no strides or no address
-            return None
         if len(present) < len(grads):
             params = [p for p, g in zip(params, grads, strict=True) if g is not None]
-            addresses = [0 if g is None else g.data_ptr() for g in grads]
             sizes = [size for size, g in zip(sizes, grads, strict=True) if g is not None]
+        try:
+            in_order = self._all_contiguous and all(map(Tensor.is_contiguous, present))
+            unordered = frozenset() if in_order else self._find_unordered(grads, present)
+            addresses = list(map(Tensor.data_ptr, present)) if self._needs_addresses else []
+            if self._needs_addresses and len(present) < len(grads):
+                addresses = [0 if g is None else g.data_ptr() for g in grads]
+            is_known = bool(addresses) and addresses == self._addresses
+            if not is_known and [g.nbytes for g in present] != sizes:
+                return None
+        except RuntimeError:  # sparse gradients have no strides, no address or no size
+            return None
         if self._mixed_dtypes and any(
             g is not None and g.dtype != dtype for g, dtype in zip(grads, self._grad_dtypes, strict=True)
         ):
             return None
-        if addresses == self._addresses:
-            addresses = self._addresses  # lists of the same numbers are compared faster
-        elif [g.nbytes for g in present] != sizes:
-            return None
-        self._addresses = addresses
-        return StepGrads(grads, addresses, unordered, params)
+        if not is_known:
+            self._addresses = addresses  # otherwise the old list: equal ones are compared slower
+        return StepGrads(grads, self._addresses, unordered, params)
 
-    def _find_unordered(self, grads: Grads) -> frozenset[int]:
+    def _find_unordered(self, grads: Grads, present: list[Any]) -> frozenset[int]:
+        if len(present) == len(grads) and list(map(Tensor.stride, present)) == self._strides:
+            return frozenset()
         return frozenset(
             i
             for i, (grad, stride) in enumerate(zip(grads, self._strides, strict=True))
@@ -216,7 +220,7 @@ class Plan:
             return
         for device in self.devices:
             own = frozenset(n for n, i in enumerate(device.indices) if i in found.unordered)
-            addresses = [found.addresses[i] for i in device.indices]
+            addresses = [found.addresses[i] for i in device.indices] if found.addresses else []
             device.stepper.set_grads([found.grads[i] for i in device.indices], addresses, own)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from flatbed.errors import FlatbedError
 
 SHAPE = (3, 4)
+LARGE = (130, 128)  # some optimizers treat matrices differently from 128 rows and columns on
 STEPS = 6
 Run = tuple[Tensor, dict[str, Any]]
 """A parameter after some steps, and its state."""
@@ -66,6 +68,8 @@ def probe_state(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> S
         tensors, numbers = probe.sorted_state(trained[1])
         probe.refuse_hidden(start, grads, trained)
         probe.refuse_neighbours(start, grads, trained)
+        large, *its_grads = torch.randn(STEPS + 1, *LARGE, generator=torch.Generator().manual_seed(0))
+        probe.refuse_neighbours(large, its_grads, probe.run(large, its_grads))
         first = {name: probe.first_value(name, grads[0], counted=bool(numbers)) for name in tensors}
         is_new = any(value is None or isinstance(value, str) for value in first.values())
         if tensors and not numbers and not is_new:
@@ -148,7 +152,7 @@ class OptimizerProbe:
             param, state = self.run(start[one, one], [grad[one, one] for grad in grads])
             for alone, whole in [(param, expected[0]), *((state[name], expected[1][name]) for name in state)]:
                 if isinstance(alone, Tensor):
-                    among = whole[one, one] if whole.shape == SHAPE else whole
+                    among = whole[one, one] if whole.shape == start.shape else whole
                     if not torch.allclose(alone, among, rtol=1e-5, atol=1e-7):
                         raise self.refusal("an element's update depends on other elements or their number")
 
@@ -189,10 +193,11 @@ def _same(one: Run, other: Run) -> bool:
 # ---- flat parameters: whether an optimizer reads how its elements are divided into parameters
 
 FLAT_STEPS = 16  # some optimizers collect gradients for ten steps before they move anything
-# Parameters of different shapes, scales and norms, apart and in one buffer with padding.
-PARTS = tuple(torch.linspace(*span) for span in ((-0.3, 0.2, 12), (-2.0, 3.0, 5), (0.5, 0.6, 8)))
-APART = ((4, 3), (5,), (2, 2, 2))
-JOINED = ((48,),)
+# Parameters of different shapes, scales and norms, apart and in one buffer with as much padding.
+SPANS = (-2.0, 3.0, 5), (0.5, 0.6, 8), (-0.3, 0.2, math.prod(LARGE))
+PARTS = tuple(torch.linspace(*span) for span in SPANS)
+APART = ((5,), (2, 2, 2), LARGE)
+JOINED = ((2 * math.prod(LARGE),),)
 
 
 def refuse_shape_readers(
@@ -257,10 +262,11 @@ def _solve(
 
     with _quietly(seed, device):
         small = twin(optimizer, _with_lr(group), list(params))
-        takes_closure = "closure" in inspect.signature(type(optimizer).step).parameters
-        for step in range(FLAT_STEPS):
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        needs_closure = closure is not None and closure.default is closure.empty  # it calls it many times
+        for step in range(2 if needs_closure else FLAT_STEPS):
             evaluate(step)  # an optimizer may ignore the closure that it is given
-            small.step(partial(evaluate, step)) if takes_closure else small.step()  # type: ignore[arg-type]
+            small.step() if closure is None else small.step(partial(evaluate, step))  # type: ignore[arg-type]
     return [value.cpu() for value in _pieces([p.detach() for p in params])]
 
 
