@@ -205,7 +205,7 @@ def test_texts_with_nothing_to_learn(content: str, match: str, tmp_path: Path) -
 def test_characters_of_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("café caf thé\n" * 200, encoding="latin-1")
     options = [tmp_path / "t.txt", *QUIET, "--out", tmp_path / "v.txt"]
-    assert "Warning: 400 characters are not utf-8" in run("word2vec", *options)
+    assert "Warning: 400 bytes are not utf-8" in run("word2vec", *options)
     assert "Warning" not in run("word2vec", *options, "--encoding", "latin-1")
     assert set(Vectors.load(tmp_path / "v.txt").words) == {"café", "caf", "thé"}
 
@@ -266,6 +266,7 @@ def test_tables_of_a_run_that_was_killed(text: Path, tmp_path: Path) -> None:
     """Without a checkpoint they cannot be resumed; the message says what to delete."""
     tables = tmp_path / "tables"
     options = [text, *QUIET, "--out", tmp_path / "v.txt", "--storage", "disk", "--path", tables]
+    options += ["--checkpoint-every", 0]
     killed = "import os; from flatbed.word2vec import Trainer; Trainer.save = lambda *_: os._exit(9)"
     process = start("word2vec", *options, before=killed)
     process.communicate(timeout=120)
@@ -275,6 +276,33 @@ def test_tables_of_a_run_that_was_killed(text: Path, tmp_path: Path) -> None:
     for file in tables.iterdir():
         file.unlink()
     run("word2vec", *options)
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_a_run_that_was_killed_continues(storage: str, text: Path, tmp_path: Path) -> None:
+    """From the last of its regular checkpoints, to the vectors of a run that was not killed."""
+    options = [text, *QUIET, "--storage", storage, "--threads", torch.get_num_threads()]
+    options += ["--path", tmp_path / "tables"] if storage == "disk" else []
+    out = tmp_path / "v.txt"
+    killed = """
+import os
+from flatbed.word2vec import Trainer
+step = Trainer._train_step
+def train_step(self, batch):
+    step(self, batch)
+    if self.step == 50:
+        os.kill(os.getpid(), 9)
+Trainer._train_step = train_step
+"""
+    process = start("word2vec", *options, "--out", out, "--checkpoint-every", 1e-9, before=killed)
+    process.communicate(timeout=120)
+    assert process.returncode == -9
+    assert "holds a training at step 49" in run("word2vec", *options, "--out", out, code=1)
+    said = run("word2vec", *options, "--out", out, "--resume")
+    assert "continuing at step 49" in said
+    whole = [*options[:-2], "--storage", "host"] if storage == "disk" else options
+    run("word2vec", *whole, "--out", tmp_path / "w.txt")
+    np.testing.assert_array_equal(matrix(out), matrix(tmp_path / "w.txt"))
 
 
 @pytest.mark.parametrize("storage", ["host", "disk"])

@@ -32,15 +32,18 @@ def plain_loss(inputs: Tensor, outputs: Tensor, batch: BatchArrays, negatives: i
                     continue
                 context = batch.candidates[block, column]
                 others = torch.from_numpy(shared[shared != context]).long()
-                loss = loss - functional.logsigmoid(outputs[context] @ x)
-                loss = loss - functional.logsigmoid(-(outputs[others] @ x)).sum() * negatives / SHARED
+                near, far = (functional.hardtanh(outputs[at] @ x, -6.0, 6.0) for at in (context, others))
+                loss = loss - functional.logsigmoid(near)
+                loss = loss - functional.logsigmoid(-far).sum() * negatives / SHARED
     return loss
 
 
 def test_loss_and_gradient_are_those_of_plain_pairs() -> None:
     batch = some_batch()
     shapes = (len(batch.inputs), 5), (len(batch.outputs), 5)
-    ours = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    ours = [(2 * torch.randn(shape, dtype=torch.float64)).requires_grad_() for shape in shapes]
+    scores = (ours[0] @ ours[1].T).abs()
+    assert 0.1 < (scores > 6).double().mean() < 0.9  # some beyond the bound
     plain = [one.detach().clone().requires_grad_() for one in ours]
     loss = block_loss(*ours, batch, 4)  # weights are fp32: exact, as 4 / 64 is a power of two
     wanted = plain_loss(*plain, BatchArrays.of(batch), 4)

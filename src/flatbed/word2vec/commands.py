@@ -73,9 +73,13 @@ def word2vec(
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            help="Folder where Ctrl-C or SIGTERM saves; OUT.checkpoint by default.", file_okay=False
+            help="Folder of checkpoints, which Ctrl-C and SIGTERM save, too; OUT.checkpoint by default.",
+            file_okay=False,
         ),
     ] = None,
+    checkpoint_every: Annotated[
+        float, typer.Option(min=0, help="Minutes between checkpoints while training; 0 for none.")
+    ] = 10.0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
     pictures: Annotated[bool, typer.Option(help="Plot the loss and a map of words next to OUT.")] = True,
     **options: Any,
@@ -102,11 +106,11 @@ def word2vec(
             if saved is not None:
                 trainer.resume(run.checkpoint)
                 typer.echo(f"continuing at step {trainer.step:,} of {trainer.n_steps:,}")
-            _train(trainer, run.checkpoint)
+            _train(trainer, run.checkpoint, 60 * checkpoint_every)
             vectors = _write(trainer, run, binary=binary)
         if settings.storage == "disk":
             typer.echo(f"finished; delete {settings.path} and {run.checkpoint} to start again")
-        elif saved is not None:
+        elif SavedRun.find(run.checkpoint) is not None:
             remove_checkpoint(run.checkpoint)
             typer.echo(f"removed {run.checkpoint}: the training has finished")
     if pictures:
@@ -237,13 +241,16 @@ def _read(files: Sequence[Path], encoding: str, max_words: int | None) -> Corpus
 # ---- training
 
 
-def _train(trainer: Trainer, checkpoint: Path) -> None:
+def _train(trainer: Trainer, checkpoint: Path, save_seconds: float) -> None:
     """Train to the end. A signal ends training after the current step, with a checkpoint."""
-    report = None
+    report, last_save = None, time.monotonic()
     with _stopped_by_signals(trainer.stop), _bar("training") as update:
         for report in trainer:
             speed = f"{report.words_per_second:,.0f} words/s, loss {report.loss:.3f}"
             update(report.words, report.n_words, f"epoch {report.epoch}, {speed}")
+            if save_seconds and not trainer.done and time.monotonic() - last_save >= save_seconds:
+                trainer.save(checkpoint)
+                last_save = time.monotonic()
     if report is not None:
         typer.echo(f"trained {report.words:,} words: {speed}")
     if not trainer.done or trainer.settings.storage == "disk":

@@ -13,6 +13,8 @@ from flatbed import Embedding, EmbeddingBag, FlatbedError
 from flatbed.word2vec.sampling import BLOCK, SHARED, TrainingBatch
 from flatbed.word2vec.settings import Settings, find_optimizer
 
+SCORE_BOUND = 6.0
+"""Scores beyond this give no gradient, as in word2vec and gensim: vectors of repeated junk stay finite."""
 MakeTables = Callable[[Settings, int], tuple[nn.ModuleDict, torch.optim.Optimizer]]
 """Makes the modules `inputs` and `outputs` and their optimizer from the settings and the number of words."""
 
@@ -46,6 +48,8 @@ def make_tables(settings: Settings, n_words: int) -> tuple[nn.ModuleDict, torch.
 
 def block_loss(inputs: Tensor, outputs: Tensor, batch: TrainingBatch, negatives: int) -> Tensor:
     """Return the loss of a batch, summed over its pairs: -log σ(context) - Σ log σ(-negative).
+
+    Scores are bounded by ±`SCORE_BOUND`.
 
     - `inputs`, `outputs`: vectors of the batch's unique words, (inputs, dim) and (outputs, dim).
     """
@@ -87,10 +91,11 @@ class _BlockLoss(torch.autograd.Function):
         centers, candidates = centers.flatten(), candidates.flatten()
         x = inputs.index_select(0, centers).view(n_blocks, BLOCK, -1)
         y = outputs.index_select(0, candidates).view(n_blocks, n_candidates, -1)
-        scores = torch.bmm(x, y.transpose(1, 2))
+        scores = torch.bmm(x, y.transpose(1, 2)).clamp_(-SCORE_BOUND, SCORE_BOUND)
         scores[:, :, :n_nearby].neg_()  # log σ(s) for contexts, log σ(-s) for negatives
         loss = torch.dot(torch.nn.functional.softplus(scores).flatten(), weights.flatten())
-        slope = scores.sigmoid_().mul_(weights)
+        slope = scores.sigmoid().mul_(weights)
+        slope = torch.ops.aten.hardtanh_backward(slope, scores, -SCORE_BOUND, SCORE_BOUND)  # 0 at the bounds
         slope[:, :, :n_nearby].neg_()
         grad_x = torch.bmm(slope, y).view(-1, inputs.shape[1])
         grad_y = torch.bmm(slope.transpose(1, 2), x).view(-1, inputs.shape[1])
