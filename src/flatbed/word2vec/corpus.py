@@ -56,6 +56,7 @@ class Corpus:
     - `words`: the unique words, most frequent first; `counts`: occurrences of each, (words,) int64.
     - `ids`: the text, (n,) int32. `ends`: the end of each sentence in the text, (sentences,) int64.
 
+    >>> from flatbed.word2vec import Corpus
     >>> corpus = Corpus.from_sentences([["to", "be"], ["or", "not", "to", "be"]])
     >>> corpus.words, corpus.counts.tolist(), corpus.ends.tolist()
     (['be', 'to', 'not', 'or'], [2, 2, 1, 1], [2, 6])

@@ -44,6 +44,7 @@ class Settings:
     Runs with the same settings on a CPU with the same number of threads are bitwise equal, whether or not
     they were interrupted and resumed.
 
+    >>> from flatbed.word2vec import Settings
     >>> Settings(optimizer="adamax", dim=100).learning_rate
     0.045
     """

@@ -64,6 +64,7 @@ class Trainer:
     - `prefetch`: load rows of coming batches ahead of time; by default on a GPU, and for tables on disk.
     - `steps_per_report`: by default the number that gives about 500 reports, at most 50.
 
+    >>> from flatbed.word2vec import Corpus, Settings, Trainer
     >>> corpus = Corpus.from_sentences([["a", "cat", "and", "a", "dog"]] * 50)
     >>> trainer = Trainer(corpus, Settings(dim=8, epochs=2, device="cpu"))
     >>> for progress in trainer:

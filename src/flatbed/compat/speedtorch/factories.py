@@ -103,8 +103,9 @@ class ModelFactory(WeightSwitcher):
 
     `diskname` is the default name for `saveCupy` and `loadCupy`. It may be left out, as in later releases.
 
-    >>> embedding = nn.Embedding(4, 2)  # as many slots as a batch has ids
-    >>> switcher = ModelFactory(embedding, total_classes=1000, embed_dimension=2, CPUPinn=True)
+    >>> import numpy as np, torch, flatbed.compat.speedtorch as SpeedTorch
+    >>> embedding = torch.nn.Embedding(4, 2)  # as many slots as a batch has ids
+    >>> switcher = SpeedTorch.ModelFactory(embedding, total_classes=1000, embed_dimension=2, CPUPinn=True)
     >>> switcher.zerosInit()
     >>> slots = torch.from_numpy(switcher.variableTransformer(batchSize=4, posPerBatch=1))
     >>> ids = np.array([7, 999, 7, 3], dtype=np.int32)
