@@ -101,13 +101,16 @@ def test_every_setting_is_an_option(text: Path, tmp_path: Path) -> None:
     """The command gives the same vectors as the settings in Python."""
     options: dict[str, Any] = {"dim": 8, "window": 3, "negatives": 4, "min_count": 2, "subsample": 0.1}
     options |= {"epochs": 1, "lr": 0.01, "optimizer": "Adagrad", "storage": "host", "seed": 3}
-    options |= {"batch_words": 300, "device": "cpu", "buckets": 100, "cache_rows": 10}
+    options |= {"batch_words": 300, "device": "cpu", "buckets": 100, "cache_rows": 10, "threads": 2}
     typed = [part for k, v in options.items() for part in (f"--{k.replace('_', '-')}", v)]
-    threads = ["--threads", torch.get_num_threads()]
-    run("word2vec", text, *typed, "--ngrams", "2-4", *threads, "--no-pictures", "--out", tmp_path / "v.txt")
-    trainer = Trainer(read_corpus(text), Settings(**options, ngrams=(2, 4)))
+    typed += ["--cbow", "--ngrams", "2-4", "--also", tmp_path / "also.txt"]
+    (tmp_path / "also.txt").write_text("cats\ndogs cat")
+    run("word2vec", text, *typed, "--no-pictures", "--out", tmp_path / "v.txt")
+    trainer = Trainer(read_corpus(text), Settings(**options, cbow=True, ngrams=(2, 4)))
     trainer.run()
-    np.testing.assert_array_equal(matrix(tmp_path / "v.txt"), trainer.vectors().matrix)
+    wanted, found = trainer.vectors(["cats", "dogs"]), Vectors.load(tmp_path / "v.txt")
+    assert found.words == wanted.words == [*trainer.corpus.words, "cats", "dogs"]
+    np.testing.assert_array_equal(found.matrix, wanted.matrix)
 
 
 def test_without_matplotlib(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +161,7 @@ def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.
         (["TEXT", "--device", "tpu9x"], "torch cannot use 'tpu9x'"),
         (["TEXT", "--checkpoint", "TEXT"], "is a file"),
         (["TEXT", "--encoding", "latin1000"], "unknown encoding"),
+        (["TEXT", "--also", "TEXT"], "--also needs n-grams: give --buckets"),
     ],
 )
 def test_wrong_options(arguments: list[str], match: str, text: Path, tmp_path: Path) -> None:
@@ -287,12 +291,12 @@ def test_a_run_that_was_killed_continues(storage: str, text: Path, tmp_path: Pat
     killed = """
 import os
 from flatbed.word2vec import Trainer
-step = Trainer._train_step
-def train_step(self, batch):
-    step(self, batch)
+finish = Trainer._finish_step
+def finish_step(self, step):
+    finish(self, step)
     if self.step == 50:
         os.kill(os.getpid(), 9)
-Trainer._train_step = train_step
+Trainer._finish_step = finish_step
 """
     process = start("word2vec", *options, "--out", out, "--checkpoint-every", 1e-9, before=killed)
     process.communicate(timeout=120)
