@@ -282,9 +282,9 @@ class StateSwitcher(Switcher):
 
     def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Replace the optimizer's state. Before its first step it has none, and makes it itself."""
-        self._table()
         state = self.given_optimizer.state.get(variable)
         if not state:
+            self._table()  # raises before optInit()
             if self._needs_state_dict:
                 raise FlatbedError(
                     f"rows of state were loaded, but {type(self.given_optimizer).__name__} has no state of "
