@@ -77,6 +77,7 @@ class Trainer:
 
     With several threads, each computes the gradients of a step of its own, and the calling thread applies
     them in order. So a step sees rows as they were `threads` steps before, and results are repeatable.
+    Training then stops after groups of 32 steps.
 
     - `make_tables`: makes the model and the optimizer, for comparisons; by default flatbed tables.
     - `prefetch`: load rows of coming batches ahead of time; by default on a GPU, and for tables on disk.
@@ -275,8 +276,8 @@ class Trainer:
         With n-grams, `words` that are not in the text follow: their vectors are the means of their n-grams.
         """
         known, matrix = self.corpus.words, self._read(self._bags, len(self.corpus.words))
-        others = list(dict.fromkeys(words))
-        others = [word for word in others if word not in set(known)] if others else []
+        in_text = set(known) if words else set()
+        others = [word for word in dict.fromkeys(words) if word not in in_text]
         if not others:
             return Vectors(list(known), matrix, self.corpus.counts)
         if self._bags is None:
