@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types docs unit gpu-test format clean
+.PHONY: demo test lint types docs unit wheel gpu-test format clean
 
 # A stamp per purpose: the demo needs no test tools.
 .venv/demo.stamp: pyproject.toml constraints.txt
@@ -19,7 +19,7 @@ BIN := .venv/bin
 demo: .venv/demo.stamp
 	$(BIN)/flatbed word2vec --out .venv/vectors.txt
 
-test: lint types docs unit
+test: lint types docs wheel unit
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
@@ -31,6 +31,15 @@ types: .venv/dev.stamp
 # The variable silences what the theme says about another project.
 docs: .venv/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .venv/site
+
+# The wheel alone, in a folder of its own: what a user gets who has no clone.
+wheel: .venv/dev.stamp
+	rm -rf .venv/wheel build
+	$(BIN)/pip wheel --quiet --no-deps --no-index --no-build-isolation --wheel-dir .venv/wheel .
+	$(BIN)/pip install --quiet --no-deps --no-index --target .venv/wheel/site .venv/wheel/flatbed-*.whl
+	cd .venv/wheel && PYTHONPATH=site ../bin/python -c "import flatbed; assert 'wheel' in flatbed.__file__, flatbed.__file__"
+	cd .venv/wheel && PYTHONPATH=site ../bin/python site/bin/flatbed --version
+	rm -rf build
 
 # One torch thread per worker: the tests are many and small.
 unit: .venv/dev.stamp

@@ -16,4 +16,6 @@ class Doctests(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of whatever has one."""
         if obj.docstring is not None:
-            obj.docstring.value = EXAMPLE.sub("```pycon\n\\g<code>\n```", obj.docstring.value)
+            obj.docstring.value = EXAMPLE.sub(
+                "```pycon\n\\g<code>\n```", obj.docstring.value
+            )

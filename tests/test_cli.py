@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from flatbed import __version__, doctor
 from flatbed.cli import app
 from flatbed.doctor import Finding
+from flatbed_command import HELP, main
 
 run = CliRunner().invoke
 
@@ -56,6 +58,29 @@ def test_the_command_line_alone_loads_no_plotting_and_no_kernels() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    code = (
+        "import sys, flatbed_command as command; "
+        "sys.argv = ['flatbed', *sys.argv[1:]]; command.main(); "
+        "assert not {'torch', 'flatbed', 'typer'} & set(sys.modules)"
+    )
+    for words in ([], ["--help"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == (f"flatbed {__version__}" if "--version" in words else HELP)
+
+
+def test_help_names_every_command() -> None:
+    names = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    assert re.findall(r"^  (\w+) +[A-Z]", HELP, re.M) == names
+
+
+def test_other_words_reach_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["flatbed", "doctor", "--table-gb", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
 
 
 def test_the_package_is_a_command() -> None:

@@ -7,10 +7,12 @@ import importlib
 import pkgutil
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-import flatbed
+import flatbed.compat.speedtorch
+import flatbed.word2vec
 from benchmarks import report
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +24,17 @@ MODULES = [m.name for m in pkgutil.walk_packages(flatbed.__path__, "flatbed.") i
 def test_docstrings(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
     assert result.failed == 0
+
+
+@pytest.mark.parametrize("module", [flatbed, flatbed.optim, flatbed.compat.speedtorch, flatbed.word2vec])
+def test_examples_of_public_names_can_be_pasted(module: ModuleType) -> None:
+    """They import what they use."""
+    runner = doctest.DocTestRunner()
+    for name in module.__all__:
+        if callable(getattr(module, name)):
+            for test in doctest.DocTestFinder(recurse=False).find(getattr(module, name), name, globs={}):
+                runner.run(test)
+    assert runner.failures == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -101,13 +101,16 @@ def test_every_setting_is_an_option(text: Path, tmp_path: Path) -> None:
     """The command gives the same vectors as the settings in Python."""
     options: dict[str, Any] = {"dim": 8, "window": 3, "negatives": 4, "min_count": 2, "subsample": 0.1}
     options |= {"epochs": 1, "lr": 0.01, "optimizer": "Adagrad", "storage": "host", "seed": 3}
-    options |= {"batch_words": 300, "device": "cpu", "buckets": 100, "cache_rows": 10}
+    options |= {"batch_words": 300, "device": "cpu", "buckets": 100, "cache_rows": 10, "threads": 2}
     typed = [part for k, v in options.items() for part in (f"--{k.replace('_', '-')}", v)]
-    threads = ["--threads", torch.get_num_threads()]
-    run("word2vec", text, *typed, "--ngrams", "2-4", *threads, "--no-pictures", "--out", tmp_path / "v.txt")
-    trainer = Trainer(read_corpus(text), Settings(**options, ngrams=(2, 4)))
+    typed += ["--cbow", "--ngrams", "2-4", "--also", tmp_path / "also.txt"]
+    (tmp_path / "also.txt").write_text("cats\ndogs cat")
+    run("word2vec", text, *typed, "--no-pictures", "--out", tmp_path / "v.txt")
+    trainer = Trainer(read_corpus(text), Settings(**options, cbow=True, ngrams=(2, 4)))
     trainer.run()
-    np.testing.assert_array_equal(matrix(tmp_path / "v.txt"), trainer.vectors().matrix)
+    wanted, found = trainer.vectors(["cats", "dogs"]), Vectors.load(tmp_path / "v.txt")
+    assert found.words == wanted.words == [*trainer.corpus.words, "cats", "dogs"]
+    np.testing.assert_array_equal(found.matrix, wanted.matrix)
 
 
 def test_without_matplotlib(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +161,7 @@ def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.
         (["TEXT", "--device", "tpu9x"], "torch cannot use 'tpu9x'"),
         (["TEXT", "--checkpoint", "TEXT"], "is a file"),
         (["TEXT", "--encoding", "latin1000"], "unknown encoding"),
+        (["TEXT", "--also", "TEXT"], "--also needs n-grams: give --buckets"),
     ],
 )
 def test_wrong_options(arguments: list[str], match: str, text: Path, tmp_path: Path) -> None:
@@ -205,7 +209,7 @@ def test_texts_with_nothing_to_learn(content: str, match: str, tmp_path: Path) -
 def test_characters_of_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("café caf thé\n" * 200, encoding="latin-1")
     options = [tmp_path / "t.txt", *QUIET, "--out", tmp_path / "v.txt"]
-    assert "Warning: 400 characters are not utf-8" in run("word2vec", *options)
+    assert "Warning: 400 bytes are not utf-8" in run("word2vec", *options)
     assert "Warning" not in run("word2vec", *options, "--encoding", "latin-1")
     assert set(Vectors.load(tmp_path / "v.txt").words) == {"café", "caf", "thé"}
 
@@ -266,6 +270,7 @@ def test_tables_of_a_run_that_was_killed(text: Path, tmp_path: Path) -> None:
     """Without a checkpoint they cannot be resumed; the message says what to delete."""
     tables = tmp_path / "tables"
     options = [text, *QUIET, "--out", tmp_path / "v.txt", "--storage", "disk", "--path", tables]
+    options += ["--checkpoint-every", 0]
     killed = "import os; from flatbed.word2vec import Trainer; Trainer.save = lambda *_: os._exit(9)"
     process = start("word2vec", *options, before=killed)
     process.communicate(timeout=120)
@@ -275,6 +280,33 @@ def test_tables_of_a_run_that_was_killed(text: Path, tmp_path: Path) -> None:
     for file in tables.iterdir():
         file.unlink()
     run("word2vec", *options)
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_a_run_that_was_killed_continues(storage: str, text: Path, tmp_path: Path) -> None:
+    """From the last of its regular checkpoints, to the vectors of a run that was not killed."""
+    options = [text, *QUIET, "--storage", storage, "--threads", torch.get_num_threads()]
+    options += ["--path", tmp_path / "tables"] if storage == "disk" else []
+    out = tmp_path / "v.txt"
+    killed = """
+import os
+from flatbed.word2vec import Trainer
+finish = Trainer._finish_step
+def finish_step(self, step):
+    finish(self, step)
+    if self.step == 50:
+        os.kill(os.getpid(), 9)
+Trainer._finish_step = finish_step
+"""
+    process = start("word2vec", *options, "--out", out, "--checkpoint-every", 1e-9, before=killed)
+    process.communicate(timeout=120)
+    assert process.returncode == -9
+    assert "holds a training at step 49" in run("word2vec", *options, "--out", out, code=1)
+    said = run("word2vec", *options, "--out", out, "--resume")
+    assert "continuing at step 49" in said
+    whole = [*options[:-2], "--storage", "host"] if storage == "disk" else options
+    run("word2vec", *whole, "--out", tmp_path / "w.txt")
+    np.testing.assert_array_equal(matrix(out), matrix(tmp_path / "w.txt"))
 
 
 @pytest.mark.parametrize("storage", ["host", "disk"])

@@ -75,8 +75,14 @@ def test_a_text_without_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_encodings(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("café caf café\n", encoding="latin-1")
     assert read_corpus(tmp_path / "t.txt", encoding="latin-1").words == ["café", "caf"]
-    with pytest.warns(UserWarning, match=r"2 characters are not utf-8 .* give the encoding"):
+    with pytest.warns(UserWarning, match=r"2 bytes are not utf-8 .* give the encoding"):
         assert read_corpus(tmp_path / "t.txt").words == ["caf\ufffd", "caf"]
+    (tmp_path / "16.txt").write_text("café caf", encoding="utf-16")
+    assert read_corpus(tmp_path / "16.txt", encoding="utf-16").words == ["caf", "café"]
+    with pytest.raises(ValueError, match="NUL characters: give its encoding, utf-16"):
+        read_corpus(tmp_path / "16.txt")
+    (tmp_path / "fffd.txt").write_text("a \ufffd\n", encoding="utf-8")  # a character as any other
+    assert read_corpus(tmp_path / "fffd.txt").words == ["a", "\ufffd"]
     with pytest.raises(ValueError, match=r"unknown encoding: latin1000: .* such as latin-1"):
         read_corpus(tmp_path / "t.txt", encoding="latin1000")
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from flatbed.word2vec import Corpus
 from flatbed.word2vec.sampling import (
     BLOCK,
-    SHARED,
     BatchSampler,
     NegativeSampler,
     make_bags,
@@ -125,7 +124,9 @@ def test_negatives_of_batches_follow_the_distribution() -> None:
     corpus = random_corpus(20, 8000)
     drawn = np.zeros(len(corpus.words))
     for batch in sampled(corpus, 0, 16, batch_words=1000):
-        drawn += np.bincount(batch.outputs[batch.candidates[:, -SHARED:]].ravel(), minlength=len(drawn))
+        drawn += np.bincount(
+            batch.outputs[batch.candidates[:, batch.n_nearby :]].ravel(), minlength=len(drawn)
+        )
     wanted = corpus.counts**0.75 / (corpus.counts**0.75).sum()
     assert np.abs(drawn / drawn.sum() - wanted).max() < 0.002
 
@@ -179,6 +180,9 @@ def test_ngrams_are_those_of_a_plain_loop(words: list[str], lengths: tuple[int, 
     least, most = lengths[0], sum(lengths)
     bags = make_bags(words, buckets, (least, most))
     rows, offsets = bags.lookup(np.arange(len(words)))
+    unknown = make_bags(words, buckets, (least, most), n_known=7)
+    ngrams = [row - len(words) for row in rows if row >= len(words)]
+    assert (unknown.lookup(np.arange(len(words)))[0] - 7).tolist() == ngrams
     for i, word in enumerate(words):
         framed, wanted = f"<{word}>", [i]
         for n in range(least, most + 1):

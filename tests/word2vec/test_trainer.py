@@ -13,9 +13,9 @@ import flatbed
 from flatbed import FlatbedError
 from flatbed.word2vec import Corpus, Settings, Trainer
 from flatbed.word2vec.sampling import BLOCK, BatchSampler, TrainingBatch, make_bags
-from flatbed.word2vec.trainer import SavedRun, remove_checkpoint
+from flatbed.word2vec.trainer import STEPS_PER_DRAIN, SavedRun, remove_checkpoint
 
-from .texts import KINDS, kinds_corpus, random_corpus
+from .texts import KINDS, SURROUNDINGS, kinds_corpus, random_corpus
 
 SMALL: dict[str, Any] = {
     "dim": 16,
@@ -88,6 +88,26 @@ def test_vectors_with_ngrams() -> None:
     rows, _ = make_bags(trainer.corpus.words, 500, (2, 3)).lookup(np.array([3]))
     wanted = table.read_rows(rows).mean(0)
     np.testing.assert_allclose(trainer.vectors().matrix[3], wanted.numpy(), rtol=1e-5)
+    vectors = trainer.vectors(["horses", "cat", "horses"])  # a word that is not in the text
+    assert vectors.words == [*trainer.corpus.words, "horses"]
+    near = {word for word, _ in vectors.neighbors("horses", 4)}
+    assert near <= {*KINDS["animal"], *SURROUNDINGS["animal"]}
+    with pytest.raises(FlatbedError, match=r"'horses' is not in the text: train n-grams \(buckets=\)"):
+        Trainer(kinds_corpus(), Settings(**SMALL)).vectors(["horses"])
+
+
+@pytest.mark.parametrize("options", [{"cbow": True}, {"threads": 2}, {"threads": 3, "cbow": True}], ids=str)
+def test_cbow_and_threads_learn_the_same_kinds(options: dict[str, Any]) -> None:
+    settings = Settings(**SMALL | {"batch_words": 256}, **options)
+    found = []
+    for _ in range(2):
+        trainer = Trainer(kinds_corpus(), settings)
+        trainer.run()
+        found.append(trainer.vectors().matrix)
+    assert purity(trainer) > 0.95
+    np.testing.assert_array_equal(*found)
+    assert trainer.step == trainer.n_steps
+    assert trainer.words == trainer.n_words
 
 
 def test_progress_and_learning_rate() -> None:
@@ -135,19 +155,22 @@ def test_seeds() -> None:
         {"buckets": 60},
         {"optimizer": "ASGD"},
         {"storage": "disk"},
+        {"cbow": True},
+        {"threads": 2, "batch_words": 64},
     ],
     ids=str,
 )
 def test_an_interrupted_training_has_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
     corpus = random_corpus(200, 6000)
+    options = SMALL | options
     is_disk = options.get("storage") == "disk"
-    whole = Trainer(corpus, Settings(**SMALL, **options, path=tmp_path / "one" if is_disk else None))
+    whole = Trainer(corpus, Settings(**options, path=tmp_path / "one" if is_disk else None))
     whole.run()
-    settings = Settings(**SMALL, **options, path=tmp_path / "tables" if is_disk else None)
+    settings = Settings(**options, path=tmp_path / "tables" if is_disk else None)
     trainer = Trainer(corpus, settings)
     for cut in sorted(np.random.default_rng(0).integers(1, whole.n_steps, 2).tolist()):
         trainer.run(lambda p, cut=cut, t=trainer: t.stop() if p.step >= cut else None)
-        assert trainer.step == cut
+        assert trainer.step == (-(-cut // STEPS_PER_DRAIN) * STEPS_PER_DRAIN if settings.threads > 1 else cut)
         trainer.save(tmp_path / "run")
         trainer.close()
         trainer = Trainer(corpus, settings)
@@ -235,8 +258,20 @@ def test_all_optimizers_are_found() -> None:
 
 def test_a_loss_that_diverges_is_an_error() -> None:
     trainer = Trainer(kinds_corpus(300), Settings(**SMALL, optimizer="sgd", lr=10.0))
-    with pytest.raises(FlatbedError, match=r"the loss is (nan|inf) after step .* lower lr than 10"):
+    trainer.model["inputs"].write_rows([0], np.full((1, 16), np.nan))
+    with pytest.raises(FlatbedError, match=r"the loss is nan after step .* lower lr than 10"):
         trainer.run()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamax"])
+def test_a_line_of_junk_does_not_diverge(optimizer: str) -> None:
+    """One token thousands of times: every pair of a step pulls at the same two rows."""
+    junk = [["=" * 8] * 20_000, *([["a", "cat", "and", "a", "dog"]] * 200)]
+    options = SMALL | {"batch_words": None, "epochs": 2}
+    trainer = Trainer(Corpus.from_sentences(junk), Settings(**options, optimizer=optimizer))
+    trainer.run()
+    assert np.isfinite(trainer.vectors().matrix).all()
+    assert trainer.losses[-1][1] < 10
 
 
 def test_steps_without_pairs_have_no_loss(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class BatchArrays:
     outputs: np.ndarray
     centers: np.ndarray
     candidates: np.ndarray
+    n_nearby: int
     first_context: np.ndarray
     last_context: np.ndarray
     n_words: int

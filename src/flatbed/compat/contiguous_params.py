@@ -18,6 +18,7 @@ class ContiguousParams:
 
     >>> import torch
     >>> from torch import nn
+    >>> from flatbed import ContiguousParams
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     >>> parameters = ContiguousParams(model.parameters())
     >>> optimizer = torch.optim.Adam(parameters.contiguous())

@@ -55,7 +55,7 @@ class Prefetcher:
     >>> emb = flatbed.Embedding(1000, 8)
     >>> optimizer = flatbed.optim.Adam(emb, lr=0.01)
     >>> loader = [{"items": torch.randint(0, 1000, (16,))} for _ in range(10)]
-    >>> for batch in Prefetcher(loader, {emb: "items"}):
+    >>> for batch in flatbed.Prefetcher(loader, {emb: "items"}):
     ...     emb(batch["items"]).square().sum().backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()

@@ -41,10 +41,10 @@ class FlatParams:
     Torch would skip its step count, which one flat state cannot express. ``missing="zero"`` takes its
     gradient as zero instead: weight decay and momentum then still move it, and its moments decay.
 
-    >>> import torch
+    >>> import flatbed, torch
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    >>> flat = FlatParams(model)
+    >>> flat = flatbed.FlatParams(model)
     >>> optimizer = torch.optim.AdamW(flat.parameters(), lr=1e-3, fused=True)
     >>> model(torch.ones(2, 8)).sum().backward()
     >>> norm = flat.clip_grad_norm_(1.0)

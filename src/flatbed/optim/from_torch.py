@@ -94,9 +94,9 @@ def from_torch(kind: type[torch.optim.Optimizer], params: ParamsT, **options: An
     parameter finds the state of the class; classes whose state or update is not elementwise (LBFGS,
     Adafactor, Muon, …) are refused.
 
-    >>> import flatbed
+    >>> import flatbed, torch
     >>> emb = flatbed.Embedding(100, 8)
-    >>> optimizer = from_torch(torch.optim.Rprop, [emb.table], lr=0.01)
+    >>> optimizer = flatbed.optim.from_torch(torch.optim.Rprop, [emb.table], lr=0.01)
     >>> emb(torch.tensor([1, 5, 5])).sum().backward()
     >>> optimizer.step()
     """

@@ -173,7 +173,7 @@ class Embedding(TableModule):
     - `cache_policy`: "lfu" evicts rows that were used least of late, "lru" rows not used for longest.
 
     >>> import flatbed, torch
-    >>> emb = Embedding(1000, 8, init=("uniform", -0.1, 0.1))
+    >>> emb = flatbed.Embedding(1000, 8, init=("uniform", -0.1, 0.1))
     >>> optimizer = flatbed.optim.Adam(emb.parameters(), lr=0.01)
     >>> emb(torch.tensor([[1, 5], [5, 2]])).sum().backward()
     >>> optimizer.step()
@@ -243,8 +243,8 @@ class EmbeddingBag(TableModule):
 
     The other arguments are those of `Embedding`.
 
-    >>> import torch
-    >>> bag = EmbeddingBag(1000, 8, mode="sum")
+    >>> import flatbed, torch
+    >>> bag = flatbed.EmbeddingBag(1000, 8, mode="sum")
     >>> bag(torch.tensor([1, 5, 5, 2]), torch.tensor([0, 2])).shape
     torch.Size([2, 8])
     """
@@ -396,7 +396,9 @@ def named_tables(module: nn.Module) -> Iterator[tuple[str, Table]]:
 def tables(module: nn.Module) -> list[Table]:
     """Return all tables in a module, each once.
 
-    >>> tables(nn.Sequential(Embedding(10, 4), nn.Linear(4, 1)))
+    >>> import flatbed
+    >>> from torch import nn
+    >>> flatbed.tables(nn.Sequential(flatbed.Embedding(10, 4), nn.Linear(4, 1)))
     [Table(10 × 4, torch.float32, host)]
     """
     if not isinstance(module, nn.Module):

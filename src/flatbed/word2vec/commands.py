@@ -30,6 +30,8 @@ LIBRARY_DEFAULTS = {"window": 2, "epochs": 20, "min_count": 40}
 SHOWN = ["append", "open", "list", "True", "try", "ValueError", "lock", "min"]
 """Words whose neighbours are shown at the end; frequent words replace those that are not in the text."""
 N_SHOWN = 8
+MOST_THREADS = 4
+"""Threads by default, where there are more cores: one thread updates the tables for all of them."""
 LINE_SECONDS = 10.0
 """Seconds between progress lines where stderr is not a terminal."""
 INTERRUPTED = 130
@@ -48,7 +50,11 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
         kind, help_text = hints[each.name].__origin__, hints[each.name].__metadata__[0]
         kind = {"ngrams": str, "path": Path}.get(each.name, kind)
         shown = "3-6" if each.name == "ngrams" else each.default
-        option = typer.Option(None, help=help_text, show_default=False if shown is None else str(shown))
+        names = (f"--{each.name}/--no-{each.name}",) if kind is bool else ()
+        shown = "the number of cores, at most 4" if each.name == "threads" else shown
+        option = typer.Option(
+            None, *names, help=help_text, show_default=False if shown is None else str(shown)
+        )
         param = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=option)
         params.append(param.replace(annotation=kind | None))
     command.__signature__ = signature.replace(parameters=params)  # type: ignore[attr-defined]
@@ -67,20 +73,29 @@ def word2vec(
     binary: Annotated[bool, typer.Option("--binary", help="Write word2vec's binary format.")] = False,
     encoding: Annotated[str, typer.Option(help="Encoding of the texts.")] = "utf-8",
     max_words: Annotated[int | None, typer.Option(min=1, help="Read no more words of text.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="torch's threads on a CPU; half of the cores by default.")
+    also: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of further words, which get vectors, too; needs --buckets.",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            help="Folder where Ctrl-C or SIGTERM saves; OUT.checkpoint by default.", file_okay=False
+            help="Folder of checkpoints, which Ctrl-C and SIGTERM save, too; OUT.checkpoint by default.",
+            file_okay=False,
         ),
     ] = None,
+    checkpoint_every: Annotated[
+        float, typer.Option(min=0, help="Minutes between checkpoints while training; 0 for none.")
+    ] = 10.0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
     pictures: Annotated[bool, typer.Option(help="Plot the loss and a map of words next to OUT.")] = True,
     **options: Any,
 ) -> None:
-    """Train word vectors: skip-gram with negative sampling, over tables in host memory.
+    """Train word vectors: skip-gram or CBOW with negative sampling, over tables in host memory.
 
     Without FILES, the text is the source of Python's standard library, with the defaults --window 2,
     --epochs 20 and --min-count 40.
@@ -88,10 +103,13 @@ def word2vec(
     files = files or []
     run = RunFiles(files, out, checkpoint or Path(f"{out}.checkpoint"), pictures)
     with _errors():
-        settings = _settings(options, LIBRARY_DEFAULTS if not files else {})
+        defaults = {"threads": min(torch.get_num_threads(), MOST_THREADS)}
+        settings = _settings(options, defaults if files else defaults | LIBRARY_DEFAULTS)
+        further = _further_words(also, encoding, settings)
         run.check()
         saved = _check_checkpoint(run, settings, resume=resume)
-        torch.set_num_threads(threads or max(torch.get_num_threads() // 2, 1))
+        # Threads of steps, not of torch's operations: those would wait for each other many times in a step.
+        torch.set_num_threads(settings.threads if settings.storage == "disk" else 1)
         corpus = _read(files, encoding, max_words)
         with closing(Trainer(corpus, settings)) as trainer:
             typer.echo(
@@ -102,11 +120,11 @@ def word2vec(
             if saved is not None:
                 trainer.resume(run.checkpoint)
                 typer.echo(f"continuing at step {trainer.step:,} of {trainer.n_steps:,}")
-            _train(trainer, run.checkpoint)
-            vectors = _write(trainer, run, binary=binary)
+            _train(trainer, run.checkpoint, 60 * checkpoint_every)
+            vectors = _write(trainer, run, further, binary=binary)
         if settings.storage == "disk":
             typer.echo(f"finished; delete {settings.path} and {run.checkpoint} to start again")
-        elif saved is not None:
+        elif SavedRun.find(run.checkpoint) is not None:
             remove_checkpoint(run.checkpoint)
             typer.echo(f"removed {run.checkpoint}: the training has finished")
     if pictures:
@@ -167,6 +185,14 @@ def _settings(options: dict[str, Any], defaults: dict[str, Any]) -> Settings:
             f"--device: torch cannot use {settings.device!r} ({error}); `flatbed doctor` says more"
         ) from error
     return settings
+
+
+def _further_words(file: Path | None, encoding: str, settings: Settings) -> list[str]:
+    if file is None:
+        return []
+    if not settings.buckets:
+        raise ValueError("--also needs n-grams: give --buckets, 1000000 for example")
+    return read_corpus(file, encoding=encoding).words
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +263,16 @@ def _read(files: Sequence[Path], encoding: str, max_words: int | None) -> Corpus
 # ---- training
 
 
-def _train(trainer: Trainer, checkpoint: Path) -> None:
+def _train(trainer: Trainer, checkpoint: Path, save_seconds: float) -> None:
     """Train to the end. A signal ends training after the current step, with a checkpoint."""
-    report = None
+    report, last_save = None, time.monotonic()
     with _stopped_by_signals(trainer.stop), _bar("training") as update:
         for report in trainer:
             speed = f"{report.words_per_second:,.0f} words/s, loss {report.loss:.3f}"
             update(report.words, report.n_words, f"epoch {report.epoch}, {speed}")
+            if save_seconds and not trainer.done and time.monotonic() - last_save >= save_seconds:
+                trainer.save(checkpoint)
+                last_save = time.monotonic()
     if report is not None:
         typer.echo(f"trained {report.words:,} words: {speed}")
     if not trainer.done or trainer.settings.storage == "disk":
@@ -273,10 +302,10 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _write(trainer: Trainer, run: RunFiles, *, binary: bool) -> Vectors:
+def _write(trainer: Trainer, run: RunFiles, further: Sequence[str], *, binary: bool) -> Vectors:
     """Write the vectors, so that readers see the old file or the new one. Save a checkpoint on failure."""
     try:
-        vectors = trainer.vectors()
+        vectors = trainer.vectors(further)
         try:
             vectors.save(run.draft, binary=binary)
             run.draft.replace(run.out)

@@ -8,6 +8,7 @@ import io
 import os
 import re
 import sysconfig
+import threading
 import warnings
 from array import array
 from collections import defaultdict
@@ -20,7 +21,8 @@ import numpy as np
 LONGEST_SENTENCE = 1000
 """Longer sentences are split, as in word2vec: a file without line ends is one long sentence."""
 READ_CHARS = 1 << 20
-UNDECODED = "\N{REPLACEMENT CHARACTER}"
+REPLACE = "flatbed.replace"
+"""The name of `_replace` among the error handlers of Python's codecs."""
 
 IDENTIFIER = re.compile(r"[^\W\d]\w*")
 BLANK_LINES = re.compile(r"\n\s*\n")
@@ -30,6 +32,19 @@ SKIPPED_FOLDERS = {
     *("lib2to3", "distutils"),  # not in every version
     *("encodings", "pydoc_data"),  # character tables, and a copy of the manual
 }
+
+_replaced = threading.local()
+"""`n_bytes`: bytes that this thread has replaced while it decoded a text."""
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    """Decode bytes that the encoding does not know as U+FFFD, and count them."""
+    assert isinstance(error, UnicodeDecodeError)
+    _replaced.n_bytes += error.end - error.start
+    return "\N{REPLACEMENT CHARACTER}", error.end
+
+
+codecs.register_error(REPLACE, _replace)
 
 ReadProgress = Callable[[int, int], None]
 
@@ -41,6 +56,7 @@ class Corpus:
     - `words`: the unique words, most frequent first; `counts`: occurrences of each, (words,) int64.
     - `ids`: the text, (n,) int32. `ends`: the end of each sentence in the text, (sentences,) int64.
 
+    >>> from flatbed.word2vec import Corpus
     >>> corpus = Corpus.from_sentences([["to", "be"], ["or", "not", "to", "be"]])
     >>> corpus.words, corpus.counts.tolist(), corpus.ends.tolist()
     (['be', 'to', 'not', 'or'], [2, 2, 1, 1], [2, 6])
@@ -123,7 +139,8 @@ def read_corpus(
 ) -> Corpus:
     """Read text files with a sentence per line and white space between words.
 
-    Bytes that the encoding does not know become U+FFFD, and a warning gives their number.
+    Bytes that the encoding does not know become U+FFFD, and a warning gives their number. A text that
+    begins with NUL characters, as UTF-16 does when it is read as UTF-8, raises.
     `progress(bytes read, bytes in total)` is called after each block.
     """
     files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
@@ -132,16 +149,12 @@ def read_corpus(
     except LookupError as error:
         raise ValueError(f"{error}: give the name of a codec of Python, such as latin-1") from error
     codec = "utf-8-sig" if codec == "utf-8" else codec  # drops a byte order mark
+    _replaced.n_bytes = 0
     corpus = Corpus.from_sentences(_lines(files, codec, progress), max_words=max_words)
-    n_replaced = sum(
-        int(count) * word.count(UNDECODED)
-        for word, count in zip(corpus.words, corpus.counts, strict=True)
-        if UNDECODED in word
-    )
-    if n_replaced:
+    if _replaced.n_bytes:
         warnings.warn(
-            f"{n_replaced:,} characters are not {encoding} and were replaced by {UNDECODED}: "
-            "give the encoding of the text, latin-1 for example",
+            f"{_replaced.n_bytes:,} bytes are not {encoding} and were replaced by U+FFFD: give the encoding "
+            "of the text, latin-1 for example",
             stacklevel=2,
         )
     return corpus
@@ -152,7 +165,9 @@ def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> 
     sizes = [file.stat().st_size for file in files]
     n_done = 0
     for file, size in zip(files, sizes, strict=True):
-        with file.open("rb") as binary, io.TextIOWrapper(binary, codec, "replace", newline="") as opened:
+        with file.open("rb") as binary, io.TextIOWrapper(binary, codec, REPLACE, newline="") as opened:
+            if codec == "utf-8-sig" and b"\0" in binary.peek():
+                raise ValueError(f"{file} has NUL characters: give its encoding, utf-16 for example")
             words: list[str] = []
             rest = ""
             while block := opened.read(READ_CHARS):

@@ -1,18 +1,20 @@
-"""The two tables, their optimizer, and the loss of negative sampling with its gradient."""
+"""The two tables, their optimizer, and the losses of skip-gram and CBOW with their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flatbed import Embedding, EmbeddingBag, FlatbedError
-from flatbed.word2vec.sampling import BLOCK, SHARED, TrainingBatch
+from flatbed.word2vec.sampling import BLOCK, TrainingBatch
 from flatbed.word2vec.settings import Settings, find_optimizer
 
+SCORE_BOUND = 6.0
+"""Scores beyond this give no gradient, as in word2vec and gensim: vectors of repeated junk stay finite."""
 MakeTables = Callable[[Settings, int], tuple[nn.ModuleDict, torch.optim.Optimizer]]
 """Makes the modules `inputs` and `outputs` and their optimizer from the settings and the number of words."""
 
@@ -44,62 +46,94 @@ def make_tables(settings: Settings, n_words: int) -> tuple[nn.ModuleDict, torch.
         raise ValueError(f"the optimizer {settings.optimizer!r} does not support tables: {error}") from error
 
 
-def block_loss(inputs: Tensor, outputs: Tensor, batch: TrainingBatch, negatives: int) -> Tensor:
-    """Return the loss of a batch, summed over its pairs: -log σ(context) - Σ log σ(-negative).
+class Gradients(NamedTuple):
+    """Loss of a batch, and its gradient for each row of the batch."""
+
+    loss: Tensor
+    inputs: Tensor
+    outputs: Tensor
+
+
+@torch.no_grad()
+def skip_gram(inputs: Tensor, outputs: Tensor, batch: TrainingBatch, negatives: int) -> Gradients:
+    """Predict each context of a word from the word: -log σ(context) - Σ log σ(-negative), summed over pairs.
+
+    Computes the gradient along with the loss; autograd would store every intermediate result.
 
     - `inputs`, `outputs`: vectors of the batch's unique words, (inputs, dim) and (outputs, dim).
     """
     weights = score_weights(batch, negatives).to(inputs.dtype)
-    loss: Tensor = _BlockLoss.apply(  # type: ignore[no-untyped-call]
-        inputs, outputs, batch.centers, batch.candidates, weights
+    n_nearby = batch.n_nearby
+    x, y = _rows(inputs, batch.centers), _rows(outputs, batch.candidates)
+    scores = torch.bmm(x, y.transpose(1, 2))
+    scores[:, :, :n_nearby].neg_()  # log σ(s) for contexts, log σ(-s) for negatives
+    loss, slope = _bounded(scores, weights)
+    slope[:, :, :n_nearby].neg_()
+    grad_x, grad_y = torch.bmm(slope, y), torch.bmm(slope.transpose(1, 2), x)
+    return Gradients(loss, _sums(inputs, batch.centers, grad_x), _sums(outputs, batch.candidates, grad_y))
+
+
+@torch.no_grad()
+def cbow(inputs: Tensor, outputs: Tensor, batch: TrainingBatch, negatives: int) -> Gradients:
+    """Predict each word from the mean of its contexts, as CBOW does; the arguments are those of skip-gram."""
+    n_nearby, window = batch.n_nearby, (batch.n_nearby - BLOCK) // 2
+    contexts = context_mask(batch).to(inputs.dtype)
+    n_contexts = contexts.sum(2, keepdim=True)
+    means = contexts.div_(n_contexts.clamp(min=1))
+    padded = torch.nn.functional.pad(batch.centers.flatten(), (window, window))
+    nearby = padded.unfold(0, n_nearby, BLOCK)  # indices into the inputs
+    centers, shared = batch.candidates[:, window : window + BLOCK], batch.candidates[:, n_nearby:]
+    is_other = (centers.unsqueeze(2) != shared.unsqueeze(1)).to(inputs.dtype)
+    has_context = (n_contexts > 0).to(inputs.dtype)
+
+    rows, target, noise = _rows(inputs, nearby), _rows(outputs, centers), _rows(outputs, shared)
+    hidden = torch.bmm(means, rows)
+    near, near_slope = _bounded(-(hidden * target).sum(2, keepdim=True), has_context)
+    far, slope = _bounded(
+        torch.bmm(hidden, noise.transpose(1, 2)), is_other * has_context * (negatives / shared.shape[1])
     )
-    return loss
+    grad_hidden = torch.bmm(slope, noise) - near_slope * target
+    grad_outputs = _sums(outputs, centers, -near_slope * hidden)
+    grad_outputs += _sums(outputs, shared, torch.bmm(slope.transpose(1, 2), hidden))
+    return Gradients(
+        near + far, _sums(inputs, nearby, torch.bmm(means.transpose(1, 2), grad_hidden)), grad_outputs
+    )
+
+
+def _rows(table: Tensor, index: Tensor) -> Tensor:
+    return table.index_select(0, index.flatten()).view(*index.shape, -1)
+
+
+def _sums(table: Tensor, index: Tensor, grads: Tensor) -> Tensor:
+    """Sum gradients of equal rows."""
+    return torch.zeros_like(table).index_add_(0, index.flatten(), grads.view(-1, table.shape[1]))
+
+
+def _bounded(scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ weight · log(1 + exp(score)) with bounded scores, and its derivative, 0 at the bounds."""
+    scores = scores.clamp_(-SCORE_BOUND, SCORE_BOUND)
+    loss = torch.dot(torch.nn.functional.softplus(scores).flatten(), weights.flatten())
+    slope = scores.sigmoid().mul_(weights)
+    return loss, torch.ops.aten.hardtanh_backward(slope, scores, -SCORE_BOUND, SCORE_BOUND)
+
+
+def context_mask(batch: TrainingBatch) -> Tensor:
+    """Return which nearby words are contexts of each word, (B, BLOCK, nearby) of bool."""
+    n_nearby, device = batch.n_nearby, batch.candidates.device
+    column = torch.arange(n_nearby, dtype=torch.int32, device=device)
+    center_column = torch.arange(BLOCK, dtype=torch.int32, device=device) + (n_nearby - BLOCK) // 2
+    is_context = (column >= batch.first_context.unsqueeze(2)) & (column <= batch.last_context.unsqueeze(2))
+    return is_context & (column != center_column.unsqueeze(1))
 
 
 def score_weights(batch: TrainingBatch, negatives: int) -> Tensor:
-    """Return the weight of each score in the loss, (B, BLOCK, candidates).
+    """Return the weight of each score in the loss of skip-gram, (B, BLOCK, candidates).
 
     A context has weight 1. A pair has `negatives` negatives in total, spread evenly over the shared ones.
     As in word2vec, a negative equal to the pair's context is left out.
     """
-    candidates = batch.candidates
-    n_nearby, device = candidates.shape[1] - SHARED, candidates.device
-    column = torch.arange(n_nearby, dtype=torch.int32, device=device)
-    center_column = torch.arange(BLOCK, dtype=torch.int32, device=device) + (n_nearby - BLOCK) // 2
-    is_context = (column >= batch.first_context.unsqueeze(2)) & (column <= batch.last_context.unsqueeze(2))
-    is_context &= column != center_column.unsqueeze(1)
-    contexts = is_context.float()
-    nearby, shared = candidates[:, :n_nearby], candidates[:, n_nearby:]
+    contexts = context_mask(batch).float()
+    nearby, shared = batch.candidates[:, : batch.n_nearby], batch.candidates[:, batch.n_nearby :]
     is_equal = (nearby.unsqueeze(2) == shared.unsqueeze(1)).float()
     n_contexts = torch.baddbmm(contexts.sum(2, keepdim=True), contexts, is_equal, alpha=-1)
-    return torch.cat((contexts, n_contexts.mul_(negatives / SHARED)), 2)
-
-
-class _BlockLoss(torch.autograd.Function):
-    """Computes the gradient along with the loss; autograd would store every intermediate result."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, outputs: Tensor, centers: Tensor, candidates: Tensor, weights: Tensor
-    ) -> Tensor:
-        n_blocks, n_candidates = candidates.shape
-        n_nearby = n_candidates - SHARED
-        centers, candidates = centers.flatten(), candidates.flatten()
-        x = inputs.index_select(0, centers).view(n_blocks, BLOCK, -1)
-        y = outputs.index_select(0, candidates).view(n_blocks, n_candidates, -1)
-        scores = torch.bmm(x, y.transpose(1, 2))
-        scores[:, :, :n_nearby].neg_()  # log σ(s) for contexts, log σ(-s) for negatives
-        loss = torch.dot(torch.nn.functional.softplus(scores).flatten(), weights.flatten())
-        slope = scores.sigmoid_().mul_(weights)
-        slope[:, :, :n_nearby].neg_()
-        grad_x = torch.bmm(slope, y).view(-1, inputs.shape[1])
-        grad_y = torch.bmm(slope.transpose(1, 2), x).view(-1, inputs.shape[1])
-        grad_inputs = torch.zeros_like(inputs).index_add_(0, centers, grad_x)
-        grad_outputs = torch.zeros_like(outputs).index_add_(0, candidates, grad_y)
-        ctx.save_for_backward(grad_inputs, grad_outputs)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_inputs, grad_outputs = ctx.saved_tensors
-        return grad_inputs * grad, grad_outputs * grad, None, None, None
+    return torch.cat((contexts, n_contexts.mul_(negatives / shared.shape[1])), 2)

@@ -7,6 +7,7 @@ So all scores of a block are one small matrix product.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,8 +19,6 @@ from flatbed.word2vec.corpus import Corpus
 
 BLOCK = 32
 """Words in a block."""
-SHARED = 64
-"""Negatives that the words of a block share. Their weights make them count as `negatives` for each pair."""
 NEGATIVE_POWER = 0.75
 FNV_BASIS, FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # FNV-1a, over characters
 
@@ -44,8 +43,13 @@ class WordBags:
         return self.rows[shifts + np.arange(offsets[-1])], offsets
 
 
-def make_bags(words: list[str], buckets: int, lengths: tuple[int, int]) -> WordBags:
-    """Hash the n-grams of "<word>" to the `buckets` rows after those of the words; row i is word i's own."""
+def make_bags(
+    words: Sequence[str], buckets: int, lengths: tuple[int, int], *, n_known: int | None = None
+) -> WordBags:
+    """Hash the n-grams of "<word>" to the `buckets` rows after those of the words; row i is word i's own.
+
+    With `n_known`, the table has so many other words, and these words have no rows of their own.
+    """
     framed = [f"<{word}>" for word in words]
     sizes = np.array([len(word) for word in framed])
     text = np.frombuffer("".join(framed).encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
@@ -53,13 +57,15 @@ def make_bags(words: list[str], buckets: int, lengths: tuple[int, int]) -> WordB
     word_at = np.repeat(np.arange(len(words)), sizes)
     n_left = ends[word_at] - np.arange(len(text))  # characters from here to the end of the word
     hashes = np.full(len(text), FNV_BASIS)
-    ngram_words, ngram_rows = [np.arange(len(words))], [np.arange(len(words))]
+    own = np.arange(len(words) if n_known is None else 0)
+    first_bucket = len(words) if n_known is None else n_known
+    ngram_words, ngram_rows = [own], [own]
     for length in range(1, lengths[1] + 1):
         begins = np.flatnonzero(n_left >= length)
         hashes[begins] = (hashes[begins] ^ text[begins + length - 1]) * FNV_PRIME
         if length >= lengths[0]:
             ngram_words.append(word_at[begins])
-            ngram_rows.append(len(words) + (hashes[begins] % np.uint64(buckets)).astype(np.int64))
+            ngram_rows.append(first_bucket + (hashes[begins] % np.uint64(buckets)).astype(np.int64))
     of_word, row = np.concatenate(ngram_words), np.concatenate(ngram_rows)
     order = np.argsort(of_word, kind="stable")
     return WordBags(row[order], np.cumsum(np.bincount(of_word, minlength=len(words))))
@@ -81,7 +87,9 @@ class TrainingBatch:
     centers: Tensor
     """Each word as an index into the unique inputs, (B, BLOCK) int32; the last block is padded."""
     candidates: Tensor
-    """Contexts and negatives of each block as indices into `outputs`, (B, BLOCK + 2 * window + SHARED)."""
+    """Nearby words, then negatives, of each block as indices into `outputs`, (B, nearby + negatives)."""
+    n_nearby: int
+    """Columns of nearby words: the block, and `window` words before and after it."""
     first_context: Tensor
     """Column of each word's first context in `candidates`, (B, BLOCK) int32."""
     last_context: Tensor
@@ -89,6 +97,7 @@ class TrainingBatch:
     n_words: int
     """Words of text that the batch was made from."""
     n_pairs: int
+    """Pairs of a word and a context; with CBOW, words that have contexts."""
 
 
 class BatchSampler:
@@ -106,7 +115,9 @@ class BatchSampler:
         subsample: float,
         batch_words: int,
         seed: int = 0,
+        shared_negatives: int = 32,
         bags: WordBags | None = None,
+        cbow: bool = False,
     ) -> None:
         self._corpus = corpus
         self._lengths = np.diff(corpus.ends, prepend=0)
@@ -114,8 +125,10 @@ class BatchSampler:
         self._negatives = NegativeSampler(corpus.counts)
         self._window = window
         self._seed = seed
+        self._n_shared = shared_negatives
         self._bags = bags
-        self._order = lru_cache(maxsize=1)(self._shuffle)
+        self._cbow = cbow
+        self._order = lru_cache(maxsize=2)(self._shuffle)
         self.steps_per_epoch = -(-len(corpus) // batch_words)
 
     def make(self, step: int) -> TrainingBatch:
@@ -152,7 +165,7 @@ class BatchSampler:
         n, window = len(words), self._window
         n_blocks = max(-(-n // BLOCK), 1)
         first, last = contexts(sentences, random.integers(1, window + 1, n))
-        negatives = self._negatives.draw(n_blocks * SHARED, random)
+        negatives = self._negatives.draw(n_blocks * self._n_shared, random)
         inputs, (centers,) = unique(len(self._keep), words)
         outputs, (contexts_at, negatives_at) = unique(len(self._keep), words, negatives)
 
@@ -160,7 +173,7 @@ class BatchSampler:
         padded = np.zeros(n_blocks * BLOCK + 2 * window, np.int32)
         padded[window : window + n] = contexts_at
         nearby = padded[begins + np.arange(BLOCK + 2 * window)]
-        candidates = np.concatenate((nearby, negatives_at.reshape(n_blocks, SHARED)), 1)
+        candidates = np.concatenate((nearby, negatives_at.reshape(n_blocks, self._n_shared)), 1)
         first_context = (_in_blocks(first, n_blocks, n_blocks * BLOCK) - begins + window).astype(np.int32)
         last_context = (_in_blocks(last, n_blocks, -1) - begins + window).astype(np.int32)
         rows, offsets = (inputs, None) if self._bags is None else self._bags.lookup(inputs)
@@ -170,10 +183,11 @@ class BatchSampler:
             outputs=torch.from_numpy(outputs),
             centers=torch.from_numpy(_in_blocks(centers, n_blocks, 0)),
             candidates=torch.from_numpy(candidates),
+            n_nearby=nearby.shape[1],
             first_context=torch.from_numpy(first_context),
             last_context=torch.from_numpy(last_context),
             n_words=n_words,
-            n_pairs=int((last - first).sum()),
+            n_pairs=int(np.count_nonzero(last - first) if self._cbow else (last - first).sum()),
         )
 
 

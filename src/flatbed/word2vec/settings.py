@@ -23,13 +23,16 @@ class OptimizerDefaults:
 
     lr: float | None = None
     batch_words: int = 4096
+    shared_negatives: int = 32
+    """Negatives that the words of a block share."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
 OPTIMIZER_DEFAULTS = {
     # A row's momentum is as old as the last step with the row: for a rare word, thousands of steps.
     "adamax": OptimizerDefaults(0.045, options={"betas": (0.0, 0.99)}),
-    "sgd": OptimizerDefaults(0.025, 1024),  # as in word2vec; in larger batches frequent words diverge
+    # As in word2vec. In larger batches frequent words diverge; fewer negatives give other neighbours.
+    "sgd": OptimizerDefaults(0.025, 1024, 64),
     "adagrad": OptimizerDefaults(0.1),
     "adam": OptimizerDefaults(0.02),
     "adamw": OptimizerDefaults(0.02),
@@ -44,11 +47,13 @@ class Settings:
     Runs with the same settings on a CPU with the same number of threads are bitwise equal, whether or not
     they were interrupted and resumed.
 
+    >>> from flatbed.word2vec import Settings
     >>> Settings(optimizer="adamax", dim=100).learning_rate
     0.045
     """
 
     dim: Annotated[int, "Size of a vector."] = 128
+    cbow: Annotated[bool, "Predict a word from the mean of its contexts, not contexts from the word."] = False
     window: Annotated[int, "Most words of context on each side; each word draws 1 to this many."] = 5
     negatives: Annotated[int, "Random words per pair."] = 5
     min_count: Annotated[int, "Words that occur less often are left out."] = 5
@@ -66,9 +71,10 @@ class Settings:
     buckets: Annotated[int, "Table rows for hashed character n-grams, 10_000_000 for example."] = 0
     ngrams: Annotated[tuple[int, int], "Least and greatest length of n-grams."] = (3, 6)
     cache_rows: Annotated[int | None, "Rows of each table cached on a GPU."] = None
+    threads: Annotated[int, "Threads on a CPU, for tables in memory; the result's bits depend on it."] = 1
 
     def __post_init__(self) -> None:
-        for name in ("dim", "window", "negatives", "min_count", "epochs", "batch_words"):
+        for name in ("dim", "window", "negatives", "min_count", "epochs", "batch_words", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1; found {value}")
@@ -99,6 +105,11 @@ class Settings:
         return self.batch_words or self._defaults.batch_words
 
     @property
+    def shared_negatives(self) -> int:
+        """Negatives that the words of a block share; their weights make them count as `negatives`."""
+        return self._defaults.shared_negatives
+
+    @property
     def optimizer_options(self) -> dict[str, Any]:
         """Keyword arguments of the optimizer."""
         lr = {} if self.learning_rate is None else {"lr": self.learning_rate}
@@ -114,8 +125,9 @@ class Settings:
         return OPTIMIZER_DEFAULTS.get(self.optimizer.lower(), OptimizerDefaults())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings that change the result, for JSON: not device, cache and paths."""
-        result = {k: v for k, v in asdict(self).items() if k not in ("device", "path", "cache_rows")}
+        """Return the settings of the result, for JSON: not device, threads, cache and paths."""
+        hidden = ("device", "path", "cache_rows", "threads")
+        result = {name: value for name, value in asdict(self).items() if name not in hidden}
         return result | {
             "ngrams": list(self.ngrams),
             "optimizer": self.optimizer.lower(),

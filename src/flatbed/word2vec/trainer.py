@@ -6,8 +6,10 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, suppress
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,12 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import flatbed
 from flatbed import FlatbedError, Prefetcher, load_checkpoint, save_checkpoint
 from flatbed.word2vec.corpus import Corpus
-from flatbed.word2vec.model import MakeTables, block_loss, make_tables, table_files
-from flatbed.word2vec.sampling import BatchSampler, TrainingBatch, make_bags
+from flatbed.word2vec.model import Gradients, MakeTables, cbow, make_tables, skip_gram, table_files
+from flatbed.word2vec.sampling import BatchSampler, TrainingBatch, WordBags, make_bags
 from flatbed.word2vec.settings import Settings
 from flatbed.word2vec.vectors import Vectors
 
@@ -29,6 +32,8 @@ LAST_RATE = 1e-4
 REPORTS, MOST_STEPS_PER_REPORT = 500, 50
 LEAST_STEPS, LEAST_WORDS = 100, 128
 """An epoch of a small text has this many steps, with fewer words than suit the optimizer, but not less."""
+STEPS_PER_DRAIN = 32
+"""With several threads, steps after which none is left unfinished: training can stop and resume there."""
 READ_WORDS = 8192
 CURRENT, MANIFEST, MARK = "CURRENT.json", "checkpoint.json", ".flatbed"
 """Files of `flatbed.save_checkpoint`."""
@@ -53,17 +58,32 @@ class Progress:
     """Mean since this loop began."""
 
 
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step whose rows are looked up and whose gradients are being computed."""
+
+    batch: TrainingBatch
+    rows: list[Tensor]
+    """Vectors of the batch's inputs and outputs, in an autograd graph; none if the batch has no pairs."""
+    gradients: Future[Gradients] | Gradients | None
+
+
 class Trainer:
-    """Skip-gram with negative sampling over a corpus.
+    """Skip-gram, or CBOW, with negative sampling over a corpus.
 
     Iterating trains, and yields `Progress` every few steps. A loop can be left and entered again: training
     continues. `run()` is such a loop, and `stop()` ends it after the current step. `save` and `resume`
     continue training in another process.
 
+    With several threads, each computes the gradients of a step of its own, and the calling thread applies
+    them in order. So a step sees rows as they were `threads` steps before, and results are repeatable.
+    Training then stops after groups of 32 steps.
+
     - `make_tables`: makes the model and the optimizer, for comparisons; by default flatbed tables.
     - `prefetch`: load rows of coming batches ahead of time; by default on a GPU, and for tables on disk.
     - `steps_per_report`: by default the number that gives about 500 reports, at most 50.
 
+    >>> from flatbed.word2vec import Corpus, Settings, Trainer
     >>> corpus = Corpus.from_sentences([["a", "cat", "and", "a", "dog"]] * 50)
     >>> trainer = Trainer(corpus, Settings(dim=8, epochs=2, device="cpu"))
     >>> for progress in trainer:
@@ -103,7 +123,9 @@ class Trainer:
             subsample=settings.subsample,
             batch_words=self.batch_words,
             seed=settings.seed,
+            shared_negatives=settings.shared_negatives,
             bags=self._bags,
+            cbow=settings.cbow,
         )
         self.n_words = len(self.corpus) * settings.epochs
         self.n_steps = self._sampler.steps_per_epoch * settings.epochs
@@ -125,6 +147,8 @@ class Trainer:
             # On a CPU, rows in memory need no loading, and a thread costs as much as it saves.
             prefetch = settings.torch_device.type != "cpu" or settings.storage == "disk"
         self._prefetch = prefetch and len(flatbed.tables(self.model)) > 0
+        is_parallel = settings.torch_device.type == "cpu" and not self._prefetch
+        self._n_threads = settings.threads if is_parallel else 1
 
     # ---- training
 
@@ -141,15 +165,15 @@ class Trainer:
                 "(the only way if it was killed before it saved a checkpoint)"
             )
         self._is_stopped = False
-        begin, words_before = time.perf_counter(), self.words
-        with closing(self._batches()) as batches:
-            for batch in batches:
-                self._train_step(batch)
-                if self.step % self._steps_per_report == 0 or self.done:
+        begin, words_before, n_reported = time.perf_counter(), self.words, self.step // self._steps_per_report
+        pool = ThreadPoolExecutor(self._n_threads) if self._n_threads > 1 else None
+        with pool or nullcontext(), closing(self._batches(pool)) as batches:
+            while not self.done and not self._is_stopped:
+                self._train_steps(batches, pool)
+                if self.step // self._steps_per_report > n_reported or self.done:
+                    n_reported = self.step // self._steps_per_report
                     seconds = max(time.perf_counter() - begin, 1e-9)
                     yield self._report((self.words - words_before) / seconds)
-                if self._is_stopped:
-                    return
 
     def run(self, progress: Callable[[Progress], None] | None = None) -> None:
         """Train to the end, or until `stop()`."""
@@ -161,9 +185,13 @@ class Trainer:
         """End the loop after the current step; for signal handlers and other threads, too."""
         self._is_stopped = True
 
-    def _batches(self) -> Generator[TrainingBatch, None, None]:
+    def _batches(self, pool: ThreadPoolExecutor | None) -> Generator[TrainingBatch, None, None]:
         """Yield the remaining batches on the computing device."""
-        sampled = map(self._sampler.make, range(self.step, self.n_steps))
+        steps = range(self.step, self.n_steps)
+        if pool is not None:
+            yield from _mapped_ahead(pool, self._sampler.make, steps, self._n_threads)
+            return
+        sampled = map(self._sampler.make, steps)
         device = self.settings.torch_device
         if device.type == "cpu" and not self._prefetch:
             yield from sampled
@@ -175,21 +203,39 @@ class Trainer:
         with closing(iter(Prefetcher(sampled, lookups, device=device))) as prefetched:
             yield from prefetched
 
-    def _train_step(self, batch: TrainingBatch) -> None:
-        """Train one step. The loss is a sum over pairs, so the batch size does not change a pair's pull."""
+    def _train_steps(self, batches: Iterator[TrainingBatch], pool: ThreadPoolExecutor | None) -> None:
+        """Train one step, or with several threads up to the next multiple of `STEPS_PER_DRAIN` steps."""
+        n_steps, n_pending = (1, 1) if pool is None else (STEPS_PER_DRAIN, self._n_threads + 1)
+        end = min((self.step // n_steps + 1) * n_steps, self.n_steps)
+        pending: deque[PendingStep] = deque()
+        while self.step < end:
+            if self.step + len(pending) < end and len(pending) < n_pending:
+                pending.append(self._begin_step(next(batches), pool))
+            else:
+                self._finish_step(pending.popleft())
+
+    def _begin_step(self, batch: TrainingBatch, pool: ThreadPoolExecutor | None) -> PendingStep:
+        if not batch.n_pairs:
+            return PendingStep(batch, [], None)
+        ids = (batch.inputs,) if batch.offsets is None else (batch.inputs, batch.offsets)
+        rows = [self.model["inputs"](*ids), self.model["outputs"](batch.outputs)]
+        compute = cbow if self.settings.cbow else skip_gram
+        arguments = (rows[0].detach(), rows[1].detach(), batch, self.settings.negatives)
+        return PendingStep(batch, rows, pool.submit(compute, *arguments) if pool else compute(*arguments))
+
+    def _finish_step(self, step: PendingStep) -> None:
+        """Update the rows. The loss is a sum over pairs, so the batch size does not change a pair's pull."""
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * self._rate_factor()
-        if batch.n_pairs:
-            rows = (batch.inputs,) if batch.offsets is None else (batch.inputs, batch.offsets)
-            inputs, outputs = self.model["inputs"](*rows), self.model["outputs"](batch.outputs)
-            loss = block_loss(inputs, outputs, batch, self.settings.negatives)
-            loss.backward()  # type: ignore[no-untyped-call]
+        found = step.gradients.result() if isinstance(step.gradients, Future) else step.gradients
+        if found is not None:
+            torch.autograd.backward(step.rows, [found.inputs, found.outputs])
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self._loss += loss.detach()
-        self._n_pairs += batch.n_pairs
+            self._loss += found.loss
+        self._n_pairs += step.batch.n_pairs
         self.step += 1
-        self.words += batch.n_words
+        self.words += step.batch.n_words
 
     def _rate_factor(self) -> float:
         return max(1 - self.step / self.n_steps, LAST_RATE)
@@ -224,16 +270,33 @@ class Trainer:
 
     # ---- results
 
+    def vectors(self, words: Sequence[str] = ()) -> Vectors:
+        """Return the current vectors of all words.
+
+        With n-grams, `words` that are not in the text follow: their vectors are the means of their n-grams.
+        """
+        known, matrix = self.corpus.words, self._read(self._bags, len(self.corpus.words))
+        in_text = set(known) if words else set()
+        others = [word for word in dict.fromkeys(words) if word not in in_text]
+        if not others:
+            return Vectors(list(known), matrix, self.corpus.counts)
+        if self._bags is None:
+            raise FlatbedError(f"{others[0]!r} is not in the text: train n-grams (buckets=) for its vector")
+        bags = make_bags(others, self.settings.buckets, self.settings.ngrams, n_known=len(known))
+        found = np.concatenate((matrix, self._read(bags, len(others))))
+        counts = np.concatenate((self.corpus.counts, np.zeros(len(others), np.int64)))
+        return Vectors([*known, *others], found, counts)
+
     @torch.no_grad()
-    def vectors(self) -> Vectors:
-        """Return the current vectors of all words."""
+    def _read(self, bags: WordBags | None, n_words: int) -> np.ndarray:
+        """Read the vectors of words by number."""
         inputs, device, parts = self.model["inputs"], self.settings.torch_device, []
-        n_words = len(self.corpus.words)
         for begin in range(0, n_words, READ_WORDS):
             words = np.arange(begin, min(begin + READ_WORDS, n_words))
-            rows = (words,) if self._bags is None else self._bags.lookup(words)
+            rows = (words,) if bags is None else bags.lookup(words)
             parts.append(inputs(*(torch.from_numpy(ids).to(device) for ids in rows)).float().cpu())
-        return Vectors(list(self.corpus.words), torch.cat(parts).numpy(), self.corpus.counts)
+        matrix: np.ndarray = torch.cat(parts).numpy()
+        return matrix
 
     def close(self) -> None:
         """Free the tables' memory and close their files; changes since the last `save` are dropped."""
@@ -261,7 +324,7 @@ class Trainer:
         saved = SavedRun.find(folder)
         if saved is None:
             raise FlatbedError(f"{folder} holds no checkpoint: check the path")
-        found, expected = saved.settings, self.settings.to_dict()
+        found, expected = {"cbow": False, **saved.settings}, self.settings.to_dict()
         differences = [
             f"{name}={found.get(name)} there and {value} here"
             for name, value in expected.items()
@@ -277,6 +340,19 @@ class Trainer:
         self.losses = list(zip(map(int, flat[::2]), flat[1::2], strict=True))
         self._loss.fill_(extra["loss"])
         self._earlier_files = []
+
+
+def _mapped_ahead(
+    pool: ThreadPoolExecutor, make: Callable[[int], TrainingBatch], steps: Sequence[int], n_ahead: int
+) -> Generator[TrainingBatch, None, None]:
+    """Yield `make(step)` of all steps, in order; threads compute the next ones."""
+    futures = deque(pool.submit(make, step) for step in steps[:n_ahead])
+    for step in chain(steps[n_ahead:], [None] * n_ahead):
+        if futures:
+            batch = futures.popleft().result()
+            if step is not None:
+                futures.append(pool.submit(make, step))
+            yield batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ class Vectors:
     - `words`: unique, most frequent first. `matrix`: (words, dim) float32.
     - `counts`: occurrences of each word; None for vectors from a file.
 
+    >>> import numpy as np
+    >>> from flatbed.word2vec import Vectors
     >>> vectors = Vectors(["up", "down", "sideways"], np.array([[0, 1], [0, -1], [1, 0.5]]))
     >>> vectors.neighbors("up", n=1)[0][0]
     'sideways'

@@ -248,7 +248,8 @@ class MappedArray(StoredArray):
 class DataGadget(StoredArray):
     """The array of a .npy file (or an array) on the GPU, or with `CPUPinn` in host memory.
 
-    >>> gadget = DataGadget(np.arange(12.0).reshape(4, 3), CPUPinn=True)
+    >>> import numpy as np, torch, flatbed.compat.speedtorch as SpeedTorch
+    >>> gadget = SpeedTorch.DataGadget(np.arange(12.0).reshape(4, 3), CPUPinn=True)
     >>> gadget.gadgetInit()
     >>> gadget.getData(np.array([3, 0], dtype=np.int32)).tolist()
     [[9.0, 10.0, 11.0], [0.0, 1.0, 2.0]]

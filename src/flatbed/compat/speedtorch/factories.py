@@ -103,8 +103,9 @@ class ModelFactory(WeightSwitcher):
 
     `diskname` is the default name for `saveCupy` and `loadCupy`. It may be left out, as in later releases.
 
-    >>> embedding = nn.Embedding(4, 2)  # as many slots as a batch has ids
-    >>> switcher = ModelFactory(embedding, total_classes=1000, embed_dimension=2, CPUPinn=True)
+    >>> import numpy as np, torch, flatbed.compat.speedtorch as SpeedTorch
+    >>> embedding = torch.nn.Embedding(4, 2)  # as many slots as a batch has ids
+    >>> switcher = SpeedTorch.ModelFactory(embedding, total_classes=1000, embed_dimension=2, CPUPinn=True)
     >>> switcher.zerosInit()
     >>> slots = torch.from_numpy(switcher.variableTransformer(batchSize=4, posPerBatch=1))
     >>> ids = np.array([7, 999, 7, 3], dtype=np.int32)
@@ -281,9 +282,9 @@ class StateSwitcher(Switcher):
 
     def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Replace the optimizer's state. Before its first step it has none, and makes it itself."""
-        self._table()
         state = self.given_optimizer.state.get(variable)
         if not state:
+            self._table()  # raises before optInit()
             if self._needs_state_dict:
                 raise FlatbedError(
                     f"rows of state were loaded, but {type(self.given_optimizer).__name__} has no state of "

@@ -91,7 +91,8 @@ class CountMatrix(StoredArray):
 class COM(CountMatrix):
     """A co-occurrence matrix on the GPU (without one: in memory), or with `CPUPinn` in host memory.
 
-    >>> matrix = COM(total_classes=5)
+    >>> import flatbed.compat.speedtorch as SpeedTorch
+    >>> matrix = SpeedTorch.COM(total_classes=5)
     >>> matrix.comInit()
     >>> matrix.addCounts([0, 0, 4], [3, 3, 1])
     >>> matrix.getEntries()[2]

@@ -66,9 +66,9 @@ def fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
 class Adam(Optimizer):
     """`torch.optim.Adam` in one pass over memory.
 
-    >>> import torch
+    >>> import flatbed, torch
     >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = Adam(model.parameters(), lr=1e-3, max_norm=1.0)
+    >>> optimizer = flatbed.optim.Adam(model.parameters(), lr=1e-3, max_norm=1.0)
     >>> model(torch.ones(2, 8)).sum().backward()
     >>> optimizer.step()
     """

@@ -43,9 +43,9 @@ def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
 class Lion(Optimizer):
     """Lion, of [Chen et al. 2023](https://arxiv.org/abs/2302.06675), in one pass over memory.
 
-    >>> import torch
+    >>> import flatbed, torch
     >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+    >>> optimizer = flatbed.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
     >>> model(torch.ones(2, 8)).sum().backward()
     >>> optimizer.step()
     """

@@ -39,7 +39,7 @@ class RowwiseAdagrad(Optimizer):
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(100, 8)
-    >>> optimizer = RowwiseAdagrad([emb.table], lr=0.01)
+    >>> optimizer = flatbed.optim.RowwiseAdagrad([emb.table], lr=0.01)
     >>> emb(torch.tensor([1, 5, 5])).sum().backward()
     >>> optimizer.step()
     """

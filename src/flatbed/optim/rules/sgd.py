@@ -63,9 +63,9 @@ def fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
 class SGD(Optimizer):
     """`torch.optim.SGD` in one pass over memory.
 
-    >>> import torch
+    >>> import flatbed, torch
     >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    >>> optimizer = flatbed.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     >>> model(torch.ones(2, 8)).sum().backward()
     >>> optimizer.step()
     """

@@ -45,7 +45,7 @@ class SparseAdam(Optimizer):
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(100, 8)
-    >>> optimizer = SparseAdam([emb.table], lr=1e-3)
+    >>> optimizer = flatbed.optim.SparseAdam([emb.table], lr=1e-3)
     >>> emb(torch.tensor([1, 5, 5])).sum().backward()
     >>> optimizer.step()
     """

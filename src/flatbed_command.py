@@ -1,0 +1,34 @@
+"""Entry point of the `flatbed` command, outside of the package: help and version take no import of torch."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+
+HELP = """\
+Usage: flatbed [OPTIONS] COMMAND [ARGS]...
+
+Training memory where it should be: word vectors, and what this machine offers.
+
+Options:
+  --version  Print the version.
+  --help     Show this message and exit.
+
+Commands:
+  word2vec   Train word vectors, over tables in host memory.
+  neighbors  Show the words whose vectors have the most similar directions.
+  doctor     Look at torch, GPU, memory, bus and disk, and recommend a storage for a table.
+
+flatbed COMMAND --help has the options of a command."""
+
+
+def main() -> None:
+    """Run the command line."""
+    if sys.argv[1:] in ([], ["--help"]):
+        print(HELP)
+    elif sys.argv[1:] == ["--version"]:
+        print(f"flatbed {version('flatbed')}")
+    else:
+        from flatbed.cli import app
+
+        app(prog_name="flatbed")
