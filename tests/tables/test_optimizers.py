@@ -437,3 +437,39 @@ def test_growing_before_a_pending_layout(storage: str, tmp_path: Path) -> None:
     emb.table.resize(30)
     assert torch.equal(emb.read_rows(range(20)), before)
     assert torch.equal(emb.read_rows(range(30)), Embedding(30, 4, seed=0).read_rows(range(30)))
+
+
+def into_state_dict(kind: Any, source: Any, folder: Path) -> None:
+    emb = made()
+    kind(emb).load_state_dict(source.state_dict())
+
+
+def into_owned_table(kind: Any, source: Any, folder: Path) -> None:
+    source.param_groups[0]["params"][0].save(folder / "table.safetensors")
+    emb = made()
+    _kept = kind(emb)
+    emb.table.load(folder / "table.safetensors")
+
+
+def into_loaded_table(kind: Any, source: Any, folder: Path) -> None:
+    source.param_groups[0]["params"][0].save(folder / "table.safetensors")
+    kind(Embedding.from_table(flatbed.load_table(folder / "table.safetensors")))
+
+
+def into_checkpoint(kind: Any, source: Any, folder: Path) -> None:
+    flatbed.save_checkpoint(folder / "saved", source.model, source)
+    model = nn.Sequential(made())
+    flatbed.load_checkpoint(folder / "saved", model, kind(model))
+
+
+@pytest.mark.parametrize("load", [into_state_dict, into_owned_table, into_loaded_table, into_checkpoint])
+def test_state_of_another_class_raises(load: Any, tmp_path: Path) -> None:
+    """NAdam has the fields of Adam, and one number more."""
+    model = nn.Sequential(made())
+    source: Any = optim.Adam(model, lr=0.1)
+    source.model = model
+    backward(model)
+    source.step()
+    with pytest.raises(FlatbedError, match=r"mu_product|Adam"):
+        load(optim.NAdam, source, tmp_path)
+    load(optim.Adam, source, tmp_path)
