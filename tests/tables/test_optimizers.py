@@ -54,6 +54,23 @@ def test_gradients_without_an_optimizer_are_an_error_at_the_next_training_lookup
     assert emb.table.grad is not None
 
 
+def test_training_in_eval_mode_without_the_table_is_an_error() -> None:
+    """As in training mode; evaluation where gradients are enabled is none."""
+    model = Model(made()).eval()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    for _ in range(3):
+        model([1])
+    model([1]).sum().backward()
+    optimizer.step()
+    for mode in (False, True):
+        with pytest.raises(FlatbedError, match=r"no optimizer has it.*requires_grad_\(False\)"):
+            model.train(mode)([1])
+    with torch.no_grad():
+        model([1])
+    model.emb.requires_grad_(False)
+    model([1]).sum().backward()
+
+
 def test_optimizer_that_comes_later_uses_the_gradients() -> None:
     emb = made(init="zeros")
     emb([1]).sum().backward()

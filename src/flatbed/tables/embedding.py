@@ -18,7 +18,7 @@ from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import gather, lookup, needs_grad, prepare_lookup
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.table import Table, make
-from flatbed.tables.view import WeightView
+from flatbed.tables.view import SavedWeight, WeightView
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,8 +34,14 @@ class TableModule(nn.Module):
     `emb.table` is that parameter. `emb.weight` shows all weights as one tensor.
     """
 
+    max_norm: float | None = None
+    norm_type = 2.0
+    scale_grad_by_freq = False
+    sparse = False
+    """Options of torch's modules that tables do not have."""
+
     def __init__(self, table: Table) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # that of nn.Embedding would allocate all rows
         self._parameters[WEIGHT] = table
 
     @property
@@ -79,6 +85,10 @@ class TableModule(nn.Module):
         """Replace the weights of some rows: ids of any shape, values (*shape, dim)."""
         self.table.write_rows(ids, values)
 
+    def reset_parameters(self) -> None:
+        """Draw all weights again, as `init` says, from another seed."""
+        self.table._storage.draw_again()
+
     def extra_repr(self) -> str:
         config = self.table._storage.config
         parts = [f"{config.n_rows}, {config.dim}"]
@@ -108,7 +118,7 @@ class TableModule(nn.Module):
             del destination[prefix + WEIGHT]
             return
         self.table._deferred_checks.check_graphs()
-        destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT)
+        destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT).as_subclass(SavedWeight)
 
     def _load_from_state_dict(
         self,
@@ -154,7 +164,7 @@ class TableModule(nn.Module):
         """Set what a kind of module has besides its table."""
 
 
-class Embedding(TableModule):
+class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     """`nn.Embedding` whose rows, and their optimizer state, live on the host or on disk.
 
     - `num_embeddings`, `embedding_dim`: number of rows, and of weights in each row.
@@ -235,7 +245,7 @@ class Embedding(TableModule):
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
-class EmbeddingBag(TableModule):
+class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
     """`nn.EmbeddingBag` whose rows, and their optimizer state, live on the host or on disk.
 
     - `mode`: how the rows of a bag are reduced: "mean", "sum" or "max".
