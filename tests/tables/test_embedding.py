@@ -492,3 +492,57 @@ def test_compiled_models(backend: str, cache_rows: int) -> None:
             optimizer.zero_grad()
     for name, value in models[0].state_dict().items():
         torch.testing.assert_close(value, models[1].state_dict()[name])
+
+
+# ---- files
+
+
+def test_existing_file_is_named_once_on_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    made("disk", tmp_path, seed=3, padding_idx=2, init="uniform").table.checkpoint()
+    assert capfd.readouterr().err == ""
+    for options in ({}, {"seed": 3}, {"init": "uniform"}):
+        made("disk", tmp_path, padding_idx=2, **options).table.close()
+    assert capfd.readouterr().err.count(f"{tmp_path / 'table'} exists") == 1
+
+
+@pytest.mark.parametrize("resume", [None, True])
+@pytest.mark.parametrize("bag", [False, True])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 4},
+        {"init": "normal"},
+        {"padding_idx": None},
+        {"padding_idx": 3},
+        {"dtype": torch.float64},
+        {"dim": 6},
+    ],
+    ids=str,
+)
+def test_existing_file_must_be_what_was_asked_for(
+    other: dict[str, Any], bag: bool, resume: bool | None, tmp_path: Path
+) -> None:
+    kind = flatbed.EmbeddingBag if bag else flatbed.Embedding
+    options: dict[str, Any] = {"seed": 3, "init": "uniform", "padding_idx": 2}
+    path = tmp_path / "table"
+    first = kind(ROWS, DIM, storage="disk", path=path, **options)
+    expected = first.read_rows(EVERY)
+    first.table.close()
+    dim = other.get("dim", DIM)
+    wrong = {name: value for name, value in {**options, **other}.items() if name != "dim"}
+    with pytest.raises(flatbed.FlatbedError, match=r"table.*(asked for|load_table)"):
+        kind(ROWS, dim, storage="disk", path=path, resume=resume, **wrong)
+    again = kind(ROWS, DIM, storage="disk", path=path, resume=True, **options)
+    assert torch.equal(again.read_rows(EVERY), expected)
+    again.table.close()
+
+
+def test_resume_says_if_a_file_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(flatbed.FlatbedError, match=r"no table at.*resume=True"):
+        made("disk", tmp_path, resume=True)
+    made("disk", tmp_path, resume=False, seed=1).table.checkpoint()
+    with pytest.raises(flatbed.FlatbedError, match=r"exists.*resume=False"):
+        made("disk", tmp_path, resume=False, seed=1)
+    for wrong, error in ((True, ValueError), ("yes", TypeError)):
+        with pytest.raises(error, match="resume"):
+            made(resume=wrong)

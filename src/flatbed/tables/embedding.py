@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import FlatbedError
-from flatbed.tables.config import build_config
+from flatbed.progress import note
+from flatbed.tables.config import Config, build_config, check_file
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import gather, lookup, needs_grad, prepare_lookup
 from flatbed.tables.record import WEIGHT
@@ -164,16 +165,34 @@ class TableModule(nn.Module):
         """Set what a kind of module has besides its table."""
 
 
+_announced: set[Path] = set()
+
+
+def _opened(config: Config, device: Any, *, replicate: bool, resume: bool | None) -> Table:
+    """Make a table, or open its file. With ``resume=None``, an opened file is named once, on stderr."""
+    check_file(config, resume)
+    table = make(config, device, replicate=replicate)
+    path = config.path
+    if path is not None and resume is None and table._storage.is_allocated and path not in _announced:
+        _announced.add(path)
+        note(f"{path} exists, and the table goes on from its rows (resume=True: without this line)")
+    return table
+
+
 class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     """`nn.Embedding` whose rows, and their optimizer state, live on the host or on disk.
 
     - `num_embeddings`, `embedding_dim`: number of rows, and of weights in each row.
     - `padding_idx`: a row that starts as zeros and gets no gradient.
     - `storage`: "host", "disk" (a file, `path`) or "device" (memory of the computing device).
-    - `path`: the file of ``storage="disk"``. An existing file is opened, not overwritten.
+    - `path`: the file of ``storage="disk"``. An existing file is opened, not overwritten, if shape, dtype,
+      `padding_idx`, and `init` and `seed` if given, are those of the file.
+    - `resume`: True if the file at `path` must exist, False if it must not. By default either is right, and
+      a line on stderr tells that an existing file is used.
     - `device`: where lookups and steps are computed. `.to()` changes it, and leaves rows in their storage.
     - `dtype`: dtype of the weights, by default torch's default dtype; `.half()` does not change it.
-    - `init`: "normal", "uniform", "zeros", a number, ("normal", mean, std) or ("uniform", low, high).
+    - `init`: "normal" (the default), "uniform", "zeros", a number, ("normal", mean, std) or
+      ("uniform", low, high).
     - `seed`: the first weights of a row depend on (seed, row). By default a seed is drawn from torch's
       generator, so that tables start different and `torch.manual_seed` makes them repeatable.
     - `replicate`: with several ranks, average gradients over them, so that replicas stay equal. With False
@@ -199,8 +218,9 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         path: str | Path | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        init: Any = "normal",
+        init: Any = None,
         seed: int | None = None,
+        resume: bool | None = None,
         replicate: bool = True,
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
@@ -219,7 +239,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             cache_bytes=cache_bytes,
             cache_policy=cache_policy,
         )
-        super().__init__(make(config, device, replicate=replicate))
+        super().__init__(_opened(config, device, replicate=replicate, resume=resume))
 
     @classmethod
     def from_pretrained(
@@ -274,8 +294,9 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         path: str | Path | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        init: Any = "normal",
+        init: Any = None,
         seed: int | None = None,
+        resume: bool | None = None,
         replicate: bool = True,
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
@@ -295,7 +316,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
             cache_policy=cache_policy,
         )
         _check_mode(mode)
-        super().__init__(make(config, device, replicate=replicate))
+        super().__init__(_opened(config, device, replicate=replicate, resume=resume))
         self._set_options(mode=mode, include_last_offset=include_last_offset)
 
     def _set_options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:
