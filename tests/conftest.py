@@ -5,6 +5,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+os.environ["FLATBED_DEBUG_LOCKS"] = "1"
+
 if not torch.cuda.is_available():
     # Triton's functions, its own and ours, become compiled or interpreted ones when they are imported.
     # Tests that want kernels interpreted set the variable again, for flatbed looks at it, too.
@@ -16,10 +18,6 @@ if not torch.cuda.is_available():
         import flatbed.kernels._triton.cache
         import flatbed.kernels._triton.row_step  # noqa: F401
     del os.environ["TRITON_INTERPRET"]
-
-from flatbed.cuda import streams
-
-streams.check_lock_order = True
 
 # A shared machine may stall any single example; the suite as a whole has its own limit.
 settings.register_profile("flatbed", deadline=None)

@@ -54,3 +54,8 @@ def _bar(unit: str) -> Progress:
         console=Console(stderr=True),
         transient=True,
     )
+
+
+def note(message: str) -> None:
+    """Write a line to stderr, where no filter of warnings reaches."""
+    sys.stderr.write(f"flatbed: {message}\n")

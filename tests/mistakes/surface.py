@@ -46,6 +46,7 @@ NO_MISTAKE = {
     ),
     "takes no argument, and can be called at any time and as often as one likes": (
         "flatbed.ContiguousParams.make_params_contiguous",
+        "flatbed.Embedding*.reset_parameters",
         "flatbed.RowReader.close",
         "flatbed.Table.drop_state",
         "flatbed.compat.speedtorch.*.close",

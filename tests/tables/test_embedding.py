@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ def test_state_dict_goes_to_torch_and_back(storage: str, tmp_path: Path) -> None
     state = ours.state_dict()
     assert list(state) == list(theirs.state_dict())
     weight = state["inner.rows.weight"]
-    assert type(weight) is Tensor
+    assert isinstance(weight, Tensor)
     assert weight.is_contiguous()
     assert weight.untyped_storage().nbytes() == ROWS * DIM * 4
     assert theirs.load_state_dict(state) == theirs.load_state_dict(theirs.state_dict())
@@ -208,10 +209,38 @@ def test_state_dict_goes_to_torch_and_back(storage: str, tmp_path: Path) -> None
     assert torch.equal(ours(ids), fresh(ids))
 
 
-def test_state_dict_is_a_copy() -> None:
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "copy_": lambda weight: weight.copy_(torch.ones(ROWS, DIM)),
+    "item": lambda weight: weight.__setitem__(slice(2, 4), 1.0),
+    "rows": lambda weight: weight[2:4].zero_(),
+    "data": lambda weight: weight.data.zero_(),
+    "out": lambda weight: torch.add(weight, 1, out=weight),
+    "init": nn.init.zeros_,
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("how", IN_PLACE)
+def test_writing_into_a_state_dict_raises(how: str, storage: str, tmp_path: Path) -> None:
+    """In torch it changes the model; here it would change a copy."""
+    model = Model(made(storage, tmp_path))
+    for options in ({}, {"keep_vars": True}):
+        with pytest.raises(flatbed.FlatbedError, match=r"copy.*emb\.weight.*write_rows"):
+            IN_PLACE[how](model.state_dict(**options)["inner.rows.weight"])
+
+
+def test_weights_in_a_state_dict_are_ordinary_otherwise(tmp_path: Path) -> None:
     emb = made()
-    emb.state_dict()["weight"].zero_()
-    assert emb.weight.any()
+    weight = emb.state_dict()["weight"]
+    found = [weight + 1, weight.clone(), weight.detach(), copy.deepcopy(weight), weight.T @ weight]
+    assert [type(one) for one in found] == [Tensor] * len(found)
+    found[3].mul_(2)
+    torch.zeros(ROWS, DIM).copy_(weight)
+    torch.save({"weight": weight}, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)["weight"]
+    assert type(loaded) is Tensor
+    emb.load_state_dict({"weight": loaded.mul_(3)})
+    assert torch.equal(emb.weight, 3 * weight)
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "size", "both"])
@@ -337,6 +366,38 @@ def test_freezing(way: str) -> None:
 # ---- modules
 
 
+@pytest.mark.parametrize("storage", ["host", "device"])
+def test_initialisers_that_look_for_embeddings(storage: str) -> None:
+    """Also those of torch: `isinstance`, `reset_parameters`, the padding row."""
+    model = nn.Sequential(made(storage, padding_idx=3), flatbed.EmbeddingBag(ROWS, DIM))
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            nn.init.constant_(module.weight, 2.0)
+            if module.padding_idx is not None:
+                module.weight.data[module.padding_idx].zero_()
+
+    model.apply(init)
+    expected = torch.full((ROWS, DIM), 2.0)
+    assert torch.equal(model[1].read_rows(EVERY), expected)
+    expected[3] = 0
+    assert torch.equal(model[0].read_rows(EVERY), expected)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("used", [False, True])
+def test_reset_parameters_draws_again(storage: str, used: bool, tmp_path: Path) -> None:
+    emb = made(storage, tmp_path, padding_idx=3, init=("uniform", 5, 6))
+    before = emb.read_rows(EVERY) if used else torch.zeros(ROWS, DIM)
+    torch.manual_seed(3)
+    emb.reset_parameters()
+    torch.manual_seed(3)
+    expected = flatbed.Embedding(ROWS, DIM, 3, init=("uniform", 5, 6)).read_rows(EVERY)
+    assert torch.equal(emb.read_rows(EVERY), expected)
+    assert not torch.equal(expected, before)
+    emb.table.close(discard=True)
+
+
 def test_table_shared_by_modules_counts_once() -> None:
     """Two towers and a nested bag over the same rows."""
     first = flatbed.Embedding(ROWS, DIM, padding_idx=2, init="zeros")
@@ -431,3 +492,57 @@ def test_compiled_models(backend: str, cache_rows: int) -> None:
             optimizer.zero_grad()
     for name, value in models[0].state_dict().items():
         torch.testing.assert_close(value, models[1].state_dict()[name])
+
+
+# ---- files
+
+
+def test_existing_file_is_named_once_on_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    made("disk", tmp_path, seed=3, padding_idx=2, init="uniform").table.checkpoint()
+    assert capfd.readouterr().err == ""
+    for options in ({}, {"seed": 3}, {"init": "uniform"}):
+        made("disk", tmp_path, padding_idx=2, **options).table.close()
+    assert capfd.readouterr().err.count(f"{tmp_path / 'table'} exists") == 1
+
+
+@pytest.mark.parametrize("resume", [None, True])
+@pytest.mark.parametrize("bag", [False, True])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 4},
+        {"init": "normal"},
+        {"padding_idx": None},
+        {"padding_idx": 3},
+        {"dtype": torch.float64},
+        {"dim": 6},
+    ],
+    ids=str,
+)
+def test_existing_file_must_be_what_was_asked_for(
+    other: dict[str, Any], bag: bool, resume: bool | None, tmp_path: Path
+) -> None:
+    kind = flatbed.EmbeddingBag if bag else flatbed.Embedding
+    options: dict[str, Any] = {"seed": 3, "init": "uniform", "padding_idx": 2}
+    path = tmp_path / "table"
+    first = kind(ROWS, DIM, storage="disk", path=path, **options)
+    expected = first.read_rows(EVERY)
+    first.table.close()
+    dim = other.get("dim", DIM)
+    wrong = {name: value for name, value in {**options, **other}.items() if name != "dim"}
+    with pytest.raises(flatbed.FlatbedError, match=r"table.*(asked for|load_table)"):
+        kind(ROWS, dim, storage="disk", path=path, resume=resume, **wrong)
+    again = kind(ROWS, DIM, storage="disk", path=path, resume=True, **options)
+    assert torch.equal(again.read_rows(EVERY), expected)
+    again.table.close()
+
+
+def test_resume_says_if_a_file_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(flatbed.FlatbedError, match=r"no table at.*resume=True"):
+        made("disk", tmp_path, resume=True)
+    made("disk", tmp_path, resume=False, seed=1).table.checkpoint()
+    with pytest.raises(flatbed.FlatbedError, match=r"exists.*resume=False"):
+        made("disk", tmp_path, resume=False, seed=1)
+    for wrong, error in ((True, ValueError), ("yes", TypeError)):
+        with pytest.raises(error, match="resume"):
+            made(resume=wrong)

@@ -54,6 +54,23 @@ def test_gradients_without_an_optimizer_are_an_error_at_the_next_training_lookup
     assert emb.table.grad is not None
 
 
+def test_training_in_eval_mode_without_the_table_is_an_error() -> None:
+    """As in training mode; evaluation where gradients are enabled is none."""
+    model = Model(made()).eval()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    for _ in range(3):
+        model([1])
+    model([1]).sum().backward()
+    optimizer.step()
+    for mode in (False, True):
+        with pytest.raises(FlatbedError, match=r"no optimizer has it.*requires_grad_\(False\)"):
+            model.train(mode)([1])
+    with torch.no_grad():
+        model([1])
+    model.emb.requires_grad_(False)
+    model([1]).sum().backward()
+
+
 def test_optimizer_that_comes_later_uses_the_gradients() -> None:
     emb = made(init="zeros")
     emb([1]).sum().backward()
@@ -437,3 +454,39 @@ def test_growing_before_a_pending_layout(storage: str, tmp_path: Path) -> None:
     emb.table.resize(30)
     assert torch.equal(emb.read_rows(range(20)), before)
     assert torch.equal(emb.read_rows(range(30)), Embedding(30, 4, seed=0).read_rows(range(30)))
+
+
+def into_state_dict(kind: Any, source: Any, folder: Path) -> None:
+    emb = made()
+    kind(emb).load_state_dict(source.state_dict())
+
+
+def into_owned_table(kind: Any, source: Any, folder: Path) -> None:
+    source.param_groups[0]["params"][0].save(folder / "table.safetensors")
+    emb = made()
+    _kept = kind(emb)
+    emb.table.load(folder / "table.safetensors")
+
+
+def into_loaded_table(kind: Any, source: Any, folder: Path) -> None:
+    source.param_groups[0]["params"][0].save(folder / "table.safetensors")
+    kind(Embedding.from_table(flatbed.load_table(folder / "table.safetensors")))
+
+
+def into_checkpoint(kind: Any, source: Any, folder: Path) -> None:
+    flatbed.save_checkpoint(folder / "saved", source.model, source)
+    model = nn.Sequential(made())
+    flatbed.load_checkpoint(folder / "saved", model, kind(model))
+
+
+@pytest.mark.parametrize("load", [into_state_dict, into_owned_table, into_loaded_table, into_checkpoint])
+def test_state_of_another_class_raises(load: Any, tmp_path: Path) -> None:
+    """NAdam has the fields of Adam, and one number more."""
+    model = nn.Sequential(made())
+    source: Any = optim.Adam(model, lr=0.1)
+    source.model = model
+    backward(model)
+    source.step()
+    with pytest.raises(FlatbedError, match=r"mu_product|Adam"):
+        load(optim.NAdam, source, tmp_path)
+    load(optim.Adam, source, tmp_path)

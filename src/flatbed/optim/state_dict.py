@@ -164,6 +164,12 @@ def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
 def _check_table_state(slot: TableSlot, held: Any) -> dict[str, Any]:
     """A table's state in a checkpoint; raise if it does not fit the table."""
     table, found = slot.table, dict(held or {})
+    missing = [name for name in table.scalars() if not name.startswith("_") and name not in found]
+    if found and missing:
+        raise FlatbedError(
+            f"the checkpoint's state of table {slot.name} lacks '{missing[0]}' and has "
+            f"{', '.join(map(repr, found))}: it belongs to another optimizer. Build that one"
+        )
     for field in table._storage.record.state:
         value = found.get(field.name)
         shape = (table.num_embeddings, field.count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Config:
     """Records in the cache. None without `cache_bytes`: a few batches on a GPU, no cache on a CPU."""
     cache_bytes: int | None = None
     cache_policy: str = "lfu"
+    asked: frozenset[str] = field(default=frozenset(), compare=False)
+    """Names in `describe` that a file at `path` must agree with, since the user gave them."""
 
     def __post_init__(self) -> None:
         if self.n_rows < 1 or self.dim < 1:
@@ -94,7 +96,7 @@ def build_config(
     storage: str = "host",
     path: str | Path | None = None,
     dtype: torch.dtype | None = None,
-    init: Any = "normal",
+    init: Any = None,
     seed: int | None = None,
     cache_rows: int | None = None,
     cache_bytes: int | None = None,
@@ -112,20 +114,35 @@ def build_config(
         if not -n_rows <= padding_idx < n_rows:
             raise ValueError(f"padding_idx must be within the {n_rows} rows; found {padding_idx}")
         padding_idx %= n_rows
+    given = {"init": init, "seed": seed}
     config = Config(
         n_rows=n_rows,
         dim=as_integer("embedding_dim", embedding_dim),
         dtype=torch.get_default_dtype() if dtype is None else dtype,
         storage=storage,
         path=None if path is None else Path(path).absolute(),
-        init=initializers.parse(init),
+        init=initializers.parse("normal" if init is None else init),
         # Drawn as torch draws first weights: repeatable with torch.manual_seed, different for every table.
         seed=int(torch.randint(1 << 62, (), device="cpu")) if seed is None else as_integer("seed", seed),
         padding_idx=padding_idx,
+        asked=frozenset(name for name, value in given.items() if value is not None) | {"padding_idx"},
     )
     empty = torch.empty((0, config.dim), dtype=config.dtype, device="cpu")
     initializers.fill_(empty, first_row=0, init=config.init, seed=config.seed)  # raises if init does not fit
     return with_cache(config, cache_rows, cache_bytes, cache_policy)
+
+
+def check_file(config: Config, resume: bool | None) -> None:
+    """Raise unless the file of a disk table exists as `resume` says; None: it may or may not."""
+    if resume not in (None, True, False):
+        raise TypeError(f"resume must be True, False or None; found {resume!r}")
+    path = config.path
+    if path is None and resume is not None:
+        raise ValueError(f'resume is for storage="disk"; found resume={resume}, storage={config.storage!r}')
+    if path is not None and resume is True and not path.exists():
+        raise FlatbedError(f"there is no table at {path}, and resume=True: check the path")
+    if path is not None and resume is False and path.exists():
+        raise FlatbedError(f"{path} exists, and resume=False: choose another path, or delete the file first")
 
 
 def with_cache(config: Config, cache_rows: int | None, cache_bytes: int | None, cache_policy: str) -> Config:

@@ -13,12 +13,13 @@ from torch.nn import functional
 
 from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import FlatbedError
-from flatbed.tables.config import build_config
+from flatbed.progress import note
+from flatbed.tables.config import Config, build_config, check_file
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import gather, lookup, needs_grad, prepare_lookup
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.table import Table, make
-from flatbed.tables.view import WeightView
+from flatbed.tables.view import SavedWeight, WeightView
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,8 +35,14 @@ class TableModule(nn.Module):
     `emb.table` is that parameter. `emb.weight` shows all weights as one tensor.
     """
 
+    max_norm: float | None = None
+    norm_type = 2.0
+    scale_grad_by_freq = False
+    sparse = False
+    """Options of torch's modules that tables do not have."""
+
     def __init__(self, table: Table) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # that of nn.Embedding would allocate all rows
         self._parameters[WEIGHT] = table
 
     @property
@@ -79,6 +86,10 @@ class TableModule(nn.Module):
         """Replace the weights of some rows: ids of any shape, values (*shape, dim)."""
         self.table.write_rows(ids, values)
 
+    def reset_parameters(self) -> None:
+        """Draw all weights again, as `init` says, from another seed."""
+        self.table._storage.draw_again()
+
     def extra_repr(self) -> str:
         config = self.table._storage.config
         parts = [f"{config.n_rows}, {config.dim}"]
@@ -108,7 +119,7 @@ class TableModule(nn.Module):
             del destination[prefix + WEIGHT]
             return
         self.table._deferred_checks.check_graphs()
-        destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT)
+        destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT).as_subclass(SavedWeight)
 
     def _load_from_state_dict(
         self,
@@ -154,16 +165,34 @@ class TableModule(nn.Module):
         """Set what a kind of module has besides its table."""
 
 
-class Embedding(TableModule):
+_announced: set[Path] = set()
+
+
+def _opened(config: Config, device: Any, *, replicate: bool, resume: bool | None) -> Table:
+    """Make a table, or open its file. With ``resume=None``, an opened file is named once, on stderr."""
+    check_file(config, resume)
+    table = make(config, device, replicate=replicate)
+    path = config.path
+    if path is not None and resume is None and table._storage.is_allocated and path not in _announced:
+        _announced.add(path)
+        note(f"{path} exists, and the table goes on from its rows (resume=True: without this line)")
+    return table
+
+
+class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     """`nn.Embedding` whose rows, and their optimizer state, live on the host or on disk.
 
     - `num_embeddings`, `embedding_dim`: number of rows, and of weights in each row.
     - `padding_idx`: a row that starts as zeros and gets no gradient.
     - `storage`: "host", "disk" (a file, `path`) or "device" (memory of the computing device).
-    - `path`: the file of ``storage="disk"``. An existing file is opened, not overwritten.
+    - `path`: the file of ``storage="disk"``. An existing file is opened, not overwritten, if shape, dtype,
+      `padding_idx`, and `init` and `seed` if given, are those of the file.
+    - `resume`: True if the file at `path` must exist, False if it must not. By default either is right, and
+      a line on stderr tells that an existing file is used.
     - `device`: where lookups and steps are computed. `.to()` changes it, and leaves rows in their storage.
     - `dtype`: dtype of the weights, by default torch's default dtype; `.half()` does not change it.
-    - `init`: "normal", "uniform", "zeros", a number, ("normal", mean, std) or ("uniform", low, high).
+    - `init`: "normal" (the default), "uniform", "zeros", a number, ("normal", mean, std) or
+      ("uniform", low, high).
     - `seed`: the first weights of a row depend on (seed, row). By default a seed is drawn from torch's
       generator, so that tables start different and `torch.manual_seed` makes them repeatable.
     - `replicate`: with several ranks, average gradients over them, so that replicas stay equal. With False
@@ -189,8 +218,9 @@ class Embedding(TableModule):
         path: str | Path | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        init: Any = "normal",
+        init: Any = None,
         seed: int | None = None,
+        resume: bool | None = None,
         replicate: bool = True,
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
@@ -209,7 +239,7 @@ class Embedding(TableModule):
             cache_bytes=cache_bytes,
             cache_policy=cache_policy,
         )
-        super().__init__(make(config, device, replicate=replicate))
+        super().__init__(_opened(config, device, replicate=replicate, resume=resume))
 
     @classmethod
     def from_pretrained(
@@ -235,7 +265,7 @@ class Embedding(TableModule):
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
-class EmbeddingBag(TableModule):
+class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
     """`nn.EmbeddingBag` whose rows, and their optimizer state, live on the host or on disk.
 
     - `mode`: how the rows of a bag are reduced: "mean", "sum" or "max".
@@ -264,8 +294,9 @@ class EmbeddingBag(TableModule):
         path: str | Path | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        init: Any = "normal",
+        init: Any = None,
         seed: int | None = None,
+        resume: bool | None = None,
         replicate: bool = True,
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
@@ -285,7 +316,7 @@ class EmbeddingBag(TableModule):
             cache_policy=cache_policy,
         )
         _check_mode(mode)
-        super().__init__(make(config, device, replicate=replicate))
+        super().__init__(_opened(config, device, replicate=replicate, resume=resume))
         self._set_options(mode=mode, include_last_offset=include_last_offset)
 
     def _set_options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:

@@ -47,7 +47,10 @@ def create_storage(
 
 
 def open_storage(config: Config) -> tuple[DiskStorage, Config]:
-    """Open the file of a disk table. Returns a config with the file's initializer, too."""
+    """Open the file of a disk table, if it is what was asked for.
+
+    Returns a config with the file's initializer, too.
+    """
     assert config.path is not None
     storage = DiskStorage.open(config.path)
     weight, found = config.weight, storage.record.weight
@@ -59,6 +62,13 @@ def open_storage(config: Config) -> tuple[DiskStorage, Config]:
             f"(flatbed.load_table reads it from the file), or choose another path"
         )
     about = storage.meta.get("table", {})
+    for name, wanted in config.describe().items():
+        if name in config.asked & about.keys() and about[name] != wanted:
+            storage.close()
+            raise FlatbedError(
+                f"{config.path} was made with {name}={about[name]}; asked for {wanted}. Ask for what it has "
+                f"(flatbed.load_table reads it from the file), or choose another path"
+            )
     if "init" in about:
         config = replace(config, init=initializers.described(about["init"]), seed=int(about["seed"]))
     return storage, config

@@ -148,9 +148,14 @@ def gather(table: Table, batch: LookupBatch) -> Tensor:
 
 
 def needs_grad(table: Table, *, training: bool) -> bool:
-    """Return True if a lookup records gradients. Raises in training if no optimizer has the table."""
+    """Return True if a lookup records gradients.
+
+    Raises if the lookups before it trained the table, and no optimizer has it. A model that is trained in
+    training mode may be evaluated in between, also where gradients are enabled.
+    """
     if not (torch.is_grad_enabled() and table._needs_grad):
         return False
-    if training and table._orphaned:
+    if table._orphaned and (training or table._orphaned_in_eval):
         table._check_owner()
+    table._last_training = training
     return True

@@ -181,7 +181,8 @@ def check_fit(table: Table, found: TableFile) -> None:
             f"{found.path} holds a table of {n_rows} × {dim}, and this one is of "
             f"{config.n_rows} × {config.dim}: make one of the file's size (flatbed.load_table does)"
         )
-    ours, theirs = _counts(table._storage.record.state), _counts(found.record.state)
+    ours = _counts(table._storage.record.state, table.scalars())
+    theirs = _counts(found.record.state, found.scalars)
     if table._owner is not None and theirs and ours != theirs:
         raise FlatbedError(
             f"{found.path} holds the optimizer state {_listed(theirs)}, and {type(table._owner).__name__} "
@@ -190,8 +191,11 @@ def check_fit(table: Table, found: TableFile) -> None:
         )
 
 
-def _counts(fields: Iterable[Field]) -> dict[str, int]:
-    return {field.name: field.count for field in fields}
+def _counts(fields: Iterable[Field], scalars: Iterable[str]) -> dict[str, int]:
+    """Return the size of each state, and 1 for each number of state; nothing without state."""
+    counts = {field.name: field.count for field in fields}
+    numbers = {name: 1 for name in scalars if not name.startswith("_")}
+    return counts | numbers if counts else {}
 
 
 def _listed(counts: Mapping[str, int]) -> str:

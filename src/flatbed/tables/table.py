@@ -49,7 +49,8 @@ class Table(TableParameter):
         table._grads = GradAccumulator(config.n_rows)
         table.replicate = replicate
         table._owner_ref = None
-        table._orphaned = False
+        table._orphaned = table._orphaned_in_eval = False
+        table._last_training = True
         table._deferred_checks = DeferredIdChecks()
         table._exchanges = 0
         table._prefetched = []
@@ -57,6 +58,11 @@ class Table(TableParameter):
 
     _owner_ref: weakref.ref[Any] | None
     _orphaned: bool
+    """True if gradients were recorded while no optimizer had the table."""
+    _orphaned_in_eval: bool
+    """True if the lookup before them was in eval mode."""
+    _last_training: bool
+    """The mode of the last lookup with gradient."""
     _deferred_checks: DeferredIdChecks
     _exchanges: int
     _prefetched: list[LookupBatch]
@@ -149,7 +155,7 @@ class Table(TableParameter):
     def _record_grads(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
         """Record the gradients of a lookup. Called in backward, in any thread."""
         if self._owner_ref is None or self._owner_ref() is None:
-            self._orphaned = True
+            self._orphaned, self._orphaned_in_eval = True, not self._last_training
         self._grads.record(rows, grads, batch)
 
     def _raise_bad_ids(self, *, wait: bool = True) -> None:

@@ -428,6 +428,20 @@ class TableStorage:
         storage.check()
         storage.record.view(storage.memory[start:stop], name).copy_(values)
 
+    def draw_again(self) -> None:
+        """Replace all weights by first weights of another seed. State stays."""
+        config = replace(self.config, seed=int(torch.randint(1 << 62, (), device=CPU)))
+        if not self.is_allocated and self.in_memory:
+            self.config = config
+        else:  # the seed stays: it is that of the file, and rows that are added later are drawn from it
+            self.ensure_layout()
+            record = Record((config.weight,))
+            fill = initial_rows(config, record)
+            for start, stop in self.field_blocks(config.weight.name):
+                records = torch.empty((stop - start, record.nbytes), dtype=torch.uint8, device=CPU)
+                fill(start, stop, records)
+                self.write_field(config.weight.name, start, record.view(records, config.weight.name))
+
     def field_blocks(self, name: str) -> Iterator[tuple[int, int]]:
         """Yield the bounds of blocks of rows for `read_field` and `write_field`."""
         return row_blocks(0, self.config.n_rows, max(self.record[name].nbytes, self.record.nbytes))

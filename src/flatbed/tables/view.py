@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import WEIGHT
@@ -75,6 +76,45 @@ class WeightView(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override,unused-ignore]
         return repr(self.detach().clone())
+
+
+class SavedWeight(Tensor):
+    """Weights in a state dict: a copy, which `load_state_dict` takes. In-place operations on it raise.
+
+    Those on the entries of torch's state dicts would change the model.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if (in_place and args and isinstance(args[0], cls)) or isinstance((kwargs or {}).get("out"), cls):
+            raise FlatbedError(
+                f"{name} was called on a table's weights in a state dict, which are a copy: write into "
+                f"emb.weight (a table on disk: emb.write_rows(ids, values)), or clone them and call "
+                f"load_state_dict"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func in DETACHING:  # for torch.distributed.checkpoint, which loads into it
+                return result.as_subclass(Tensor)
+            saved = args[0] if args else None
+            return tree_map_only(
+                Tensor, lambda one: one.as_subclass(cls if _shared(one, saved) else Tensor), result
+            )
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def _shared(one: Tensor, other: Any) -> bool:
+    """Return True if both are tensors in the same memory."""
+    if not isinstance(other, Tensor) or {one.layout, other.layout} != {torch.strided}:
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
 def _of_the_table(func: Any, view: WeightView, args: Any, kwargs: Any) -> tuple[Any] | None:

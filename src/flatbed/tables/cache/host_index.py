@@ -308,8 +308,10 @@ class HostIndexCache:
                 self.storage.scatter_(ids[outside], records[self._copy_to_device(outside)].to(CPU))
             inside = cached.nonzero().flatten()
             at = self._copy_to_device(slots[inside])
-            self.records.index_copy_(0, at, records.index_select(0, self._copy_to_device(inside)))
+            changed = records.index_select(0, self._copy_to_device(inside))
+            # Marked first: after an interruption, a record that has changed is written back.
             self._mark_changed(ids[inside], slots[inside].numpy())
+            self.records.index_copy_(0, at, changed)
 
     def flush(self) -> None:
         with self.lock:

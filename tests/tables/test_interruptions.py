@@ -1,0 +1,113 @@
+"""Ctrl-C anywhere in a training step: each row is as before the step or as after it, and stays so."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flatbed
+from tests.tables.tables import everything
+
+SOURCE = str(Path(flatbed.__file__).parent)
+ROWS, DIM = 24, 3
+BATCHES = [[1, 2, 3, 4], [5, 1, 23, 6], [7, 2, 8, 8, 1, 9]]
+APART = 11  # calls between two interruptions
+
+
+def interrupted(act: Callable[[], Any], number: int) -> bool:
+    """Interrupt at a call, where Python handles signals; returns False if there are fewer calls."""
+    n_seen = 0
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal n_seen
+        file = frame.f_code.co_filename
+        # At the begin of a function, and after a function of C. Tests check locks in Python: left out.
+        skipped = file.endswith("streams.py") or frame.f_code.co_name == "<genexpr>"
+        if event in ("call", "c_return") and file.startswith(SOURCE) and not skipped:
+            n_seen += 1
+            if n_seen == number:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return n_seen >= number
+
+
+def made(storage: str, folder: Path) -> tuple[Any, Any]:
+    folder.mkdir(exist_ok=True)
+    path = folder / "table" if storage == "disk" else None
+    emb = flatbed.Embedding(ROWS, DIM, seed=1, storage=storage, path=path, cache_rows=6)
+    return emb, flatbed.optim.Adam(emb, lr=0.1)
+
+
+def step(emb: Any, optimizer: Any, ids: list[int]) -> None:
+    emb(torch.tensor(ids)).sin().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def records(emb: Any) -> Tensor:
+    """Weights and state of all rows, side by side."""
+    weight, state = everything(emb)
+    return torch.cat([weight, *state.values()], 1)
+
+
+def check_rows(emb: Any, before: Tensor, after: Tensor) -> Tensor:
+    """Each row is one of two, and the same however it is asked for. Returns the rows."""
+    answer: Future[Tensor] = Future()
+    threading.Thread(target=lambda: answer.set_result(records(emb)), daemon=True).start()
+    found = answer.result(timeout=20)  # no lock may be left behind
+    as_before, as_after = (found == before).all(1), (found == after).all(1)
+    assert (as_before | as_after).all(), (~(as_before | as_after)).nonzero().flatten().tolist()
+    for ids in ([10, 11, 12], [13, 14, 15, 16], [17, 18, 19, 20, 21, 22]):  # evicts all others
+        emb(torch.tensor(ids))
+        assert torch.equal(records(emb), found)
+    return found
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_rows_of_an_interrupted_step(storage: str, tmp_path: Path) -> None:
+    number, checked = 1, 0
+    while True:
+        emb, optimizer = made(storage, tmp_path / str(number))
+        for ids in BATCHES[:2]:
+            step(emb, optimizer, ids)
+        before = records(emb)
+        twin, its = made(storage, tmp_path / f"{number} whole")
+        for ids in BATCHES:
+            step(twin, its, ids)
+        after = records(twin)
+        twin.table.close(discard=True)
+        emb(torch.tensor(BATCHES[2]))  # some rows are cached, and changed
+        step_ids = BATCHES[2]
+        if not interrupted(lambda: step(emb, optimizer, step_ids), number):  # noqa: B023
+            emb.table.close(discard=True)
+            break
+        found = check_rows(emb, before, after)
+        name = tmp_path / f"{number}.safetensors"
+        if storage == "disk":
+            emb.table.checkpoint()
+            emb.table.close(discard=True)
+            name = tmp_path / str(number) / "table"
+        else:
+            emb.table.save(name)
+        again = flatbed.Embedding.from_table(flatbed.load_table(name))
+        assert torch.equal(records(again), found)
+        again.table.close(discard=True)
+        checked += 1
+        number += APART
+    assert checked > 20
