@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatbed.errors import FlatbedError
+from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 
 BLOCK_BYTES = 1 << 26
@@ -173,6 +174,18 @@ def entries_of(reader: Any) -> dict[str, TensorEntry]:
         if part.get_dtype() in DTYPES:
             found[name] = TensorEntry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
     return found
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """Read a regular file of at most `limit` bytes: no pipe or device, which might never end."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+            raise DamagedFileError(
+                f"{path} is no regular file of at most {limit:,} bytes: restore it from a copy"
+            )
+        return file.read(limit)
 
 
 # ---- files that appear whole

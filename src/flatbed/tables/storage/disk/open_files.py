@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import stat
 import warnings
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from flatbed.tables.storage.disk.file import MappedFile, lock
 from flatbed.tables.storage.disk.format import (
     RECORDS_AT,
     STATE_AT,
+    TABLE,
     Identity,
     State,
     encode_identity,
@@ -142,9 +144,14 @@ def open_files(path: Path) -> Opened:
         table = MappedFile(path)
         undo.callback(table.close)
         identity, state = recover(table)
-        journal = Journal(journal_of(path), identity.table, nbytes=identity.record.nbytes)
+        journal = _journal(table, identity)
         undo.pop_all()
     return OpenFiles(descriptor, table, journal), identity, state
+
+
+def _journal(table: MappedFile, identity: Identity) -> Journal:
+    nbytes = identity.record.nbytes
+    return Journal(journal_of(table.path), identity.table, nbytes=nbytes, mode=table.mode)
 
 
 def create_files(
@@ -186,14 +193,14 @@ def _build(path: Path, identity: Identity, state: State, *, fill: Fill, replace:
     draft = path.with_name(path.name + ".new")
     nbytes = identity.record.nbytes
     with ExitStack() as undo:
+        _remove_leftover(draft)
         descriptor = lock(draft, create=True)
         undo.callback(os.close, descriptor)
         undo.callback(MappedFile.remove, draft)
-        table = MappedFile(draft)
+        table = MappedFile(draft, mode=stat.S_IMODE(path.stat().st_mode) if replace else None)
         undo.callback(table.close)
-        table.truncate(0)  # a killed process may have left a draft
+        table.write(0, first)  # the mark by which `_remove_leftover` knows it
         table.reserve(RECORDS_AT + state.n_rows * nbytes)
-        table.write(0, first)
         table.write(STATE_AT, second)
         write_rows(table, identity.record, range(state.n_rows), fill=fill)
         table.sync()
@@ -207,4 +214,18 @@ def _build(path: Path, identity: Identity, state: State, *, fill: Fill, replace:
         table.path = path
         MappedFile.sync_folder(path.parent)
         undo.pop_all()
-    return OpenFiles(descriptor, table, Journal(journal_of(path), identity.table, nbytes=nbytes))
+    return OpenFiles(descriptor, table, _journal(table, identity))
+
+
+def _remove_leftover(draft: Path) -> None:
+    """Remove the draft of a killed process; any other file of that name is an error."""
+    if not os.path.lexists(draft):
+        return
+    descriptor = lock(draft)
+    try:
+        found = os.pread(descriptor, len(TABLE), 0)
+    finally:
+        os.close(descriptor)
+    if found not in (b"", TABLE):
+        raise FlatbedError(f"{draft} is no draft of a table, but has the name of one: move it away")
+    MappedFile.remove(draft)
