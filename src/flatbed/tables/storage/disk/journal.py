@@ -329,10 +329,10 @@ def _sealed(file: MappedFile, seal: dict[str, Any]) -> Sealed:
     file.read(at, rows)
     file.read(end - length, text)
     sealed = load(text.tobytes())
-    path, *others = (sealed.get(name) for name in ("decision", "token", "relative", "before"))
-    if not all(isinstance(found, str | None) for found in (path, *others)):
+    parts: list[Any] = [sealed.get(name) for name in ("decision", "token", "relative", "before")]
+    if not all(isinstance(part, str | None) for part in parts):
         raise DamagedFileError("its decision is no string")
-    decision = None if path is None else Decision(path, *others)
+    decision = None if parts[0] is None else Decision(*parts)
     base = str(sealed.get("base", ""))  # journals of earlier versions have none
     return Sealed(str(seal["table"]), state_of(sealed["state"]), base, decision, rows)
 

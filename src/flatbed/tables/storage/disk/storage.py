@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace as replaced
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from flatbed.tables.storage.base import CPU, Fill
 from flatbed.tables.storage.disk.file import MappedFile, NotSynced, Records
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, apply
-from flatbed.tables.storage.disk.open_files import OpenFiles, create_files, open_files, warn_at_exit
+from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files, warn_at_exit
 from flatbed.tables.storage.disk.threads import Readers, as_records, submit, take, write_rows
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class DiskStorage:
     ) -> DiskStorage:
         """Make a table's file. Its name appears when it is complete."""
         path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta), word=_new_word())
-        return cls(*create_files(path, record, state, fill=fill))
+        return cls(*Draft(path, record, state, fill=fill).publish())
 
     @classmethod
     def open(cls, path: str | Path) -> DiskStorage:
@@ -303,7 +303,7 @@ class DiskStorage:
             raise ValueError(f"a table of {self.n_rows} rows can grow, but not shrink to {n_rows}")
         with self._use(change=True):
             table, before = self._files.table, self._files.table.size
-            state = replaced(self._next(meta), n_rows=n_rows)
+            state = replace(self._next(meta), n_rows=n_rows)
             try:
                 table.reserve(RECORDS_AT + n_rows * self.record.nbytes)
                 write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
@@ -323,11 +323,20 @@ class DiskStorage:
 
         `fill` may read from this storage. After an error, this storage and its file are as they were.
         """
+        return self.replaced_by(self.draft(record, fill=fill, meta=meta))
+
+    def draft(self, record: Record, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> Draft:
+        """Make a file with other records that can replace this one."""
         with self._use(change=True):
-            state = self._next(meta)
             self._files.table.check_name()
-            made = create_files(self.path, record, state, fill=fill, replaces=self._files.journal.table)
+            replaced = self._files.journal.table
+            return Draft(self.path, record, self._next(meta), fill=fill, replaces=replaced)
+
+    def replaced_by(self, draft: Draft) -> DiskStorage:
+        """Replace the file by a draft: a checkpoint, after which this storage is closed."""
+        with self._use(change=True):
             self._readers.wait()
+            made = draft.publish()
             self._files.close()
         return DiskStorage(*made)
 
