@@ -187,7 +187,9 @@ def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
             optimizer._load_state_dict_without_tables(state)
         else:
             optimizer.load_state_dict(state)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except FlatbedError:
+        raise
+    except DAMAGE as error:
         raise DamagedFileError(
             f"{type(optimizer).__name__} cannot load its state ({type(error).__name__}: {error}): restore "
             "the checkpoint from a copy"

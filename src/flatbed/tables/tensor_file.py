@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,7 @@ def check_tensors(path: Path, checksums: Any) -> None:
     """Read a whole file of `writing`, and raise unless it is as it was written."""
     try:
         with (
-            path.open("rb") as file,
+            open_regular(path) as file,
             progress(f"checking {path.name}", path.stat().st_size, "bytes") as advance,
         ):
             head = file.read(8)
@@ -245,12 +246,12 @@ def check_tensors(path: Path, checksums: Any) -> None:
             if found[""].value != checksums[""]:
                 raise ValueError("the checksum of its header is wrong")
             header = json.loads(text)
-            buffer = bytearray(BLOCK_BYTES)
+            buffer = bytearray(min(BLOCK_BYTES, path.stat().st_size))
             for name in sorted(checksums.keys() - {""}, key=lambda name: header[name]["data_offsets"]):
                 start, stop = header[name]["data_offsets"]
                 file.seek(8 + len(text) + start)
                 for at in range(start, stop, BLOCK_BYTES):
-                    part = memoryview(buffer)[: min(BLOCK_BYTES, stop - at)]
+                    part = memoryview(buffer)[: stop - at]
                     if file.readinto(part) < len(part):
                         raise ValueError(f"it ends within '{name}'")
                     found[name].update(part)
@@ -271,15 +272,20 @@ def entries_of(reader: Any) -> dict[str, TensorEntry]:
     return found
 
 
-def read_small(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most `limit` bytes: no pipe or device, which might never end."""
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading: no pipe or device, which might never end."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
-            raise DamagedFileError(
-                f"{path} is no regular file of at most {limit:,} bytes: restore it from a copy"
-            )
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedFileError(f"{path} is no regular file: restore it from a copy")
+    return open(descriptor, "rb")
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """Read a regular file of at most `limit` bytes."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise DamagedFileError(f"{path} has more than {limit:,} bytes: restore it from a copy")
         return file.read(limit)
 
 
