@@ -34,6 +34,8 @@ class Config:
     """Records in the cache. None without `cache_bytes`: a few batches on a GPU, no cache on a CPU."""
     cache_bytes: int | None = None
     cache_policy: str = "lfu"
+    read_only: bool = False
+    """The file of a disk table is neither locked nor changed."""
 
     def __post_init__(self) -> None:
         if self.n_rows < 1 or self.dim < 1:

@@ -299,6 +299,10 @@ class TableStorage:
             raise FlatbedError(
                 f'this table is not on disk (storage="{self.config.storage}"): save it with table.save(path)'
             )
+        if self.config.read_only:
+            raise FlatbedError(
+                f"{self.config.path} was loaded with read_only=True: load it without, to change or save it"
+            )
         return cast(DiskStorage, self.ensure_layout())
 
     @property
@@ -318,11 +322,14 @@ class TableStorage:
 
     @property
     def has_unsaved_changes(self) -> bool:
-        """True if rows of a file changed since its last checkpoint, or lost their state."""
+        """True if rows of a file changed since its last checkpoint, lost their state, or made steps."""
         storage = self._storage
         if storage is None or self.in_memory or os.getpid() != self._process:
             return False
-        return self.unsaved_rows > 0 or (self.relayout_pending and bool(storage.record.state))
+        if self.unsaved_rows > 0 or (self.relayout_pending and bool(storage.record.state)):
+            return True
+        saved = cast(DiskStorage, storage).meta.get("scalars", {})
+        return any(float(value) != saved.get(name, 0.0) for name, value in self.scalars.items())
 
     def checkpoint(self) -> None:
         """Make rows and state of a disk table durable, all or nothing."""

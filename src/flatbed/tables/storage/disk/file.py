@@ -23,6 +23,7 @@ from flatbed.errors import FlatbedError
 Records = NDArray[np.void]
 """One element per record."""
 
+RESERVED_AT_ONCE = 1 << 30  # bytes: some file systems write zeros, and answer no Control-C meanwhile
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
@@ -135,10 +136,13 @@ class MappedFile:
         before = self.size
         if size <= before:
             return
+        if size >= 2**63:
+            raise NoSpace(f"{self.path} cannot have {size} bytes: no file can")
         try:
-            os.posix_fallocate(self._descriptor, before, size - before)
-        except OverflowError:
-            raise NoSpace(f"{self.path} cannot have {size} bytes: no file can") from None
+            if size - before > shutil.disk_usage(self.path.parent).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            for at in range(before, size, RESERVED_AT_ONCE):
+                os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, size - at))
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, before)  # free what was reserved before the disk was full
@@ -152,7 +156,8 @@ class MappedFile:
         if found.st_blocks * 512 >= found.st_size:
             return
         try:
-            os.posix_fallocate(self._descriptor, 0, found.st_size)
+            for at in range(0, found.st_size, RESERVED_AT_ONCE):
+                os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, found.st_size - at))
         except OSError as error:
             raise NoSpace(self._no_space(found.st_size - found.st_blocks * 512, error)) from error
 
@@ -166,6 +171,11 @@ class MappedFile:
     def truncate(self, size: int) -> None:
         with reporting(self.path, "truncating"):
             os.ftruncate(self._descriptor, size)
+
+    def flush(self) -> None:
+        """Let the system write what it holds, so that a later `sync` is short."""
+        with reporting(self.path, "writing"):
+            os.fdatasync(self._descriptor)
 
     def sync(self) -> None:
         """Make everything written durable, also through the mapping."""
