@@ -6,6 +6,8 @@ import json
 import os
 import random
 import stat
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables import saving
 from tests.tables.storage.disk.test_files import largest_file
-from tests.tables.training import build, difference, snapshot, step
+from tests.tables.training import build, close, difference, snapshot, step
 
 
 def current(folder: Path) -> Path:
@@ -315,6 +317,28 @@ def test_hostile_json_gives_one_kind_of_error(tmp_path: Path) -> None:
     assert n_errors > 300
 
 
+def test_check_command(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from flatbed.cli import app
+
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    model.first.table.save(tmp_path / "t.safetensors")
+    close(model)
+    files = [tmp_path / "run", tmp_path / "1.bed", tmp_path / "t.safetensors"]
+    for path, found in zip(files, ("all 4 files", "40 rows", "40 rows"), strict=True):
+        done = CliRunner().invoke(app, ["check", str(path)])
+        assert done.exit_code == 0, done.output
+        assert found in done.output
+    flipped(current(tmp_path / "run") / "table-0.safetensors", -100, 3)
+    for path in files[1:]:
+        os.truncate(path, path.stat().st_size - 1)
+    for path in (*files, tmp_path / "nothing"):
+        assert CliRunner().invoke(app, ["check", str(path)]).exit_code == 1
+
+
 # ---- versions
 
 
@@ -343,3 +367,38 @@ def test_modes_of_replaced_files_are_kept(tmp_path: Path) -> None:
     (tmp_path / "CURRENT.json").chmod(0o600)
     save_checkpoint(tmp_path, constant(2.0))
     assert stat.S_IMODE((tmp_path / "CURRENT.json").stat().st_mode) == 0o600
+
+
+ALONE = """
+import sys, time, torch.distributed as dist, flatbed
+from pathlib import Path
+from torch import nn
+from flatbed.distributed import ranks
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+ranks.PATIENCE = 1.0
+for late in (False, True):
+    try:
+        if late and rank == 1:
+            time.sleep(3)
+        if late or rank == 0:
+            flatbed.save_checkpoint(folder / "run", nn.Linear(2, 2))
+        print("saved" if late or rank == 0 else "left out")
+    except flatbed.FlatbedError as error:
+        print("call it on every rank" in str(error))
+    if late and rank == 0:
+        time.sleep(4)  # the first rank keeps the store
+"""
+
+
+def test_save_on_the_first_rank_alone_raises(tmp_path: Path) -> None:
+    """So does a rank that comes after the first one gave up."""
+    command = [sys.executable, "-c", ALONE, str(tmp_path)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert said[0][0].split() == ["True", "True"], said
+    assert said[1][0].split("\n")[:2] == ["left out", "True"], said
+    assert not (tmp_path / "run").exists()

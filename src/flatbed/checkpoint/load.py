@@ -35,6 +35,7 @@ from flatbed.checkpoint.state import (
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
+from flatbed.tables.storage.disk import ReadOnlyStorage
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import read_tensors
 
@@ -75,6 +76,26 @@ def load_checkpoint(
         for finish in (*finishes, *others):
             finish()
     return dict(manifest["extra"])
+
+
+def check_path(path: Path) -> str:
+    """Check a checkpoint's folder or a table's file, and return what was found; damage raises."""
+    if path.is_dir():
+        with reading(path) as (version, token):
+            manifest = read_manifest(version, token)
+            check_files(version, manifest)
+            for file in filter(None, manifest["tables"].values()):
+                saving.inspect(version / file)
+            n_files = len(manifest["files"])
+            if not n_files:
+                return f"{version}: complete, without checksums (an earlier version of flatbed wrote it)"
+            return f"{version}: all {n_files} files are as they were written"
+    if saving.is_disk_table(path):
+        storage = ReadOnlyStorage(path)
+        storage.close()
+        return f"{path}: header and size are right for {storage.n_rows:,} rows (rows have no checksums)"
+    found = saving.inspect(path)
+    return f"{path}: header and size are right for {found.n_rows:,} rows (rows have no checksums)"
 
 
 def _model_values(path: Path, manifest: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:

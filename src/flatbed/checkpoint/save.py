@@ -96,14 +96,16 @@ def save_checkpoint(
     those of other tables. Saves of several processes to one folder wait for each other. With
     torch.distributed, all ranks call this, and the first one writes, to a folder that all of them see.
     """
-    training = Training.of(model, optimizer, scheduler, scaler)
     folder, ranks = folders.as_folder(folder), Ranks()
+    training = Training.of(model, optimizer, scheduler, scaler)
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
-    others = {"extra": _checked_extra(extra), "rng": _rng_of_all_ranks(ranks) if rng else []}
+    checked = _checked_extra(extra)
     in_place = [t for t in training.tables.values() if t.storage == "disk" and not copy_disk_tables]
     if ranks.many:
         _check_replicas([t for t in training.tables.values() if t not in in_place])
+    ranks.meet("flatbed.save_checkpoint")
+    others = {"extra": checked, "rng": _rng_of_all_ranks(ranks) if rng else []}
     token = ranks.token()
     prepared: list[DiskStorage] = []
     version: list[Path] = []

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.progress import progress
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace, Records, anonymous
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
@@ -346,9 +347,10 @@ def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state
     order = np.argsort(rows, kind="stable")
     order = order[np.searchsorted(rows, 0, sorter=order) :]
     step = max(1, CHUNK // records.dtype.itemsize)
-    with copy_threads() as pool:
+    with copy_threads() as pool, progress(f"saving {table.path.name}", len(order), "rows") as advance:
         for start in range(0, len(order), step):
             some = order[start : start + step]
             put(table, rows[some], records=records[some], pool=pool)
+            advance(len(some))
     table.write(STATE_AT, encode_state(state))
     table.sync()
