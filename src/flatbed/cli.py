@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,6 +41,21 @@ def main(
     ] = False,
 ) -> None:
     """Training memory where it should be: word vectors, and what this machine offers."""
+
+
+@app.command()
+def check(
+    path: Annotated[Path, typer.Argument(help="Folder of flatbed.save_checkpoint, or file of a table.")],
+) -> None:
+    """Read a checkpoint or the file of a table, and say whether it is damaged. Changes nothing."""
+    from flatbed.checkpoint.load import check_path
+    from flatbed.errors import FlatbedError
+
+    try:
+        typer.echo(check_path(path.absolute()))
+    except FlatbedError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
 
 
 @app.command()

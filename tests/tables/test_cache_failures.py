@@ -18,7 +18,7 @@ from flatbed.kernels import cache as decisions
 from flatbed.tables.cache import write_behind
 from flatbed.tables.storage.disk import DiskStorage
 from tests.tables.storage.disk.test_files import largest_file
-from tests.tables.tables import DEVICES, cached_rows, everything
+from tests.tables.tables import cached_rows, everything
 from tests.tables.test_cache_parity import Twins, step
 
 ROWS, DIM = Twins.ROWS, Twins.DIM

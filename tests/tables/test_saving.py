@@ -412,6 +412,47 @@ def test_close_keeps_state_and_dropped_state(tmp_path: Path) -> None:
         assert (table.scalars(), table.state_names) == ({}, ())
 
 
+def test_steps_without_rows_are_saved_by_close(tmp_path: Path) -> None:
+    """A step with an empty batch counts, as in torch."""
+    emb, optimizer = trained("disk", tmp_path)
+    emb.table.checkpoint()
+    emb(torch.empty(0, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    emb.table.close()
+    with load_table(tmp_path / "t.bed") as table:
+        assert table.scalars() == {"step": 4.0}
+
+
+def keeping(name: str) -> type[torch.optim.Optimizer]:
+    """An optimizer class of another library that keeps a moment under this name."""
+
+    class Momentum(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        held = self.state[p].setdefault(name, torch.zeros_like(p))
+                        held.mul_(0.9).add_(p.grad)
+                        p.add_(held, alpha=-group["lr"])
+
+    return Momentum
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", ["weight", "__metadata__", "moment"])
+def test_state_with_a_reserved_name_is_refused(name: str, storage: str, tmp_path: Path) -> None:
+    emb = embedding(storage, tmp_path)
+    if name == "moment":
+        train(emb, flatbed.optim.from_torch(keeping(name), emb.parameters()))
+        return
+    with pytest.raises(ValueError, match=f"rename the state '{name}'"):
+        flatbed.optim.from_torch(keeping(name), emb.parameters())
+
+
 def test_close_does_not_change_a_saved_folder_or_an_unchanged_file(tmp_path: Path) -> None:
     emb, optimizer = trained("disk", tmp_path)
     flatbed.save_checkpoint(tmp_path / "run", emb, optimizer)

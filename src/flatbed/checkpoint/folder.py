@@ -1,71 +1,46 @@
-"""Names and versions of a checkpoint's folder, and the training run that it is made of or read into."""
+"""Files, versions and locks of a checkpoint's folder.
+
+A save holds an exclusive lock on `.lock`. A load holds a shared lock on the mark of the version that it
+reads, and a save leaves versions alone that are being read.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from flatbed.errors import FlatbedError
-from flatbed.tables.embedding import named_tables
-from flatbed.tables.table import Table
-from flatbed.tables.tensor_file import as_path
+from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.tables.tensor_file import as_path, check_tensors, read_small
 
 FORMAT, FORMAT_VERSION = "flatbed-checkpoint", 1
 CURRENT = "CURRENT.json"
 MANIFEST = "checkpoint.json"
+OPTIMIZERS = "optimizer.json"
 MARK = ".flatbed"  # in a subfolder that `save_checkpoint` made
+LOCK = ".lock"
 DRAFT, OLD = ".new", ".old-"  # name of a new subfolder, and prefix of one that is being removed
-NAME = re.compile(r"v\d{7,}")
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """Model, optimizers and tables of a checkpoint."""
-
-    model: nn.Module
-    optimizers: tuple[Optimizer, ...]
-    tables: dict[str, Table]
-
-    @staticmethod
-    def of(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> Training:
-        """Check the arguments of `save_checkpoint` and `load_checkpoint`."""
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}")
-        given: list[Any] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-        given = [] if optimizer is None else given
-        for one in given:
-            if not isinstance(one, Optimizer):
-                raise TypeError(
-                    f"optimizer must be a torch.optim.Optimizer, or several; found {type(one).__name__} "
-                    f"(what JSON can hold, such as the epoch, goes into extra={{…}})"
-                )
-        tables = dict(named_tables(model))
-        known = {id(table) for table in tables.values()}
-        for one in given:
-            for param in (p for group in one.param_groups for p in group["params"]):
-                if isinstance(param, Table) and id(param) not in known:
-                    raise FlatbedError(
-                        f"{type(one).__name__} has a table that is not in the model ({param!r}): pass a "
-                        "module that holds all of them, nn.ModuleList([model, embedding]) for example"
-                    )
-        return Training(model, tuple(given), tables)
+VERSION = re.compile(r"v(\d{7,})(-[0-9a-f]{8})?")
+FILE = re.compile(r"(model|state|optimizer-\d+|table-\d+)\.safetensors|optimizer\.json")
+JSON_LIMIT = 1 << 28  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Current:
-    """The valid version of a folder."""
+    """The valid version of a folder, and the versions before it that are kept."""
 
     token: str
     version: str
+    previous: tuple[str, ...] = ()
 
 
 def as_folder(folder: Any) -> Path:
@@ -80,16 +55,16 @@ def as_folder(folder: Any) -> Path:
 def read_current(folder: Path) -> Current:
     """Read which version of a folder is valid."""
     file = folder / CURRENT
-    if not file.exists():
+    if not os.path.lexists(file):
         raise FlatbedError(f"{folder} holds no checkpoint (there is no {CURRENT} in it): check the path")
     found = read_json(file)
     try:
-        token, version = found["token"], found["version"]
-        if not isinstance(token, str) or not NAME.fullmatch(version):
+        token, version, previous = found["token"], found["version"], tuple(found.get("previous", ()))
+        if not isinstance(token, str) or not all(VERSION.fullmatch(name) for name in (version, *previous)):
             raise ValueError(f"found {found}")
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise damaged(file, error) from error
-    return Current(token, version)
+    return Current(token, version, previous)
 
 
 def has_token(folder: Path, token: str) -> bool:
@@ -97,20 +72,84 @@ def has_token(folder: Path, token: str) -> bool:
     return (folder / CURRENT).exists() and read_current(folder).token == token
 
 
-def make_version(folder: Path) -> Path:
-    """Make a new subfolder, and remove those of interrupted saves."""
+# ---- versions
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Make the folder if needed, and keep other saves out of it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        descriptor = os.open(folder / LOCK, flags, 0o666)
+    except OSError as error:
+        raise FlatbedError(f"{folder} cannot be written to: {error.strerror or error}") from error
+    try:
+        _lock(descriptor, exclusive=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the valid version and its token; saves of other processes do not remove it meanwhile.
+
+    `folder` may also be a version that ``save_checkpoint(..., keep=...)`` has kept.
+    """
+    if VERSION.fullmatch(folder.name) and (folder / MANIFEST).exists():
+        with _kept(folder):
+            yield folder, read_manifest(folder)["token"]
+        return
+    while True:
+        current = read_current(folder)
+        with _kept(folder / current.version) as is_there:
+            if is_there or read_current(folder) == current:
+                yield folder / current.version, current.token
+                return
+
+
+@contextmanager
+def _kept(version: Path) -> Iterator[bool]:
+    """Hold a shared lock on a version; yields False if it is gone."""
+    try:
+        descriptor = os.open(version / MARK, os.O_RDONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        _lock(descriptor, exclusive=False)
+        yield (version / MARK).exists()  # otherwise a save removed it just before it was locked
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, exclusive: bool, wait: bool = True) -> bool:
+    """Lock a file until it is closed; returns False if another process has locked it."""
+    with suppress(ImportError, OSError):  # file systems without locks
+        import fcntl
+
+        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        try:
+            fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+    return True
+
+
+def make_version(folder: Path, token: str) -> Path:
+    """Make a new subfolder, and remove those of interrupted saves."""
+    try:
         current = read_current(folder) if (folder / CURRENT).exists() else None
-        remove_others(folder, None if current is None else current.version)
-        names = [path.name for path in folder.iterdir() if NAME.fullmatch(path.name)]
-        names += [] if current is None else [current.version]
-        path = folder / f"v{max((int(name[1:]) for name in names), default=0) + 1:07d}"
+        known = [] if current is None else [current.version, *current.previous]
+        remove_others(folder, known)
+        numbers = [found[1] for name in (*known, *os.listdir(folder)) if (found := VERSION.fullmatch(name))]
+        path = folder / f"v{max(map(int, numbers), default=0) + 1:07d}-{token[:8]}"
         draft = folder / DRAFT  # so that no version without its mark is left behind
-        if draft.is_dir():
+        if draft.is_dir() and not draft.is_symlink():
             shutil.rmtree(draft, ignore_errors=True)
-        elif draft.exists():
-            draft.unlink()
+        else:
+            draft.unlink(missing_ok=True)
         draft.mkdir()
         (draft / MARK).touch()
         draft.rename(path)
@@ -119,24 +158,93 @@ def make_version(folder: Path) -> Path:
     return path
 
 
-def remove_others(folder: Path, version: str | None) -> None:
-    """Remove all versions but one. Folders without the mark are the user's, and stay."""
+def remove_others(folder: Path, kept: Collection[str]) -> None:
+    """Remove all other versions that no process reads. Folders without the mark are the user's, and stay."""
     for path in folder.glob(f"{OLD}v*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in list(folder.iterdir()):
-        if NAME.fullmatch(path.name) and (path / MARK).exists() and path.name != version:
-            with suppress(OSError):  # renamed first: half removed, it would look like the user's
-                shutil.rmtree(path.rename(folder / f"{OLD}{path.name}"), ignore_errors=True)
+        if not VERSION.fullmatch(path.name) or path.name in kept or path.is_symlink():
+            continue
+        with suppress(OSError):
+            descriptor = os.open(path / MARK, os.O_RDWR)
+            try:
+                if _lock(descriptor, exclusive=True, wait=False):
+                    # Renamed first: half removed, it would look like the user's.
+                    shutil.rmtree(path.rename(folder / f"{OLD}{path.name}"), ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+# ---- the list of contents
+
+
+def write_checksum(manifest: dict[str, Any]) -> str:
+    """Return the JSON of a manifest with a checksum of itself."""
+    return json.dumps({**manifest, "checksum": zlib.crc32(json.dumps(manifest).encode())})
+
+
+def read_manifest(path: Path, token: str | None = None) -> dict[str, Any]:
+    """Read and check the list of contents of a version."""
+    file = path / MANIFEST
+    found = read_json(file)
+    try:
+        if found["format"] != FORMAT or token not in (None, found["token"]):
+            raise ValueError("it belongs to something else")
+        if found["version"] != FORMAT_VERSION:
+            raise FlatbedError(
+                f"{path} has version {found['version']} of the format, and this flatbed knows version "
+                f"{FORMAT_VERSION}: load it with the flatbed that wrote it"
+            )
+        checksum = found.pop("checksum", None)  # manifests of earlier versions have none
+        if checksum not in (None, zlib.crc32(json.dumps(found).encode())):
+            raise ValueError("its checksum is wrong")
+        _check_manifest(found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise damaged(file, error) from error
+    return dict(found)
+
+
+def _check_manifest(found: dict[str, Any]) -> None:
+    """Raise unless a manifest has the expected types, and names files of its own folder alone."""
+    for key, default in (("files", {}), ("schedulers", []), ("scaler", None), ("rng", [])):
+        found.setdefault(key, default)  # manifests of earlier versions lack them
+    kinds = {"token": str, "model": dict, "tables": dict, "extra": dict, "n_optimizers": int, "files": dict}
+    kinds |= {"schedulers": list, "rng": list, "scaler": (dict, type(None))}  # type: ignore[dict-item]
+    for key, kind in kinds.items():
+        if not isinstance(found[key], kind):
+            raise TypeError(f"{key} is {found[key]!r}")
+    for name in (*found["files"], *(name for name in found["tables"].values() if name is not None)):
+        if not isinstance(name, str) or not FILE.fullmatch(name):
+            raise ValueError(f"{name!r} is no file of a checkpoint")
+
+
+def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise unless all files of a version are as they were written."""
+    for name, checksums in manifest["files"].items():
+        if name == OPTIMIZERS:
+            if zlib.crc32(_read(path / name)) != checksums:
+                raise damaged(path / name, ValueError("its checksum is wrong"))
+        else:
+            check_tensors(path / name, checksums)
 
 
 def read_json(file: Path) -> Any:
     """Read a JSON file of a checkpoint."""
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        return json.loads(_read(file))
+    except (ValueError, RecursionError) as error:
         raise damaged(file, error) from error
 
 
-def damaged(file: Path, error: Exception) -> FlatbedError:
+def _read(file: Path) -> bytes:
+    try:
+        return read_small(file, JSON_LIMIT)
+    except OSError as error:
+        raise damaged(file, error) from error
+
+
+def damaged(file: Path, error: Exception) -> DamagedFileError:
     """Make the error for a file that cannot be used."""
-    return FlatbedError(f"{file} is missing or damaged ({error}): restore it from a copy")
+    return DamagedFileError(
+        f"{file} is missing or damaged ({type(error).__name__}: {error}): restore it from a copy"
+    )

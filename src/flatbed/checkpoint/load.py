@@ -1,78 +1,101 @@
-"""Loading a checkpoint: everything is checked before anything changes."""
+"""Loading a checkpoint: everything is read and checked before anything changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatbed.checkpoint.folder import (
-    FORMAT,
-    FORMAT_VERSION,
-    MANIFEST,
-    Current,
-    Training,
+    OPTIMIZERS,
     as_folder,
+    check_files,
     damaged,
-    read_current,
     read_json,
+    read_manifest,
+    reading,
 )
-from flatbed.checkpoint.state import DAMAGE, check_same, dense_state, load_all, unpack
+from flatbed.checkpoint.save import Training
+from flatbed.checkpoint.state import (
+    DAMAGE,
+    check_rng_state,
+    check_same,
+    dense_state,
+    load_all,
+    set_rng_state,
+    unpack,
+    unpacked_state,
+)
+from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
+from flatbed.tables.storage.disk import ReadOnlyStorage
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import read_tensors
+
+Finish = Callable[[], None]
+"""Does the rest of a change, which cannot fail for lack of space or by a wrong file."""
 
 
 def load_checkpoint(
     folder: str | Path,
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    rng: bool = False,
 ) -> dict[str, Any]:
     """Load a checkpoint of `save_checkpoint` into the same model, optimizers and tables; returns `extra`.
 
-    Everything is checked first, and nothing changes if it does not fit. Without optimizers, state of dense
-    parameters is left out; tables are loaded with their state. With torch.distributed, all ranks call this.
+    All files are read and checked first, and nothing changes if one of them does not fit, is damaged, or
+    finds no space. What is not passed is left out: without optimizers, tables are loaded without their state.
+    `folder` may be a version in the folder that ``keep=`` has kept. With torch.distributed, all ranks call
+    this.
     """
-    folder, training = as_folder(folder), Training.of(model, optimizer)
-    current = read_current(folder)
-    path = folder / current.version
-    manifest = read_manifest(path, current)
-    values = _model_values(path, manifest, training.model)
-    states = _optimizer_states(path, manifest, training.optimizers)
-    readers = [
-        _table_reader(path, name, training.tables[name], file=manifest["tables"][name], token=current.token)
-        for name in _same_names(path, "tables", manifest["tables"], training.tables)
-    ]
-    load_all(training.optimizers, states)
-    training.model.load_state_dict(values, strict=False)
-    for read in readers:
-        read()
+    folder, training = as_folder(folder), Training.of(model, optimizer, scheduler, scaler)
+    with reading(folder) as (path, token), ExitStack() as undo:
+        manifest = read_manifest(path, token)
+        check_files(path, manifest)
+        values = _model_values(path, manifest, training.model)
+        states = _optimizer_states(path, manifest, training.optimizers)
+        others = _other_states(path, manifest, training, rng=rng)
+        names = _same_names(path, "tables", manifest["tables"], training.tables)
+        finishes = [
+            _begin_table(path, name, training, file=manifest["tables"][name], token=token, undo=undo)
+            for name in names
+        ]
+        load_all(training.optimizers, states)
+        training.model.load_state_dict(values, strict=False)
+        for finish in (*finishes, *others):
+            finish()
     return dict(manifest["extra"])
 
 
-def read_manifest(path: Path, current: Current) -> dict[str, Any]:
-    """Read and check the list of contents of a version."""
-    found = read_json(path / MANIFEST)
-    try:
-        if found["format"] != FORMAT or found["token"] != current.token:
-            raise ValueError("it belongs to something else")
-        if found["version"] != FORMAT_VERSION:
-            raise FlatbedError(
-                f"{path} has version {found['version']} of the format, and this flatbed knows version "
-                f"{FORMAT_VERSION}: load it with the flatbed that wrote it"
-            )
-        kinds = {"model": dict, "tables": dict, "extra": dict, "n_optimizers": int}
-        for key, kind in kinds.items():
-            if not isinstance(found[key], kind):
-                raise TypeError(f"{key} is {found[key]!r}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(path / MANIFEST, error) from error
-    return dict(found)
+def check_path(path: Path) -> str:
+    """Check a checkpoint's folder or a table's file, and return what was found; damage raises."""
+    if path.is_dir():
+        with reading(path) as (version, token):
+            manifest = read_manifest(version, token)
+            check_files(version, manifest)
+            for file in filter(None, manifest["tables"].values()):
+                saving.inspect(version / file)
+            n_files = len(manifest["files"])
+            if not n_files:
+                return f"{version}: complete, without checksums (an earlier version of flatbed wrote it)"
+            return f"{version}: all {n_files} files are as they were written"
+    if saving.is_disk_table(path):
+        storage = ReadOnlyStorage(path)
+        storage.close()
+        return f"{path}: header and size are right for {storage.n_rows:,} rows (rows have no checksums)"
+    found = saving.inspect(path)
+    return f"{path}: header and size are right for {found.n_rows:,} rows (rows have no checksums)"
 
 
 def _model_values(path: Path, manifest: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -116,26 +139,71 @@ def _optimizer_states(
             f"{path} holds the state of {manifest['n_optimizers']} optimizers; found {len(optimizers)} to "
             "load it into. Pass as many, in the same order, or none"
         )
-    file, states = path / "optimizer.json", []
+    file, states = path / OPTIMIZERS, []
     kept = read_json(file)
     for number, optimizer in enumerate(optimizers):
         tensors = read_tensors(path / f"optimizer-{number}.safetensors")
         try:
             about = kept[number]
-            state, shapes = unpack(about["state"], tensors), about["shapes"]
+            state = unpack(about["state"], tensors)
+            check_same(optimizer, state, about["shapes"], where=f"{path} (optimizer {number})")
+        except FlatbedError:
+            raise
         except DAMAGE as error:
             raise damaged(file, error) from error
-        check_same(optimizer, state, shapes, where=f"{path} (optimizer {number})")
         states.append(state)
     return states
 
 
-def _table_reader(path: Path, name: str, table: Table, *, file: Any, token: str) -> Callable[[], None]:
-    """Check that a table fits, and return the function that reads it."""
+def _other_states(path: Path, manifest: Mapping[str, Any], training: Training, *, rng: bool) -> list[Finish]:
+    """Read the state of schedulers, scaler and random generators; returns the functions that load it."""
+    file = path / "state.safetensors"
+    asked = [("schedulers", len(training.schedulers)), ("scaler", int(training.scaler is not None))]
+    found = {"schedulers": len(manifest["schedulers"]), "scaler": int(manifest["scaler"] is not None)}
+    for name, n_asked in asked:
+        if n_asked and n_asked != found[name]:
+            raise FlatbedError(
+                f"{path} holds the state of {found[name]} {name}; found {n_asked} to load it into. Pass as "
+                "many, in the same order, or none"
+            )
+    tensors = read_tensors(file) if file.exists() else {}
+    finishes: list[Finish] = []
+    pairs = [*zip(training.schedulers, manifest["schedulers"], strict=False)]
+    pairs += [] if training.scaler is None else [(training.scaler, manifest["scaler"])]
+    try:
+        for thing, packed in pairs:
+            state = unpacked_state(thing, packed, tensors, where=str(path))
+            finishes.append(partial(thing.load_state_dict, state))
+        if rng:
+            finishes.append(partial(set_rng_state, _rng_of_this_rank(path, manifest["rng"], tensors)))
+    except FlatbedError:
+        raise
+    except DAMAGE as error:
+        raise damaged(file, error) from error
+    return finishes
+
+
+def _rng_of_this_rank(path: Path, saved: list[Any], tensors: Mapping[str, Tensor]) -> Any:
+    if len(saved) != world_size():
+        raise FlatbedError(
+            f"{path} holds the random states of {len(saved)} ranks; found {world_size()}: save with "
+            "rng=True, on as many ranks, or load without it"
+        )
+    state = unpack(saved[dist.get_rank() if world_size() > 1 else 0], tensors)
+    check_rng_state(state)
+    return state
+
+
+def _begin_table(
+    path: Path, name: str, training: Training, *, file: Any, token: str, undo: ExitStack
+) -> Finish:
+    """Check that a table fits, do what can fail, and return the function that does the rest."""
+    table = training.tables[name]
     if file is not None:
-        found = saving.inspect(path / str(file))
-        saving.check_fit(table, found)
-        return partial(saving.read_into, table, found)
+        found = saving.inspect(path / file)
+        with_state = bool(training.optimizers)
+        saving.check_fit(table, found, with_state=with_state)
+        return saving.begin_read(table, found, undo=undo, with_state=with_state)
     if table.storage != "disk":
         raise FlatbedError(
             f"the rows of {name} are not in {path}, but in the table's own file: build it with "

@@ -3,23 +3,76 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from flatbed.checkpoint import folder as folders
-from flatbed.checkpoint.folder import CURRENT, MANIFEST, Training
-from flatbed.checkpoint.state import Packer, dense_state, optimizer_parts
-from flatbed.distributed.ranks import Ranks
+from flatbed.checkpoint.folder import CURRENT, MANIFEST, OPTIMIZERS
+from flatbed.checkpoint.state import Packer, dense_state, optimizer_parts, packed_state, rng_state
+from flatbed.distributed.ranks import Ranks, world_size
 from flatbed.errors import FlatbedError
+from flatbed.tables import saving
+from flatbed.tables.embedding import named_tables
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import sync_folder, write_tensors, write_text
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Everything that a checkpoint is made of or loaded into."""
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    schedulers: tuple[Any, ...]
+    scaler: Any
+    tables: dict[str, Table]
+
+    @staticmethod
+    def of(model: nn.Module, optimizer: Any, scheduler: Any = None, scaler: Any = None) -> Training:
+        """Check the arguments of `save_checkpoint` and `load_checkpoint`."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}")
+        optimizers = _several(optimizer)
+        for one in optimizers:
+            if not isinstance(one, Optimizer):
+                raise TypeError(
+                    f"optimizer must be a torch.optim.Optimizer, or several; found {type(one).__name__} "
+                    f"(there are scheduler=, scaler= and, for what JSON can hold, extra={{…}})"
+                )
+        schedulers = _several(scheduler)
+        for name, one in (*(("scheduler", s) for s in schedulers), ("scaler", scaler)):
+            is_wrong = isinstance(one, Optimizer | nn.Module) or not hasattr(one, "load_state_dict")
+            if one is not None and is_wrong:
+                raise TypeError(
+                    f"{name} must have state_dict and load_state_dict; found {type(one).__name__}"
+                )
+        tables = dict(named_tables(model))
+        known = {id(table) for table in tables.values()}
+        for one in optimizers:
+            for param in (p for group in one.param_groups for p in group["params"]):
+                if isinstance(param, Table) and id(param) not in known:
+                    raise FlatbedError(
+                        f"{type(one).__name__} has a table that is not in the model ({param!r}): pass a "
+                        "module that holds all of them, nn.ModuleList([model, embedding]) for example"
+                    )
+        return Training(model, optimizers, schedulers, scaler, tables)
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, Iterable) else (given,)
 
 
 def save_checkpoint(
@@ -27,21 +80,32 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    rng: bool = False,
     extra: Mapping[str, Any] | None = None,
+    keep: int = 1,
     copy_disk_tables: bool = False,
 ) -> None:
     """Save model, optimizers and tables as one unit: a crash leaves this checkpoint or the last one.
 
-    `extra` is anything JSON can hold (the epoch, say). A table on disk keeps its rows in its own file, which
-    then holds the checkpoint of this folder and no older one; ``copy_disk_tables=True`` writes them to the
-    folder, like those of other tables. With torch.distributed, all ranks call this, and the first one
-    writes, to a folder that all of them see.
+    `scheduler` (one or several) and `scaler` are saved with their state dicts; ``rng=True`` saves the random
+    generators of torch, Python and numpy. `extra` is a dict that JSON does not change (the epoch, say). The
+    last `keep` versions stay in the folder. A table on disk keeps its rows in its own file, which then holds
+    the checkpoint of this folder and no older one; ``copy_disk_tables=True`` writes them to the folder, like
+    those of other tables. Saves of several processes to one folder wait for each other. With
+    torch.distributed, all ranks call this, and the first one writes, to a folder that all of them see.
     """
-    folder, training, ranks = folders.as_folder(folder), Training.of(model, optimizer), Ranks()
-    text = _json(extra)
+    folder, ranks = folders.as_folder(folder), Ranks()
+    training = Training.of(model, optimizer, scheduler, scaler)
+    if type(keep) is not int or keep < 1:
+        raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
+    checked = _checked_extra(extra)
     in_place = [t for t in training.tables.values() if t.storage == "disk" and not copy_disk_tables]
     if ranks.many:
         _check_replicas([t for t in training.tables.values() if t not in in_place])
+    ranks.meet("flatbed.save_checkpoint")
+    others = {"extra": checked, "rng": _rng_of_all_ranks(ranks) if rng else []}
     token = ranks.token()
     prepared: list[DiskStorage] = []
     version: list[Path] = []
@@ -49,27 +113,34 @@ def save_checkpoint(
     def undo() -> None:
         with suppress(FlatbedError):
             if folders.has_token(folder, token):
-                return  # decided, though perhaps not durably: opening the tables will tell
-        for storage in prepared:
-            with suppress(FlatbedError):  # the first error is about to be raised
-                storage.abort()
+                return  # decided, though perhaps not durably: the next change of a table completes it
         for path in version:
             shutil.rmtree(path, ignore_errors=True)
 
-    with _on_all_ranks(ranks, undo):
+    with ExitStack() as held:
+        held.callback(_release, prepared)
+        with _on_all_ranks(ranks, undo):
+            if ranks.first:
+                held.enter_context(folders.saving(folder))
+                version.append(folders.make_version(folder, token))
+                _write(version[0], training, token, in_place=in_place, others=others)
+            for table in in_place:
+                storage = table._storage.disk_storage()
+                prepared.append(storage)
+                table._storage.prepare_checkpoint(decision=folder / CURRENT, token=token)
+        with _on_all_ranks(ranks, undo):
+            if ranks.first:
+                kept = _write_current(folder, version[0].name, token, keep=keep)
+        with _on_all_ranks(ranks, lambda: None):
+            for storage in prepared:
+                storage.commit()
         if ranks.first:
-            version.append(folders.make_version(folder))
-            _write(version[0], training, token, in_place=in_place, extra=text)
-        for table in in_place:
-            prepared.append(table._storage.prepare_checkpoint(decision=folder / CURRENT, token=token))
-    with _on_all_ranks(ranks, undo):
-        if ranks.first:
-            write_text(folder / CURRENT, json.dumps({"token": token, "version": version[0].name}))
-    with _on_all_ranks(ranks, lambda: None):
-        for storage in prepared:
-            storage.commit()
-    if ranks.first:
-        folders.remove_others(folder, version[0].name)
+            folders.remove_others(folder, kept)
+
+
+def _release(prepared: Iterable[DiskStorage]) -> None:
+    for storage in prepared:
+        storage.release()
 
 
 @contextmanager
@@ -87,11 +158,42 @@ def _on_all_ranks(ranks: Ranks, undo: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def _json(extra: Mapping[str, Any] | None) -> str:
+def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return `extra` as a dict, if JSON does not change it."""
+    given = dict(extra or {})
     try:
-        return json.dumps(dict(extra or {}))
-    except (TypeError, ValueError) as error:
+        read = json.loads(json.dumps(given))
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"extra must be a dict that JSON can hold: {error}") from error
+    _check_unchanged(given, read, "extra")
+    return given
+
+
+def _check_unchanged(given: Any, read: Any, name: str) -> None:
+    is_nan = isinstance(given, float) and math.isnan(given)
+    if isinstance(given, dict) and all(type(key) is str for key in given):
+        for key, value in given.items():
+            _check_unchanged(value, read[key], f"{name}[{key!r}]")
+    elif isinstance(given, list):
+        for number, value in enumerate(given):
+            _check_unchanged(value, read[number], f"{name}[{number}]")
+    elif not is_nan and (given != read or isinstance(given, dict | tuple)):
+        raise TypeError(
+            f"{name} is {_shortened(given)}; JSON would turn it into {_shortened(read)}: save schedulers "
+            "with scheduler=, and use lists and string keys in extra"
+        )
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else text[:60] + "…"
+
+
+def _rng_of_all_ranks(ranks: Ranks) -> list[Any]:
+    states: list[Any] = [rng_state()] * world_size()
+    if ranks.many:
+        dist.all_gather_object(states, states[0])
+    return states
 
 
 def _check_replicas(tables: Sequence[Table]) -> None:
@@ -102,24 +204,38 @@ def _check_replicas(tables: Sequence[Table]) -> None:
         )
 
 
-def _write(path: Path, training: Training, token: str, *, in_place: Sequence[Table], extra: str) -> None:
+def _write(
+    path: Path, training: Training, token: str, *, in_place: Sequence[Table], others: Mapping[str, Any]
+) -> None:
     """Write all files of a version."""
+    files: dict[str, Any] = {}
     packer = Packer(tied=True)
     model = {name: packer.pack(value, name) for name, value in dense_state(training.model).items()}
     # Ties are named in the metadata, as safetensors.torch.save_model does.
-    write_tensors(path / "model.safetensors", packer.tensors, {"format": "pt", **packer.ties})
+    metadata = {"format": "pt", **packer.ties}
+    files["model.safetensors"] = write_tensors(path / "model.safetensors", packer.tensors, metadata)
     optimizers = []
     for number, optimizer in enumerate(training.optimizers):
         about, tensors = optimizer_parts(optimizer)
-        write_tensors(path / f"optimizer-{number}.safetensors", tensors, {"format": "pt"})
+        name = f"optimizer-{number}.safetensors"
+        files[name] = write_tensors(path / name, tensors, {"format": "pt"})
         optimizers.append(about)
-    write_text(path / "optimizer.json", json.dumps(optimizers))
+    text = json.dumps(optimizers)
+    write_text(path / OPTIMIZERS, text)
+    files[OPTIMIZERS] = zlib.crc32(text.encode())
     tables: dict[str, str | None] = {}
-    for number, (name, table) in enumerate(training.tables.items()):
-        tables[name] = None
+    for number, (key, table) in enumerate(training.tables.items()):
+        tables[key] = None
         if not any(table is one for one in in_place):
-            tables[name] = f"table-{number}.safetensors"
-            table.save(path / f"table-{number}.safetensors")
+            tables[key] = name = f"table-{number}.safetensors"
+            files[name] = saving.save(table, path / name)
+    packer = Packer()
+    schedulers = [packed_state(s, packer, f"scheduler {n}") for n, s in enumerate(training.schedulers)]
+    scaler = None if training.scaler is None else packed_state(training.scaler, packer, "scaler")
+    rng = packer.pack(others["rng"], "rng")
+    if packer.tensors:
+        name = "state.safetensors"
+        files[name] = write_tensors(path / name, packer.tensors, {"format": "pt"})
     manifest = {
         "format": folders.FORMAT,
         "version": folders.FORMAT_VERSION,
@@ -127,7 +243,19 @@ def _write(path: Path, training: Training, token: str, *, in_place: Sequence[Tab
         "model": model,
         "n_optimizers": len(training.optimizers),
         "tables": tables,
-        "extra": json.loads(extra),
+        "schedulers": schedulers,
+        "scaler": scaler,
+        "rng": rng,
+        "extra": others["extra"],
+        "files": files,
     }
-    write_text(path / MANIFEST, json.dumps(manifest))
+    write_text(path / MANIFEST, folders.write_checksum(manifest))
     sync_folder(path.parent)
+
+
+def _write_current(folder: Path, version: str, token: str, *, keep: int) -> list[str]:
+    """Make a version the valid one; returns the names of those that stay."""
+    known = folders.read_current(folder) if (folder / CURRENT).exists() else None
+    previous = [] if known is None else [known.version, *known.previous][: keep - 1]
+    write_text(folder / CURRENT, json.dumps({"token": token, "version": version, "previous": previous}))
+    return [version, *previous]

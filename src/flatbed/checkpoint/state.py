@@ -6,6 +6,8 @@ Only plain data is saved, and loading runs no code. Tables are saved as files of
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,13 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatbed.errors import FlatbedError
+from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.optim.optimizer import Optimizer as FlatbedOptimizer
 from flatbed.tables.embedding import DenseStateDict
-from flatbed.tables.tensor_file import check_plain
+from flatbed.tables.tensor_file import RESERVED, check_plain
 
 MARK = "$"  # first character of JSON keys that encode a type
-DAMAGE = (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError)
+DAMAGE = (
+    *(KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError),
+    RecursionError,
+)
 """Errors that reading a damaged description may raise."""
 
 
@@ -58,6 +63,8 @@ class Packer:
 
     def _mapping(self, value: Mapping[Any, Any], name: str) -> Any:
         items = [(key, self.pack(item, f"{name}.{key}")) for key, item in value.items()]
+        if isinstance(value, Counter):  # the milestones of MultiStepLR
+            return {"$counter": [[self.pack(key, f"{name}.key"), item] for key, item in items]}
         if all(isinstance(key, str) and not key.startswith(MARK) for key in value):
             return dict(items)
         return {"$dict": [[self.pack(key, f"{name}.key"), item] for key, item in items]}
@@ -68,7 +75,7 @@ class Packer:
         if self._tied and value.numel() and place in self._places:
             self.ties[name] = self._places[place]
             return {"$tensor": self._places[place]}
-        while name in self.tensors:
+        while name in self.tensors or name == RESERVED:
             name += "'"
         self._places[place] = name
         self.tensors[name] = value
@@ -87,15 +94,23 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         found = tensors[value["$tensor"]]
         if "stride" not in value:
             return found
+        made = torch.empty_strided(found.shape, value["stride"], dtype=found.dtype, device="meta")
+        if made.untyped_storage().nbytes() != found.nbytes:
+            raise ValueError(f"the strides {value['stride']} of '{value['$tensor']}' leave gaps")
         return torch.empty_strided(found.shape, value["stride"], dtype=found.dtype).copy_(found)
     if "$tuple" in value:
         return tuple(unpack(item, tensors) for item in value["$tuple"])
     if "$dict" in value:
         return {unpack(key, tensors): unpack(item, tensors) for key, item in value["$dict"]}
+    if "$counter" in value:
+        return Counter({unpack(key, tensors): unpack(item, tensors) for key, item in value["$counter"]})
     if "$float" in value:
         return float(value["$float"])
     if "$dtype" in value:
-        return getattr(torch, value["$dtype"])
+        found = getattr(torch, value["$dtype"])
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"{value['$dtype']!r} is no dtype")
+        return found
     return {key: unpack(item, tensors) for key, item in value.items()}
 
 
@@ -167,7 +182,64 @@ def load_all(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a state of `plain_state`; tables stay as they are."""
-    if isinstance(optimizer, FlatbedOptimizer):
-        optimizer._load_state_dict_without_tables(state)
-    else:
-        optimizer.load_state_dict(state)
+    try:
+        if isinstance(optimizer, FlatbedOptimizer):
+            optimizer._load_state_dict_without_tables(state)
+        else:
+            optimizer.load_state_dict(state)
+    except FlatbedError:
+        raise
+    except DAMAGE as error:
+        raise DamagedFileError(
+            f"{type(optimizer).__name__} cannot load its state ({type(error).__name__}: {error}): restore "
+            "the checkpoint from a copy"
+        ) from error
+
+
+# ---- schedulers, scalers, random numbers
+
+
+def packed_state(thing: Any, packer: Packer, name: str) -> dict[str, Any]:
+    """Encode the state dict of a scheduler or a scaler."""
+    return {"class": type(thing).__name__, "state": packer.pack(thing.state_dict(), name)}
+
+
+def unpacked_state(thing: Any, packed: Any, tensors: Mapping[str, Tensor], *, where: str) -> Any:
+    """Decode a state dict, which must be of the same class."""
+    if packed["class"] != type(thing).__name__:
+        raise FlatbedError(f"{where} is of a {packed['class']}; found {type(thing).__name__} to load it into")
+    state = unpack(packed["state"], tensors)
+    if not isinstance(state, dict):
+        raise TypeError(f"the state of {packed['class']} is {type(state).__name__}")
+    return state
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of the random generators of torch, Python and numpy in this process."""
+    numpy: Any = np.random.get_state()  # noqa: NPY002
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if has_cuda else [],
+        "python": random.getstate(),
+        "numpy": (numpy[0], numpy[1].tolist(), *numpy[2:]),
+    }
+
+
+def check_rng_state(state: Any) -> None:
+    """Raise one of `DAMAGE` unless `set_rng_state` can use a state."""
+    torch.Generator().set_state(state["torch"])
+    if not all(isinstance(one, Tensor) and one.dtype == torch.uint8 for one in state["cuda"]):
+        raise TypeError("the states of GPUs are no bytes")
+    random.Random().setstate(state["python"])
+    np.random.RandomState().set_state(state["numpy"])
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Continue from the states of `rng_state`; those of GPUs that are not here are left out."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    if torch.cuda.is_available():
+        for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(one, device)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import secrets
+import time
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
+
+PATIENCE = 30.0  # seconds that the first rank waits for others; training keeps them within a step
+LONG = 1800.0  # seconds that others wait for the first rank, which may be evaluating
+_meetings = count()
 
 
 def world_size() -> int:
@@ -53,6 +59,23 @@ class Ranks:
         self.first = not self.many or dist.get_rank() == 0
         only_gpus = self.many and "gloo" not in str(dist.get_backend())
         self._device = torch.device("cuda" if only_gpus else "cpu")
+
+    def meet(self, doing: str) -> None:
+        """Wait until all ranks call this; raise if they do not, before a collective would hang or mix."""
+        if not self.many:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        key, deadline = f"flatbed/{next(_meetings)}", time.monotonic() + (PATIENCE if self.first else LONG)
+        n_there = store.add(key, 1)
+        while not n_there >= world_size():
+            if n_there < 0 or time.monotonic() > deadline:
+                store.add(key, -(1 << 40))  # ranks that call it later raise, too
+                raise FlatbedError(
+                    f"{doing} was called on some of the {world_size()} ranks alone, and the others did not "
+                    "follow: call it on every rank, not within `if rank == 0:`"
+                )
+            time.sleep(0.01)
+            n_there = store.add(key, 0)
 
     def token(self) -> str:
         """Return a random word, the same on all ranks."""

@@ -36,6 +36,8 @@ class Config:
     cache_policy: str = "lfu"
     asked: frozenset[str] = field(default=frozenset(), compare=False)
     """Names in `describe` that a file at `path` must agree with, since the user gave them."""
+    read_only: bool = False
+    """The file of a disk table is neither locked nor changed."""
 
     def __post_init__(self) -> None:
         if self.n_rows < 1 or self.dim < 1:

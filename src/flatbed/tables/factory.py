@@ -20,7 +20,7 @@ from flatbed.tables.cache.write_behind import WriteBehind, WriteThrough
 from flatbed.tables.config import Config
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill, Storage
-from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.memory import MemoryStorage, device_storage, host_storage
 
 DEFAULT_BATCHES = 4  # that a cache of the default size holds
@@ -46,13 +46,13 @@ def create_storage(
     return storage
 
 
-def open_storage(config: Config) -> tuple[DiskStorage, Config]:
+def open_storage(config: Config) -> tuple[DiskStorage | ReadOnlyStorage, Config]:
     """Open the file of a disk table, if it is what was asked for.
 
     Returns a config with the file's initializer, too.
     """
     assert config.path is not None
-    storage = DiskStorage.open(config.path)
+    storage = ReadOnlyStorage(config.path) if config.read_only else DiskStorage.open(config.path)
     weight, found = config.weight, storage.record.weight
     if (storage.n_rows, found.count, found.dtype) != (config.n_rows, weight.count, weight.dtype):
         storage.close()

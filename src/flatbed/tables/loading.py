@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.config import Config
 from flatbed.tables.record import Record
 from flatbed.tables.saving import TableFile, inspect, is_disk_table, read_into
-from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.table import Table, make
 from flatbed.tables.tensor_file import as_path
 
@@ -21,6 +22,7 @@ def load_table(
     to: str | Path | None = None,
     device: Any = None,
     replicate: bool = True,
+    read_only: bool = False,
 ) -> Table:
     """A new table from any table file.
 
@@ -28,6 +30,10 @@ def load_table(
     `table.save`, or a safetensors file of torch with a tensor "weight" (rows, dim) alone, is copied into a
     table of any storage, "host" by default; with ``storage="disk"``, `to` names its file. The first optimizer
     that keeps the file's state continues with it.
+
+    ``read_only=True`` opens the file of a disk table for serving: without lock or write access, in several
+    processes at once, also while another process trains it. Its rows are those of the last completed
+    checkpoint, and follow later ones.
     """
     path, target = as_path(path).absolute(), None if to is None else as_path(to, "to").absolute()
     if is_disk_table(path):
@@ -36,7 +42,11 @@ def load_table(
                 f'{path} is the file of a table with storage="disk" and opens in place; found '
                 f"storage={storage!r}, to={to}: leave both out, or load a copy made by table.save"
             )
-        return make(_config_of_disk_table(path), device, replicate=replicate)
+        table = make(_config_of_disk_table(path, read_only=read_only), device, replicate=replicate)
+        table.requires_grad_(not read_only)
+        return table
+    if read_only and path.exists():
+        raise ValueError(f'read_only=True is for files of tables with storage="disk"; {path} is copied')
     storage = storage or "host"
     if (storage == "disk") != (target is not None):
         raise ValueError(f'`to` names the new file of storage="disk"; found storage={storage!r}, to={to}')
@@ -48,8 +58,10 @@ def load_table(
     return table
 
 
-def _config_of_disk_table(path: Path) -> Config:
-    storage = DiskStorage.open(path)
+def _config_of_disk_table(path: Path, *, read_only: bool) -> Config:
+    storage = ReadOnlyStorage(path) if read_only else DiskStorage.open(path)
     storage.close()
     record = Record((storage.record.weight,))
-    return TableFile(path, storage.n_rows, record, {}, storage.meta.get("table", {})).config("disk", path)
+    found = TableFile(path, storage.n_rows, record, {}, storage.meta.get("table", {})).config("disk", path)
+    # A cache would keep rows of earlier checkpoints.
+    return replace(found, read_only=True, cache_rows=0) if read_only else found

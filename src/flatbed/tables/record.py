@@ -43,6 +43,16 @@ class Record:
 
     fields: tuple[Field, ...]
 
+    def __post_init__(self) -> None:
+        """Refuse names that files keep for something else."""
+        names = [field.name for field in self.fields]
+        taken = [name for name in names[1:] if name in (WEIGHT, "__metadata__") or names.count(name) > 1]
+        if names[:1] != [WEIGHT] or taken:
+            raise ValueError(
+                f"a row has a 'weight' and state with names of its own; found {names}: rename the state "
+                f"{', '.join(map(repr, taken)) or 'of the optimizer'}"
+            )
+
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Offset of each field, in bytes."""
@@ -100,6 +110,4 @@ class Record:
             if not isinstance(field["name"], str) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"no field of a record: {field!r}")
             made.append(Field(field["name"], DTYPES[field["dtype"]], count, float(field["initial"])))
-        if not made or made[0].name != WEIGHT or len({f.name for f in made}) != len(made):
-            raise ValueError("a record's fields have distinct names, the first of them 'weight'")
         return Record(tuple(made))

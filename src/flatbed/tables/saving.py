@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatbed.errors import FlatbedError
+from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables import initializers as initial
 from flatbed.tables.config import Config
 from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
-from flatbed.tables.storage.base import reported, row_blocks
+from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import TABLE
-from flatbed.tables.tensor_file import TensorEntry, entries_of, opened, writing
+from flatbed.tables.tensor_file import RESERVED, TensorEntry, entries_of, opened, writing
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
 
 FORMAT, VERSION = "flatbed-table", "1"
+DAMAGE = (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,17 @@ class TableFile:
 # ---- writing
 
 
-def save(table: Table, path: Path) -> None:
-    """Write a table's weights ("weight", (rows, dim)), state by name, and numbers of state (0-dim)."""
+def save(table: Table, path: Path) -> dict[str, int]:
+    """Write a table's weights ("weight", (rows, dim)), state by name, and numbers of state (0-dim).
+
+    Returns the file's checksums.
+    """
+    table._deferred_checks.check_graphs()
     store = table._storage
     storage, record, config = store.ensure_layout(), store.record, store.config
     scalars = {name: scalar_tensor(value) for name, value in table.scalars().items()}
-    keys = {name: name if name not in record else f"scalar.{name}" for name in scalars}
+    taken = {RESERVED, *(field.name for field in record.fields)}
+    keys = {name: f"scalar.{name}" if name in taken else name for name in scalars}
     entries = [TensorEntry(field.name, field.dtype, (config.n_rows, field.count)) for field in record.fields]
     entries += [TensorEntry(keys[name], value.dtype, ()) for name, value in scalars.items()]
     about = {
@@ -90,6 +97,7 @@ def save(table: Table, path: Path) -> None:
                 for field in record.fields:
                     writer.write(field.name, first * field.nbytes, record.view(records, field.name))
                 advance(last - first)
+    return writer.checksums
 
 
 def scalar_tensor(value: float) -> Tensor:
@@ -113,6 +121,12 @@ def load(table: Table, path: Path) -> None:
     found = inspect(path)
     check_fit(table, found)
     read_into(table, found)
+
+
+def read_into(table: Table, found: TableFile) -> None:
+    """Replace a table's rows by those of a file that fits. A disk table's are durable at once."""
+    with ExitStack() as undo:
+        begin_read(table, found, undo=undo)()
 
 
 def is_disk_table(path: Path) -> bool:
@@ -152,8 +166,8 @@ def inspect(path: Path) -> TableFile:
             scalars = {name: float(reader.get_tensor(found[key].name)) for name, key in keys.items()}
             contents = TableFile(path, n_rows, record, scalars, about)
             contents.config("host")
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise FlatbedError(
+        except (*DAMAGE, RecursionError) as error:
+            raise DamagedFileError(
                 f"{path} does not hold what it says ({error}): it is damaged; restore it from a copy"
             ) from error
     return contents
@@ -173,7 +187,7 @@ def _weights_of_torch(path: Path, found: Mapping[str, TensorEntry], n_tensors: i
     return TableFile(path, weight.shape[0], Record((Field(WEIGHT, weight.dtype, weight.shape[1]),)), {}, {})
 
 
-def check_fit(table: Table, found: TableFile) -> None:
+def check_fit(table: Table, found: TableFile, *, with_state: bool = True) -> None:
     """Raise unless a file can be read into a table."""
     config, (n_rows, dim) = table._storage.config, (found.n_rows, found.record.weight.count)
     if (n_rows, dim) != (config.n_rows, config.dim):
@@ -183,7 +197,7 @@ def check_fit(table: Table, found: TableFile) -> None:
         )
     ours = _counts(table._storage.record.state, table.scalars())
     theirs = _counts(found.record.state, found.scalars)
-    if table._owner is not None and theirs and ours != theirs:
+    if with_state and table._owner is not None and theirs and ours != theirs:
         raise FlatbedError(
             f"{found.path} holds the optimizer state {_listed(theirs)}, and {type(table._owner).__name__} "
             f"keeps {_listed(ours)}: build the optimizer that the table was trained with, or load the file "
@@ -202,22 +216,36 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count})" for name, count in counts.items()) or "none"
 
 
-def read_into(table: Table, found: TableFile) -> None:
-    """Replace a table's rows by those of a file that fits. A disk table's are durable at once."""
-    store, owner, state = table._storage, table._owner, found.record.state
-    is_adopted = bool(state) and owner is None
+def begin_read(
+    table: Table, found: TableFile, *, undo: ExitStack, with_state: bool = True
+) -> Callable[[], None]:
+    """Do what can fail of reading a file into a table, and return the function that does the rest.
+
+    `undo` takes back what is done here, unless the function was called. Without state, a table keeps that of
+    its optimizer; without an optimizer, it has none afterwards.
+    """
+    store, owner, state = table._storage, table._owner, found.record.state if with_state else ()
+    is_adopted = owner is None and (bool(state) or not with_state)
     record = Record((store.config.weight, *state)) if is_adopted else store.record
-    scalars = found.scalars if state else table.scalars()
-    with opened(found.path) as reader:
-        parts = {f.name: reader.get_slice(f.name) for f in found.record.fields if f.name in record}
+    scalars = (found.scalars if with_state else {}) if is_adopted or state else table.scalars()
+    reader = undo.enter_context(opened(found.path))
+    parts = {f.name: reader.get_slice(f.name) for f in found.record.fields if f.name in record}
+    if not state:
+        parts = {WEIGHT: parts[WEIGHT]}
 
-        def fill(start: int, stop: int, records: Tensor) -> None:
-            for name, rows in parts.items():
-                record.view(records, name).copy_(rows[start:stop])
+    def fill(start: int, stop: int, records: Tensor) -> None:
+        for name, rows in parts.items():
+            record.view(records, name).copy_(rows[start:stop])
 
-        with reported(f"loading {found.path.name}", found.n_rows, fill) as filling:
-            store.replace_rows(record, filling, fields=parts, scalars=scalars)
-    if is_adopted:
-        store.adopt_state(scalars)
-    elif owner is not None and state:
-        store.set_scalars(scalars)
+    replace = store.begin_replace(
+        record, fill, fields=parts, scalars=scalars, doing=f"loading {found.path.name}", undo=undo
+    )
+
+    def finish() -> None:
+        replace()
+        if is_adopted:
+            store.adopt_state(scalars)
+        elif owner is not None and state:
+            store.set_scalars(scalars)
+
+    return finish

@@ -320,7 +320,6 @@ class Table(TableParameter):
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, block by block."""
-        self._deferred_checks.check_graphs()
         saving.save(self, as_path(path))
 
     def load(self, path: str | Path) -> None:

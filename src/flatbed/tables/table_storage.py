@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -186,27 +187,62 @@ class TableStorage:
     def replace_rows(
         self, record: Record, fill: Fill, *, fields: Iterable[str], scalars: Mapping[str, float]
     ) -> None:
-        """Replace all rows. `fill` writes `fields`; rows keep what they have of others.
+        """Replace all rows. Rows of a disk table are durable when this returns, unchanged after an error."""
+        with ExitStack() as undo:
+            self.begin_replace(
+                record, fill, fields=fields, scalars=scalars, doing="copying the table", undo=undo
+            )()
 
-        Rows of a disk table are durable when this returns, and unchanged after an error.
+    def begin_replace(
+        self,
+        record: Record,
+        fill: Fill,
+        *,
+        fields: Iterable[str],
+        scalars: Mapping[str, float],
+        doing: str,
+        undo: ExitStack,
+    ) -> Callable[[], None]:
+        """Begin to replace all rows, and return the function that completes it; until then nothing changes.
+
+        `fill` writes `fields`; rows keep what they have of others. New files and new memory are complete when
+        this returns. `undo` removes them, unless the function was called.
         """
         is_complete = {field.name for field in record.fields} <= set(fields)
+        n_rows, meta = self.config.n_rows, self._meta(scalars)
         with self._lock:
             if self.phase == "unallocated":
                 first = [] if is_complete else [initial_rows(self.config, record)]
-                self._allocate(record, in_turn(*first, fill), scalars)
-                return
+                with reported(doing, n_rows, in_turn(*first, fill)) as filling:
+                    new = create_storage(self.config, record, self.device, fill=filling, meta=meta)
+                undo.callback(self._drop_unless_used, new)
+                return lambda: self._use_storage(new)
             storage = self.ensure_layout()
             if not self.in_memory:
                 self.forget_cache()
                 kept = [] if is_complete else [self._kept_rows(record)]
-                self._storage = storage.rebuilt(record, fill=in_turn(*kept, fill), meta=self._meta(scalars))
-                self.record = record
-                self.version += 1
-                return
+                with reported(doing, n_rows, in_turn(*kept, fill)) as filling:
+                    draft = cast(DiskStorage, storage).draft(record, fill=filling, meta=meta)
+                undo.callback(draft.discard)
+                return lambda: self._use_storage(cast(DiskStorage, storage).replaced_by(draft))
+        return lambda: self._replace_in_memory(record, fill, doing)
+
+    def _use_storage(self, storage: Storage) -> None:
+        self._storage, self.record = storage, storage.record
+        self.version += 1
+
+    def _drop_unless_used(self, new: Storage) -> None:
+        if self._storage is not new:
+            new.close()
+            if self.config.path is not None:
+                self.config.path.unlink()
+
+    def _replace_in_memory(self, record: Record, fill: Fill, doing: str) -> None:
+        with self._lock:
             if record != self.record:
                 self.relayout(record)
-            self._overwrite(fill)
+            with reported(doing, self.config.n_rows, fill) as filling:
+                self._overwrite(filling)
 
     def _overwrite(self, fill: Fill) -> None:
         """Replace fields of all rows in memory, block by block: a second copy might not fit."""
@@ -270,10 +306,15 @@ class TableStorage:
         numbers = {name: float(value) for name, value in held.items()}
         return {"table": self.config.describe(), "scalars": numbers, **others}
 
-    def _disk(self) -> DiskStorage:
+    def disk_storage(self) -> DiskStorage:
+        """Return the storage of a disk table, laid out if needed."""
         if self.in_memory:
             raise FlatbedError(
                 f'this table is not on disk (storage="{self.config.storage}"): save it with table.save(path)'
+            )
+        if self.config.read_only:
+            raise FlatbedError(
+                f"{self.config.path} was loaded with read_only=True: load it without, to change or save it"
             )
         return cast(DiskStorage, self.ensure_layout())
 
@@ -294,28 +335,31 @@ class TableStorage:
 
     @property
     def has_unsaved_changes(self) -> bool:
-        """True if rows of a file changed since its last checkpoint, or lost their state."""
+        """True if rows of a file changed since its last checkpoint, lost their state, or made steps."""
         storage = self._storage
         if storage is None or self.in_memory or os.getpid() != self._process:
             return False
-        return self.unsaved_rows > 0 or (self.relayout_pending and bool(storage.record.state))
+        if self.unsaved_rows > 0 or (self.relayout_pending and bool(storage.record.state)):
+            return True
+        saved = cast(DiskStorage, storage).meta.get("scalars", {})
+        return any(float(value) != saved.get(name, 0.0) for name, value in self.scalars.items())
 
     def checkpoint(self) -> None:
         """Make rows and state of a disk table durable, all or nothing."""
-        storage = self._disk()
+        storage = self.disk_storage()
         self.flush()
         storage.checkpoint(self._meta())
 
     def make_room(self, rows: Tensor) -> None:
         """Reserve disk space for changes of these rows, or raise."""
-        self._disk().make_room(rows)
+        self.disk_storage().make_room(rows)
 
-    def prepare_checkpoint(self, *, decision: Path, token: str) -> DiskStorage:
+    def prepare_checkpoint(self, *, decision: Path, token: str) -> None:
         """Prepare a checkpoint that holds once the file `decision` has the token."""
-        storage = self._disk()
+        storage = self.disk_storage()
+        storage.release()
         self.flush()
         storage.prepare(self._meta(token=token), decision=decision, token=token)
-        return storage
 
     def has_token(self, token: str) -> bool:
         """True if the file's checkpoint, or one that is prepared, was made with this token."""

@@ -11,23 +11,33 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import struct
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatbed.errors import FlatbedError
+from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 
 BLOCK_BYTES = 1 << 26
+SYNC_BYTES = 1 << 28  # written between syncs, so that a long save answers Control-C
+MANY_BYTES = 1 << 20  # from which a thread for the checksum pays off
+SUM_BYTES = 4096  # under one sum of a checksum: part of the format of checkpoints
+RESERVED = "__metadata__"  # key of the header that is no tensor
+HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 KINDS = {
@@ -63,20 +73,72 @@ class TensorEntry:
         return self.dtype.itemsize * prod(self.shape)
 
 
-class Writer:
-    """A file that is being written; every entry must be written in full."""
+class Checksum:
+    """CRC-32 of the sums of pages, of bytes given in order: 14 GB/s on a core, where zlib.crc32 does 0.9.
 
-    def __init__(self, descriptor: int, starts: Mapping[str, int]) -> None:
+    It finds any changed bit or word, and pages that are zero, stale or in another place.
+    """
+
+    def __init__(self) -> None:
+        self._crc = 0
+        self._rest = b""
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes."""
+        if self._rest:
+            n_missing = SUM_BYTES - len(self._rest)
+            self._rest, data = self._rest + bytes(data[:n_missing]), data[n_missing:]
+            if len(self._rest) < SUM_BYTES:
+                return
+            self._add(memoryview(self._rest))
+        n_whole = len(data) // SUM_BYTES * SUM_BYTES
+        self._add(data[:n_whole])
+        self._rest = bytes(data[n_whole:])
+
+    def _add(self, pages: memoryview) -> None:
+        words = np.frombuffer(pages, np.uint64).reshape(-1, SUM_BYTES // 8)
+        self._crc = zlib.crc32(words.sum(1).data, self._crc)
+
+    @property
+    def value(self) -> int:
+        """Return the checksum of all bytes so far."""
+        return zlib.crc32(self._rest, self._crc)
+
+
+class Writer:
+    """A file that is being written: every entry in full, its parts in order."""
+
+    def __init__(
+        self, descriptor: int, header: bytes, starts: Mapping[str, int], pool: ThreadPoolExecutor
+    ) -> None:
         self._descriptor = descriptor
+        self._pool = pool
         self._starts = starts
+        self._checksums = {name: Checksum() for name in ("", *starts)}  # "" is the header
+        self._checksums[""].update(memoryview(header))
+        self._n_unsynced = 0
+        write_at(descriptor, 0, memoryview(header))
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
         """Write a part of a tensor, on any device, from a byte of it on."""
-        flat = values.detach().contiguous().reshape(-1)
-        step = BLOCK_BYTES // flat.element_size()
-        for first in range(0, flat.numel(), step):
-            data = flat[first : first + step].cpu().view(torch.uint8).numpy().data
-            write_at(self._descriptor, self._starts[name] + offset + first * flat.element_size(), data)
+        data = values.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data
+        update, at = self._checksums[name].update, self._starts[name] + offset
+        if len(data) < MANY_BYTES:
+            update(data)
+            write_at(self._descriptor, at, data)
+        else:
+            adding = self._pool.submit(update, data)
+            write_at(self._descriptor, at, data)
+            adding.result()
+        self._n_unsynced += len(data)
+        if self._n_unsynced >= SYNC_BYTES:
+            os.fsync(self._descriptor)
+            self._n_unsynced = 0
+
+    @property
+    def checksums(self) -> dict[str, int]:
+        """Return the checksums of the header ("") and of all tensors, for `check_tensors`."""
+        return {name: checksum.value for name, checksum in self._checksums.items()}
 
 
 @contextmanager
@@ -84,10 +146,12 @@ def writing(path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, s
     """Write a safetensors file. Its name appears when it is complete and durable."""
     if sys.byteorder != "little":
         raise FlatbedError("safetensors files are little-endian, and this machine is not: save elsewhere")
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {RESERVED: dict(metadata)}
     end = 0
     # Wide numbers first, as in the library, so that every tensor is aligned to its element size.
     for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+        if entry.name == RESERVED:
+            raise FlatbedError(f"a tensor named '{RESERVED}' cannot be saved: rename it")
         if entry.dtype not in KINDS:
             raise FlatbedError(f"'{entry.name}' is of {entry.dtype}, which safetensors cannot hold")
         offsets = [end, end + entry.nbytes]
@@ -101,13 +165,12 @@ def writing(path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, s
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
     starts = {entry.name: first + header[entry.name]["data_offsets"][0] for entry in entries}
-    with replacing(path, first + end) as descriptor:
-        write_at(descriptor, 0, memoryview(struct.pack("<Q", len(text)) + text))
-        yield Writer(descriptor, starts)
+    with replacing(path, first + end) as descriptor, ThreadPoolExecutor(1) as pool:
+        yield Writer(descriptor, struct.pack("<Q", len(text)) + text, starts, pool)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file of tensors on any device."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, int]:
+    """Write a safetensors file of tensors on any device; returns its checksums."""
     for name, tensor in tensors.items():
         check_plain(tensor, name)
     entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
@@ -117,8 +180,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         progress(f"saving {path.name}", total, "bytes") as advance,
     ):
         for entry in entries:
-            writer.write(entry.name, 0, tensors[entry.name])
-            advance(entry.nbytes)
+            flat, step = tensors[entry.name].detach().reshape(-1), BLOCK_BYTES // entry.dtype.itemsize
+            for first in range(0, flat.numel(), step):
+                part = flat[first : first + step]
+                writer.write(entry.name, first * entry.dtype.itemsize, part)
+                advance(part.nbytes)
+    return writer.checksums
 
 
 def check_plain(tensor: Tensor, name: str) -> None:
@@ -150,7 +217,7 @@ def opened(path: Path, what: str = "safetensors file") -> Iterator[Any]:
         reader: Any = safetensors.safe_open(str(path), framework="pt", device="cpu")
         reader.__enter__()
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise FlatbedError(
+        raise DamagedFileError(
             f"{path} is no {what}, or it is damaged ({error}): check the path, or restore it from a copy"
         ) from error
     try:
@@ -165,6 +232,36 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
 
 
+def check_tensors(path: Path, checksums: Any) -> None:
+    """Read a whole file of `writing`, and raise unless it is as it was written."""
+    try:
+        with (
+            open_regular(path) as file,
+            progress(f"checking {path.name}", path.stat().st_size, "bytes") as advance,
+        ):
+            head = file.read(8)
+            text = file.read(min(int.from_bytes(head, "little"), HEADER_LIMIT))
+            found = {name: Checksum() for name in checksums}
+            found[""].update(memoryview(head + text))
+            if found[""].value != checksums[""]:
+                raise ValueError("the checksum of its header is wrong")
+            header = json.loads(text)
+            buffer = bytearray(min(BLOCK_BYTES, path.stat().st_size))
+            for name in sorted(checksums.keys() - {""}, key=lambda name: header[name]["data_offsets"]):
+                start, stop = header[name]["data_offsets"]
+                file.seek(8 + len(text) + start)
+                for at in range(start, stop, BLOCK_BYTES):
+                    part = memoryview(buffer)[: stop - at]
+                    if file.readinto(part) < len(part):
+                        raise ValueError(f"it ends within '{name}'")
+                    found[name].update(part)
+                    advance(len(part))
+                if found[name].value != checksums[name]:
+                    raise ValueError(f"the checksum of '{name}' is wrong")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedFileError(f"{path} is missing or damaged ({error}): restore it from a copy") from error
+
+
 def entries_of(reader: Any) -> dict[str, TensorEntry]:
     """List the tensors of an open file, without those of dtypes that torch does not have."""
     found = {}
@@ -173,6 +270,23 @@ def entries_of(reader: Any) -> dict[str, TensorEntry]:
         if part.get_dtype() in DTYPES:
             found[name] = TensorEntry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
     return found
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading: no pipe or device, which might never end."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedFileError(f"{path} is no regular file: restore it from a copy")
+    return open(descriptor, "rb")
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """Read a regular file of at most `limit` bytes."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise DamagedFileError(f"{path} has more than {limit:,} bytes: restore it from a copy")
+        return file.read(limit)
 
 
 # ---- files that appear whole
@@ -191,6 +305,8 @@ def replacing(path: Path, nbytes: int) -> Iterator[int]:
     try:
         descriptor = _make(draft)
         try:
+            with suppress(FileNotFoundError):
+                os.chmod(draft, stat.S_IMODE(path.stat().st_mode))
             yield descriptor
             os.fsync(descriptor)
         finally:
@@ -252,8 +368,9 @@ def _no_space(path: Path, nbytes: int) -> FlatbedError:
 
 def _make(draft: Path) -> int:
     """Make a locked file, so that other processes can tell it from the draft of a killed one."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     while True:
-        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+        descriptor = os.open(draft, flags, 0o666)
         with suppress(ImportError, OSError):  # without locks, leftovers are never removed
             import fcntl
 
@@ -269,7 +386,7 @@ def _remove_leftovers(path: Path) -> None:
         with suppress(ImportError, OSError):
             import fcntl
 
-            descriptor = os.open(draft, os.O_RDWR)
+            descriptor = os.open(draft, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 draft.unlink()

@@ -52,13 +52,16 @@ def recorded(log: Log) -> Iterator[None]:
         name: getattr(MappedFile, name) for name in ("__init__", "write", "scatter", "reserve", "truncate")
     }
 
-    def opened(self: MappedFile, path: Path, *, create: bool = False) -> None:
-        real["__init__"](self, path, create=create)
+    def opened(self: MappedFile, path: Path, *, create: bool = False, **options: Any) -> None:
+        real["__init__"](self, path, create=create, **options)
         if create or path.name.endswith(".new"):
             log.add("create", path)
 
     def write(self: MappedFile, offset: int, data: Any) -> None:
+        before = self.size
         real["write"](self, offset, data)
+        if self.size != before:
+            log.add("size", self.path, offset=self.size)
         log.add("write", self.path, offset=offset, data=bytes(data))
 
     def scatter(self: MappedFile, at: Any, records: Any) -> None:

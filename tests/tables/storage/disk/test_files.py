@@ -6,11 +6,14 @@ import gc
 import os
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,12 +21,14 @@ import torch
 
 import flatbed
 from flatbed.errors import FlatbedError
-from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.disk import DiskStorage, journal
+from flatbed.tables.storage.disk import format as disk_format
 from flatbed.tables.storage.disk.file import MappedFile
-from flatbed.tables.storage.disk.format import RECORDS_AT
+from flatbed.tables.storage.disk.format import RECORDS_AT, TABLE
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,
+    WIDER,
     everything,
     failing,
     files,
@@ -77,7 +82,7 @@ def test_copies_of_different_times_are_refused(tmp_path: Path) -> None:
     storage.close()
     (tmp_path / "decision").write_text('{"token": "a"}')
     (tmp_path / "table").write_bytes(first)
-    with pytest.raises(FlatbedError, match=r"checkpoint 0, but .* checkpoint 2"):
+    with pytest.raises(FlatbedError, match=r"checkpoint 0 .* checkpoint 2"):
         DiskStorage.open(tmp_path / "table")
 
 
@@ -109,11 +114,135 @@ def test_no_table(tmp_path: Path) -> None:
         DiskStorage.open(tmp_path / "pipe")
 
 
-def test_draft_left_behind_is_taken_over(tmp_path: Path) -> None:
-    (tmp_path / "table.new").write_bytes(b"x" * 1_000_000)
+@pytest.mark.parametrize("content", [b"", TABLE + bytes(1_000_000)], ids=["empty", "begun"])
+def test_draft_of_a_killed_process_is_replaced(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "table.new").write_bytes(content)
+    os.link(tmp_path / "table.new", tmp_path / "second name")
     made(tmp_path).close()
-    assert list(files(tmp_path)) == ["table"]
+    assert (tmp_path / "second name").read_bytes() == content
+    assert sorted(files(tmp_path)) == ["second name", "table"]
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), filled(0, 100, NBYTES))
+
+
+def as_file(path: Path, victim: Path) -> None:
+    path.write_bytes(victim.read_bytes())
+
+
+@pytest.mark.parametrize("name", ["table.new", "table.journal"])
+@pytest.mark.parametrize("place", [Path.symlink_to, Path.hardlink_to, as_file])
+def test_files_of_other_programs_are_never_overwritten(name: str, place: Any, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    if name == "table.journal":
+        storage = made(tmp_path)
+        place(tmp_path / name, victim)
+        with pytest.raises(FlatbedError, match=name):
+            storage.scatter_(torch.arange(3), random_records(3))
+        storage.close()
+        with pytest.raises(FlatbedError, match=name):
+            DiskStorage.open(tmp_path / "table")
+    else:
+        place(tmp_path / name, victim)
+        with pytest.raises(FlatbedError, match=name):
+            made(tmp_path)
+        (tmp_path / name).unlink()
+        storage = made(tmp_path)
+        place(tmp_path / name, victim)
+        with pytest.raises(FlatbedError, match=name):
+            storage.rebuilt(WIDER, fill=fill)
+        storage.close()
+    assert victim.read_bytes() == b"precious"
+
+
+NEW_KEYS = ("word", "base", "relative", "before")  # of states and seals since the first version
+
+
+@contextmanager
+def first_version() -> Iterator[None]:
+    """Write files as the first version of the format did."""
+    real = disk_format.dump
+
+    def dump(payload: Any) -> bytes:
+        kept = {key: value for key, value in payload.items() if key not in NEW_KEYS}
+        if isinstance(kept.get("state"), dict):
+            kept["state"] = {key: value for key, value in kept["state"].items() if key not in NEW_KEYS}
+        return real(kept)
+
+    with mock.patch.object(disk_format, "dump", dump), mock.patch.object(journal, "dump", dump):
+        yield
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_files_of_the_first_version_open(decided: bool, tmp_path: Path) -> None:
+    with first_version():
+        storage = made(tmp_path)
+        storage.scatter_(torch.arange(5), random_records(5))
+        now = everything(storage)
+        storage.checkpoint({"step": 1})
+        storage.scatter_(torch.arange(9), random_records(9))
+        later = everything(storage)
+        storage.prepare({"step": 2}, decision=tmp_path / "decision", token="mine")
+        storage.close()
+    assert b'"word"' not in (tmp_path / "table").read_bytes()
+    if decided:
+        (tmp_path / "decision").write_text('{"token": "mine"}')
+    storage = DiskStorage.open(tmp_path / "table")
+    assert storage.meta == {"step": 2 if decided else 1}
+    assert np.array_equal(everything(storage), later if decided else now)
+    storage.checkpoint({"step": 3})
+    storage.close()
+    assert DiskStorage.open(tmp_path / "table").generation == (3 if decided else 2)
+
+
+def test_modes_are_kept(tmp_path: Path) -> None:
+    storage = made(tmp_path)
+    (tmp_path / "table").chmod(0o640)
+    storage = storage.rebuilt(WIDER, fill=fill)
+    storage.scatter_(torch.arange(3), random_records(3, WIDER.nbytes))
+    for name in ("table", "table.journal"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640
+    storage.close()
+
+
+def renamed(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def replaced(path: Path) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["table", "table.journal"])
+@pytest.mark.parametrize("lose", [Path.unlink, renamed, replaced])
+@pytest.mark.parametrize("change", ["checkpoint", "prepare", "resize", "rebuilt"])
+def test_checkpoint_of_a_file_that_lost_its_name_raises(
+    name: str, lose: Any, change: str, tmp_path: Path
+) -> None:
+    """Rows stay in the journal, and can be saved elsewhere."""
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(5), random_records(5))
+    now = everything(storage)
+    lose(tmp_path / name)
+    changes: dict[str, Any] = {
+        "checkpoint": storage.checkpoint,
+        "prepare": lambda: storage.prepare(decision=tmp_path / "decision", token="a"),
+        "resize": lambda: storage.resize(200, fill=fill),
+        "rebuilt": lambda: storage.rebuilt(RECORD, fill=fill),
+    }
+    if change == "rebuilt" and name == "table.journal":
+        return  # which reads all rows, and needs no journal afterwards
+    with pytest.raises(FlatbedError, match=rf"{name} was removed or replaced.*put it back"):
+        changes[change]()
+    assert (storage.unsaved_rows, storage.generation) == (5, 0)
+    assert np.array_equal(everything(storage), now)
+    if lose is renamed:
+        (tmp_path / "elsewhere").rename(tmp_path / name)
+        storage.release()
+        storage.checkpoint()
+        storage.close()
+        assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
 def test_two_names_of_one_file(tmp_path: Path) -> None:
@@ -134,7 +263,10 @@ def test_holes_are_filled_and_the_room_of_an_unfinished_growth_is_given_back(tmp
         file.seek(0)
         file.write(head)
         file.truncate(RECORDS_AT + 10_000 * NBYTES + 5_000)
-    with closing(DiskStorage.open(tmp_path / "table")):
+    with closing(DiskStorage.open(tmp_path / "table")) as storage:
+        found = (tmp_path / "table").stat()
+        assert found.st_blocks * 512 < 100_000  # a file that claims to be large reserves nothing by itself
+        storage.checkpoint()
         found = (tmp_path / "table").stat()
         assert found.st_blocks * 512 >= found.st_size == RECORDS_AT + 10_000 * NBYTES
 

@@ -255,10 +255,9 @@ def test_prepare_keeps_rows_still(tmp_path: Path) -> None:
         lambda: storage.scatter_(torch.arange(3), random_records(3)),
         lambda: storage.checkpoint(),
         lambda: storage.resize(200, fill=fill),
-        lambda: storage.prepare(decision=tmp_path / "decision", token="b"),
         lambda: storage.rebuilt(WIDER, fill=fill),
     ):
-        with pytest.raises(FlatbedError, match=r"commit\(\) or abort\(\)"):
+        with pytest.raises(FlatbedError, match=r"cannot change while .*save_checkpoint"):
             change()
     storage.abort()
     assert (storage.unsaved_rows, storage.generation) == (5, 0)
@@ -272,7 +271,6 @@ def test_prepare_keeps_rows_still(tmp_path: Path) -> None:
     ("text", "outcome"),
     [
         ('{"token": "mine", "more": 1}', 1),
-        ('{"token": "another"}', 0),
         (None, 0),
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
@@ -313,13 +311,98 @@ def test_interrupted_commit_can_be_repeated(tmp_path: Path) -> None:
         storage.checkpoint({"step": 1})
     with pytest.raises(FlatbedError, match="half copied"):
         storage.abort()
-    with pytest.raises(FlatbedError, match="half made"):
-        storage.scatter_(torch.arange(3), random_records(3))
     assert np.array_equal(everything(storage), now)
+    storage.scatter_(torch.arange(3), torch.from_numpy(now[:3]))  # completes it first
+    assert (storage.generation, storage.meta, storage.unsaved_rows) == (1, {"step": 1}, 3)
     storage.checkpoint({"step": 2})
     assert (storage.generation, storage.meta) == (2, {"step": 2})
     storage.close()
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
+
+
+@pytest.mark.parametrize("token", ["mine", "before", None])
+def test_next_change_completes_what_was_decided_and_drops_what_was_not(
+    token: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "decision").write_text('{"token": "before"}')
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(5), random_records(5))
+    now = everything(storage)
+    storage.prepare({"step": 1}, decision=tmp_path / "decision", token="mine")
+    if token is None:
+        (tmp_path / "decision").unlink()
+    else:
+        (tmp_path / "decision").write_text(json.dumps({"token": token}))
+    storage.release()
+    storage.scatter_(torch.arange(4, 8), random_records(4))
+    assert (storage.generation, storage.unsaved_rows) == ((1, 4) if token == "mine" else (0, 8))
+    now[4:8] = storage.gather(torch.arange(4, 8)).numpy()
+    assert np.array_equal(everything(storage), now)
+    storage.checkpoint({"step": 2})
+    storage.close()
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
+
+
+def job(folder: Path) -> Path:
+    """A table and its folder, as a process left them that was killed after its decision."""
+    (folder / "run").mkdir(parents=True)
+    (folder / "run" / "decision").write_text('{"token": "before"}')
+    storage = made(folder)
+    storage.scatter_(torch.arange(5), random_records(5))
+    storage.prepare({"step": 1}, decision=folder / "run" / "decision", token="mine")
+    (folder / "run" / "decision").write_text('{"token": "mine"}')
+    storage.close()
+    return folder
+
+
+def test_copied_job_asks_its_own_decision(tmp_path: Path) -> None:
+    original = job(tmp_path / "original")
+    shutil.copytree(original, tmp_path / "copy")
+    (original / "run" / "decision").write_text('{"token": "later"}')
+    storage = DiskStorage.open(tmp_path / "copy" / "table")
+    assert (storage.generation, storage.meta) == (1, {"step": 1})
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_sealed_journal_is_kept_if_another_job_decides(beside: bool, tmp_path: Path) -> None:
+    original = job(tmp_path / "original")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("table", "table.journal"):
+        shutil.copy(original / name, copy / name)
+    decided = (copy if beside else original) / "run" / "decision"
+    decided.parent.mkdir(exist_ok=True)
+    if beside:
+        shutil.rmtree(original)
+    decided.write_text('{"token": "later"}')
+    sealed = (copy / "table.journal").read_bytes()
+    with pytest.warns(UserWarning, match=r"kept as .*kept-1"):
+        storage = DiskStorage.open(copy / "table")
+    assert (storage.generation, storage.meta) == (0, {"step": 0})
+    storage.close()
+    assert (copy / "table.journal.kept-1").read_bytes() == sealed
+    decided.write_text('{"token": "mine"}')
+    (copy / "table.journal.kept-1").rename(copy / "table.journal")
+    assert DiskStorage.open(copy / "table").meta == {"step": 1}
+
+
+def test_stale_journal_of_an_equal_generation_is_refused(tmp_path: Path) -> None:
+    """The table was trained elsewhere for as many checkpoints, and copied back next to its old journal."""
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(5), random_records(5))
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(tmp_path / "table", tmp_path / "elsewhere" / "table")
+    storage.prepare({"step": 1}, decision=tmp_path / "decision", token="mine")
+    (tmp_path / "decision").write_text('{"token": "mine"}')
+    storage.close()
+    other = DiskStorage.open(tmp_path / "elsewhere" / "table")
+    for number in (1, 2):
+        other.checkpoint({"step": 10 * number})
+        shutil.copy(tmp_path / "elsewhere" / "table", tmp_path / "table")
+        before = files(tmp_path)
+        with pytest.raises(FlatbedError, match=f"checkpoint {number} .*copied at different times"):
+            DiskStorage.open(tmp_path / "table")
+        assert files(tmp_path) == before
 
 
 def test_interrupted_seal_is_taken_back(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from flatbed.errors import FlatbedError
 Records = NDArray[np.void]
 """One element per record."""
 
+RESERVED_AT_ONCE = 1 << 30  # bytes: some file systems write zeros, and answer no Control-C meanwhile
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
@@ -46,23 +47,51 @@ def reporting(path: Path, doing: str) -> Iterator[None]:
 class MappedFile:
     """A file whose records are mapped, and whose other parts are read and written."""
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, create: bool = False, mode: int | None = None, read_only: bool = False
+    ) -> None:
+        """Open a regular file, or create one with a mode; symbolic links are refused."""
         self.path = path
+        self._access = mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE
         self.rows: Records | None = None
         self.offset = 0  # of the first record
         self._mapping: mmap.mmap | None = None
         with reporting(path, "opening"):
-            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
-            self._descriptor = os.open(path, flags, 0o666)
+            flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            flags |= os.O_RDONLY if read_only else os.O_RDWR
+            self._descriptor = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
+        try:
+            check_regular(path, self._descriptor)
+            if mode is not None:
+                os.fchmod(self._descriptor, mode)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
 
     @property
     def size(self) -> int:
         return os.fstat(self._descriptor).st_size
 
+    @property
+    def mode(self) -> int:
+        return stat.S_IMODE(os.fstat(self._descriptor).st_mode)
+
+    def check_name(self) -> None:
+        """Raise unless the path still names this file."""
+        try:
+            is_same = os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path))
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise FlatbedError(
+                f"{self.path} was removed or replaced while it was open, and nothing was written: put it "
+                "back, or save the rows elsewhere (table.save)"
+            )
+
     def map(self, offset: int, nbytes: int, *, count: int, random: bool = False) -> Records:
         """Map `count` records of `nbytes` from `offset` on, instead of an earlier mapping."""
         with reporting(self.path, "mapping"):
-            mapping = mmap.mmap(self._descriptor, self.size)
+            mapping = mmap.mmap(self._descriptor, self.size, access=self._access)
         if random and hasattr(mmap, "MADV_RANDOM"):
             mapping.madvise(mmap.MADV_RANDOM)
         self._unmap()
@@ -107,10 +136,13 @@ class MappedFile:
         before = self.size
         if size <= before:
             return
+        if size >= 2**63:
+            raise NoSpace(f"{self.path} cannot have {size} bytes: no file can")
         try:
-            os.posix_fallocate(self._descriptor, before, size - before)
-        except OverflowError:
-            raise NoSpace(f"{self.path} cannot have {size} bytes: no file can") from None
+            if size - before > shutil.disk_usage(self.path.parent).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            for at in range(before, size, RESERVED_AT_ONCE):
+                os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, size - at))
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, before)  # free what was reserved before the disk was full
@@ -124,7 +156,8 @@ class MappedFile:
         if found.st_blocks * 512 >= found.st_size:
             return
         try:
-            os.posix_fallocate(self._descriptor, 0, found.st_size)
+            for at in range(0, found.st_size, RESERVED_AT_ONCE):
+                os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, found.st_size - at))
         except OSError as error:
             raise NoSpace(self._no_space(found.st_size - found.st_blocks * 512, error)) from error
 
@@ -138,6 +171,11 @@ class MappedFile:
     def truncate(self, size: int) -> None:
         with reporting(self.path, "truncating"):
             os.ftruncate(self._descriptor, size)
+
+    def flush(self) -> None:
+        """Let the system write what it holds, so that a later `sync` is short."""
+        with reporting(self.path, "writing"):
+            os.fdatasync(self._descriptor)
 
     def sync(self) -> None:
         """Make everything written durable, also through the mapping."""
@@ -187,20 +225,27 @@ def anonymous(count: int) -> NDArray[np.int32]:
     return np.frombuffer(mmap.mmap(-1, max(4 * count, 1), flags=flags), np.int32, count)
 
 
+def check_regular(path: Path, descriptor: int) -> None:
+    """Raise unless an open file is a regular one."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise FlatbedError(f"{path} is no regular file; name one, or a path where there is none yet")
+
+
 def lock(path: Path, *, create: bool = False) -> int:
     """Lock a file for one storage of one process, until the returned descriptor is closed.
 
-    The descriptor serves the lock alone: a mapping would keep the lock of its own descriptor.
+    With `create`, the file must be new. The descriptor serves the lock alone: a mapping would keep the lock
+    of its own descriptor.
     """
     try:
         import fcntl
     except ImportError:
         raise FlatbedError("tables on disk need file locks as Linux has them; use storage='host'") from None
     with reporting(path, "opening"):
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise FlatbedError(f"{path} is no regular file; name one, or a path where there is none yet")
+        check_regular(path, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatbed.errors import FlatbedError
+from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.record import Record
 
 PAGE = 4096
@@ -30,11 +30,7 @@ JOURNAL = b"flatbed-journal\n"
 _PREFIX = struct.Struct("<16sII32s")
 
 
-class Damaged(ValueError):
-    """Bytes that are no complete block; the message says why."""
-
-
-class OtherVersion(Damaged):
+class OtherVersion(FlatbedError):
     """A block of another version of the format."""
 
 
@@ -51,13 +47,16 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of a table at its last checkpoint."""
+    """State of a table at a checkpoint."""
 
     n_rows: int
     generation: int
     meta: dict[str, Any]
     applying: bool = False
     """Records are being copied from the journal; without the journal the table is unusable."""
+    word: str = ""
+    """Random, new with every checkpoint: tells copies apart that have the same generation. Files of earlier
+    versions have none."""
 
 
 def encode(magic: bytes, payload: Mapping[str, Any], room: int) -> bytes:
@@ -74,17 +73,17 @@ def encode(magic: bytes, payload: Mapping[str, Any], room: int) -> bytes:
 def decode(magic: bytes, block: bytes) -> dict[str, Any]:
     """Decode a block, which may be followed by other bytes."""
     if len(block) < _PREFIX.size:
-        raise Damaged(f"it ends after {len(block)} bytes")
+        raise DamagedFileError(f"it ends after {len(block)} bytes")
     found, version, length, checksum = _PREFIX.unpack_from(block)
     if found != magic:
-        raise Damaged(f"it begins with {found!r} instead of {magic!r}")
+        raise DamagedFileError(f"it begins with {found!r} instead of {magic!r}")
     if version != VERSION:
         raise OtherVersion(
             f"it has version {version} of the format, and this flatbed knows version {VERSION}"
         )
     text = block[_PREFIX.size : _PREFIX.size + length]
     if len(text) < length or _checksum(magic, text) != checksum:
-        raise Damaged("its checksum is wrong")
+        raise DamagedFileError("its checksum is wrong")
     return load(text)
 
 
@@ -94,13 +93,13 @@ def dump(payload: Mapping[str, Any]) -> bytes:
 
 
 def load(text: bytes) -> dict[str, Any]:
-    """Decode a JSON object; raises `Damaged`."""
+    """Decode a JSON object; raises `DamagedFileError`."""
     try:
         payload = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"its JSON is wrong ({error})") from None
+        raise DamagedFileError(f"its JSON is wrong ({error})") from None
     if not isinstance(payload, dict):
-        raise Damaged("its JSON is no object")
+        raise DamagedFileError("its JSON is no object")
     return payload
 
 
@@ -110,7 +109,7 @@ def normal(meta: Mapping[str, Any] | None) -> dict[str, Any]:
         raise TypeError(f"meta must be a mapping that JSON can hold, not {type(meta).__name__}")
     try:
         return load(dump(dict(meta or {})))
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError, DamagedFileError) as error:
         raise TypeError(f"meta must be a mapping that JSON can hold: {error}") from error
 
 
@@ -132,13 +131,13 @@ def decode_identity(path: Path, page: bytes) -> Identity:
         record = Record.described(payload["fields"])
         table, replaces, order = payload["table"], payload["replaces"], payload["byteorder"]
         if not isinstance(table, str) or not isinstance(replaces, str | None):
-            raise Damaged("its name is no string")
+            raise DamagedFileError("its name is no string")
         if record.nbytes >= 2**31:
-            raise Damaged(f"its records have {record.nbytes} bytes")
+            raise DamagedFileError(f"its records have {record.nbytes} bytes")
     except OtherVersion as error:
         raise FlatbedError(f"cannot open {path}: {error}; open it with the flatbed that wrote it") from None
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise FlatbedError(
+    except (KeyError, TypeError, ValueError, OverflowError, DamagedFileError) as error:
+        raise DamagedFileError(
             f"{path} is no table of flatbed, or its header is damaged: {error}; check the path, or restore "
             "the file from a copy"
         ) from None
@@ -157,21 +156,22 @@ def state_payload(state: State) -> dict[str, Any]:
         "generation": state.generation,
         "applying": state.applying,
         "meta": state.meta,
+        "word": state.word,
     }
 
 
 def state_of(payload: Mapping[str, Any]) -> State:
-    """Convert JSON types to a state; raises `Damaged`."""
-    meta, applying = payload.get("meta"), payload.get("applying")
+    """Convert JSON types to a state; raises `DamagedFileError`."""
+    meta, applying, word = payload.get("meta"), payload.get("applying"), payload.get("word", "")
     n_rows, generation = (_count(payload.get(name)) for name in ("n_rows", "generation"))
-    if not isinstance(meta, dict) or not isinstance(applying, bool):
-        raise Damaged("its meta is no object")
-    return State(n_rows, generation, meta, applying)
+    if not isinstance(meta, dict) or not isinstance(applying, bool) or not isinstance(word, str):
+        raise DamagedFileError("its meta is no object")
+    return State(n_rows, generation, meta, applying, word)
 
 
 def _count(found: object) -> int:
     if type(found) is not int or not 0 <= found < 2**63:
-        raise Damaged("its row count or its generation is no count")
+        raise DamagedFileError("its row count or its generation is no count")
     return found
 
 
@@ -181,7 +181,7 @@ def encode_state(state: State) -> bytes:
 
 
 def decode_state(block: bytes) -> State:
-    """Decode the state; raises `Damaged`, also if a crash has torn the pages."""
+    """Decode the state; raises `DamagedFileError`, also if a crash has torn the pages."""
     return state_of(decode(STATE, block))
 
 

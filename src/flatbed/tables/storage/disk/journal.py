@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatbed.errors import FlatbedError
+from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.progress import progress
 from flatbed.tables.storage.disk.file import MappedFile, NoSpace, Records, anonymous
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
     PAGE,
     RECORDS_AT,
     STATE_AT,
-    Damaged,
     OtherVersion,
     State,
     decode,
@@ -38,9 +38,11 @@ from flatbed.tables.storage.disk.format import (
     state_payload,
 )
 from flatbed.tables.storage.disk.threads import copy_threads, put, take
+from flatbed.tables.tensor_file import read_small
 
 SLOTS_AT = PAGE
 SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decision
+DECISION_LIMIT = 1 << 20
 HASHED = 16 << 20  # bytes under one checksum: part of the format
 CHUNK = 16 << 20
 MOST_SLOTS = 2**31 - 2  # the slot map counts them in int32
@@ -52,25 +54,54 @@ class Decision:
 
     path: str
     token: str
+    relative: str | None = None
+    """The path from the table's folder, which a copy of table and decision keeps."""
+    before: str | None = None
+    """Token in the file when the checkpoint was prepared."""
 
-    def made(self) -> bool:
-        """True if the file holds the token; a file that cannot be read is an error."""
-        try:
-            found = load(Path(self.path).read_bytes())["token"]
-        except FileNotFoundError as error:
-            if Path(self.path).parent.is_dir():
-                return False
+    @staticmethod
+    def of(path: str | Path, token: str, *, table: Path) -> Decision:
+        """Describe a decision that is to be made."""
+        path = os.path.abspath(path)
+        before = _token_in(Path(path)) if os.path.isdir(os.path.dirname(path)) else None
+        return Decision(path, token, os.path.relpath(path, table.parent), before)
+
+    def outcome(self, table: Path) -> bool | None:
+        """True if the file holds the token, False if it holds the one before; None if it holds another.
+
+        The file next to the table comes first. A file that cannot be read is an error.
+        """
+        beside = [] if self.relative is None else [Path(os.path.normpath(table.parent / self.relative))]
+        places = [place for place in (*beside, Path(self.path)) if place.parent.is_dir()]
+        if not places:
             raise FlatbedError(
                 f"a checkpoint was being made, and the folder of {self.path}, which says whether it was "
                 f"completed, is missing: put it back (or mount it), or make an empty folder of that name "
                 f"to go back to the checkpoint before"
-            ) from error
-        except (OSError, ValueError, KeyError) as error:
-            raise FlatbedError(
-                f"a checkpoint was being made, and {self.path}, which says whether it was completed, cannot "
-                f"be read ({error}); restore that file, or remove it to go back to the checkpoint before"
-            ) from error
-        return bool(found == self.token)
+            )
+        for place in places:
+            found = _token_in(place)
+            if found == self.token:
+                return True
+            if found in (None, self.before):
+                return False
+        return None
+
+
+def _token_in(path: Path) -> str | None:
+    """Read the token of a decision; None if there is no such file."""
+    try:
+        found = load(read_small(path, DECISION_LIMIT))["token"]
+        if not isinstance(found, str):
+            raise DamagedFileError("its token is no string")
+    except FileNotFoundError:
+        return None
+    except (OSError, KeyError, DamagedFileError) as error:
+        raise DamagedFileError(
+            f"a checkpoint was being made, and {path}, which says whether it was completed, cannot be read "
+            f"({error}); restore that file, or remove it to go back to the checkpoint before"
+        ) from error
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +110,8 @@ class Sealed:
 
     table: str
     state: State
+    base: str
+    """Word of the checkpoint that the rows changed since."""
     decision: Decision | None
     rows: NDArray[np.int64]
 
@@ -86,8 +119,9 @@ class Sealed:
 class Journal:
     """Changed rows and their records."""
 
-    def __init__(self, path: Path, table: str, *, nbytes: int) -> None:
+    def __init__(self, path: Path, table: str, *, nbytes: int, mode: int) -> None:
         self.path, self.table, self.nbytes = path, table, nbytes
+        self._mode = mode  # of the table's file
         self.n_slots = 0
         self._n_lost = 0  # slots that no row refers to, after an interruption
         self._capacity = -1
@@ -163,7 +197,7 @@ class Journal:
         if needed > MOST_SLOTS:
             raise FlatbedError(f"{needed} rows changed since the last checkpoint; make one before going on")
         if self._file is None:
-            self._file, self._is_named = MappedFile(self.path, create=True), False
+            self._file, self._is_named = MappedFile(self.path, create=True, mode=self._mode), False
         file = self._file
         roomy = max(needed, min(max(2 * self._capacity, (1 << 20) // self.nbytes), n_rows, MOST_SLOTS))
         try:
@@ -180,18 +214,22 @@ class Journal:
     def _size(self, n_slots: int) -> int:
         return index_at(n_slots, self.nbytes) + 8 * n_slots + SEALED_ROOM
 
-    def seal(self, state: State, decision: Decision | None, *, n_rows: int) -> None:
-        """Make all slots, durably, the checkpoint `state`."""
+    def seal(self, state: State, decision: Decision | None, *, base: str, n_rows: int) -> None:
+        """Make all slots, durably, the checkpoint `state`, which follows the one with the word `base`."""
         encode_state(state)  # raises if it will not fit into the table's header
         self._grow(self.n_slots, n_rows)
         file = self._file
         if file is None:
             raise FlatbedError(f"{self.path} is closed")
+        file.check_name()
         about = dump(
             {
                 "state": state_payload(state),
+                "base": base,
                 "decision": decision and decision.path,
                 "token": decision and decision.token,
+                "relative": decision and decision.relative,
+                "before": decision and decision.before,
             }
         )
         if len(about) > SEALED_ROOM:
@@ -274,7 +312,7 @@ def read_sealed(file: MappedFile) -> Sealed | None:
         raise FlatbedError(
             f"cannot use {file.path}: {error}; open the table with that flatbed once"
         ) from None
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError, OverflowError, DamagedFileError):
         return None
 
 
@@ -283,18 +321,21 @@ def _sealed(file: MappedFile, seal: dict[str, Any]) -> Sealed:
     at = index_at(n_slots, nbytes)
     end = at + 8 * n_slots + length
     if min(n_slots, nbytes - 1, length) < 0 or end > file.size:
-        raise Damaged("it is shorter than its seal says")
+        raise DamagedFileError("it is shorter than its seal says")
     file.map(SLOTS_AT, nbytes, count=n_slots)
     if digest(file, SLOTS_AT, end) != seal["digest"]:
-        raise Damaged("its checksum is wrong")
+        raise DamagedFileError("its checksum is wrong")
     rows = np.empty(n_slots, np.int64)
     text = np.empty(length, np.uint8)
     file.read(at, rows)
     file.read(end - length, text)
     sealed = load(text.tobytes())
-    path, token = sealed["decision"], sealed["token"]
-    decision = None if path is None else Decision(str(path), str(token))
-    return Sealed(str(seal["table"]), state_of(sealed["state"]), decision, rows)
+    parts: list[Any] = [sealed.get(name) for name in ("decision", "token", "relative", "before")]
+    if not all(isinstance(part, str | None) for part in parts):
+        raise DamagedFileError("its decision is no string")
+    decision = None if parts[0] is None else Decision(*parts)
+    base = str(sealed.get("base", ""))  # journals of earlier versions have none
+    return Sealed(str(seal["table"]), state_of(sealed["state"]), base, decision, rows)
 
 
 def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state: State) -> None:
@@ -306,9 +347,10 @@ def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state
     order = np.argsort(rows, kind="stable")
     order = order[np.searchsorted(rows, 0, sorter=order) :]
     step = max(1, CHUNK // records.dtype.itemsize)
-    with copy_threads() as pool:
+    with copy_threads() as pool, progress(f"saving {table.path.name}", len(order), "rows") as advance:
         for start in range(0, len(order), step):
             some = order[start : start + step]
             put(table, rows[some], records=records[some], pool=pool)
+            advance(len(some))
     table.write(STATE_AT, encode_state(state))
     table.sync()

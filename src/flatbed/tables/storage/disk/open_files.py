@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import stat
 import warnings
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from flatbed.tables.storage.disk.file import MappedFile, lock
 from flatbed.tables.storage.disk.format import (
     RECORDS_AT,
     STATE_AT,
+    TABLE,
     Identity,
     State,
     encode_identity,
@@ -142,28 +144,68 @@ def open_files(path: Path) -> Opened:
         table = MappedFile(path)
         undo.callback(table.close)
         identity, state = recover(table)
-        journal = Journal(journal_of(path), identity.table, nbytes=identity.record.nbytes)
+        journal = _journal(table, identity)
         undo.pop_all()
     return OpenFiles(descriptor, table, journal), identity, state
 
 
-def create_files(
-    path: Path, record: Record, state: State, *, fill: Fill, replaces: str | None = None
-) -> Opened:
-    """Make a table's file, whose name appears when it is complete.
+def _journal(table: MappedFile, identity: Identity) -> Journal:
+    nbytes = identity.record.nbytes
+    return Journal(journal_of(table.path), identity.table, nbytes=nbytes, mode=table.mode)
 
-    `replaces` names the table whose open file it replaces.
-    """
-    if replaces is not None:
-        identity = Identity(secrets.token_hex(16), record, replaces)
-        return _build(path, identity, state, fill=fill, replace=True), identity, state
-    if path.exists():
-        raise _exists(path)
-    identity = Identity(secrets.token_hex(16), record, _predecessor(path))
-    files = _build(path, identity, state, fill=fill, replace=False)
-    with suppress(FlatbedError):  # the predecessor's journal, ignored if it stays
-        MappedFile.remove(files.journal.path)
-    return files, identity, state
+
+class Draft:
+    """A new table, complete under a temporary name. `publish` gives it its own, `discard` removes it."""
+
+    def __init__(
+        self, path: Path, record: Record, state: State, *, fill: Fill, replaces: str | None = None
+    ) -> None:
+        """Write the file. `replaces` names the table whose open file it is to replace."""
+        self._is_replacing = replaces is not None
+        if not self._is_replacing and path.exists():
+            raise _exists(path)
+        self.path, self.state = path, state
+        self.identity = Identity(secrets.token_hex(16), record, replaces or _predecessor(path))
+        first, second = encode_identity(self.identity), encode_state(state)
+        draft = path.with_name(path.name + ".new")
+        mode = stat.S_IMODE(path.stat().st_mode) if self._is_replacing else None
+        with ExitStack() as undo:
+            _remove_leftover(draft)
+            self._lock_descriptor = lock(draft, create=True)
+            undo.callback(os.close, self._lock_descriptor)
+            undo.callback(MappedFile.remove, draft)
+            self._table = table = MappedFile(draft, mode=mode)
+            undo.callback(table.close)
+            table.write(0, first)  # the mark by which `_remove_leftover` knows it
+            table.reserve(RECORDS_AT + state.n_rows * record.nbytes)
+            table.write(STATE_AT, second)
+            write_rows(table, record, range(state.n_rows), fill=fill)
+            table.sync()
+            table.map(RECORDS_AT, record.nbytes, count=state.n_rows, random=True)
+            self._undo = undo.pop_all()
+
+    def discard(self) -> None:
+        """Remove the file, unless it was published."""
+        self._undo.close()
+
+    def publish(self) -> Opened:
+        """Give the file its name."""
+        table = self._table
+        with self._undo as undo:
+            if not self._is_replacing and self.path.exists():
+                raise _exists(self.path)
+            MappedFile.rename(table.path, self.path)
+            undo.pop_all()
+            undo.callback(table.close)
+            undo.callback(os.close, self._lock_descriptor)
+            table.path = self.path
+            MappedFile.sync_folder(self.path.parent)
+            undo.pop_all()
+        files = OpenFiles(self._lock_descriptor, table, _journal(table, self.identity))
+        if not self._is_replacing:
+            with suppress(FlatbedError):  # the predecessor's journal, ignored if it stays
+                MappedFile.remove(files.journal.path)
+        return files, self.identity, self.state
 
 
 def _exists(path: Path) -> FlatbedError:
@@ -180,31 +222,15 @@ def _predecessor(path: Path) -> str | None:
     return None if sealed is None else sealed.table
 
 
-def _build(path: Path, identity: Identity, state: State, *, fill: Fill, replace: bool) -> OpenFiles:
-    """Write a whole table under a temporary name, then rename it."""
-    first, second = encode_identity(identity), encode_state(state)
-    draft = path.with_name(path.name + ".new")
-    nbytes = identity.record.nbytes
-    with ExitStack() as undo:
-        descriptor = lock(draft, create=True)
-        undo.callback(os.close, descriptor)
-        undo.callback(MappedFile.remove, draft)
-        table = MappedFile(draft)
-        undo.callback(table.close)
-        table.truncate(0)  # a killed process may have left a draft
-        table.reserve(RECORDS_AT + state.n_rows * nbytes)
-        table.write(0, first)
-        table.write(STATE_AT, second)
-        write_rows(table, identity.record, range(state.n_rows), fill=fill)
-        table.sync()
-        table.map(RECORDS_AT, nbytes, count=state.n_rows, random=True)
-        if path.exists() and not replace:
-            raise _exists(path)
-        MappedFile.rename(draft, path)
-        undo.pop_all()
-        undo.callback(table.close)
-        undo.callback(os.close, descriptor)
-        table.path = path
-        MappedFile.sync_folder(path.parent)
-        undo.pop_all()
-    return OpenFiles(descriptor, table, Journal(journal_of(path), identity.table, nbytes=nbytes))
+def _remove_leftover(draft: Path) -> None:
+    """Remove the draft of a killed process; any other file of that name is an error."""
+    if not os.path.lexists(draft):
+        return
+    descriptor = lock(draft)
+    try:
+        found = os.pread(descriptor, len(TABLE), 0)
+    finally:
+        os.close(descriptor)
+    if found not in (b"", TABLE):
+        raise FlatbedError(f"{draft} is no draft of a table, but has the name of one: move it away")
+    MappedFile.remove(draft)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
-from flatbed.errors import FlatbedError
+from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import (
     PAGE,
     RECORDS_AT,
     STATE_AT,
-    Damaged,
     Identity,
     State,
     decode_identity,
@@ -30,7 +31,8 @@ def journal_of(path: Path) -> Path:
 def recover(table: MappedFile) -> tuple[Identity, State]:
     """Complete a sealed checkpoint or drop an unfinished one, and map the records.
 
-    Everything is checked before anything is written.
+    Everything is checked before anything is written. A sealed journal whose decision is another job's is
+    renamed instead of dropped.
     """
     path = table.path
     head = np.zeros(RECORDS_AT, np.uint8)
@@ -39,59 +41,84 @@ def recover(table: MappedFile) -> tuple[Identity, State]:
     state: State | None
     try:
         state, why = decode_state(head[STATE_AT:length].tobytes()), ""
-    except Damaged as error:
+    except DamagedFileError as error:
         state, why = None, str(error)
-    journal = journal_of(path)
-    if journal.exists():
+    journal, is_foreign = journal_of(path), False
+    if os.path.lexists(journal):
         with closing(MappedFile(journal)) as file:
             sealed = read_sealed(file)
-            if sealed is not None and _wanted(path, identity, state=state, sealed=sealed):
+            is_wanted = False if sealed is None else _wanted(path, identity, state=state, sealed=sealed)
+            is_foreign = is_wanted is None
+            if sealed is not None and is_wanted:
                 _check_rows(journal, identity, sealed=sealed, file=file)
                 _map_records(table, identity, sealed.state)
+                table.fill_holes()
                 if file.rows is not None:
                     apply(table, file.rows, rows=sealed.rows, state=sealed.state)
                 state = sealed.state
     if state is None:
-        raise FlatbedError(f"the header of {path} is damaged: {why}; restore the file from a copy")
+        raise DamagedFileError(f"the header of {path} is damaged: {why}; restore the file from a copy")
     if state.applying:
         raise FlatbedError(
             f"{path} was being changed when its process ended, and its journal {journal} is missing or "
             "damaged; put the journal back next to it, or restore the table from a copy"
         )
     _map_records(table, identity, state)
-    if journal.exists():
+    if is_foreign:
+        _keep_aside(journal)
+    elif os.path.lexists(journal):
         MappedFile.remove(journal)
         MappedFile.sync_folder(journal.parent)
     return identity, state
 
 
-def _wanted(path: Path, identity: Identity, *, state: State | None, sealed: Sealed) -> bool:
-    """True if a sealed journal is to be applied; a journal of another table or copy is an error."""
+def _keep_aside(journal: Path) -> None:
+    """Rename a sealed journal of which no file here says whether it counts."""
+    number = 1
+    while os.path.lexists(kept := journal.with_name(f"{journal.name}.kept-{number}")):
+        number += 1
+    MappedFile.rename(journal, kept)
+    MappedFile.sync_folder(journal.parent)
+    warnings.warn(
+        f"{journal} holds a checkpoint that flatbed.save_checkpoint prepared, and its folder has another "
+        f"one by now. The table is at the checkpoint before, and the journal is kept as {kept}: to use it, "
+        f"restore the folder of that time and give the journal its name back; otherwise delete it",
+        stacklevel=2,
+    )
+
+
+def _wanted(path: Path, identity: Identity, *, state: State | None, sealed: Sealed) -> bool | None:
+    """True if a sealed journal is to be applied, None if another job's decision speaks against it.
+
+    A journal of another table, or of another time, is an error.
+    """
     if sealed.table != identity.table:
         if sealed.table == identity.replaces:
             return False
         raise FlatbedError(f"{journal_of(path)} belongs to another table than {path}; move one of them away")
-    generation = sealed.state.generation
+    new = sealed.state
     if state is None:
         return True  # torn, which happens only while a sealed journal is applied
-    if state.generation == generation:
+    if (state.generation, state.word) == (new.generation, new.word):
         return True
-    if state.generation + 1 == generation and not state.applying:
-        return sealed.decision is None or sealed.decision.made()
+    is_next = (state.generation + 1, state.word) == (new.generation, sealed.base)
+    if is_next and not state.applying:
+        return sealed.decision is None or sealed.decision.outcome(path)
     raise FlatbedError(
-        f"{path} is at checkpoint {state.generation}, but {journal_of(path)} holds checkpoint {generation}: "
-        "they were copied at different times; restore both from one copy, or remove the journal"
+        f"{path} is at checkpoint {state.generation} ({state.word or 'unnamed'}), but {journal_of(path)} "
+        f"holds checkpoint {new.generation} ({new.word or 'unnamed'}) after {sealed.base or 'an unnamed one'}"
+        ": they were copied at different times; restore both from one copy, or remove the journal"
     )
 
 
 def _check_rows(journal: Path, identity: Identity, *, sealed: Sealed, file: MappedFile) -> None:
     rows, n_rows = sealed.rows, sealed.state.n_rows
     if file.rows is None or file.rows.dtype.itemsize != identity.record.nbytes:
-        raise FlatbedError(
+        raise DamagedFileError(
             f"{journal} holds records of another size than its table; restore both from a copy"
         )
     if len(rows) and (rows.min() < -1 or rows.max() >= n_rows):
-        raise FlatbedError(f"{journal} holds rows beyond the table's {n_rows}; restore both from a copy")
+        raise DamagedFileError(f"{journal} holds rows beyond the table's {n_rows}; restore both from a copy")
 
 
 def _map_records(table: MappedFile, identity: Identity, state: State) -> None:
@@ -99,11 +126,10 @@ def _map_records(table: MappedFile, identity: Identity, state: State) -> None:
     nbytes, size = identity.record.nbytes, table.size
     expected = RECORDS_AT + state.n_rows * nbytes
     if size < expected:
-        raise FlatbedError(
+        raise DamagedFileError(
             f"{table.path} has {size} bytes, but {state.n_rows} rows of {nbytes} bytes need {expected}: it "
             "was cut short; restore it from a copy"
         )
     if size > expected:
         table.truncate(expected)  # space of rows that an interrupted resize has added
-    table.fill_holes()
     table.map(RECORDS_AT, nbytes, count=state.n_rows, random=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace as replaced
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +21,10 @@ from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
-from flatbed.tables.storage.disk.file import NotSynced, Records
+from flatbed.tables.storage.disk.file import MappedFile, NotSynced, Records
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, apply
-from flatbed.tables.storage.disk.open_files import OpenFiles, create_files, open_files, warn_at_exit
+from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files, warn_at_exit
 from flatbed.tables.storage.disk.threads import Readers, as_records, submit, take, write_rows
 
 T = TypeVar("T")
@@ -60,7 +61,8 @@ class DiskStorage:
         self._lock = OrderedLock("file")
         self._readers = Readers()
         self._sealed: State | None = None  # in the journal, durable, and not yet in the table
-        self._has_decision = False  # of the sealed state: another file says whether it holds
+        self._decision: Decision | None = None  # of the sealed state: another file says whether it holds
+        self._is_held = False  # between `prepare` and `release`: `_use` does not resolve it
         self._is_committing = False
         self._broken: str | None = None
         self._finalizer = weakref.finalize(self, OpenFiles.close_forgotten, files)
@@ -79,8 +81,8 @@ class DiskStorage:
         meta: Mapping[str, Any] | None = None,
     ) -> DiskStorage:
         """Make a table's file. Its name appears when it is complete."""
-        path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta))
-        return cls(*create_files(path, record, state, fill=fill))
+        path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta), word=_new_word())
+        return cls(*Draft(path, record, state, fill=fill).publish())
 
     @classmethod
     def open(cls, path: str | Path) -> DiskStorage:
@@ -237,21 +239,34 @@ class DiskStorage:
 
         When this returns, they survive a loss of power. Until then, the file holds the checkpoint before.
         """
-        with self._use():
-            if self._sealed is not None and not self._has_decision:
-                self.commit()  # of a checkpoint that was interrupted
-            with self._use(change=True):
-                self._seal(self._next(meta), None)
-                self.commit()
+        with self._use(change=True):
+            self._seal(self._next(meta), None)
+            self.commit()
 
     def prepare(self, meta: Mapping[str, Any] | None = None, *, decision: str | Path, token: str) -> None:
-        """Do everything of a checkpoint that can fail. No row can change until `commit` or `abort`.
+        """Do everything of a checkpoint that can fail. No row can change until `release`.
 
         After a crash, the new checkpoint holds if the JSON file `decision` has this token
         (`{"token": ...}`); otherwise the one before does. Write that file atomically.
         """
+        self.release()
         with self._use(change=True):
-            self._seal(self._next(meta), Decision(os.path.abspath(decision), token))
+            self._is_held = True
+            self._seal(self._next(meta), Decision.of(decision, token, table=self.path))
+
+    def release(self) -> None:
+        """Let rows change again. The next change commits a prepared checkpoint if its decision was made."""
+        self._is_held = False
+
+    def _resolve(self) -> None:
+        """Complete a checkpoint that was interrupted, or drop one that was not decided."""
+        decision = self._decision
+        if decision is not None and not self._is_committing:
+            if not decision.outcome(self.path):
+                self.abort()
+                return
+            MappedFile.sync_folder(Path(decision.path).parent)  # the save may have ended before it did
+        self.commit()
 
     def commit(self) -> None:
         """Complete a prepared checkpoint. After an interruption, call it again."""
@@ -265,9 +280,10 @@ class DiskStorage:
             if state.n_rows != self.n_rows:
                 files.table.map(RECORDS_AT, self.record.nbytes, count=state.n_rows, random=True)
             files.journal.unseal(durably=False)
-            files.keep_journal = self._is_committing = False
+            files.keep_journal = False
             files.journal.clear(same_rows=state.n_rows == self.n_rows)
             self._state, self.n_rows, self._sealed = state, state.n_rows, None
+            self._is_held = self._is_committing = False
 
     def abort(self) -> None:
         """Undo `prepare`: changed rows stay in the journal, for another checkpoint."""
@@ -279,7 +295,7 @@ class DiskStorage:
                     f"a checkpoint of {self.path} is half copied; call commit() to complete it"
                 )
             self._files.journal.unseal(durably=True)
-            self._files.keep_journal, self._sealed = False, None
+            self._files.keep_journal, self._sealed, self._is_held = False, None, False
 
     def resize(self, n_rows: int, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> DiskStorage:
         """Add rows at the end; they and all changed rows become a checkpoint."""
@@ -287,7 +303,7 @@ class DiskStorage:
             raise ValueError(f"a table of {self.n_rows} rows can grow, but not shrink to {n_rows}")
         with self._use(change=True):
             table, before = self._files.table, self._files.table.size
-            state = replaced(self._next(meta), n_rows=n_rows)
+            state = replace(self._next(meta), n_rows=n_rows)
             try:
                 table.reserve(RECORDS_AT + n_rows * self.record.nbytes)
                 write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
@@ -307,30 +323,43 @@ class DiskStorage:
 
         `fill` may read from this storage. After an error, this storage and its file are as they were.
         """
+        return self.replaced_by(self.draft(record, fill=fill, meta=meta))
+
+    def draft(self, record: Record, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> Draft:
+        """Make a file with other records that can replace this one."""
         with self._use(change=True):
-            state = self._next(meta)
-            made = create_files(self.path, record, state, fill=fill, replaces=self._files.journal.table)
+            self._files.table.check_name()
+            replaced = self._files.journal.table
+            return Draft(self.path, record, self._next(meta), fill=fill, replaces=replaced)
+
+    def replaced_by(self, draft: Draft) -> DiskStorage:
+        """Replace the file by a draft: a checkpoint, after which this storage is closed."""
+        with self._use(change=True):
             self._readers.wait()
+            made = draft.publish()
             self._files.close()
         return DiskStorage(*made)
 
     def _next(self, meta: Mapping[str, Any] | None) -> State:
         meta = self._state.meta if meta is None else normal(meta)
-        return State(self.n_rows, self.generation + 1, dict(meta))
+        return State(self.n_rows, self.generation + 1, dict(meta), word=_new_word())
 
     def _seal(self, state: State, decision: Decision | None) -> None:
-        journal = self._files.journal
+        table, journal = self._files.table, self._files.journal
+        table.check_name()
+        table.fill_holes()
         self._files.keep_journal = True
         self._broken = "the last checkpoint failed, and what of it is on the disk is not known"
         try:
-            journal.seal(state, decision, n_rows=self.n_rows)
+            journal.seal(state, decision, base=self._state.word, n_rows=self.n_rows)
+            self._decision, self._sealed, self._broken = decision, state, None
         except NotSynced:
             raise  # the system drops what it could not write, so a second attempt would prove nothing
         except BaseException:
+            self._sealed = None
             journal.unseal(durably=True)
             self._files.keep_journal, self._broken = False, None
             raise
-        self._sealed, self._has_decision, self._broken = state, decision is not None, None
 
     # ---- arguments
 
@@ -367,7 +396,11 @@ class DiskStorage:
                     "back to the last checkpoint"
                 )
             if change and self._sealed is not None:
-                raise FlatbedError(
-                    f"a checkpoint of {self.path} is half made; call commit() or abort() first"
-                )
+                if self._is_held:
+                    raise FlatbedError(f"{self.path} cannot change while flatbed.save_checkpoint saves it")
+                self._resolve()
             yield
+
+
+def _new_word() -> str:
+    return secrets.token_hex(8)

@@ -19,6 +19,7 @@ from flatbed.tables.storage.disk.format import RECORDS_AT
 T = TypeVar("T")
 
 CHUNK = 32 << 20
+FLUSH_EVERY = 8  # chunks
 THREADS = 16  # more than cores: threads wait for the disk, which serves many requests at a time
 READ_PART = 1 << 20  # bytes for a thread that may wait for the disk
 WRITE_PART = 8 << 20  # bytes for a thread that writes to the page cache, which few threads saturate
@@ -123,6 +124,8 @@ def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) ->
         records = buffer[: stop - start].zero_()
         fill(start, stop, records)
         table.write(RECORDS_AT + start * record.nbytes, records.numpy())
+        if (start - rows.start) // step % FLUSH_EVERY == FLUSH_EVERY - 1:
+            table.flush()
 
 
 class Readers:

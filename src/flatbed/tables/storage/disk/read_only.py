@@ -1,0 +1,202 @@
+"""A table's file for reading alone: without lock or write access, in any number of processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.tables.record import Record
+from flatbed.tables.storage.base import CPU, Fill
+from flatbed.tables.storage.disk.file import MappedFile, Records
+from flatbed.tables.storage.disk.format import (
+    PAGE,
+    RECORDS_AT,
+    STATE_AT,
+    State,
+    decode_identity,
+    decode_state,
+    normal,
+)
+from flatbed.tables.storage.disk.journal import read_sealed
+from flatbed.tables.storage.disk.recovery import journal_of
+from flatbed.tables.storage.disk.threads import as_records, copy_threads, take
+
+PATIENCE = 10.0  # seconds for which a state may stay unreadable
+STAMP = 56  # bytes: the prefix of a state, with its checksum
+
+Stamp = tuple[int, bytes]
+"""Number of the file and first bytes of its state: other ones mean that rows may have changed."""
+
+
+class ReadOnlyStorage:
+    """Weights of a table's file, as of the last completed checkpoint.
+
+    Another process may train the table meanwhile. Every read compares the file's state before and after, and
+    is repeated if a checkpoint was copied to the file in between. While one is being copied, or if its
+    process was killed, the rows that it changes are read from its journal.
+    """
+
+    device = CPU
+    memory: Tensor | None = None
+    reach: torch.device | None = None
+    unsaved_rows = 0
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(os.path.realpath(path))
+        self.record: Record
+        self._file: MappedFile | None = None
+        self._pool = copy_threads()
+        state = self._open()
+        self.n_rows, self.meta = state.n_rows, {**normal(state.meta), "scalars": {}}
+
+    def _open(self) -> State:
+        """Map the file as it is now, and the rows of a checkpoint that is being copied to it."""
+        if not self.path.exists():
+            raise FlatbedError(f"there is no table at {self.path}; check the path")
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            file = MappedFile(self.path, read_only=True)
+            try:
+                state = self._read(file)
+            except BaseException:
+                file.close()
+                raise
+            if state is not None:
+                old, self._file = self._file, file
+                if old is not None:
+                    old.close()
+                return state
+            file.close()
+            if time.monotonic() > deadline:
+                raise DamagedFileError(
+                    f"{self.path} was being changed when its process ended, and its journal is missing or "
+                    "damaged; open it once for training, or restore it from a copy"
+                )
+            time.sleep(0.01)
+
+    def _read(self, file: MappedFile) -> State | None:
+        """Read header, state and journal; None if they do not fit together at this moment."""
+        stamp = self._stamp_of(file)
+        head = np.zeros(RECORDS_AT, np.uint8)
+        length = file.read(0, head)
+        identity = decode_identity(self.path, head[: min(length, PAGE)].tobytes())
+        record = Record((identity.record.weight,))
+        try:
+            state = decode_state(head[STATE_AT:length].tobytes())
+        except DamagedFileError:
+            return None
+        nbytes, changed = identity.record.nbytes, None
+        if state.applying:
+            changed = self._changed_rows(identity.table, nbytes, state)
+        if (state.applying and changed is None) or self._stamp_of(file) != stamp:
+            return None
+        n_rows = state.n_rows if self._file is None else self.n_rows
+        if file.size < RECORDS_AT + n_rows * nbytes or state.n_rows < n_rows:
+            raise DamagedFileError(f"{self.path} was cut short, or replaced by a smaller table; restore it")
+        if self._file is not None and record != self.record:
+            raise FlatbedError(f"{self.path} was replaced by another table; load it again")
+        file.map(RECORDS_AT, nbytes, count=n_rows, random=True)
+        self.record, self._stamp, self._changed = record, stamp, changed
+        return state
+
+    def _changed_rows(
+        self, table: str, nbytes: int, state: State
+    ) -> tuple[NDArray[np.int64], Records] | None:
+        """Return the rows of a sealed journal, sorted, and their records."""
+        try:
+            file = MappedFile(journal_of(self.path), read_only=True)
+        except FlatbedError:
+            return None
+        with closing(file):
+            sealed = read_sealed(file)
+            is_ours = sealed is not None and (sealed.table, sealed.state.word) == (table, state.word)
+            if sealed is None or not is_ours or file.rows is None or file.rows.dtype.itemsize != nbytes:
+                return None
+            order = np.argsort(sealed.rows, kind="stable")
+            return sealed.rows[order], file.rows[order]
+
+    def _stamp_of(self, file: MappedFile) -> Stamp:
+        beginning = np.zeros(STAMP, np.uint8)
+        file.read(STATE_AT, beginning)
+        try:
+            number = os.stat(self.path).st_ino
+        except OSError:
+            number = 0
+        return number, beginning.tobytes()
+
+    # ---- rows
+
+    def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
+        """Copy records of rows, (n, nbytes) of uint8, or their first `nbytes` bytes."""
+        rows: NDArray[np.int64] = ids.to("cpu", torch.int64).reshape(-1).numpy()
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
+            raise IndexError(f"an id is out of range for a table of {self.n_rows} rows")
+        out = np.empty((len(rows), self.record.nbytes if nbytes is None else nbytes), np.uint8)
+        while True:
+            self.check()
+            assert self._file is not None
+            assert self._file.rows is not None
+            stamp = self._stamp_of(self._file)
+            if stamp == self._stamp:
+                take(self._file.rows, rows, into=as_records(out), pool=self._pool)
+                if self._changed is not None and len(self._changed[0]):
+                    changed, records = self._changed
+                    at = np.searchsorted(changed, rows).clip(max=len(changed) - 1)
+                    found = np.flatnonzero(changed[at] == rows)
+                    out[found] = records[at[found]].view(np.uint8).reshape(len(found), -1)[:, : out.shape[1]]
+                if self._stamp_of(self._file) == stamp:
+                    return torch.from_numpy(out)
+            self._open()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Copy consecutive records."""
+        return self.gather(torch.arange(start, stop, device=CPU))
+
+    # ---- the rest of the protocol
+
+    def serves(self, device: torch.device) -> bool:
+        """Any device: rows are copied to it."""
+        return True
+
+    def check(self) -> None:
+        """Raise if the storage is closed."""
+        if self._file is None:
+            raise FlatbedError(f"{self.path} is closed; load it again")
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        file, self._file = self._file, None
+        if file is not None:
+            self._pool.shutdown(wait=False)
+            file.close()
+
+    def scatter_(self, ids: Tensor, records: Tensor) -> None:
+        """Raise: the table is read-only."""
+        self._refuse()
+
+    def write_(self, start: int, records: Tensor) -> None:
+        """Raise: the table is read-only."""
+        self._refuse()
+
+    def rebuilt(
+        self, record: Record, *, fill: Fill, device: torch.device = CPU, meta: Mapping[str, Any] | None = None
+    ) -> NoReturn:
+        """Raise: the table is read-only."""
+        self._refuse()
+
+    def resize(self, n_rows: int, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> NoReturn:
+        """Raise: the table is read-only."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise FlatbedError(f"{self.path} was loaded with read_only=True: load it without, to change it")

@@ -1,0 +1,146 @@
+"""State of schedulers, scalers and random generators in checkpoints, and what `extra` may hold."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import flatbed
+from flatbed.checkpoint import load_checkpoint, save_checkpoint
+from flatbed.errors import FlatbedError
+
+SCHEDULERS: dict[str, Any] = {
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 6], gamma=0.5),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=5),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=20),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.MultiStepLR(o, [3, 5])], [2]
+    ),
+    "several": lambda o: [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.MultiStepLR(o, [3])],
+}
+
+
+def steps(optimizer: Any, scheduler: Any, n: int) -> list[float]:
+    found = []
+    for _ in range(n):
+        optimizer.step()
+        for one in scheduler if isinstance(scheduler, list) else [scheduler]:
+            one.step()
+        found.append(float(optimizer.param_groups[0]["lr"]))
+    return found
+
+
+def training() -> tuple[nn.Module, Any]:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    return model, flatbed.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_schedulers_resume(make: Any, tmp_path: Path) -> None:
+    model, optimizer = training()
+    scheduler = make(optimizer)
+    steps(optimizer, scheduler, 3)
+    save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
+    expected = steps(optimizer, scheduler, 6)
+    model, optimizer = training()
+    scheduler = make(optimizer)
+    load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
+    assert steps(optimizer, scheduler, 6) == expected
+
+
+def test_scheduler_without_its_state_raises(tmp_path: Path) -> None:
+    model, optimizer = training()
+    scheduler = lr_scheduler.MultiStepLR(optimizer, [2])
+    scaler = torch.amp.GradScaler("cpu")
+    save_checkpoint(tmp_path / "none", model, optimizer)
+    save_checkpoint(tmp_path / "one", model, optimizer, scheduler=scheduler)
+    for folder, given, words in (
+        ("none", {"scheduler": scheduler}, "0 schedulers; found 1"),
+        ("none", {"scaler": scaler}, "0 scaler; found 1"),
+        ("none", {"rng": True}, "0 ranks; found 1"),
+        ("one", {"scheduler": [scheduler, scheduler]}, "1 schedulers; found 2"),
+        ("one", {"scheduler": lr_scheduler.StepLR(optimizer, 2)}, "MultiStepLR; found StepLR"),
+    ):
+        with pytest.raises(FlatbedError, match=words):
+            load_checkpoint(tmp_path / folder, model, optimizer, **given)
+    load_checkpoint(tmp_path / "one", model, optimizer)  # what is not asked for is left out
+    for wrong in (optimizer, model, {"last_epoch": 3}):
+        with pytest.raises(TypeError, match="scheduler must have state_dict"):
+            save_checkpoint(tmp_path / "one", model, optimizer, scheduler=[wrong])
+
+
+def test_scaler_resumes(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=3)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0, "_growth_tracker": 2})
+    save_checkpoint(tmp_path, model, scaler=scaler)
+    other = torch.amp.GradScaler("cpu")
+    load_checkpoint(tmp_path, model, scaler=other)
+    assert other.state_dict() == scaler.state_dict()
+
+
+def draws() -> tuple[Any, ...]:
+    return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(3).tolist()  # noqa: NPY002
+
+
+def test_random_generators_resume(tmp_path: Path) -> None:
+    random.gauss(0, 1)  # keeps a second number
+    np.random.randn()  # noqa: NPY002
+    save_checkpoint(tmp_path, nn.Linear(2, 2), rng=True)
+    expected = draws()
+    assert draws() != expected
+    load_checkpoint(tmp_path, nn.Linear(2, 2))
+    assert draws() != expected
+    load_checkpoint(tmp_path, nn.Linear(2, 2), rng=True)
+    assert draws() == expected
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({3: 1}, r"extra is .*string keys"),
+        ({"a": {"b": {1: 2}}}, r"extra\['a'\]\['b'\]"),
+        ({"a": (1, 2)}, r"extra\['a'\].*lists"),
+        ({"a": [1, (2,)]}, r"extra\['a'\]\[1\]"),
+        ({"milestones": Counter([1, 2])}, r"extra\['milestones'\].*scheduler="),
+        ({"a": torch.ones(2)}, "Tensor"),
+        ({"a": {1, 2}}, "set"),
+    ],
+)
+def test_extra_refuses_what_json_would_change(extra: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=words):
+        save_checkpoint(tmp_path / "run", nn.Linear(2, 2), extra=extra)
+    assert not (tmp_path / "run").exists()
+
+
+def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
+    extra = {"a": [1, 2.5, None, True, "é"], "b": {"c": {}, "d": []}, "inf": float("inf"), "big": 2**80}
+    save_checkpoint(tmp_path, nn.Linear(2, 2), extra={**extra, "nan": float("nan")})
+    found = load_checkpoint(tmp_path, nn.Linear(2, 2))
+    assert found.pop("nan") != 0
+    assert found == extra
+
+
+def test_parameter_with_a_reserved_name_is_saved(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        made = nn.Module()
+        made.register_parameter("__metadata__", nn.Parameter(torch.rand(3)))
+        return made
+
+    first, second = model(), model()
+    save_checkpoint(tmp_path, first)
+    load_checkpoint(tmp_path, second)
+    assert torch.equal(dict(second.named_parameters())["__metadata__"], next(first.parameters()))

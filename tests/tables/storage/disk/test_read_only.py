@@ -1,0 +1,144 @@
+"""Tables loaded with read_only=True: the last checkpoint's rows, beside a training or after its end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flatbed
+from flatbed.errors import FlatbedError
+from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.disk.file import MappedFile
+from tests.tables.storage.disk.crash_model import failing, files
+
+ROWS, DIM = 50, 4
+EVERY = torch.arange(ROWS)
+
+
+def trained(folder: Path, **options: Any) -> Any:
+    return flatbed.Embedding(ROWS, DIM, storage="disk", path=folder / "t.bed", device="cpu", **options)
+
+
+def served(folder: Path) -> flatbed.Table:
+    return flatbed.load_table(folder / "t.bed", read_only=True, device="cpu")
+
+
+def set_to(emb: Any, value: float) -> None:
+    emb.write_rows(EVERY, torch.full((ROWS, DIM), value))
+
+
+def test_rows_are_those_of_the_last_checkpoint(tmp_path: Path) -> None:
+    emb = trained(tmp_path)
+    set_to(emb, 1.0)
+    emb.table.checkpoint()
+    first, second = served(tmp_path), served(tmp_path)
+    set_to(emb, 2.0)
+    assert (first.read_rows(EVERY) == 1).all()
+    emb.table.checkpoint()
+    for table in (first, second):
+        assert (table.read_rows(EVERY) == 2).all()
+        assert (flatbed.Embedding.from_table(table)([3, 3, 7]) == 2).all()
+        assert not table.requires_grad
+    emb.table.resize(2 * ROWS)
+    flatbed.optim.Adam(emb, lr=0.1)
+    emb(EVERY).sum()  # replaces the file by one with state
+    assert (first.read_rows(EVERY) == 2).all()
+    set_to(emb, 3.0)
+    emb.table.close()
+    assert (first.read_rows(EVERY) == 3).all()
+    first.close()
+    with pytest.raises(FlatbedError, match="closed"):
+        first.read_rows(EVERY)
+    assert (second.read_rows(EVERY) == 3).all()
+
+
+def test_nothing_is_written_or_locked(tmp_path: Path) -> None:
+    emb = trained(tmp_path)
+    set_to(emb, 1.0)
+    emb.table.close()
+    before = files(tmp_path)
+    table = served(tmp_path)
+    changes = (
+        lambda: table.write_rows([1], torch.ones(1, DIM)),
+        lambda: table.resize(100),
+        lambda: table.checkpoint(),
+        lambda: flatbed.save_checkpoint(tmp_path / "run", flatbed.Embedding.from_table(table)),
+    )
+    for change in changes:
+        with pytest.raises(FlatbedError, match="read_only"):
+            change()
+    optimizer = flatbed.optim.Adam([table.requires_grad_()], lr=0.1)
+    with pytest.raises(FlatbedError, match="read_only"):
+        flatbed.Embedding.from_table(table)([1])
+    del optimizer
+    table.close()
+    assert files(tmp_path) == before
+    trained(tmp_path).table.close()
+    program = f"""
+import flatbed
+table = flatbed.load_table({str(tmp_path / "t.bed")!r}, read_only=True, device="cpu")
+print(table.read_rows([1, 2]).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([[1.0] * DIM] * 2)
+
+
+def test_reads_beside_checkpoints_are_whole(tmp_path: Path) -> None:
+    emb = trained(tmp_path)
+    set_to(emb, 0.0)
+    emb.table.checkpoint()
+    stop, errors = threading.Event(), []
+
+    def read() -> None:
+        table, last = served(tmp_path), 0.0
+        try:
+            while not stop.is_set():
+                found = table.read_rows(EVERY)
+                assert (found == found[0, 0]).all(), "rows of two checkpoints"
+                assert found[0, 0] >= last, "older rows"
+                last = float(found[0, 0])
+        except BaseException as error:
+            errors.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for number in range(1, 40):
+        set_to(emb, float(number))
+        emb.table.checkpoint()
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert errors == []
+    emb.table.close()
+
+
+def test_checkpoint_that_was_half_copied_is_read_from_its_journal(tmp_path: Path) -> None:
+    emb = trained(tmp_path)
+    set_to(emb, 1.0)
+    emb.table.checkpoint()
+    emb.write_rows(EVERY[:20], torch.full((20, DIM), 2.0))
+    with failing(MappedFile, "scatter", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        emb.table.checkpoint()
+    emb.table.close(discard=True)
+    before = files(tmp_path)
+    assert set(before) == {"t.bed", "t.bed.journal"}
+    found = served(tmp_path).read_rows(EVERY)
+    assert (found[:20] == 2).all()
+    assert (found[20:] == 1).all()
+    assert files(tmp_path) == before
+    DiskStorage.open(tmp_path / "t.bed").close()
+
+
+def test_other_files(tmp_path: Path) -> None:
+    flatbed.Embedding(ROWS, DIM).table.save(tmp_path / "t.safetensors")
+    with pytest.raises(ValueError, match="read_only"):
+        flatbed.load_table(tmp_path / "t.safetensors", read_only=True)
+    with pytest.raises(FlatbedError, match="no"):
+        flatbed.load_table(tmp_path / "nothing", read_only=True)
