@@ -138,3 +138,13 @@ def test_public_names_are_few_and_documented() -> None:
     assert len(flatbed.__all__) <= 16
     for name in set(flatbed.__all__) - {"__version__"}:
         assert getattr(flatbed, name).__doc__, name
+
+
+def test_the_map_in_contributing_has_every_file() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    tree = text[text.index("src/flatbed/") : text.index("benchmarks/   ")]
+    files = [p.relative_to(SOURCE) for p in MODULES.values() if not p.name.startswith("_")]
+    in_lists = ("optim/rules", "word2vec", "compat")  # named by folder, or without their suffix
+    for path in files:
+        name = path.stem if path.as_posix().startswith(in_lists) else path.name
+        assert name in tree or path.parent.as_posix() == "optim/rules", f"{path} is not in CONTRIBUTING.md"
