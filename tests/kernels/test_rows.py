@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flatbed.kernels import rows as ops
-from flatbed.kernels.records import NONE, SENTINEL, RecordLocation
+from flatbed.kernels.locations import NONE, SENTINEL, RecordLocation
 from flatbed.kernels.rows import gather, scatter_, unique
 
 NO_ERROR = (1 << 63) - 1

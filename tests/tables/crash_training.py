@@ -30,7 +30,7 @@ from torch import Tensor
 import flatbed
 from flatbed.data import Prefetcher
 from flatbed.tables.storage.disk import journal
-from flatbed.tables.storage.disk.file import MappedFile
+from flatbed.tables.storage.disk.mapped_file import MappedFile
 
 N_ROWS, DIM = 2000, 16
 EVERY = 3  # steps from one checkpoint to the next

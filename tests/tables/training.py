@@ -25,7 +25,7 @@ import flatbed
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.tables import tensor_file
 from flatbed.tables.embedding import Embedding, tables
-from flatbed.tables.storage.disk import file as disk_file
+from flatbed.tables.storage.disk import mapped_file as disk_file
 
 ROWS, DIM = 40, 4
 OPERATIONS = (

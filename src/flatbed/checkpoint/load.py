@@ -36,6 +36,7 @@ from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
 from flatbed.tables.storage.disk import ReadOnlyStorage
+from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import read_tensors
 
@@ -90,7 +91,7 @@ def check_path(path: Path) -> str:
             if not n_files:
                 return f"{version}: complete, without checksums (an earlier version of flatbed wrote it)"
             return f"{version}: all {n_files} files are as they were written"
-    if saving.is_disk_table(path):
+    if is_disk_table(path):
         storage = ReadOnlyStorage(path)
         storage.close()
         return f"{path}: header and size are right for {storage.n_rows:,} rows (rows have no checksums)"

@@ -19,7 +19,7 @@ from flatbed.data.transfer import CopyStream
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
 from flatbed.kernels import use_triton
-from flatbed.kernels.records import RecordLocation
+from flatbed.kernels.locations import RecordLocation
 from flatbed.tables.ids import as_ids, check_range, to_device
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Parameters in contiguous buffers, under any in-place optimizer of torch."""
 
+from flatbed.flat.model_params import Source
 from flatbed.flat.parameter import FlatParameter
 from flatbed.flat.params import FlatParams, Snapshot
-from flatbed.flat.source import Source
 from flatbed.layout import Segment
 
 __all__ = ["FlatParameter", "FlatParams", "Segment", "Snapshot", "Source"]

@@ -23,7 +23,6 @@ from torch.optim.optimizer import (
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.flat import source
 from flatbed.flat.buffer import Buffer, clip, view
 from flatbed.flat.parameter import FlatParameter
 from flatbed.optim.probe import refuse_shape_readers
@@ -127,7 +126,7 @@ def _before_step(
     _check_first_step(optimizer, step)
     for owner in step.owners:
         step.request, owner._request = step.request or owner._request, None
-        source.rebind(owner, owner._buffers)
+        model_params.rebind(owner, owner._buffers)
         _refuse_unfrozen(owner, optimizer)
     _refuse_old_state(optimizer, flats)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -152,7 +151,7 @@ def _collecting(closure: Callable[[], Any], step: Step) -> Callable[[], Any]:
         step.restore_frozen()
         loss = closure()
         for owner in step.owners:
-            source.rebind(owner, owner._buffers)
+            model_params.rebind(owner, owner._buffers)
         step.collect()
         return loss
 
@@ -199,7 +198,7 @@ def _refuse_held_twice(owner: FlatParams, optimizer: torch.optim.Optimizer) -> N
     twice = [originals[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in originals]
     if twice:
         raise FlatbedError(
-            f"{source.listed(twice)} is in this optimizer as a parameter of its own and inside a flat "
+            f"{model_params.listed(twice)} is in this optimizer as a parameter of its own and inside a flat "
             f"parameter, and would be updated twice; give the optimizer flat.parameters() alone"
         )
 
@@ -226,9 +225,9 @@ def _report_no_grads(owner: FlatParams) -> None:
     owner._no_grads_reported = True  # once, since it waits for the GPU
     if any(b.no_backward and b.grad is not None and bool(b.grad.any()) for b in owner._buffers):
         return  # a replayed CUDA graph wrote the gradients
-    gone = source.removed(owner)
+    gone = model_params.removed(owner)
     if gone:
-        raise FlatbedError(source.describe_removed(gone))
+        raise FlatbedError(model_params.describe_removed(gone))
     warnings.warn(
         "no parameter of this FlatParams has a gradient, so the step trains nothing. If the model's "
         "parameters were replaced (load_state_dict(assign=True), new layers), build FlatParams from the "
@@ -242,22 +241,22 @@ def _refuse_missing(owner: FlatParams, buffer: Buffer) -> None:
     names = [buffer.segments[i].name for i in missing if buffer.originals[i].requires_grad]
     if not names or owner.missing == "zero":
         return
-    gone = [name for name in source.removed(owner) if name in names]
+    gone = [name for name in model_params.removed(owner) if name in names]
     if gone:
-        raise FlatbedError(source.describe_removed(gone))
+        raise FlatbedError(model_params.describe_removed(gone))
     raise FlatbedError(
-        f"{source.listed(names)} received no gradient while others did. Torch would skip it and its step "
+        f"{model_params.listed(names)} received no gradient while others did. Torch would skip it and its step "
         f"count, which one flat state cannot express. Freeze (requires_grad_(False)) what is not trained, "
         f"leave it out of the FlatParams, or use missing='zero' (weight decay and momentum still move it)"
     )
 
 
 def _refuse_unfrozen(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None:
-    late = [entry for entry in source.unfrozen(owner) if entry.parameter.grad is not None]
+    late = [entry for entry in model_params.unfrozen(owner) if entry.parameter.grad is not None]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]} if late else set()
     names = [entry.name for entry in late if id(entry.parameter) not in held]
     if names:
-        raise FlatbedError(source.describe_unfrozen(names))
+        raise FlatbedError(model_params.describe_unfrozen(names))
 
 
 def _refuse_old_state(optimizer: torch.optim.Optimizer, flats: list[FlatParameter]) -> None:

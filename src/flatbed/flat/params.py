@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 
 from flatbed.errors import FlatbedError
-from flatbed.flat import checkpoint, hooks
+from flatbed.flat import hooks
 from flatbed.flat.buffer import Buffer, check_max_norm, clip, total_norm
+from flatbed.flat.model_params import Source, SourceParam, find_problems, module_slots, read, rebind
 from flatbed.flat.parameter import FlatParameter
-from flatbed.flat.source import Source, SourceParam, find_problems, module_slots, read, rebind
 from flatbed.layout import Segment, Spec, plan
 
 
@@ -255,11 +255,11 @@ class FlatParams:
 
         Per-element state shares the memory of the flat state, as torch returns its own tensors.
         """
-        return checkpoint.optimizer_state_dict(self, optimizer)
+        return state_dict.optimizer_state_dict(self, optimizer)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load what torch's `state_dict()` returned for the original parameters."""
-        checkpoint.load_optimizer_state_dict(self, optimizer, state)
+        state_dict.load_optimizer_state_dict(self, optimizer, state)
 
     # ---- copies
 

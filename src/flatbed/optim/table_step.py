@@ -14,7 +14,7 @@ from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
-from flatbed.kernels.records import RecordLocation
+from flatbed.kernels.locations import RecordLocation
 from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions, Update, begin_step, update_rows
 from flatbed.optim.state_builder import LOW, Groups, OptimizerSpec, named_tables
 from flatbed.rule import Group, Rule

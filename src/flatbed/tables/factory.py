@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
-from flatbed.kernels.records import RecordLocation
+from flatbed.kernels.locations import RecordLocation
 from flatbed.tables import initializers
 from flatbed.tables.cache.base import Cache
 from flatbed.tables.cache.gpu import GpuCache

@@ -9,8 +9,9 @@ from typing import Any
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import Config
 from flatbed.tables.record import Record
-from flatbed.tables.saving import TableFile, inspect, is_disk_table, read_into
+from flatbed.tables.saving import TableFile, inspect, read_into
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
+from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table import Table, make
 from flatbed.tables.tensor_file import as_path
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
-from flatbed.kernels.records import NONE, UniqueRows, sentinel_of
+from flatbed.kernels.locations import NONE, UniqueRows, sentinel_of
 from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.ids import as_ids, check_range, to_device

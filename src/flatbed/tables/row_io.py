@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatbed.kernels import rows as ops
-from flatbed.kernels.records import RecordLocation
+from flatbed.kernels.locations import RecordLocation
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.cache.host_index import HostIndexCache
 from flatbed.tables.factory import location_of

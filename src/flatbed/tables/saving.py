@@ -20,7 +20,7 @@ from flatbed.tables import initializers as initial
 from flatbed.tables.config import Config
 from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
 from flatbed.tables.storage.base import row_blocks
-from flatbed.tables.storage.disk.format import TABLE
+from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.tensor_file import RESERVED, TensorEntry, entries_of, opened, writing
 
 if TYPE_CHECKING:
@@ -127,15 +127,6 @@ def read_into(table: Table, found: TableFile) -> None:
     """Replace a table's rows by those of a file that fits. A disk table's are durable at once."""
     with ExitStack() as undo:
         begin_read(table, found, undo=undo)()
-
-
-def is_disk_table(path: Path) -> bool:
-    """True if a file is that of a table with storage="disk"."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(TABLE)) == TABLE
-    except OSError:
-        return False  # the next to open it raises the error
 
 
 def inspect(path: Path) -> TableFile:

@@ -13,7 +13,7 @@ from torch import Tensor
 from flatbed.kernels._triton.launch import TYPES, Kernel
 from flatbed.kernels._triton.rows import MAX_COLUMNS, MoverShape, field, mover_shape, power, unique
 from flatbed.kernels.cache import ROUNDS, CacheIndex
-from flatbed.kernels.records import NONE, RecordLocation, UniqueRows
+from flatbed.kernels.locations import NONE, RecordLocation, UniqueRows
 
 PROBE, SELECT = 512, 128  # rows per program
 FLUSH = 1 << 20  # slots whose changed records are listed at a time

@@ -16,7 +16,7 @@ from flatbed.kernels._triton.coefficients import COLUMNS, GROUP, LINE, SCALARS, 
 from flatbed.kernels._triton.launch import TYPES, Kernel, element
 from flatbed.kernels._triton.rows import field, located, power, squares, tile
 from flatbed.kernels._triton.step import load_as, load_line, load_state, update_elements
-from flatbed.kernels.records import RecordLocation
+from flatbed.kernels.locations import RecordLocation
 from flatbed.kernels.step import Scaling, StepOptions
 from flatbed.rule import Group, Rule
 

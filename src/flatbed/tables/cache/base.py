@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatbed.kernels.cache import COUNTS, CacheIndex
-from flatbed.kernels.records import RecordLocation, UniqueRows
+from flatbed.kernels.locations import RecordLocation, UniqueRows
 
 
 class Cache(Protocol):

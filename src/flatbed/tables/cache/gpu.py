@@ -31,7 +31,7 @@ from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing, relaxed_capture
 from flatbed.kernels.cache import CacheIndex
-from flatbed.kernels.records import RecordLocation, UniqueRows
+from flatbed.kernels.locations import RecordLocation, UniqueRows
 from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.storage.memory import MemoryStorage
 

@@ -32,7 +32,7 @@ from flatbed.kernels.cache import (
     probe,
     select_victims,
 )
-from flatbed.kernels.records import RecordLocation, UniqueRows
+from flatbed.kernels.locations import RecordLocation, UniqueRows
 from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.cache.write_behind import HostCopies, WriteBehind, WriteThrough
 from flatbed.tables.storage.base import Storage

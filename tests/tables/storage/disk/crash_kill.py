@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from flatbed.tables.storage.disk import DiskStorage, journal
-from flatbed.tables.storage.disk.file import MappedFile
+from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,

@@ -12,7 +12,7 @@ from unittest import mock
 
 from numpy.random import Generator
 
-from flatbed.tables.storage.disk.file import MappedFile
+from flatbed.tables.storage.disk.mapped_file import MappedFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage, journal
 from flatbed.tables.storage.disk import format as disk_format
-from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import RECORDS_AT, TABLE
+from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,

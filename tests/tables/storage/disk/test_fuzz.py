@@ -21,7 +21,6 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk import format as header
 from flatbed.tables.storage.disk import storage as disk
-from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
     PAGE,
@@ -36,6 +35,7 @@ from flatbed.tables.storage.disk.format import (
     encode_identity,
     state_payload,
 )
+from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,

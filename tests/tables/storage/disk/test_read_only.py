@@ -14,7 +14,7 @@ import torch
 import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.disk.file import MappedFile
+from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import failing, files
 
 ROWS, DIM = 50, 4

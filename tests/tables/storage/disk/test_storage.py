@@ -21,8 +21,8 @@ from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.disk import DiskStorage, journal
 from flatbed.tables.storage.disk import threads as disk_rows
-from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import RECORDS_AT
+from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,

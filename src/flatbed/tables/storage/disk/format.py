@@ -187,3 +187,12 @@ def decode_state(block: bytes) -> State:
 
 def _checksum(magic: bytes, text: bytes) -> bytes:
     return hashlib.sha256(magic + struct.pack("<II", VERSION, len(text)) + text).digest()
+
+
+def is_disk_table(path: Path) -> bool:
+    """True if a file is that of a table with storage="disk"."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(TABLE)) == TABLE
+    except OSError:
+        return False  # the next to open it raises the error

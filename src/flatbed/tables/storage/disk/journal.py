@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
-from flatbed.tables.storage.disk.file import MappedFile, NoSpace, Records, anonymous
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
     PAGE,
@@ -37,6 +36,7 @@ from flatbed.tables.storage.disk.format import (
     state_of,
     state_payload,
 )
+from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, anonymous
 from flatbed.tables.storage.disk.threads import copy_threads, put, take
 from flatbed.tables.tensor_file import read_small
 

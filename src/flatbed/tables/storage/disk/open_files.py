@@ -18,7 +18,6 @@ from typing import TypeAlias
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill
-from flatbed.tables.storage.disk.file import MappedFile, lock
 from flatbed.tables.storage.disk.format import (
     RECORDS_AT,
     STATE_AT,
@@ -29,6 +28,7 @@ from flatbed.tables.storage.disk.format import (
     encode_state,
 )
 from flatbed.tables.storage.disk.journal import Journal, read_sealed
+from flatbed.tables.storage.disk.mapped_file import MappedFile, lock
 from flatbed.tables.storage.disk.recovery import journal_of, recover
 from flatbed.tables.storage.disk.threads import copy_threads, write_rows
 

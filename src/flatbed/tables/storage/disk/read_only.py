@@ -17,7 +17,6 @@ from torch import Tensor
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
-from flatbed.tables.storage.disk.file import MappedFile, Records
 from flatbed.tables.storage.disk.format import (
     PAGE,
     RECORDS_AT,
@@ -28,6 +27,7 @@ from flatbed.tables.storage.disk.format import (
     normal,
 )
 from flatbed.tables.storage.disk.journal import read_sealed
+from flatbed.tables.storage.disk.mapped_file import MappedFile, Records
 from flatbed.tables.storage.disk.recovery import journal_of
 from flatbed.tables.storage.disk.threads import as_records, copy_threads, take
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from flatbed.errors import DamagedFileError, FlatbedError
-from flatbed.tables.storage.disk.file import MappedFile
 from flatbed.tables.storage.disk.format import (
     PAGE,
     RECORDS_AT,
@@ -21,6 +20,7 @@ from flatbed.tables.storage.disk.format import (
     decode_state,
 )
 from flatbed.tables.storage.disk.journal import Sealed, apply, read_sealed
+from flatbed.tables.storage.disk.mapped_file import MappedFile
 
 
 def journal_of(path: Path) -> Path:

@@ -21,9 +21,9 @@ from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
-from flatbed.tables.storage.disk.file import MappedFile, NotSynced, Records
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, apply
+from flatbed.tables.storage.disk.mapped_file import MappedFile, NotSynced, Records
 from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files, warn_at_exit
 from flatbed.tables.storage.disk.threads import Readers, as_records, submit, take, write_rows
 

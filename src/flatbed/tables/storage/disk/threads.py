@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill
-from flatbed.tables.storage.disk.file import MappedFile, Records
 from flatbed.tables.storage.disk.format import RECORDS_AT
+from flatbed.tables.storage.disk.mapped_file import MappedFile, Records
 
 T = TypeVar("T")
 
