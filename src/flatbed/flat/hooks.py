@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
+from flatbed.flat import model_params
 from flatbed.flat.buffer import Buffer, clip, view
 from flatbed.flat.parameter import FlatParameter
 from flatbed.optim.probe import refuse_shape_readers
@@ -245,8 +246,8 @@ def _refuse_missing(owner: FlatParams, buffer: Buffer) -> None:
     if gone:
         raise FlatbedError(model_params.describe_removed(gone))
     raise FlatbedError(
-        f"{model_params.listed(names)} received no gradient while others did. Torch would skip it and its step "
-        f"count, which one flat state cannot express. Freeze (requires_grad_(False)) what is not trained, "
+        f"{model_params.listed(names)} received no gradient while others did. Torch would skip it and its "
+        f"step count, which one flat state cannot express. Freeze (requires_grad_(False)) what is not trained, "
         f"leave it out of the FlatParams, or use missing='zero' (weight decay and momentum still move it)"
     )
 

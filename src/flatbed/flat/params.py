@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from flatbed.errors import FlatbedError
-from flatbed.flat import hooks
+from flatbed.flat import hooks, state_dict
 from flatbed.flat.buffer import Buffer, check_max_norm, clip, total_norm
 from flatbed.flat.model_params import Source, SourceParam, find_problems, module_slots, read, rebind
 from flatbed.flat.parameter import FlatParameter
