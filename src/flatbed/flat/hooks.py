@@ -248,7 +248,8 @@ def _refuse_missing(owner: FlatParams, buffer: Buffer) -> None:
     raise FlatbedError(
         f"{model_params.listed(names)} received no gradient while others did. Torch would skip it and its "
         f"step count, which one flat state cannot express. Freeze (requires_grad_(False)) what is not "
-        f"trained, leave it out of the FlatParams, or use missing='zero' (weight decay and momentum still move it)"
+        f"trained, leave it out of the FlatParams, or use missing='zero' (weight decay and momentum still "
+        f"move it)"
     )
 
 
