@@ -25,7 +25,7 @@ from flatbed.tables.storage.disk.create import create_files, open_files
 from flatbed.tables.storage.disk.file import NotSynced, Records
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, apply
-from flatbed.tables.storage.disk.open_files import OpenFiles, warn_at_exit
+from flatbed.tables.storage.disk.open_files import OpenFiles, tell_at_exit
 from flatbed.tables.storage.disk.readers import Readers
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class DiskStorage:
         self._is_committing = False
         self._broken: str | None = None
         self._finalizer = weakref.finalize(self, OpenFiles.close_forgotten, files)
-        warn_at_exit()
+        tell_at_exit()
 
     # ---- files
 
