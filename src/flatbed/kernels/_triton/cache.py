@@ -59,6 +59,7 @@ def admit(
         index.slot_of_row, index.stamp, frequency, index.clock, index.counts,
         n, len(index.slot_of_row), index.ageing,
     )  # fmt: skip
+    index.moving = True
     select_victims(
         -(-n // SELECT), keys.device,
         scratch.missing, scratch.n_missing, scratch.slots, scratch.victims,
@@ -66,6 +67,7 @@ def admit(
         window, index.n_slots, index.ageing,
     )  # fmt: skip
     fill_and_write_back(location, scratch, n)
+    index.moving = False
     return found
 
 
