@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 
 import flatbed
 from flatbed.errors import FlatbedError
-from flatbed.kernels import cache as decisions
 from flatbed.tables.cache import write_behind
 from flatbed.tables.storage.disk import DiskStorage
 from tests.tables.storage.disk.test_files import largest_file
@@ -96,65 +94,6 @@ def test_failed_reads_change_nothing(many: int, tmp_path: Path, monkeypatch: pyt
     twins.check()
     twins.cached.table.checkpoint()
     twins.check()
-
-
-@pytest.mark.parametrize("how", ["flush", "evict"])
-@pytest.mark.parametrize("function", ["evict", "insert"])
-def test_rows_survive_an_interruption_anywhere(function: str, how: str, tmp_path: Path) -> None:
-    """Interrupted before each line of the functions that change the maps."""
-    n_lines = 0
-    for number in range(1, 20):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        emb = embedding(folder, 6)
-        emb.write_rows(range(6), torch.randn(6, DIM))
-        emb(torch.arange(2))  # builds the cache
-        cache = emb.table._storage.cache
-        cache.admit(torch.arange(6))
-        emb.write_rows(range(6), torch.randn(6, DIM))
-        if not interrupted(lambda cache=cache: cache.admit(torch.tensor([9, 10])), function, number):
-            emb.table.close(discard=True)
-            break
-        n_lines += 1
-        expected = emb.read_rows(range(ROWS)).clone()
-        back = [row for row in range(6) if cache.index.slot_of_row[row] < 0] or [9, 10]
-        back = [9, 10] if function == "insert" else back
-        cache.admit(torch.tensor(back))
-        expected[back] = torch.randn(len(back), DIM)
-        emb.write_rows(back, expected[back])
-        for row in range(11, 23) if how == "evict" else ():
-            cache.admit(torch.tensor([row]))
-            assert torch.equal(emb.read_rows(range(ROWS)), expected)
-        cache.flush()
-        assert torch.equal(emb.read_rows(range(ROWS)), expected)
-        cache.drop()
-        assert torch.equal(emb.read_rows(range(ROWS)), expected)
-        emb.table.close(discard=True)
-    assert n_lines > 3
-
-
-def interrupted(do: Callable[[], Any], function: str, number: int) -> bool:
-    """Interrupt before a line of a function; returns False if the function has fewer lines."""
-    seen = 0
-
-    def trace(frame: Any, event: str, given: Any) -> Any:
-        nonlocal seen
-        if frame.f_code.co_filename != decisions.__file__ or frame.f_code.co_name != function:
-            return None
-        seen += event == "line"
-        if seen == number:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        do()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import flatbed
 from flatbed import FlatbedError, Table
 from tests.tables.models import DIM, ROWS, Model, assert_same, pair
+from tests.tables.tables import STORAGES
 
 ROOT = Path(__file__).parents[2]
 IDS = torch.tensor([1, 5, 5, 3])
@@ -56,6 +57,31 @@ def test_training_with_the_usual_calls(clip: str) -> None:
             optimizer.step()
             (model if step % 2 else optimizer).zero_grad(set_to_none=step != 2)
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_skipped_batches_and_frozen_models(storage: str, tmp_path: Path) -> None:
+    """`model.zero_grad(); continue` after a bad loss, and `requires_grad_(False)`, reach the table."""
+    ours, theirs = pair()
+    path = tmp_path / "table" if storage == "disk" else None
+    ours.emb = flatbed.Embedding.from_pretrained(
+        theirs.emb.weight.detach(), freeze=False, storage=storage, path=path
+    )
+    optimizers = flatbed.optim.Adam(ours.parameters(), lr=0.1), torch.optim.Adam(theirs.parameters(), lr=0.1)
+    for step in range(6):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            model.requires_grad_(step != 4)
+            found = loss(model, torch.arange(ROWS)) * (torch.nan if step == 2 else 1.0)
+            if step != 4:
+                found.backward()
+            if not torch.isfinite(found):
+                model.zero_grad()
+                continue
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(ours, theirs)
+    ours.emb.table.close(discard=True)
 
 
 def test_averaging_raises() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -100,27 +101,51 @@ def test_tables_raise_in_a_forked_child(storage: str, tmp_path: Path) -> None:
 
 
 EXIT = """
-import sys, torch, flatbed
+import os, signal, sys, torch, flatbed
 sys.kept = []  # alive until the interpreter exits
+end, path = sys.argv[1:]
 for storage in ("host", "device", "disk"):
-    emb = flatbed.Embedding(1000, 8, storage=storage, path=sys.argv[1] if storage == "disk" else None)
+    emb = flatbed.Embedding(1000, 8, storage=storage, path=path if storage == "disk" else None, cache_rows=0)
     optimizer = flatbed.optim.Adam(emb)
     emb([1, 2]).sum().backward()
     optimizer.step()
     view = None if storage == "disk" else emb.weight
     sys.kept += [emb, optimizer, view, emb([3])]
-raise SystemExit(int(sys.argv[2]))
+if end == "saved":
+    emb.table.checkpoint()
+if end == "handled":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+if end in ("killed", "handled"):
+    os.kill(os.getpid(), signal.SIGTERM)
+raise SystemExit(3)
 """
 
 
-def test_processes_end_quietly(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "filters", "code", "when"),
+    [
+        ("saved", "error", 3, None),
+        ("exit", "ignore", 3, "at exit"),
+        ("killed", "ignore", -signal.SIGTERM, "at SIGTERM"),
+        ("handled", "error", 4, "at exit"),
+    ],
+)
+def test_lost_rows_are_told_on_stderr(
+    end: str, filters: str, code: int, when: str | None, tmp_path: Path
+) -> None:
+    """Whatever is done with warnings. Processes that lose nothing end quietly."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", EXIT, str(tmp_path / "table"), "3"],
+        [sys.executable, "-W", filters, "-c", EXIT, end, str(tmp_path / "table")],
         env=env,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    expected = f"2 rows of {tmp_path / 'table'} changed since its last checkpoint and are dropped {when}"
+    if when is None:
+        assert done.stderr == ""
+    else:
+        assert done.stderr.count(expected) == done.stderr.count("flatbed: ") == 1

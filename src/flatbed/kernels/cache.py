@@ -45,6 +45,8 @@ class CacheIndex:
         self.dirty = torch.zeros(n_slots, dtype=torch.int32, device=device)
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+        self.moving = False
+        """True while the maps name slots whose records kernels have still to move."""
 
     def clear(self) -> None:
         """Empty all slots without writing anything back."""

@@ -237,12 +237,14 @@ def admit(
         -(-n // PROBE), device, found.rows, missing, n_missing,
         index.slot_of_row, index.stamp, frequency, index.clock, index.counts, n, n_rows, index.ageing,
     )  # fmt: skip
+    index.moving = True
     select_victims(
         -(-n // SELECT), device, missing, n_missing, slots, victims,
         index.slot_of_row, index.row_of_slot, index.stamp, frequency, index.dirty, index.clock, index.counts,
         window, index.n_slots, index.ageing,
     )  # fmt: skip
     fill_and_write_back(location, missing, slots, victims, n_missing, shape)
+    index.moving = False
     return found
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing, relaxed_capture
+from flatbed.errors import FlatbedError
 from flatbed.kernels.cache import CacheIndex
 from flatbed.kernels.locations import RecordLocation, UniqueRows
 from flatbed.tables.cache.base import CacheStats, LookupBatch
@@ -90,6 +91,14 @@ class GpuCache:
         finally:
             self._prefetch_done = stream.record_event()
 
+    def _check_moves(self) -> None:
+        """Raise after an interrupted admission: the index names slots whose records may not be there."""
+        if self.index.moving:
+            raise FlatbedError(
+                "the program was interrupted (Ctrl-C) while rows moved into a table's cache, and rows that "
+                "changed may be lost: build the model again, and load its last checkpoint"
+            )
+
     def _fits(self, n_ids: int, window: int) -> bool:
         if self.index.direct:
             return True
@@ -105,6 +114,7 @@ class GpuCache:
     ) -> tuple[UniqueRows, int]:
         from flatbed.kernels._triton import cache
 
+        self._check_moves()
         n, before = len(keys), self._oldest_protected
         number = self._n_admissions = self._n_admissions + (n > 0)
         self._oldest_protected = number + 1  # nothing is protected if a launch below raises
@@ -146,6 +156,7 @@ class GpuCache:
 
     def wait_for_prefetch(self) -> None:
         """Order the current stream after all prefetches, and the next prefetch after the current stream."""
+        self._check_moves()
         if self.device.type != "cuda" or is_capturing(self.device):
             return
         stream = torch.cuda.current_stream(self.device)
@@ -186,6 +197,7 @@ class GpuCache:
     def flush(self) -> None:
         from flatbed.kernels._triton import cache
 
+        self._check_moves()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         cache.flush(self.index, self.location)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import signal
 import stat
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from flatbed.errors import FlatbedError
+from flatbed.progress import note
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill
 from flatbed.tables.storage.disk.format import (
@@ -45,7 +48,7 @@ class OpenFiles:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="flatbed-disk-writer")
         self._lock_descriptor = descriptor
         self._process = os.getpid()
-        self._has_warned = False
+        self._has_told = False
         _ALL.add(self)
 
     def is_own_process(self) -> bool:
@@ -86,41 +89,63 @@ class OpenFiles:
     def close_forgotten(self) -> None:
         """Close a table that was garbage collected without `close`."""
         try:
-            self.warn_unsaved("with the table, which was garbage collected")
+            with suppress(UserWarning):  # raised as an error, it could not be caught here
+                self.tell_unsaved("with the table, which was garbage collected", tell=warnings.warn)
         finally:
             self.close()
 
-    def warn_unsaved(self, when: str = "at exit") -> None:
-        """Warn, once, of changed rows that are about to be lost."""
-        if self._has_warned or self._lock_descriptor < 0 or not self.is_own_process() or self.keep_journal:
+    def tell_unsaved(self, when: str, tell: Callable[[str], None] = note) -> None:
+        """Tell, once, that changed rows are about to be lost."""
+        if self._has_told or self._lock_descriptor < 0 or not self.is_own_process() or self.keep_journal:
             return
+        self._has_told = True
         n_rows = self.journal.n_slots + self.count_cached()
-        self._has_warned = True
         if n_rows:
-            with suppress(UserWarning):  # raised as an error, it could not be caught here
-                warnings.warn(
-                    f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped "
-                    f"{when}: call table.close(), table.checkpoint() or flatbed.save_checkpoint first, or "
-                    f"table.close(discard=True)",
-                    stacklevel=2,
-                )
+            tell(
+                f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped "
+                f"{when}: call table.close(), table.checkpoint() or flatbed.save_checkpoint first, or "
+                f"table.close(discard=True)"
+            )
 
 
 _ALL: weakref.WeakSet[OpenFiles] = weakref.WeakSet()
+SECONDS_TO_TELL = 5.0  # at SIGTERM; a writer that takes longer is not waited for
 
 
 @lru_cache(maxsize=1)
-def warn_at_exit() -> None:
-    """Register the exit warning after weakref's handler, so that it runs before tables are finalized."""
-    atexit.register(_warn_all)
+def tell_at_exit() -> None:
+    """Tell of unsaved rows at exit, before weakref's handler finalizes tables, and at SIGTERM.
+
+    A handler of the user's stays. One that is set later replaces this one.
+    """
+    atexit.register(_tell_all, "at exit")
+    if threading.current_thread() is threading.main_thread() and _is_default():
+        signal.signal(signal.SIGTERM, _terminate)
 
 
-def _warn_all() -> None:
+def _is_default() -> bool:
+    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def _terminate(number: int, _: object) -> None:
+    """Tell of unsaved rows, and end the process as SIGTERM does by default."""
+    # In a thread: this one may hold a lock that the writer of a table waits for.
+    thread = threading.Thread(target=_tell_all, args=("at SIGTERM",), daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_TELL)
+    if signal.getsignal(number) is _terminate:  # otherwise another handler, which called this one, decides
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _tell_all(when: str) -> None:
     for files in list(_ALL):
-        files.warn_unsaved()
+        files.tell_unsaved(when)
 
 
 def _close_all_after_fork() -> None:
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for files in list(_ALL):
         files.close_after_fork()
 

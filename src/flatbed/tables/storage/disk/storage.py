@@ -24,7 +24,7 @@ from flatbed.tables.storage.base import CPU, Fill
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, apply
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NotSynced, Records
-from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files, warn_at_exit
+from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files, tell_at_exit
 from flatbed.tables.storage.disk.threads import Readers, as_records, submit, take, write_rows
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class DiskStorage:
         self._is_committing = False
         self._broken: str | None = None
         self._finalizer = weakref.finalize(self, OpenFiles.close_forgotten, files)
-        warn_at_exit()
+        tell_at_exit()
 
     # ---- files
 
