@@ -61,7 +61,7 @@ check_lock_order = os.environ.get("FLATBED_DEBUG_LOCKS") == "1"
 _held = threading.local()
 
 
-class OrderedLock(RLock):
+class OrderedLock(RLock):  # type: ignore[misc,unused-ignore]
     """A reentrant lock with a place in `LOCK_ORDER`.
 
     `with` takes it without running Python code, so that Ctrl-C cannot leave it locked.
@@ -75,10 +75,10 @@ class OrderedLock(RLock):
         self._rank = LOCK_ORDER.index(name)
 
 
-class CheckedLock(OrderedLock):
+class CheckedLock(OrderedLock):  # type: ignore[misc,unused-ignore]
     """Raises if a lock further up in `LOCK_ORDER` is taken under it."""
 
-    def __enter__(self) -> bool:
+    def __enter__(self) -> bool:  # type: ignore[override,unused-ignore]
         self.acquire()
         held: list[OrderedLock] = _held.__dict__.setdefault("locks", [])
         above = next((lock for lock in held if lock._rank > self._rank), None)

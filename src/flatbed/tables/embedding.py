@@ -179,7 +179,7 @@ def _opened(config: Config, device: Any, *, replicate: bool, resume: bool | None
     return table
 
 
-class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
+class Embedding(TableModule, nn.Embedding):  # type: ignore[misc,override,unused-ignore]
     """`nn.Embedding` whose rows, and their optimizer state, live on the host or on disk.
 
     - `num_embeddings`, `embedding_dim`: number of rows, and of weights in each row.
@@ -242,7 +242,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         super().__init__(_opened(config, device, replicate=replicate, resume=resume))
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override,unused-ignore]
         cls,
         embeddings: Tensor,
         freeze: bool = True,
@@ -265,7 +265,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
-class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
+class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc,override,unused-ignore]
     """`nn.EmbeddingBag` whose rows, and their optimizer state, live on the host or on disk.
 
     - `mode`: how the rows of a bag are reduced: "mean", "sum" or "max".
@@ -325,7 +325,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         self.include_last_offset = include_last_offset
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override,unused-ignore]
         cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
     ) -> Self:
         """Build a table with these weights, (num_embeddings, embedding_dim)."""
