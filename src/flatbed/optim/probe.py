@@ -10,7 +10,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -265,8 +264,12 @@ def _solve(
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         needs_closure = closure is not None and closure.default is closure.empty  # it calls it many times
         for step in range(2 if needs_closure else FLAT_STEPS):
-            evaluate(step)  # an optimizer may ignore the closure that it is given
-            small.step() if closure is None else small.step(partial(evaluate, step))  # type: ignore[arg-type]
+            first = [evaluate(step)]  # before the step, since an optimizer may ignore its closure
+
+            def again(step: int = step, first: list[Tensor] = first) -> Tensor:
+                return first.pop() if first else evaluate(step)
+
+            small.step() if closure is None else small.step(again)  # type: ignore[arg-type]
     return [value.cpu() for value in _pieces([p.detach() for p in params])]
 
 
