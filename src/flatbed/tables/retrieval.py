@@ -50,7 +50,7 @@ def topk(
         wanted = given.detach().reshape(-1, config.dim).to(device, dtype)
         if metric == "cosine":
             wanted = functional.normalize(wanted, eps=EPS)
-        searches = [Search(part, k, metric, config.padding_idx) for part in wanted.split(MAX_QUERIES)]
+        searches = [Search(part, k, metric, config.padding_idx) for part in torch.split(wanted, MAX_QUERIES)]
         max_rows = MAX_SCORES[device.type] // len(searches[0].queries)
         block_rows = None if chunk_rows is None else _checked_chunk(chunk_rows)
         with progress(f"top {k} of {config.n_rows:,} rows", config.n_rows, "rows") as advance:
@@ -134,7 +134,7 @@ def candidates(values: Tensor, k: int, *, above: Tensor | None = None) -> tuple[
     """
     n_groups = values.shape[1] // GROUP
     whole = n_groups * GROUP
-    grouped = values[:, :whole].unflatten(1, (n_groups, GROUP))
+    grouped = torch.unflatten(values[:, :whole], 1, (n_groups, GROUP))
     everywhere = torch.arange(values.shape[1], device=values.device)
     if n_groups > k or above is not None:
         maxima = grouped.amax(2)
@@ -240,10 +240,10 @@ def _checked_queries(queries: Any, dim: int) -> Tensor:
 
 
 def _checked_k(k: Any, n_rows: int) -> int:
-    k = as_integer("k", k)
-    if not 1 <= k <= n_rows:
-        raise ValueError(f"k must be between 1 and {n_rows}, the rows besides padding_idx; found {k}")
-    return k
+    wanted = as_integer("k", k)
+    if not 1 <= wanted <= n_rows:
+        raise ValueError(f"k must be between 1 and {n_rows}, the rows besides padding_idx; found {wanted}")
+    return wanted
 
 
 def _checked_chunk(chunk_rows: Any) -> int:
