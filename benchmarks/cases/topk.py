@@ -72,7 +72,7 @@ def run_storage(storage: str, bus: float, options: Options) -> Iterator[Row]:
     def draw(n: int) -> list[Tensor]:
         return [torch.randn((n_queries, dim), generator=generator, device=device) for _ in range(n)]
 
-    plan = Plan(turns=options.steps or 5, warm_up=1, synchronized=1)
+    plan = Plan(turns=options.steps or 4, warm_up=1, synchronized=1)
     for shape in shapes:
         variants = options.choose(variants_of(emb, plain, shape.k, PEERS[storage]))
         steps = {name: each(find) for name, find in variants.items()}

@@ -29,6 +29,7 @@ EPS = 1e-8  # least norm of a vector under "cosine", as in torch.nn.functional.c
 UNIT = 1024
 """Rows per product on a CPU. Blocks are multiples of it, so that rounding does not depend on their size."""
 GROUP = 16  # scores per maximum
+SORTED = 512  # scores that are sorted at once
 COPIED_BYTES = 1 << 27  # of rows at once, if they are copied
 IN_PLACE_BYTES = 1 << 30  # of rows at once, if they are not
 MAX_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -59,19 +60,19 @@ def topk(
                     for search in searches:
                         search.add_rows(part, start)
                 advance(len(rows))
-        values = torch.cat([search.values for search in searches])
-        ids = torch.cat([search.ids for search in searches])
+        values = torch.cat([search.values for search in searches], 1).T.contiguous()
+        ids = torch.cat([search.ids for search in searches], 1).T.contiguous()
     shape = (*given.shape[:-1], k)
     return values.view(shape), ids.view(shape)
 
 
 class Search:
-    """The best k rows so far for some queries. Rows must be added in ascending order."""
+    """The best k rows so far for some queries, (k, queries). Rows must be added in ascending order."""
 
     def __init__(self, queries: Tensor, k: int, metric: str, padding_idx: int | None) -> None:
         self.queries, self.k, self.metric, self.padding_idx = queries, k, metric, padding_idx
-        self.values = queries.new_empty((len(queries), 0))
-        self.ids = torch.empty((len(queries), 0), dtype=torch.int64, device=queries.device)
+        self.values = queries.new_empty((0, len(queries)))
+        self.ids = torch.empty((0, len(queries)), dtype=torch.int64, device=queries.device)
 
     def add_rows(self, rows: Tensor, first: int) -> None:
         """Compare with consecutive rows, (n, dim) on the device of the queries."""
@@ -80,19 +81,20 @@ class Search:
         if skipped is None or not 0 <= skipped < len(rows):
             self._add_scores(scores, first)
             return
-        self._add_scores(scores[:, :skipped], first)
-        self._add_scores(scores[:, skipped + 1 :], first + skipped + 1)
+        self._add_scores(scores[:skipped], first)
+        self._add_scores(scores[skipped + 1 :], first + skipped + 1)
 
     def _scores(self, rows: Tensor) -> Tensor:
+        """Multiply rows by queries: (n, queries)."""
         if self.queries.device.type != "cpu":
-            return self.queries @ self._comparable(rows).T
-        scores = self.queries.new_empty((len(self.queries), len(rows)))
+            return self._comparable(rows) @ self.queries.T
+        scores = self.queries.new_empty((len(rows), len(self.queries)))
         # Always the same memory: a product may round differently with another alignment.
         buffer = self.queries.new_empty((min(UNIT, len(rows)), rows.shape[1]))
         for start in range(0, len(rows), UNIT):
             some = rows[start : start + UNIT]
             part = self._comparable(buffer[: len(some)].copy_(some))
-            torch.mm(self.queries, part.T, out=scores[:, start : start + UNIT])
+            torch.mm(part, self.queries.T, out=scores[start : start + UNIT])
         return scores
 
     def _comparable(self, rows: Tensor) -> Tensor:
@@ -100,54 +102,55 @@ class Search:
         return functional.normalize(rows, eps=EPS) if self.metric == "cosine" else rows
 
     def _add_scores(self, scores: Tensor, first: int) -> None:
-        is_full = self.values.shape[1] == self.k
-        values, positions = candidates(scores, self.k, above=self.values[:, -1:] if is_full else None)
-        if is_full and not values.shape[1]:
+        is_full = len(self.values) == self.k
+        values, positions = candidates(scores, self.k, above=self.values[-1] if is_full else None)
+        if not len(values):
             return
-        values = torch.cat([self.values, values], 1)
-        ids = torch.cat([self.ids, positions + first], 1)
-        best = largest(values, min(self.k, values.shape[1]))
-        self.values, self.ids = values.gather(1, best), ids.gather(1, best)
+        values = torch.cat([self.values, values])
+        ids = torch.cat([self.ids, positions + first])
+        best = largest(values, min(self.k, len(values)))
+        self.values, self.ids = values.gather(0, best), ids.gather(0, best)
 
 
-# ---- selection
+# ---- selection, in the columns of a matrix: rows side by side are read fast, also by a GPU
 
 
 def largest(values: Tensor, k: int) -> Tensor:
-    """Positions of the k greatest of each line, greatest first, and lowest position first among equals.
+    """Find the positions of the k greatest of each column, (n, columns) → (k, columns), greatest first.
 
-    NaN is the greatest, as in torch.topk.
+    Equal values are ordered by position. NaN is the greatest, as in torch.topk.
     """
-    if values.shape[1] <= max(512, 2 * GROUP * k):
-        return values.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    if len(values) <= max(SORTED, 2 * GROUP * k):
+        return values.T.contiguous().sort(dim=1, descending=True, stable=True).indices[:, :k].T
     some, positions = candidates(values, k)
-    return positions.gather(1, largest(some, k))
+    return positions.gather(0, largest(some, k))
 
 
 def candidates(values: Tensor, k: int, *, above: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Select values, in ascending positions, that include the k greatest of each line.
+    """Select some values of each column, with their positions, that include its k greatest.
 
-    With `above`, (n, 1), they include only those of the k greatest that are greater.
+    With `above`, (columns,), they include those of the k greatest that exceed it. Positions are ascending.
 
     The k greatest are in the k groups with the greatest maxima. That holds for equal values, too: of two
     groups with equal maxima, `largest` prefers the one with lower positions.
     """
-    n_groups = values.shape[1] // GROUP
+    n, n_columns = values.shape
+    n_groups = n // GROUP
     whole = n_groups * GROUP
-    grouped = torch.unflatten(values[:, :whole], 1, (n_groups, GROUP))
-    everywhere = torch.arange(values.shape[1], device=values.device)
-    if n_groups > k or above is not None:
-        maxima = grouped.amax(2)
-        if above is not None:  # "not less or equal", since NaN is the greatest
-            k = min(k, int((~(maxima <= above)).sum(1).max()) if n_groups else 0)
+    grouped = torch.unflatten(values[:whole], 0, (n_groups, GROUP))
+    maxima = grouped.amax(1)
+    if above is not None and n_groups:  # "not less or equal", since NaN is the greatest
+        k = min(k, int((~(maxima <= above)).sum(0).max()))
+    positions = torch.arange(n, device=values.device).unsqueeze(1)
     if n_groups <= k:
-        return values, everywhere.expand(values.shape)
-    groups = largest(maxima, k).sort(1).values if k else maxima.new_empty((len(values), 0), dtype=torch.int64)
-    chosen = groups.unsqueeze(2).expand(-1, -1, GROUP)
-    found = grouped.gather(1, chosen).flatten(1)
-    positions = (chosen * GROUP + everywhere[:GROUP]).flatten(1)
-    rest = everywhere[whole:].expand(len(values), -1)
-    return torch.cat([found, values[:, whole:]], 1), torch.cat([positions, rest], 1)
+        return values, positions.expand(n, n_columns)
+    rest = positions[whole:].expand(-1, n_columns)
+    if not k:
+        return values[whole:], rest
+    groups = largest(maxima, k).sort(dim=0).values.unsqueeze(1).expand(k, GROUP, n_columns)
+    found = grouped.gather(0, groups).flatten(0, 1)
+    where = (groups * GROUP + positions[:GROUP]).flatten(0, 1)
+    return torch.cat([found, values[whole:]]), torch.cat([where, rest])
 
 
 # ---- rows
