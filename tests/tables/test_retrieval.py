@@ -123,6 +123,15 @@ def test_rows_that_changed_count(storage: str, device: str, tmp_path: Path) -> N
     assert torch.equal(values, emb.read_rows(found).sum(1))
 
 
+def test_rows_that_changed_in_a_cache_of_kernels_count(kernel_device: str) -> None:
+    emb = flatbed.Embedding(1100, 4, init="zeros", cache_rows=16, device=kernel_device)
+    optimizer = flatbed.optim.SGD(emb.parameters(), lr=1.0)
+    emb(torch.tensor([1, 1099], device=kernel_device)).sum().mul(-3).backward()
+    optimizer.step()
+    values, ids = emb.topk(torch.ones(4), 3)
+    assert (values.tolist(), ids.tolist()) == ([12.0, 12.0, 0.0], [1, 1099, 0])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_scores_are_computed_in_fp32_at_least(dtype: torch.dtype, device: str) -> None:
