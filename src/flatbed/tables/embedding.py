@@ -71,6 +71,12 @@ class TableModule(nn.Module):
                 "or use from_pretrained"
             )
 
+    def topk(
+        self, queries: Any, k: int, *, metric: str = "dot", chunk_rows: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Find the k rows with the greatest scores: see `Table.topk`."""
+        return self.table.topk(queries, k, metric=metric, chunk_rows=chunk_rows)
+
     def read_rows(self, ids: Any) -> Tensor:
         """Return a copy of some rows on the computing device: ids of any shape → (*shape, dim)."""
         return self.table.read_rows(ids)
@@ -78,12 +84,6 @@ class TableModule(nn.Module):
     def write_rows(self, ids: Any, values: Any) -> None:
         """Replace the weights of some rows: ids of any shape, values (*shape, dim)."""
         self.table.write_rows(ids, values)
-
-    def topk(
-        self, queries: Any, k: int, *, metric: str = "dot", chunk_rows: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Find the k rows with the greatest scores: see `Table.topk`."""
-        return self.table.topk(queries, k, metric=metric, chunk_rows=chunk_rows)
 
     def extra_repr(self) -> str:
         config = self.table._storage.config
