@@ -157,6 +157,15 @@ def test_queries_keep_their_shape_and_need_no_tensor() -> None:
     assert emb.topk(queries.detach().mT.contiguous().mT, 6)[1].equal(ids)
 
 
+def test_rows_can_be_queries() -> None:
+    emb = flatbed.Embedding.from_pretrained(torch.eye(2000, 30), cache_rows=8)
+    values, ids = emb.topk(emb.weight[:3].detach(), 1)
+    assert type(values) is Tensor
+    assert ids.tolist() == [[0], [1], [2]]
+    _, again = emb.topk(emb.read_rows([2, 1]), 1)
+    assert again.tolist() == [[2], [1]]
+
+
 def test_many_queries_are_split() -> None:
     weight, queries = small_integers(2500, 3), small_integers(5000, 3)
     emb = flatbed.Embedding.from_pretrained(weight)

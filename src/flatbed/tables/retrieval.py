@@ -1,8 +1,8 @@
-"""The rows with the greatest products with some queries, exactly: the table is read once, block by block.
+"""Exact search for the rows with the greatest scores. The table is read once, block by block.
 
-Each block of rows meets all queries. Its scores are narrowed down to a few candidates by the maxima of small
-groups, and the candidates compete with the best rows so far. Equal scores are ordered by row, lowest first,
-so that the result does not depend on blocks.
+Each block of rows is multiplied by all queries. The maxima of small groups of scores select a few candidates,
+which are sorted together with the best rows so far. Equal scores are ordered by row, lowest first, so that
+the result does not depend on blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def topk(
         raise ValueError(f"metric must be one of {', '.join(METRICS)}; found {metric!r}")
     dtype = torch.promote_types(torch.promote_types(given.dtype, config.dtype), torch.float32)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        wanted = given.detach().reshape(-1, config.dim).to(device, dtype)
+        # A copy, since queries may be a view of a table's weights.
+        wanted = given.detach().reshape(-1, config.dim).to(device, dtype, copy=True)
         if metric == "cosine":
             wanted = functional.normalize(wanted, eps=EPS)
         searches = [Search(part, k, metric, config.padding_idx) for part in torch.split(wanted, MAX_QUERIES)]
@@ -89,7 +90,7 @@ class Search:
         if self.queries.device.type != "cpu":
             return self._comparable(rows) @ self.queries.T
         scores = self.queries.new_empty((len(rows), len(self.queries)))
-        # Always the same memory: a product may round differently with another alignment.
+        # One buffer for all storages: a product may round differently with another alignment.
         buffer = self.queries.new_empty((min(UNIT, len(rows)), rows.shape[1]))
         for start in range(0, len(rows), UNIT):
             some = rows[start : start + UNIT]
