@@ -20,6 +20,7 @@ SPLIT = {
     "cache": ("distribution",),
     "overlap": ("storage", "distribution"),
     "rows": ("storage",),
+    "topk": ("storage",),
     "speedtorch": ("storage",),
     "word2vec": ("text",),
 }

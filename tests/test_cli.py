@@ -46,6 +46,16 @@ def test_doctor_shows_every_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert records[1] == {"name": "bus", "ok": None, "value": "needs a GPU", "meaning": ""}
 
 
+def test_doctor_models_a_table_on_many_gpus() -> None:
+    result = run(app, ["doctor", "--rows", "6.5e9", "--ranks", "512", "--ids", "1024"])
+    assert result.exit_code == 0
+    assert "6,500,000,000 rows" in result.stdout
+    assert "Not measured" in result.stdout
+    wrong = run(app, ["doctor", "--rows", "10", "--optimizer", "adma"])
+    assert wrong.exit_code == 2
+    assert "adma" in wrong.output
+
+
 def test_a_table_without_size_is_refused() -> None:
     result = run(app, ["doctor", "--table-gb", "0"])
     assert result.exit_code == 2

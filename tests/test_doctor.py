@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from flatbed import doctor
-from flatbed.doctor import GB, Finding, examine, storage_for
+from flatbed import cost_model, doctor
+from flatbed.doctor import GB, Finding, examine, plan, storage_for
 
 NAMES = ["environment", "GPU", "host memory", "bus", "disk", "storage", "table"]
 
@@ -115,6 +115,46 @@ def test_a_table_without_room_gets_a_remedy(machine: Any) -> None:
 def test_reads_past_the_page_cache_are_measured_or_refused() -> None:
     rate = doctor.disk_reads()
     assert rate is None or rate > 0
+
+
+# ---- tables on many GPUs
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_ranks", "hit_rate", "wire_mb", "bus_mb", "ms", "bound"),
+    [
+        (20_000_000, 1, 0.1, 0, 181, 2.5, "the bus"),
+        (20_000_000, 8, 0.1, 59, 179, 4.2, "host memory"),
+        (20_000_000, 64, 0.99, 66, 2, 1.84, "the network"),
+        (6_500_000_000, 512, 0.0, 67, 201, 6.0, "host memory"),
+        (1000, 1, 0.0, 0, 3, 0.34, "kernels"),
+    ],
+)
+def test_the_model_of_a_step(
+    n_rows: int, n_ranks: int, hit_rate: float, wire_mb: float, bus_mb: float, ms: float, bound: str
+) -> None:
+    cost = cost_model.sharded_step(n_rows, 512, 1536, n_ranks=n_ranks, n_ids=65_536, hit_rate=hit_rate)
+    assert cost.wire_bytes / 1e6 == pytest.approx(wire_mb, abs=0.7)
+    assert cost.bus_bytes / 1e6 == pytest.approx(bus_mb, abs=0.7)
+    assert 1e3 * cost.step_seconds == pytest.approx(ms, rel=0.05)
+    assert cost.bound == bound
+    assert cost.rank_bytes * n_ranks == pytest.approx(n_rows * 1536)
+
+
+def test_a_plan_names_memory_traffic_time_and_what_is_assumed() -> None:
+    found = plan(6_500_000_000, 128, "adam", ranks=512, ids=65_536)
+    assert found["table"].value.endswith("1,536 bytes a row, 9,984 GB")
+    assert found["host memory"].value == "19.5 GB per rank, 156.0 GB per host"
+    assert found["traffic"].value == "67 MB between ranks, 201 MB over the bus"
+    assert found["step"].value == "6.0 ms, bound by host memory"
+    assert "Not measured" in found["step"].meaning
+    assert "network 40" in found["assumed"].value
+    assert found["assumed"].meaning == "Not measured."
+
+
+@pytest.mark.parametrize(("optimizer", "nbytes"), [("sgd", 512), ("RowwiseAdagrad", 640), ("AdamW", 1536)])
+def test_a_row_has_the_state_of_its_optimizer(optimizer: str, nbytes: int) -> None:
+    assert f"{nbytes:,} bytes a row" in plan(1000, 128, optimizer, ranks=1, ids=10)["table"].value
 
 
 @pytest.mark.gpu

@@ -63,12 +63,28 @@ def doctor(
     table_gb: Annotated[
         float, typer.Option("--table-gb", min=0.001, help="Size of a table with its optimizer state, in GB.")
     ] = 100.0,
+    rows: Annotated[
+        float | None, typer.Option(min=1, help="Model a table of so many rows, 6.5e9 for example, instead.")
+    ] = None,
+    dim: Annotated[int, typer.Option(min=1, help="Weights in each row of that table, in fp32.")] = 128,
+    optimizer: Annotated[str, typer.Option(help="Its optimizer, a class of flatbed.optim.")] = "adam",
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs that share its rows, 8 on each host.")] = 1,
+    ids: Annotated[int, typer.Option(min=1, help="Ids that each rank looks up per step.")] = 65_536,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Look at torch, GPU, memory, bus and disk, and recommend a storage for a table."""
-    from flatbed.doctor import GB, examine
+    """Look at torch, GPU, memory, bus and disk, and recommend a storage for a table.
 
-    findings = examine(int(table_gb * GB))
+    With --rows, print what a table of that size needs on many GPUs by a model, without looking at anything.
+    """
+    from flatbed.doctor import GB, examine, plan
+
+    if rows is None:
+        findings = examine(int(table_gb * GB))
+    else:
+        try:
+            findings = plan(int(rows), dim, optimizer, ranks=ranks, ids=ids)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
     if as_json:
         records = [{"name": name, **finding._asdict()} for name, finding in findings.items()]
         typer.echo(json.dumps(records, indent=1, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""`flatbed doctor`: what this machine offers, and which storage suits a table of a given size."""
+"""`flatbed doctor`: what this machine offers, which storage suits a table, and what a sharded one needs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from flatbed import cost_model, optim
 from flatbed.cuda.host_memory import allocate, available_bytes
+from flatbed.tables.embedding import Embedding
 
-GB = 10**9
+GB = cost_model.GB
 MIB = 1 << 20
 DIM, BATCH = 128, 65_536
 RECORD_BYTES = 3 * 4 * DIM
@@ -238,3 +240,40 @@ def free_bytes() -> dict[str, int]:
         return free
     cached = torch.cuda.memory_reserved(0) - torch.cuda.memory_allocated(0)  # left by the measurements
     return {"device": torch.cuda.mem_get_info(0)[0] + cached, **free}
+
+
+# ---- tables on many GPUs
+
+
+def plan(n_rows: int, dim: int, optimizer: str, *, ranks: int, ids: int) -> dict[str, Finding]:
+    """Describe what a table shared by many GPUs needs, by the model of `cost_model`. Nothing is measured."""
+    record_bytes = _record_bytes(dim, optimizer)
+    cost = cost_model.sharded_step(n_rows, 4 * dim, record_bytes, n_ranks=ranks, n_ids=ids)
+    size = f"{n_rows:,} rows × {dim} in fp32 with {optimizer}: {record_bytes:,} bytes a row"
+    memory = f"{cost.rank_bytes / GB:,.1f} GB per rank, {cost.host_bytes / GB:,.1f} GB per host"
+    traffic = f"{cost.wire_bytes / 1e6:,.0f} MB between ranks, {cost.bus_bytes / 1e6:,.0f} MB over the bus"
+    terms = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in cost.seconds.items())
+    return {
+        "table": Finding(None, f"{size}, {n_rows * record_bytes / GB:,.0f} GB"),
+        "host memory": Finding(None, memory, f"Ranks: {ranks:,}. Hosts: {cost.n_hosts:,}."),
+        "GPU memory": Finding(
+            None, f"{cost.gpu_bytes / GB:,.2f} GB per rank", "A cache of four batches, and a batch."
+        ),
+        "traffic": Finding(None, traffic, f"Per rank and step of {ids:,} ids, uniform, none of them cached."),
+        "step": Finding(
+            None, f"{1e3 * cost.step_seconds:.1f} ms, bound by {cost.bound}", f"Not measured: {terms}."
+        ),
+        "assumed": Finding(None, cost_model.assumptions(), "Not measured."),
+    }
+
+
+def _record_bytes(dim: int, optimizer: str) -> int:
+    """Return the size of a row with the state of an optimizer, by attaching one to a table without memory."""
+    classes = {name.lower(): getattr(optim, name) for name in optim.__all__ if name[0].isupper()}
+    if optimizer.lower() not in classes:
+        raise ValueError(f"optimizer must be one of {', '.join(classes)}; found {optimizer!r}")
+    table = Embedding(1, dim, device="cpu", dtype=torch.float32).table
+    owner = classes[optimizer.lower()]([table])
+    nbytes = table.nbytes
+    del owner
+    return nbytes

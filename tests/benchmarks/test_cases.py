@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks import models, rows, trainers
 from benchmarks.__main__ import BENCHMARKS, main, parse
-from benchmarks.cases import cache, data, overlap, roofline, speedtorch, step, tables, word2vec
+from benchmarks.cases import cache, data, overlap, roofline, speedtorch, step, tables, topk, word2vec
 from benchmarks.cases import rows as random_rows
 from benchmarks.harness import Options, each
 from benchmarks.models import Model
@@ -141,6 +141,22 @@ def test_cache(case: str, tmp_path: Path) -> None:
     assert all(0 < row["metrics"]["hit_rate"] < 1 for row in cached)
     assert case == "sizes" or all(rows.speedup(row, listed, "back_to_back_ms") for row in listed)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("storage", topk.CASES)
+def test_topk(storage: str) -> None:
+    listed = check(topk.run(replace(FEW, cases=(storage,))), "topk", "wall_ms", "scan_gb_per_s")
+    assert [row["variant"] for row in listed] == [topk.OURS, topk.PEERS[storage]]
+    assert ("bus_share" in listed[0]["metrics"]) == (storage == "host")
+    assert rows.speedup(listed[0], listed, "wall_ms")
+
+
+def test_wrong_neighbours_are_found() -> None:
+    table, queries = torch.randn(50, 4), torch.randn(2, 4)
+    values, ids = topk.by_torch(queries, table, 3)
+    assert topk.is_right((values, ids), queries, table, 3)
+    assert not topk.is_right((values, ids.roll(1)), queries, table, 3)
+    assert not topk.is_right((values.roll(1), ids), queries, table, 3)
 
 
 def test_overlap(tmp_path: Path) -> None:

@@ -56,6 +56,13 @@ def of_each(kind: Any) -> list[Mistake]:
         ),
         mistake(f"{of}.read_rows", "a large id", lambda _: kind(10, 4).read_rows([10]), IndexError, r"id 10"),
         mistake(
+            f"{of}.topk",
+            "five of four",
+            lambda _: kind(10, 4).topk(torch.ones(1, 5), 2),
+            ValueError,
+            r"\(1, 5\)",
+        ),
+        mistake(
             f"{of}.write_rows",
             "a row for two",
             lambda _: kind(10, 4).write_rows([1, 2], torch.ones(1, 4)),

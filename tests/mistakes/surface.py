@@ -33,6 +33,8 @@ NO_MISTAKE = {
         "flatbed.FlatParams.snapshot",
         "flatbed.Embedding.extra_repr",
         "flatbed.EmbeddingBag.extra_repr",
+        "flatbed.Embedding.to_torch",
+        "flatbed.EmbeddingBag.to_torch",
         "flatbed.RowReader.__len__",
         "flatbed.Table.cache_stats",
         "flatbed.Table.scalars",

@@ -83,6 +83,11 @@ TABLES: list[Mistake] = [
     of_table("grad", "a number", assign("grad", 0), TypeError, r"found 0"),
     of_table("read_rows", "a slice", lambda t: t.read_rows(slice(0, 3)), TypeError, r"found slice"),
     mistake("Table.read_rows", "closed", closed(lambda t: t.read_rows([1])), FlatbedError, r"closed.*load"),
+    of_table("topk", "ids", lambda t: t.topk([[1, 2, 3, 4]], 2), TypeError, r"int64.*\.float"),
+    of_table("topk", "too many", lambda t: t.topk(torch.ones(4), 11), ValueError, r"1 and 10.*found 11"),
+    mistake(
+        "Table.topk", "closed", closed(lambda t: t.topk(torch.ones(4), 1)), FlatbedError, r"closed.*load"
+    ),
     of_table("read_state", "none", lambda t: t.read_state("exp_avg", [1]), KeyError, r"exp_avg.*none"),
     of_table("write_rows", "the wrong way round", lambda t: t.write_rows(ONE, [1]), TypeError, r"float32"),
     of_table(
@@ -106,6 +111,13 @@ TABLES: list[Mistake] = [
         "Table.save",
         "a missing folder",
         lambda folder: embedding().table.save(folder / "missing" / "items.safetensors"),
+        FlatbedError,
+        r"missing.*make it",
+    ),
+    mistake(
+        "Table.export",
+        "a missing folder",
+        lambda folder: embedding().table.export(folder / "missing" / "items.npy"),
         FlatbedError,
         r"missing.*make it",
     ),

@@ -75,7 +75,11 @@ TYPED = {
         ("{folder}/missing.txt append", r"missing.txt' does not exist"),
         ("{folder}/notes.txt append", r"notes.txt does not begin with a line of two numbers, words and dim"),
     ],
-    "doctor": [("cuda", r"unexpected extra argument(\(s\))? \(cuda\)"), ("--jsn", r"No such option: --jsn")],
+    "doctor": [
+        ("cuda", r"unexpected extra argument(\(s\))? \(cuda\)"),
+        ("--jsn", r"No such option: --jsn"),
+        ("--rows 10 --optimizer adma", r"adam, adamw.*found 'adma'"),
+    ],
 }
 """What is typed after a command, and what is said of it."""
 

@@ -8,12 +8,14 @@ Streams of one device
 | | | "rows": the admission of that batch | `RowPrefetch.admit` |
 | | | "rows": the last admission, for rows that `protects` does not cover | `GpuCache.prefetch` |
 | | | the last access to a disk cache | `HostIndexCache._access` |
+| | | "scan": the block to compare with | `retrieval._copied_ahead` |
 | "batches": copies of batches | loader thread | its staging buffers, when reused | `BatchMover` |
 | "rows": admissions ahead of time | training thread | "batches": the ids of the batch | `BatchMover` |
 | | | training: work on rows that an admission may evict | `GpuCache.begin` |
 | | | "files": the records of the batch | `HostIndexCache.reserve` |
 | "files": records read from disk | loader thread | the last access to the cache | `HostIndexCache._access` |
 | | | training: work on released rows | `RowPrefetch.finish` |
+| "scan": blocks of a table for `topk` | training thread | nothing: `topk` begins with an idle GPU | |
 
 CUDA graphs are captured in the user's stream. From the first captured lookup on, a table's rows are not
 prefetched to the GPU: see `tables.cache.gpu`.
@@ -46,7 +48,7 @@ import torch
 
 from flatbed.cuda import driver
 
-HIGH_PRIORITY = ("rows",)  # short kernels that the next step waits for
+HIGH_PRIORITY = ("rows", "scan")  # kernels of few programs that other work waits for
 
 LOCK_ORDER = (
     "layout",

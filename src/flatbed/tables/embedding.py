@@ -78,6 +78,12 @@ class TableModule(nn.Module):
                 "or use from_pretrained"
             )
 
+    def topk(
+        self, queries: Any, k: int, *, metric: str = "dot", chunk_rows: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Find the k rows with the greatest scores: see `Table.topk`."""
+        return self.table.topk(queries, k, metric=metric, chunk_rows=chunk_rows)
+
     def read_rows(self, ids: Any) -> Tensor:
         """Return a copy of some rows on the computing device: ids of any shape → (*shape, dim)."""
         return self.table.read_rows(ids)
@@ -252,6 +258,12 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc,override,unused
         """Build a table with these weights, (num_embeddings, embedding_dim)."""
         return cast("Self", _pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
 
+    def to_torch(self) -> nn.Embedding:
+        """Copy the weights into an nn.Embedding, in host memory unless the table is on a GPU."""
+        weights, freeze = whole_field(self.table, WEIGHT), not self.table.requires_grad
+        made = nn.Embedding.from_pretrained(weights, freeze, self.padding_idx)  # type: ignore[no-untyped-call,unused-ignore]
+        return cast(nn.Embedding, made.train(self.training))
+
     def forward(self, input: Any) -> Tensor:
         """Ids of any shape → (*shape, embedding_dim)."""
         if torch.compiler.is_compiling():
@@ -330,6 +342,17 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc,override,
     ) -> Self:
         """Build a table with these weights, (num_embeddings, embedding_dim)."""
         return cast("Self", _pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
+
+    def to_torch(self) -> nn.EmbeddingBag:
+        """Copy the weights into an nn.EmbeddingBag, in host memory unless the table is on a GPU."""
+        made = nn.EmbeddingBag.from_pretrained(
+            whole_field(self.table, WEIGHT),
+            freeze=not self.table.requires_grad,
+            mode=self.mode,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+        )
+        return made.train(self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"

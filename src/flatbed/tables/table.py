@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
-from flatbed.tables import copying, replicas, saving
+from flatbed.tables import copying, exporting, replicas, retrieval, saving
 from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.config import Config, as_integer, device_of, with_cache
 from flatbed.tables.factory import warm as warm_cache
@@ -265,6 +265,26 @@ class Table(TableParameter):
         self._rows.write_weights_(rows, values.to(self._storage.device, self._storage.config.dtype))
         self._orphaned = False  # the caller trains the rows
 
+    def topk(  # type: ignore[override,unused-ignore]
+        self, queries: Any, k: int, *, metric: str = "dot", chunk_rows: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Find the k rows with the greatest scores, over all rows: queries (*shape, dim) → (*shape, k).
+
+        - `metric`: "dot", the product with a query, or "cosine".
+        - `chunk_rows`: rows that are compared at once, rounded up to a multiple of 1,024. The result does
+          not depend on it.
+
+        Returns values, in fp32 at least, and ids, as torch.topk does. Of equal scores the lowest id is the
+        first. The row `padding_idx` is left out.
+
+        >>> import flatbed, torch
+        >>> emb = flatbed.Embedding.from_pretrained(torch.tensor([[0.0, 1.0], [2.0, 0.0], [3.0, 3.0]]))
+        >>> emb.table.topk([[1.0, 0.0]], k=2)
+        (tensor([[3., 2.]]), tensor([[2, 1]]))
+        """
+        self._deferred_checks.check_graphs()
+        return retrieval.topk(self._storage, queries, k, metric=metric, chunk_rows=chunk_rows)
+
     def _checked(self, ids: Any) -> Tensor:
         wanted = as_ids(ids)
         check_range(wanted, self.num_embeddings)
@@ -325,6 +345,16 @@ class Table(TableParameter):
     def load(self, path: str | Path) -> None:
         """Read a file of `save`, from a table of any storage. Nothing changes if it does not fit."""
         saving.load(self, as_path(path))
+
+    def export(self, path: str | Path, *, shard_bytes: int = exporting.SHARD_BYTES) -> None:
+        """Write the weights alone for other programs, block by block.
+
+        - ``"items.npy"``: a numpy array. ``"items.safetensors"``: a file with the tensor "weight".
+        - Another path: a new folder as Hugging Face writes it. It holds `model.safetensors`, or shards of at
+          most `shard_bytes` with consecutive rows and `model.safetensors.index.json`.
+        """
+        self._deferred_checks.check_graphs()
+        exporting.export(self._storage, as_path(path), shard_bytes=shard_bytes)
 
     def close(self, *, discard: bool = False) -> None:
         """Release memory and files. A disk table whose rows changed is checkpointed first.

@@ -1,0 +1,114 @@
+"""Weights of a table as files for other programs, written block by block."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatbed.errors import FlatbedError
+from flatbed.progress import progress
+from flatbed.tables.config import as_integer
+from flatbed.tables.record import NAMES, WEIGHT
+from flatbed.tables.storage.base import row_blocks
+from flatbed.tables.table_storage import TableStorage
+from flatbed.tables.tensor_file import TensorEntry, replacing, sync_folder, write_at, write_text, writing
+
+SHARD_BYTES = 5 * 10**9
+"""Bytes of a shard, as in Hugging Face's libraries."""
+FORMAT = {"format": "pt"}  # the metadata that Hugging Face's libraries ask for
+
+
+def export(store: TableStorage, path: Path, *, shard_bytes: Any = SHARD_BYTES) -> None:
+    """Write a .npy file, a .safetensors file, or a folder of shards, by the suffix of `path`."""
+    config = store.config
+    shard_rows = as_integer("shard_bytes", shard_bytes) // config.weight.nbytes
+    if shard_rows < 1:
+        raise ValueError(f"shard_bytes must hold a row of {config.weight.nbytes} bytes; found {shard_bytes}")
+    if path.suffix == ".npy" and config.dtype == torch.bfloat16:
+        raise FlatbedError(f"numpy has no bfloat16, and {path.name} could not be read: export safetensors")
+    store.ensure_layout()
+    with progress(f"exporting {path.name}", config.n_rows, "rows") as advance:
+        if path.suffix == ".npy":
+            _write_npy(store, path, advance)
+        elif path.suffix == ".safetensors":
+            _write_rows(store, path, WEIGHT, range(config.n_rows), advance)
+        else:
+            _write_shards(store, path, shard_rows, advance)
+
+
+def _blocks(store: TableStorage, rows: range) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first byte, weights) of consecutive rows of a file with these rows."""
+    size = store.config.weight.nbytes
+    for first, last in row_blocks(rows.start, rows.stop, store.record.nbytes):
+        yield (first - rows.start) * size, store.read_field(WEIGHT, first, last)
+
+
+def _write_npy(store: TableStorage, path: Path, advance: Callable[[int], None]) -> None:
+    config, header = store.config, io.BytesIO()
+    shape = (config.n_rows, config.dim)
+    about = {"descr": np.dtype(NAMES[config.dtype]).str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, about)
+    begin = header.getbuffer()
+    with replacing(path, len(begin) + config.n_rows * config.weight.nbytes) as descriptor:
+        write_at(descriptor, 0, begin)
+        for offset, weights in _blocks(store, range(config.n_rows)):
+            write_at(descriptor, len(begin) + offset, weights.view(torch.uint8).flatten().numpy().data)
+            advance(len(weights))
+
+
+def _write_rows(
+    store: TableStorage, path: Path, name: str, rows: range, advance: Callable[[int], None]
+) -> None:
+    """Write some rows to a safetensors file, as a tensor of this name."""
+    entry = TensorEntry(name, store.config.dtype, (len(rows), store.config.dim))
+    with writing(path, [entry], FORMAT) as writer:
+        for offset, weights in _blocks(store, rows):
+            writer.write(name, offset, weights)
+            advance(len(weights))
+
+
+def _write_shards(store: TableStorage, path: Path, shard_rows: int, advance: Callable[[int], None]) -> None:
+    """Write `weight` to one file, or `weight.00001`, … to a file each. The index names the file of each."""
+    n_rows = store.config.n_rows
+    shards = [range(first, min(first + shard_rows, n_rows)) for first in range(0, n_rows, shard_rows)]
+    with _new_folder(path) as folder:
+        if len(shards) == 1:
+            _write_rows(store, folder / "model.safetensors", WEIGHT, shards[0], advance)
+            return
+        files = {}
+        for number, rows in enumerate(shards, start=1):
+            name = f"{WEIGHT}.{number:05}"
+            files[name] = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            _write_rows(store, folder / files[name], name, rows, advance)
+        total = n_rows * store.config.weight.nbytes
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
+@contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `path` at the end."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise FlatbedError(f"{path} exists and is not an empty folder: remove it, or choose another path")
+    if not path.parent.is_dir():
+        raise FlatbedError(f"there is no folder {path.parent} to write {path.name} to: make it first")
+    draft = path.parent / f".{path.name}.{secrets.token_hex(4)}.part"
+    draft.mkdir()
+    try:
+        yield draft
+        os.replace(draft, path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    sync_folder(path.parent)
