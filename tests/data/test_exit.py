@@ -68,7 +68,13 @@ assert next(prefetched).tolist() == list(range(10))
 
 def run_script(script: str, options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", BEGIN.replace("OPTIONS", options) + script],
+        [
+            sys.executable,
+            "-W",
+            "ignore:.*multi-threaded:DeprecationWarning",
+            "-c",
+            BEGIN.replace("OPTIONS", options) + script,
+        ],
         capture_output=True,
         text=True,
         check=False,
