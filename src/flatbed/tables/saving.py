@@ -21,7 +21,7 @@ from flatbed.tables.config import Config
 from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import TABLE
-from flatbed.tables.tensor_file import RESERVED, TensorEntry, entries_of, opened, writing
+from flatbed.tables.tensor_file import RESERVED, TensorEntry, entries_of, open_regular, opened, writing
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
@@ -132,9 +132,9 @@ def read_into(table: Table, found: TableFile) -> None:
 def is_disk_table(path: Path) -> bool:
     """True if a file is that of a table with storage="disk"."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(len(TABLE)) == TABLE
-    except OSError:
+    except (OSError, DamagedFileError):
         return False  # the next to open it raises the error
 
 
