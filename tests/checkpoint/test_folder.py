@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import stat
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from flatbed.checkpoint import load as loading
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables import saving
+from flatbed.tables.storage.disk import DiskStorage
 from tests.tables.storage.disk.test_files import largest_file
 from tests.tables.training import build, close, difference, snapshot, step
 
@@ -98,6 +100,29 @@ def test_version_stays_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert values(other) == {1.0}
     save_checkpoint(tmp_path, constant(4.0))
     assert not first.exists()
+
+
+def test_copied_job_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied after a kill between the decision and the copying of rows, while the original goes on."""
+    model, optimizer = build(tmp_path / "job")
+    save_checkpoint(tmp_path / "job" / "run", model, optimizer)
+    step(model, optimizer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStorage, "commit", lambda storage: None)
+        save_checkpoint(tmp_path / "job" / "run", model, optimizer, extra={"step": 1})
+    expected = snapshot(model, optimizer)
+    close(model)
+    shutil.copytree(tmp_path / "job", tmp_path / "copy")
+    model, optimizer = build(tmp_path / "job")
+    load_checkpoint(tmp_path / "job" / "run", model, optimizer)
+    step(model, optimizer, 2)
+    save_checkpoint(tmp_path / "job" / "run", model, optimizer, extra={"step": 2})
+    close(model)
+    for name, number in (("copy", 1), ("job", 2)):
+        model, optimizer = build(tmp_path / name)
+        assert load_checkpoint(tmp_path / name / "run", model, optimizer) == {"step": number}
+        assert (difference(snapshot(model, optimizer), expected) is None) == (name == "copy")
+        close(model)
 
 
 def test_failed_save_leaves_the_versions_of_others(tmp_path: Path) -> None:

@@ -75,6 +75,11 @@ TYPED = {
         ("{folder}/missing.txt append", r"missing.txt' does not exist"),
         ("{folder}/notes.txt append", r"notes.txt does not begin with a line of two numbers, words and dim"),
     ],
+    "check": [
+        ("{folder}/missing", r"there is no table's file at .*missing"),
+        ("{folder}/notes.txt", r"notes.txt is no table's file, or it is damaged"),
+        ("{folder}", r"holds no checkpoint"),
+    ],
     "doctor": [
         ("cuda", r"unexpected extra argument(\(s\))? \(cuda\)"),
         ("--jsn", r"No such option: --jsn"),

@@ -56,7 +56,8 @@ def load_checkpoint(
     """Load a checkpoint of `save_checkpoint` into the same model, optimizers and tables; returns `extra`.
 
     All files are read and checked first, and nothing changes if one of them does not fit, is damaged, or
-    finds no space. What is not passed is left out: without optimizers, tables are loaded without their state.
+    finds no space. (Control-C while rows in memory are being replaced leaves them half loaded: load again.)
+    What is not passed is left out: without optimizers, tables are loaded without their state.
     `folder` may be a version in the folder that ``keep=`` has kept. With torch.distributed, all ranks call
     this.
     """

@@ -150,7 +150,12 @@ def check_same(optimizer: Optimizer, state: Any, shapes: Any, *, where: str) -> 
             f"{where} holds state for groups of parameters of the shapes {_shortened(shapes)}; "
             f"{type(optimizer).__name__} has {_shortened(ours)}. Build it over the same parameters"
         )
+    for key, held in state["state"].items():
+        if not isinstance(key, int | str) or not isinstance(held, dict):
+            raise TypeError(f"the state of {key!r} is {held!r}")
     for number, (saved, own) in enumerate(zip(state["param_groups"], optimizer.param_groups, strict=True)):
+        if len(saved["params"]) != len(own["params"]):
+            raise ValueError(f"group {number} has the parameters {saved['params']}")
         theirs, mine = saved.get("param_names"), own.get("param_names")
         if theirs is not None and mine is not None and list(theirs) != list(mine):
             raise FlatbedError(

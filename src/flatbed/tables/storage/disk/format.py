@@ -17,6 +17,7 @@ from typing import Any
 
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.record import Record
+from flatbed.tables.tensor_file import open_regular
 
 PAGE = 4096
 STATE_AT = PAGE
@@ -192,7 +193,7 @@ def _checksum(magic: bytes, text: bytes) -> bytes:
 def is_disk_table(path: Path) -> bool:
     """True if a file is that of a table with storage="disk"."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(len(TABLE)) == TABLE
-    except OSError:
+    except (OSError, DamagedFileError):
         return False  # the next to open it raises the error

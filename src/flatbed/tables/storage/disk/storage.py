@@ -323,7 +323,10 @@ class DiskStorage:
 
         `fill` may read from this storage. After an error, this storage and its file are as they were.
         """
-        return self.replaced_by(self.draft(record, fill=fill, meta=meta))
+        with self._use(change=True), ExitStack() as undo:
+            draft = self.draft(record, fill=fill, meta=meta)
+            undo.callback(draft.discard)
+            return self.replaced_by(draft)
 
     def draft(self, record: Record, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> Draft:
         """Make a file with other records that can replace this one."""
