@@ -43,7 +43,6 @@ NO_MISTAKE = {
         "flatbed.word2vec.Corpus.__len__",
         "flatbed.word2vec.Corpus.fingerprint",
         "flatbed.word2vec.Settings.to_dict",
-        "flatbed.word2vec.Trainer.vectors",
         "flatbed.word2vec.Vectors.__len__",
     ),
     "takes no argument, and can be called at any time and as often as one likes": (

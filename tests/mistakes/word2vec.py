@@ -70,6 +70,7 @@ WORD_VECTORS: list[Mistake] = [
     of(
         "Trainer.resume", "nothing there", lambda f: trainer().resume(f), FlatbedError, "no checkpoint: check"
     ),
+    of("Trainer.vectors", "unknown", lambda _: trainer().vectors(["z"]), FlatbedError, "'z' .*n-grams"),
     of("Vectors", "too many", lambda _: Vectors(["up"], np.ones((2, 2))), ValueError, r"found \(2, 2\)"),
     of(
         "Vectors",

@@ -110,6 +110,13 @@ def test_cbow_and_threads_learn_the_same_kinds(options: dict[str, Any]) -> None:
     assert trainer.words == trainer.n_words
 
 
+def test_sgd_takes_one_step_at_a_time() -> None:
+    """With rows of some steps before, it diverges."""
+    corpus, options = kinds_corpus(300), SMALL | {"optimizer": "sgd", "batch_words": 64}
+    one, four = (trained(corpus, Settings(**options, threads=n)) for n in (1, 4))
+    np.testing.assert_array_equal(one, four)
+
+
 def test_progress_and_learning_rate() -> None:
     """The rate of the optimizer falls linearly from the first step."""
     trainer = Trainer(kinds_corpus(300), Settings(**SMALL, lr=0.5))

@@ -30,8 +30,8 @@ LIBRARY_DEFAULTS = {"window": 2, "epochs": 20, "min_count": 40}
 SHOWN = ["append", "open", "list", "True", "try", "ValueError", "lock", "min"]
 """Words whose neighbours are shown at the end; frequent words replace those that are not in the text."""
 N_SHOWN = 8
-MOST_THREADS = 4
-"""Threads by default, where there are more cores: one thread updates the tables for all of them."""
+MOST_THREADS = 2
+"""Threads by default, where there are more cores: with more of them, steps see older rows."""
 LINE_SECONDS = 10.0
 """Seconds between progress lines where stderr is not a terminal."""
 INTERRUPTED = 130
@@ -51,7 +51,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
         kind = {"ngrams": str, "path": Path}.get(each.name, kind)
         shown = "3-6" if each.name == "ngrams" else each.default
         names = (f"--{each.name}/--no-{each.name}",) if kind is bool else ()
-        shown = "the number of cores, at most 4" if each.name == "threads" else shown
+        shown = "the number of cores, at most 2" if each.name == "threads" else shown
         option = typer.Option(
             None, *names, help=help_text, show_default=False if shown is None else str(shown)
         )
@@ -108,8 +108,8 @@ def word2vec(
         further = _further_words(also, encoding, settings)
         run.check()
         saved = _check_checkpoint(run, settings, resume=resume)
-        # Threads of steps, not of torch's operations: those would wait for each other many times in a step.
-        torch.set_num_threads(settings.threads if settings.storage == "disk" else 1)
+        # Threads of torch's operations wait for each other many times in a step.
+        torch.set_num_threads(1 if settings.n_parallel_steps > 1 else max(settings.threads // 2, 1))
         corpus = _read(files, encoding, max_words)
         with closing(Trainer(corpus, settings)) as trainer:
             typer.echo(

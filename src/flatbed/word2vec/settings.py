@@ -25,18 +25,20 @@ class OptimizerDefaults:
     batch_words: int = 4096
     shared_negatives: int = 32
     """Negatives that the words of a block share."""
+    can_lag: bool = False
+    """True if steps may use rows of some steps before, as they do with several threads."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
 OPTIMIZER_DEFAULTS = {
     # A row's momentum is as old as the last step with the row: for a rare word, thousands of steps.
-    "adamax": OptimizerDefaults(0.045, options={"betas": (0.0, 0.99)}),
-    # As in word2vec. In larger batches frequent words diverge; fewer negatives give other neighbours.
+    "adamax": OptimizerDefaults(0.045, can_lag=True, options={"betas": (0.0, 0.99)}),
+    # As in word2vec. In larger batches, or with older rows, frequent words diverge.
     "sgd": OptimizerDefaults(0.025, 1024, 64),
-    "adagrad": OptimizerDefaults(0.1),
-    "adam": OptimizerDefaults(0.02),
-    "adamw": OptimizerDefaults(0.02),
-    "sparseadam": OptimizerDefaults(0.02),
+    "adagrad": OptimizerDefaults(0.1, can_lag=True),
+    "adam": OptimizerDefaults(0.02, can_lag=True),
+    "adamw": OptimizerDefaults(0.02, can_lag=True),
+    "sparseadam": OptimizerDefaults(0.02, can_lag=True),
 }
 
 
@@ -71,7 +73,7 @@ class Settings:
     buckets: Annotated[int, "Table rows for hashed character n-grams, 10_000_000 for example."] = 0
     ngrams: Annotated[tuple[int, int], "Least and greatest length of n-grams."] = (3, 6)
     cache_rows: Annotated[int | None, "Rows of each table cached on a GPU."] = None
-    threads: Annotated[int, "Threads on a CPU, for tables in memory; the result's bits depend on it."] = 1
+    threads: Annotated[int, "Threads on a CPU. The result's bits depend on it."] = 1
 
     def __post_init__(self) -> None:
         for name in ("dim", "window", "negatives", "min_count", "epochs", "batch_words", "threads"):
@@ -103,6 +105,12 @@ class Settings:
     def words_per_step(self) -> int:
         """`batch_words`, or the number that suits the optimizer."""
         return self.batch_words or self._defaults.batch_words
+
+    @property
+    def n_parallel_steps(self) -> int:
+        """Steps that are computed at the same time: `threads` on a CPU with tables in memory, otherwise 1."""
+        is_parallel = self.torch_device.type == "cpu" and self.storage != "disk" and self._defaults.can_lag
+        return self.threads if is_parallel else 1
 
     @property
     def shared_negatives(self) -> int:

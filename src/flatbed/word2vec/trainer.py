@@ -147,8 +147,7 @@ class Trainer:
             # On a CPU, rows in memory need no loading, and a thread costs as much as it saves.
             prefetch = settings.torch_device.type != "cpu" or settings.storage == "disk"
         self._prefetch = prefetch and len(flatbed.tables(self.model)) > 0
-        is_parallel = settings.torch_device.type == "cpu" and not self._prefetch
-        self._n_threads = settings.threads if is_parallel else 1
+        self._n_threads = 1 if self._prefetch else settings.n_parallel_steps
 
     # ---- training
 

@@ -49,7 +49,8 @@ def as_array(values: Any) -> Array:
 
 def row_ids(n_rows: int, *parts: Any) -> Array:
     """Copy ids of any integer dtype and shape to one array, part by part."""
-    ids = np.concatenate([as_array(part).reshape(-1) for part in parts])
+    arrays = [as_array(part).reshape(-1) for part in parts]
+    ids = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     if not len(ids):
         return ids.astype(np.int64)
     if ids.dtype.kind not in "iu":

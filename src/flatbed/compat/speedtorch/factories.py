@@ -87,7 +87,7 @@ class WeightSwitcher(Switcher):
 
     def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         """Copy rows through `.data`, so that only steps of the optimizer change the variable's version."""
-        if len(batch.ids) > len(variable):
+        if len(batch.ids) > variable.shape[0]:
             with torch.inference_mode(False):
                 variable.data = variable.data.new_empty(len(batch.ids), self.embed_dimension)
             variable.grad = None
@@ -291,7 +291,7 @@ class StateSwitcher(Switcher):
                     "its own for them: load its state dict, too (optimizer.load_state_dict)"
                 )
             return
-        shape = (max(len(variable), len(batch.ids)), self.embed_dimension)
+        shape = (max(variable.shape[0], len(batch.ids)), self.embed_dimension)
         tensors = [state[name] for name in self.optVarList]
         # SGD keeps the momentum of sparse gradients as a sparse tensor.
         dense = [

@@ -109,7 +109,7 @@ class Slots:
         assert batch is not None
         self._refuse_old_grad()
         n = len(batch.ids)
-        if n < len(grad):
+        if n < grad.shape[0]:
             unloaded = grad._indices()[0] >= n if grad.is_sparse else grad[n:]
             if bool(unloaded.any()):
                 raise IndexError(

@@ -108,16 +108,21 @@ class Switcher(ArrayViews):
         """Return the table, on the variable's device."""
         if self._module is None:
             raise FlatbedError(f"{type(self).__name__} has no rows yet: call {self._init_method} first")
-        table, device = self._module.table, self._variable().device
-        if table.device != device:
+        device = self._variable().device
+        if self._module.table.device != device:
             self._module.to(device)
-        is_in_place = self._storage != "disk" and device.type == "cpu"
-        if is_in_place != bool(self._parts):
+        return self._module.table
+
+    def _memory(self, device: torch.device) -> list[tuple[Tensor, Array]]:
+        """Return the rows' memory if the CPU computes with it; otherwise nothing."""
+        if device.type != "cpu" or self._storage == "disk":
+            self._parts = []
+        elif not self._parts:
+            table = self._table()
             with torch._C.DisableTorchFunctionSubclass():  # a table's own view checks every operation
                 weight = table.weight.detach().as_subclass(Tensor)
-            parts = weight.chunk(len(self._names), dim=1) if is_in_place else ()
-            self._parts = [(part, self._bits(part)) for part in parts]
-        return table
+            self._parts = [(part, self._bits(part)) for part in weight.chunk(len(self._names), dim=1)]
+        return self._parts
 
     def _bits(self, tensor: Tensor) -> Array:
         bits: Array = tensor.view(BITS[self.datatype.itemsize]).numpy()
@@ -138,28 +143,27 @@ class Switcher(ArrayViews):
 
     def _read(self, batch: SlotBatch, tensors: Sequence[Tensor]) -> None:
         """Copy the rows of a batch to the first slots of tensors, one for each name; zero the others."""
-        table, n = self._table(), len(batch.ids)
-        if self._parts:
+        n = len(batch.ids)
+        if memory := self._memory(batch.device):
             index = torch.from_numpy(batch.ids)
-            for (part, _), tensor in zip(self._parts, tensors, strict=True):
+            for (part, _), tensor in zip(memory, tensors, strict=True):
                 torch.index_select(part, 0, index, out=tensor[:n])
         else:  # each row is read once
-            rows = table.read_rows(batch.unique).index_select(0, batch.inverse)
+            rows = self._table().read_rows(batch.unique).index_select(0, batch.inverse)
             for part, tensor in zip(rows.chunk(len(tensors), dim=1), tensors, strict=True):
                 tensor[:n] = part
         for tensor in tensors:
-            if n < len(tensor):
+            if n < tensor.shape[0]:
                 tensor[n:] = 0
 
     def _write(self, batch: SlotBatch, tensors: Sequence[Tensor]) -> None:
         """Replace the rows of a batch by those in their slots. All slots of a row have the same values."""
-        table = self._table()
-        if self._parts:  # torch's index_copy_ takes twice as long
-            for (_, bits), tensor in zip(self._parts, tensors, strict=True):
+        if memory := self._memory(batch.device):  # torch's index_copy_ takes twice as long
+            for (_, bits), tensor in zip(memory, tensors, strict=True):
                 bits[batch.ids] = self._bits(tensor)[: len(batch.ids)]
         else:
             rows = torch.cat([tensor.index_select(0, batch.last) for tensor in tensors], dim=1)
-            table.write_rows(batch.unique, rows)
+            self._table().write_rows(batch.unique, rows)
 
     # ---- rows of a batch
 
