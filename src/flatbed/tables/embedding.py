@@ -166,6 +166,9 @@ class TableModule(nn.Module):
 
 
 _announced: set[Path] = set()
+# For `isinstance` alone: attributes are properties here, and signatures have no options that tables lack.
+torch_embedding: Any = nn.Embedding
+torch_embedding_bag: Any = nn.EmbeddingBag
 
 
 def _opened(config: Config, device: Any, *, replicate: bool, resume: bool | None) -> Table:
@@ -179,7 +182,7 @@ def _opened(config: Config, device: Any, *, replicate: bool, resume: bool | None
     return table
 
 
-class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
+class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
     """`nn.Embedding` whose rows, and their optimizer state, live on the host or on disk.
 
     - `num_embeddings`, `embedding_dim`: number of rows, and of weights in each row.
@@ -265,7 +268,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
-class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
+class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
     """`nn.EmbeddingBag` whose rows, and their optimizer state, live on the host or on disk.
 
     - `mode`: how the rows of a bag are reduced: "mean", "sum" or "max".
