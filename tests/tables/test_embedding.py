@@ -230,17 +230,34 @@ def test_writing_into_a_state_dict_raises(how: str, storage: str, tmp_path: Path
 
 
 def test_weights_in_a_state_dict_are_ordinary_otherwise(tmp_path: Path) -> None:
-    emb = made()
+    emb, theirs = made(), nn.Embedding(ROWS, DIM)
     weight = emb.state_dict()["weight"]
-    found = [weight + 1, weight.clone(), weight.detach(), copy.deepcopy(weight), weight.T @ weight]
+    found = [weight + 1, weight.clone(), copy.deepcopy(weight), weight.T @ weight]
     assert [type(one) for one in found] == [Tensor] * len(found)
-    found[3].mul_(2)
+    found[2].mul_(2)
     torch.zeros(ROWS, DIM).copy_(weight)
     torch.save({"weight": weight}, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=True)["weight"]
     assert type(loaded) is Tensor
+    theirs.load_state_dict(emb.state_dict(), assign=True)
     emb.load_state_dict({"weight": loaded.mul_(3)})
     assert torch.equal(emb.weight, 3 * weight)
+    theirs = copy.deepcopy(theirs)
+    theirs(torch.tensor([1])).sum().backward()
+    torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+    assert torch.equal(theirs.weight[1], weight[1] - 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_distributed_checkpoints_load_into_state_dicts(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    emb, other = made(), made()
+    dcp.save({"model": emb.state_dict()}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    other.load_state_dict(state["model"])
+    assert torch.equal(other.weight, emb.weight)
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "size", "both"])

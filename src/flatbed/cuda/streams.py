@@ -40,9 +40,9 @@ from __future__ import annotations
 
 import os
 import threading
-from _thread import RLock
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -63,38 +63,35 @@ check_lock_order = os.environ.get("FLATBED_DEBUG_LOCKS") == "1"
 _held = threading.local()
 
 
-class OrderedLock(RLock):  # type: ignore[misc,unused-ignore]
-    """A reentrant lock with a place in `LOCK_ORDER`.
+class OrderedLock:
+    """A reentrant lock with a place in `LOCK_ORDER`, which is checked.
 
-    `with` takes it without running Python code, so that Ctrl-C cannot leave it locked.
+    Without `check_lock_order` it is an `RLock`: `with` takes that without running Python code, so that Ctrl-C
+    cannot leave it locked.
     """
 
-    def __new__(cls, name: str) -> OrderedLock:
-        return super().__new__(CheckedLock if check_lock_order else cls)
+    def __new__(cls, name: str) -> Any:
+        return super().__new__(cls) if check_lock_order else threading.RLock()
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._rank = LOCK_ORDER.index(name)
+        self._lock = threading.RLock()
 
-
-class CheckedLock(OrderedLock):  # type: ignore[misc,unused-ignore]
-    """Raises if a lock further up in `LOCK_ORDER` is taken under it."""
-
-    def __enter__(self) -> bool:  # type: ignore[override,unused-ignore]
-        self.acquire()
+    def __enter__(self) -> None:
+        self._lock.acquire()
         held: list[OrderedLock] = _held.__dict__.setdefault("locks", [])
         above = next((lock for lock in held if lock._rank > self._rank), None)
         if above is not None and self not in held:
-            self.release()
+            self._lock.release()
             raise AssertionError(f"the lock {self.name!r} was taken under {above.name!r}: see LOCK_ORDER")
         held.append(self)
-        return True
 
     def __exit__(self, *_: object) -> None:
         held: list[OrderedLock] = _held.__dict__.setdefault("locks", [])
         if held and held[-1] is self:
             held.pop()
-        self.release()
+        self._lock.release()
 
 
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}

@@ -172,6 +172,9 @@ class TableModule(nn.Module):
 
 
 _announced: set[Path] = set()
+# For `isinstance` alone: attributes are properties here, and signatures have no options that tables lack.
+torch_embedding: Any = nn.Embedding
+torch_embedding_bag: Any = nn.EmbeddingBag
 
 
 def _opened(config: Config, device: Any, *, replicate: bool, resume: bool | None) -> Table:
@@ -185,7 +188,7 @@ def _opened(config: Config, device: Any, *, replicate: bool, resume: bool | None
     return table
 
 
-class Embedding(TableModule, nn.Embedding):  # type: ignore[misc,override,unused-ignore]
+class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
     """`nn.Embedding` whose rows, and their optimizer state, live on the host or on disk.
 
     - `num_embeddings`, `embedding_dim`: number of rows, and of weights in each row.
@@ -248,7 +251,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc,override,unused
         super().__init__(_opened(config, device, replicate=replicate, resume=resume))
 
     @classmethod
-    def from_pretrained(  # type: ignore[override,unused-ignore]
+    def from_pretrained(
         cls,
         embeddings: Tensor,
         freeze: bool = True,
@@ -277,7 +280,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc,override,unused
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
-class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc,override,unused-ignore]
+class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
     """`nn.EmbeddingBag` whose rows, and their optimizer state, live on the host or on disk.
 
     - `mode`: how the rows of a bag are reduced: "mean", "sum" or "max".
@@ -337,7 +340,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc,override,
         self.include_last_offset = include_last_offset
 
     @classmethod
-    def from_pretrained(  # type: ignore[override,unused-ignore]
+    def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
     ) -> Self:
         """Build a table with these weights, (num_embeddings, embedding_dim)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from flatbed.errors import FlatbedError
@@ -81,14 +81,18 @@ class WeightView(Tensor):
 class SavedWeight(Tensor):
     """Weights in a state dict: a copy, which `load_state_dict` takes. In-place operations on it raise.
 
-    Those on the entries of torch's state dicts would change the model.
+    Those on the entries of torch's state dicts would change the model. `detach` allows them, for
+    `torch.distributed.checkpoint`, which loads into entries, and for `load_state_dict(assign=True)`.
     """
+
+    _is_detached = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+        name, saved = getattr(func, "__name__", ""), args[0] if args else None
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if (in_place and args and isinstance(args[0], cls)) or isinstance((kwargs or {}).get("out"), cls):
+        target = saved if in_place and func is not Tensor.requires_grad_ else (kwargs or {}).get("out")
+        if isinstance(target, cls) and not target._is_detached:
             raise FlatbedError(
                 f"{name} was called on a table's weights in a state dict, which are a copy: write into "
                 f"emb.weight (a table on disk: emb.write_rows(ids, values)), or clone them and call "
@@ -96,18 +100,28 @@ class SavedWeight(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            if func in DETACHING:  # for torch.distributed.checkpoint, which loads into it
-                return result.as_subclass(Tensor)
-            saved = args[0] if args else None
+            if func in DETACHING:
+                result = result.as_subclass(cls)
+                result._is_detached = True
+            if func in DETACHING or target is not None or result is saved:
+                return result
+            is_free = getattr(saved, "_is_detached", False)
             return tree_map_only(
-                Tensor, lambda one: one.as_subclass(cls if _shared(one, saved) else Tensor), result
+                Tensor,
+                lambda one: one.as_subclass(Tensor if is_free or not _shared(one, saved) else cls),
+                result,
             )
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone()
+        plain = self._plain().clone()
+        return nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,unused-ignore]
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,unused-ignore]
+
+    def _plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(Tensor)
 
 
 def _shared(one: Tensor, other: Any) -> bool:
