@@ -48,10 +48,10 @@ class FakePrefetch:
     fail: Callable[[str, int], None] = lambda call, number: None
     """Raises for a call and the first id of its batch."""
 
-    def stage(self, ids: list[Tensor]) -> FakeRequest:
+    def check(self, ids: list[Tensor]) -> FakeRequest:
         assert all(one.device == CPU for one in ids)
         request = FakeRequest([one.flatten().tolist() for one in ids])
-        self._note("stage", request)
+        self._note("check", request)
         self.requests.append(request)
         return request
 

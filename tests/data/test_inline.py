@@ -25,10 +25,10 @@ def test_the_training_thread_loads_after_some_quick_loads(
     found = [first(batch) for batch in Prefetcher(batches(20), {emb: "items"}, depth=depth)]
     assert found == list(range(20))
     (prefetch,) = prefetches
-    for call in ("stage", "admit", "begin", "finish"):
+    for call in ("check", "admit", "begin", "finish"):
         assert prefetch.numbers(call) == list(range(20))
     main = threading.get_ident()
-    assert (main in prefetch.threads["stage"]) == (not prefetch.reads_disk)
+    assert (main in prefetch.threads["check"]) == (not prefetch.reads_disk)
     assert prefetch.n_open == 0
 
 
@@ -38,7 +38,7 @@ def test_depth_counts_batches_ahead(emb: flatbed.Embedding, prefetches: list[Fak
         next(prefetched)
     (prefetch,) = prefetches
     if not prefetch.reads_disk:
-        assert len(prefetch.numbers("stage")) == N_QUICK + 8 + 3
+        assert len(prefetch.numbers("check")) == N_QUICK + 8 + 3
         assert len(prefetch.numbers("admit")) == N_QUICK + 8 + 3
     prefetched.close()
     assert prefetch.n_open == 0
@@ -51,11 +51,11 @@ def test_a_slow_load_goes_back_to_the_thread(
     found = [first(next(prefetched)) for _ in range(15)]
     monkeypatch.setattr(pipeline, "QUICK_SECONDS", 0.0)
     found += [first(next(prefetched)) for _ in range(10)]
-    prefetches[0].threads["stage"].clear()
+    prefetches[0].threads["check"].clear()
     monkeypatch.setattr(pipeline, "QUICK_SECONDS", 0.0)
     found += [first(batch) for batch in prefetched]
     assert found == list(range(40))
-    assert threading.get_ident() not in prefetches[0].threads["stage"]
+    assert threading.get_ident() not in prefetches[0].threads["check"]
 
 
 class Failing(list[Any]):

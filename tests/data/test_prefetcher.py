@@ -37,7 +37,7 @@ def test_every_batch_in_order(emb: flatbed.Embedding, prefetches: list[FakePrefe
     found = list(Prefetcher(batches(20), {emb: "items"}, depth=depth))
     assert [first(batch) for batch in found] == list(range(20))
     (prefetch,) = prefetches
-    for call in ("stage", "admit", "begin", "finish", *(["read"] if prefetch.reads_disk else [])):
+    for call in ("check", "admit", "begin", "finish", *(["read"] if prefetch.reads_disk else [])):
         assert prefetch.numbers(call) == (list(range(20)) if depth else []), "no rows are prefetched"
     assert prefetch.depth == depth
 
@@ -67,7 +67,7 @@ def test_rows_of_batches_that_are_ready_are_admitted_early(
     prefetched = iter(Prefetcher(batches(7), {emb: "items"}, depth=3))
     next(prefetched)
     (prefetch,) = prefetches
-    last = "read" if prefetch.reads_disk else "stage"
+    last = "read" if prefetch.reads_disk else "check"
     for n in range(1, 4):
         # The last of three batches ahead is being prepared: the two before it are ready.
         assert wait_until(lambda n=n: prefetch.numbers(last) == list(range(n + 3)))  # type: ignore[misc]
@@ -90,9 +90,9 @@ def test_one_thread_for_memory_and_two_for_disk(
     main = {threading.get_ident()}
     used = prefetch.threads
     assert used["admit"] == used["begin"] == main
-    assert used["stage"].isdisjoint(main)
+    assert used["check"].isdisjoint(main)
     if prefetch.reads_disk:
-        assert used["read"].isdisjoint(main | used["stage"]), "the loader goes on meanwhile"
+        assert used["read"].isdisjoint(main | used["check"]), "the loader goes on meanwhile"
 
 
 def test_iterations_do_not_disturb_each_other(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
@@ -325,7 +325,7 @@ def test_devices_must_agree(emb: flatbed.Embedding, monkeypatch: pytest.MonkeyPa
 # ---- errors
 
 
-@pytest.mark.parametrize("call", ["stage", "read", "admit", "begin", "finish"])
+@pytest.mark.parametrize("call", ["check", "read", "admit", "begin", "finish"])
 def test_errors_of_tables_are_raised_and_nothing_stays_open(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch], call: str
 ) -> None:

@@ -1,8 +1,9 @@
 """One iteration of a `Prefetcher`: what the loader threads and the training thread do with each batch.
 
-Streams on a GPU: the loader thread issues copies of batches in "batches". The training thread issues
+Streams on a GPU: the thread that loads issues copies of batches in "batches". The training thread issues
 admissions of rows in "rows", which waits for the copies of the ids. The training stream waits for both when a
-batch is handed out. The loader thread waits for events of earlier steps before it copies more batches.
+batch is handed out. That thread waits for events of earlier steps before it copies more batches. It is a loader thread, or the
+training thread where loading is quick.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class Pipeline:
                 if not self.depth:
                     lookup.check(on_host)
                     continue
-                request = lookup.prefetch.stage(on_host)
+                request = lookup.prefetch.check(on_host)
                 pending.lookups.append(PendingLookup(lookup.prefetch, request, ids))
                 extra += ids
             self.n_quick = self.n_quick + 1 if time.perf_counter() - begin < QUICK_SECONDS else 0

@@ -272,9 +272,9 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return _untraced(self.forward, input)
         table = cast(Table, self._parameters[WEIGHT])
-        record = needs_grad(table, training=self.training)
-        batch = prepare_lookup(table, input, training=record)
-        if record:
+        records_grad = needs_grad(table, training=self.training)
+        batch = prepare_lookup(table, input, records_grad=records_grad)
+        if records_grad:
             return lookup(table, batch)
         rows = table._rows.weights(batch.unique.rows)
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
@@ -365,13 +365,13 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return _untraced(self.forward, input, offsets, per_sample_weights)
         table = self.table
-        record = needs_grad(table, training=self.training)
-        batch = prepare_lookup(table, input, for_bag=True, training=record)
+        records_grad = needs_grad(table, training=self.training)
+        batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
         device = table._storage.device
         if len(batch.shape) not in (1, 2):
             raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(batch.shape)}")
         found = batch.unique
-        rows = gather(table, batch) if record else table._rows.weights(found.rows)
+        rows = gather(table, batch) if records_grad else table._rows.weights(found.rows)
         if offsets is not None:
             offsets = as_ids(offsets).to(device)
         if per_sample_weights is not None:

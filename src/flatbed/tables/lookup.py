@@ -20,8 +20,10 @@ from flatbed.tables.table import Table
 _reshape = torch.ops.aten._unsafe_view.default  # without a view, which users could not change in place
 
 
-def prepare_lookup(table: Table, ids: Any, *, for_bag: bool = False, training: bool = False) -> LookupBatch:
-    """Check ids and find their unique rows. In training, the rows are admitted to the table's cache.
+def prepare_lookup(
+    table: Table, ids: Any, *, for_bag: bool = False, records_grad: bool = False
+) -> LookupBatch:
+    """Check ids and find their unique rows. Rows of a lookup that records gradients are admitted to the cache.
 
     Ids out of range: those on the host raise here, those on a GPU raise later (`DeferredIdChecks`).
     For a bag of a table with a padding row, the first unique row is -1, in place of the padding row.
@@ -34,10 +36,10 @@ def prepare_lookup(table: Table, ids: Any, *, for_bag: bool = False, training: b
         check_range(given, n_rows)
     elif capturing:
         _check_capture(table, given)
-    if training and not capturing and store.device.type == "cuda" and checks.graph_slot is None:
+    if records_grad and not capturing and store.device.type == "cuda" and checks.graph_slot is None:
         checks.prepare_capture(store.device, n_rows)
     lead = padding_idx if for_bag else None
-    if training and lead is None and not capturing and isinstance(ids, Tensor):
+    if records_grad and lead is None and not capturing and isinstance(ids, Tensor):
         for batch in table._prefetched:
             if batch.cache is not None and batch.matches(ids) and batch.cache.protects(batch):
                 return replace(batch, shape=given.shape)
@@ -50,7 +52,7 @@ def prepare_lookup(table: Table, ids: Any, *, for_bag: bool = False, training: b
 
     if error_slot is not None and not capturing:
         table._raise_bad_ids(wait=False)
-    cache = store.cache_for(given.numel()) if training else None
+    cache = store.cache_for(given.numel()) if records_grad else None
     sought = keys if lead is None else _with_lead(keys, lead)
     admission = None
     if cache is None:

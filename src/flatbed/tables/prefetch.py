@@ -57,7 +57,7 @@ class RowPrefetch:
         """True if `read` takes long enough for a thread of its own."""
         self._training_stream: torch.cuda.Stream | None = None
 
-    def stage(self, ids: list[Tensor]) -> PrefetchRequest:
+    def check(self, ids: list[Tensor]) -> PrefetchRequest:
         """Check ids, which are on the host, and find the rows that `read` has to read. Loader thread."""
         request = PrefetchRequest([as_ids(one).flatten() for one in ids])
         n_rows = self.store.config.n_rows

@@ -10,12 +10,13 @@ into the cache together, so that all their rows are in slots.
 
 - Training work on the batch with admission t needs no order with prefetches, if `protects(t)`: no later
   admission could evict the batch's rows (t >= `_oldest_protected`), and the batch is the one in hand
-  (t >= `_in_hand`). It is ordered after admission t itself by `begin`.
+  (t >= `_in_hand`). `RowPrefetch.begin` orders it after admission t itself.
 - All other work (older batches, ids that were not prefetched, `read_rows`, `flush`) calls
   `wait_for_prefetch`: the current stream waits for the last prefetch, and the next prefetch waits for the
   current stream.
-- Prefetch T waits for the training work on batches before T - W, whose rows it may evict: `begin` records an
-  event for each batch in hand.
+- Prefetch T waits for the training work on batches before T - W, whose rows it may evict: `GpuCache.begin`
+  records the end of work on earlier batches. Without such an event it waits for the training stream.
+- The index's clock on the device and `_n_admissions` on the host count the same admissions.
 - CUDA graphs run admissions that the host does not count. From the first captured admission on, nothing is
   prefetched and nothing is protected.
 """
