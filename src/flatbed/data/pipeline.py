@@ -2,8 +2,8 @@
 
 Streams on a GPU: the thread that loads issues copies of batches in "batches". The training thread issues
 admissions of rows in "rows", which waits for the copies of the ids. The training stream waits for both when a
-batch is handed out. That thread waits for events of earlier steps before it copies more batches. It is a loader thread, or the
-training thread where loading is quick.
+batch is handed out. The thread that loads, a loader thread or the training thread where loading is quick,
+waits for events of earlier steps before it copies more batches.
 """
 
 from __future__ import annotations

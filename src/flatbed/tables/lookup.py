@@ -23,7 +23,7 @@ _reshape = torch.ops.aten._unsafe_view.default  # without a view, which users co
 def prepare_lookup(
     table: Table, ids: Any, *, for_bag: bool = False, records_grad: bool = False
 ) -> LookupBatch:
-    """Check ids and find their unique rows. Rows of a lookup that records gradients are admitted to the cache.
+    """Check ids and find their unique rows. With `records_grad`, the rows are admitted to the table's cache.
 
     Ids out of range: those on the host raise here, those on a GPU raise later (`DeferredIdChecks`).
     For a bag of a table with a padding row, the first unique row is -1, in place of the padding row.
