@@ -49,7 +49,9 @@ def plain_loss(model: Model, inputs: Tensor, outputs: Tensor, batch: BatchArrays
                     loss = loss + predict(batch.candidates[block, column], x, shared)
             elif columns:
                 at = [batch.inputs.tolist().index(words[block * BLOCK + c - window]) for c in columns]
-                loss = loss + predict(batch.candidates[block, i + window], inputs[at].mean(0), shared)
+                total = inputs[at].sum(0)
+                mean = total + (total / len(at) - total).detach()  # each context gets the whole gradient
+                loss = loss + predict(batch.candidates[block, i + window], mean, shared)
     return loss
 
 

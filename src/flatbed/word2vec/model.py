@@ -75,11 +75,13 @@ def skip_gram(inputs: Tensor, outputs: Tensor, batch: TrainingBatch, negatives: 
 
 @torch.no_grad()
 def cbow(inputs: Tensor, outputs: Tensor, batch: TrainingBatch, negatives: int) -> Gradients:
-    """Predict each word from the mean of its contexts, as CBOW does; the arguments are those of skip-gram."""
+    """Predict each word from the mean of its contexts; the arguments are those of `skip_gram`.
+
+    As in word2vec, each context gets the whole gradient of the mean, not its share.
+    """
     n_nearby, window = batch.n_nearby, (batch.n_nearby - BLOCK) // 2
     contexts = context_mask(batch).to(inputs.dtype)
     n_contexts = contexts.sum(2, keepdim=True)
-    means = contexts.div_(n_contexts.clamp(min=1))
     padded = torch.nn.functional.pad(batch.centers.flatten(), (window, window))
     nearby = padded.unfold(0, n_nearby, BLOCK)  # indices into the inputs
     centers, shared = batch.candidates[:, window : window + BLOCK], batch.candidates[:, n_nearby:]
@@ -87,7 +89,7 @@ def cbow(inputs: Tensor, outputs: Tensor, batch: TrainingBatch, negatives: int) 
     has_context = (n_contexts > 0).to(inputs.dtype)
 
     rows, target, noise = _rows(inputs, nearby), _rows(outputs, centers), _rows(outputs, shared)
-    hidden = torch.bmm(means, rows)
+    hidden = torch.bmm(contexts, rows).div_(n_contexts.clamp(min=1))
     near, near_slope = _bounded(-(hidden * target).sum(2, keepdim=True), has_context)
     far, slope = _bounded(
         torch.bmm(hidden, noise.transpose(1, 2)), is_other * has_context * (negatives / shared.shape[1])
@@ -95,9 +97,8 @@ def cbow(inputs: Tensor, outputs: Tensor, batch: TrainingBatch, negatives: int) 
     grad_hidden = torch.bmm(slope, noise) - near_slope * target
     grad_outputs = _sums(outputs, centers, -near_slope * hidden)
     grad_outputs += _sums(outputs, shared, torch.bmm(slope.transpose(1, 2), hidden))
-    return Gradients(
-        near + far, _sums(inputs, nearby, torch.bmm(means.transpose(1, 2), grad_hidden)), grad_outputs
-    )
+    grad_rows = torch.bmm(contexts.transpose(1, 2), grad_hidden)
+    return Gradients(near + far, _sums(inputs, nearby, grad_rows), grad_outputs)
 
 
 def _rows(table: Tensor, index: Tensor) -> Tensor:
