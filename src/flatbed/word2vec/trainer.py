@@ -31,7 +31,7 @@ REPORTS, MOST_STEPS_PER_REPORT = 500, 50
 LEAST_STEPS, LEAST_WORDS = 100, 128
 """An epoch of a small text has this many steps, with fewer words than suit the optimizer, but not less."""
 READ_WORDS = 8192
-CURRENT, MANIFEST, MARK = "CURRENT.json", "checkpoint.json", ".flatbed"
+CURRENT, MANIFEST, MARK, LOCK = "CURRENT.json", "checkpoint.json", ".flatbed", ".lock"
 """Files of `flatbed.save_checkpoint`."""
 
 
@@ -317,5 +317,6 @@ def remove_checkpoint(folder: str | Path) -> None:
     (folder / CURRENT).unlink()
     for mark in folder.glob(f"*/{MARK}"):
         shutil.rmtree(mark.parent)
+    (folder / LOCK).unlink(missing_ok=True)
     with suppress(OSError):  # not empty
         folder.rmdir()
