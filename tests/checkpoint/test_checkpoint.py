@@ -492,7 +492,7 @@ def test_control_c_at_any_line_of_a_save(tmp_path: Path) -> None:
     counted, expected = LineInterrupt(), Expected(tmp_path / "expected")
     close(saved_twice(tmp_path / "count", counted)[0])
     draw = torch.Generator().manual_seed(0)
-    for number in sorted(torch.randperm(counted.count, generator=draw)[:60].tolist()):
+    for number in sorted(torch.randperm(counted.count, generator=draw)[:30].tolist()):
         folder = tmp_path / str(number)
         model, optimizer, _ = saved_twice(folder, LineInterrupt(number))
         assert goes_on(folder, model, optimizer, save=True), number

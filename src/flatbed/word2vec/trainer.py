@@ -35,7 +35,7 @@ LEAST_STEPS, LEAST_WORDS = 100, 128
 STEPS_PER_DRAIN = 32
 """With several threads, steps after which none is left unfinished: training can stop and resume there."""
 READ_WORDS = 8192
-CURRENT, MANIFEST, MARK = "CURRENT.json", "checkpoint.json", ".flatbed"
+CURRENT, MANIFEST, MARK, LOCK = "CURRENT.json", "checkpoint.json", ".flatbed", ".lock"
 """Files of `flatbed.save_checkpoint`."""
 
 
@@ -391,5 +391,6 @@ def remove_checkpoint(folder: str | Path) -> None:
     (folder / CURRENT).unlink()
     for mark in folder.glob(f"*/{MARK}"):
         shutil.rmtree(mark.parent)
+    (folder / LOCK).unlink(missing_ok=True)
     with suppress(OSError):  # not empty
         folder.rmdir()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
 import threading
@@ -134,6 +136,15 @@ def test_checkpoint_that_was_half_copied_is_read_from_its_journal(tmp_path: Path
     assert (found[20:] == 1).all()
     assert files(tmp_path) == before
     DiskStorage.open(tmp_path / "t.bed").close()
+
+
+def test_forgotten_table_closes_its_file(tmp_path: Path) -> None:
+    trained(tmp_path).table.checkpoint()
+    gc.collect()
+    n_open = len(os.listdir("/proc/self/fd"))
+    served(tmp_path).read_rows(EVERY)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == n_open
 
 
 def test_other_files(tmp_path: Path) -> None:

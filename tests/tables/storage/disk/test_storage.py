@@ -355,6 +355,32 @@ def job(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("pipe", name) for name in ("run/decision", "table.journal", "table")),
+        *(("endless", name) for name in ("run/decision", "table.journal", "table")),
+        *(("huge", name) for name in ("run/decision", "table")),
+    ],
+)
+def test_pipes_devices_and_huge_decisions_are_refused(name: str, kind: str, tmp_path: Path) -> None:
+    path = job(tmp_path / "job") / name
+    data = path.read_bytes()
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(b"")
+        os.truncate(path, 1 << 40)
+    with pytest.raises(FlatbedError, match=f"{path.name}|/dev/zero"):
+        DiskStorage.open(tmp_path / "job" / "table")
+    path.unlink()
+    path.write_bytes(data)
+    assert DiskStorage.open(tmp_path / "job" / "table").meta == {"step": 1}
+
+
 def test_copied_job_asks_its_own_decision(tmp_path: Path) -> None:
     original = job(tmp_path / "original")
     shutil.copytree(original, tmp_path / "copy")

@@ -52,9 +52,9 @@ class ReadOnlyStorage:
     unsaved_rows = 0
 
     def __init__(self, path: str | Path) -> None:
+        self._file: MappedFile | None = None
         self.path = Path(os.path.realpath(path))
         self.record: Record
-        self._file: MappedFile | None = None
         self._pool = copy_threads()
         state = self._open()
         self.n_rows, self.meta = state.n_rows, {**normal(state.meta), "scalars": {}}
@@ -179,6 +179,10 @@ class ReadOnlyStorage:
         if file is not None:
             self._pool.shutdown(wait=False)
             file.close()
+
+    def __del__(self) -> None:
+        """Close the file of a table that was forgotten."""
+        self.close()
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
         """Raise: the table is read-only."""
