@@ -144,3 +144,15 @@ def test_parameter_with_a_reserved_name_is_saved(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, first)
     load_checkpoint(tmp_path, second)
     assert torch.equal(dict(second.named_parameters())["__metadata__"], next(first.parameters()))
+
+
+def test_the_class_of_the_optimizer_is_compared(tmp_path: Path) -> None:
+    emb = flatbed.Embedding(10, 4)
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    emb([1, 2]).sum().backward()
+    optimizer.step()
+    flatbed.save_checkpoint(tmp_path, emb, optimizer)
+    other = flatbed.Embedding(10, 4)
+    with pytest.warns(UserWarning, match="state of Adam, and AdamW goes on"):
+        flatbed.load_checkpoint(tmp_path, other, flatbed.optim.AdamW(other, lr=0.1))
+    assert torch.equal(other.read_rows(range(10)), emb.read_rows(range(10)))

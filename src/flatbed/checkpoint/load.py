@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -146,8 +147,14 @@ def _optimizer_states(
     for number, optimizer in enumerate(optimizers):
         tensors = read_tensors(path / f"optimizer-{number}.safetensors")
         try:
-            about = kept[number]
+            about, given = kept[number], type(optimizer).__name__
             state = unpack(about["state"], tensors)
+            if about["class"] != given:
+                warnings.warn(
+                    f"{path} holds the state of {about['class']}, and {given} goes on with it: build "
+                    f"{about['class']} if that is not meant",
+                    stacklevel=3,
+                )
             check_same(optimizer, state, about["shapes"], where=f"{path} (optimizer {number})")
         except FlatbedError:
             raise
