@@ -74,6 +74,7 @@ def load_checkpoint(
             _begin_table(path, name, training, file=manifest["tables"][name], token=token, undo=undo)
             for name in names
         ]
+        _warn_of_other_classes(path, training.optimizers)
         load_all(training.optimizers, states)
         training.model.load_state_dict(values, strict=False)
         for finish in (*finishes, *others):
@@ -147,14 +148,8 @@ def _optimizer_states(
     for number, optimizer in enumerate(optimizers):
         tensors = read_tensors(path / f"optimizer-{number}.safetensors")
         try:
-            about, given = kept[number], type(optimizer).__name__
+            about = kept[number]
             state = unpack(about["state"], tensors)
-            if about["class"] != given:
-                warnings.warn(
-                    f"{path} holds the state of {about['class']}, and {given} goes on with it: build "
-                    f"{about['class']} if that is not meant",
-                    stacklevel=3,
-                )
             check_same(optimizer, state, about["shapes"], where=f"{path} (optimizer {number})")
         except FlatbedError:
             raise
@@ -162,6 +157,17 @@ def _optimizer_states(
             raise damaged(file, error) from error
         states.append(state)
     return states
+
+
+def _warn_of_other_classes(path: Path, optimizers: Sequence[Optimizer]) -> None:
+    for about, optimizer in zip(read_json(path / OPTIMIZERS) if optimizers else (), optimizers, strict=True):
+        given = type(optimizer).__name__
+        if about["class"] != given:
+            warnings.warn(
+                f"{path} holds the state of {about['class']}, and {given} goes on with it: build "
+                f"{about['class']} if that is not meant",
+                stacklevel=4,
+            )
 
 
 def _other_states(path: Path, manifest: Mapping[str, Any], training: Training, *, rng: bool) -> list[Finish]:
