@@ -162,10 +162,11 @@ def _optimizer_states(
 def _warn_of_other_classes(path: Path, optimizers: Sequence[Optimizer]) -> None:
     for about, optimizer in zip(read_json(path / OPTIMIZERS) if optimizers else (), optimizers, strict=True):
         given = type(optimizer).__name__
-        if about["class"] != given:
+        saved = about.get("class", given)
+        if saved != given:
             warnings.warn(
-                f"{path} holds the state of {about['class']}, and {given} goes on with it: build "
-                f"{about['class']} if that is not meant",
+                f"{path} holds the state of {saved}, and {given} goes on with it: build {saved} if that is "
+                f"not meant",
                 stacklevel=4,
             )
 
