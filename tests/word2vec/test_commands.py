@@ -335,8 +335,8 @@ def test_training_is_saved_if_the_vectors_cannot_be_written(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_and_resume(number: signal.Signals, text: Path, tmp_path: Path) -> None:
     """A real signal to a real process; the resumed run ends with the vectors of an uninterrupted one."""
-    options = {"dim": 16, "epochs": 25, "batch-words": 256, "device": "cpu"}
-    whole = Trainer(read_corpus(text), Settings(dim=16, epochs=25, batch_words=256, device="cpu"))
+    options = {"dim": 16, "epochs": 10, "batch-words": 256, "device": "cpu"}
+    whole = Trainer(read_corpus(text), Settings(dim=16, epochs=10, batch_words=256, device="cpu"))
     whole.run()
     typed = [part for k, v in options.items() for part in (f"--{k}", v)]
     command = ["word2vec", text, *typed, "--no-pictures", "--threads", torch.get_num_threads()]
