@@ -302,6 +302,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from places(inner)
 
 
+@pytest.mark.filterwarnings("ignore:.*holds the state of")
 def test_hostile_json_gives_one_kind_of_error(tmp_path: Path) -> None:
     """Under right checksums: nothing but FlatbedError, or a model that has loaded."""
     torch.manual_seed(0)

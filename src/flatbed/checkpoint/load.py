@@ -163,7 +163,7 @@ def _warn_of_other_classes(path: Path, optimizers: Sequence[Optimizer]) -> None:
     for about, optimizer in zip(read_json(path / OPTIMIZERS) if optimizers else (), optimizers, strict=True):
         given = type(optimizer).__name__
         saved = about.get("class", given)
-        if saved != given:
+        if isinstance(saved, str) and saved != given:
             warnings.warn(
                 f"{path} holds the state of {saved}, and {given} goes on with it: build {saved} if that is "
                 f"not meant",
