@@ -56,6 +56,7 @@ class MappedFile:
         self.rows: Records | None = None
         self.offset = 0  # of the first record
         self._mapping: mmap.mmap | None = None
+        self._is_solid = False  # `fill_holes` was called
         with reporting(path, "opening"):
             flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             flags |= os.O_RDONLY if read_only else os.O_RDWR
@@ -153,13 +154,14 @@ class MappedFile:
     def fill_holes(self) -> None:
         """Reserve space for holes of a sparse copy: on a full disk, writing to one kills the process."""
         found = os.fstat(self._descriptor)
-        if found.st_blocks * 512 >= found.st_size:
+        if self._is_solid or found.st_blocks * 512 >= found.st_size:
             return
         try:
             for at in range(0, found.st_size, RESERVED_AT_ONCE):
                 os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, found.st_size - at))
         except OSError as error:
             raise NoSpace(self._no_space(found.st_size - found.st_blocks * 512, error)) from error
+        self._is_solid = True  # a compressed file keeps fewer blocks, and is slow to reserve
 
     def _no_space(self, needed: int, error: OSError) -> str:
         free = shutil.disk_usage(self.path.parent).free
