@@ -56,6 +56,7 @@ class MappedFile:
         self.rows: Records | None = None
         self.offset = 0  # of the first record
         self._mapping: mmap.mmap | None = None
+        self._is_solid = False  # `fill_holes` was called
         with reporting(path, "opening"):
             flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             flags |= os.O_RDONLY if read_only else os.O_RDWR
@@ -139,8 +140,7 @@ class MappedFile:
         if size >= 2**63:
             raise NoSpace(f"{self.path} cannot have {size} bytes: no file can")
         try:
-            if size - before > shutil.disk_usage(self.path.parent).free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._check_free(size - before)
             for at in range(before, size, RESERVED_AT_ONCE):
                 os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, size - at))
         except OSError as error:
@@ -153,13 +153,21 @@ class MappedFile:
     def fill_holes(self) -> None:
         """Reserve space for holes of a sparse copy: on a full disk, writing to one kills the process."""
         found = os.fstat(self._descriptor)
-        if found.st_blocks * 512 >= found.st_size:
+        needed = found.st_size - found.st_blocks * 512
+        if self._is_solid or needed <= 0:
             return
         try:
+            self._check_free(needed)
             for at in range(0, found.st_size, RESERVED_AT_ONCE):
                 os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, found.st_size - at))
         except OSError as error:
-            raise NoSpace(self._no_space(found.st_size - found.st_blocks * 512, error)) from error
+            raise NoSpace(self._no_space(needed, error)) from error
+        self._is_solid = True  # a compressed file keeps fewer blocks, and is slow to reserve
+
+    def _check_free(self, needed: int) -> None:
+        """Raise before anything is reserved, where that cannot succeed."""
+        if needed > shutil.disk_usage(self.path.parent).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _no_space(self, needed: int, error: OSError) -> str:
         free = shutil.disk_usage(self.path.parent).free
