@@ -470,7 +470,8 @@ class LineInterrupt:
         self.at, self.count = at, 0
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
-        if "/flatbed/" not in frame.f_code.co_filename:
+        file = frame.f_code.co_filename
+        if "/flatbed/" not in file or file.endswith("cuda/streams.py"):  # checked locks are Python in tests alone
             return None
         self.count += event == "line"
         if event == "line" and self.count == self.at:
