@@ -471,7 +471,7 @@ class LineInterrupt:
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
         file = frame.f_code.co_filename
-        if "/flatbed/" not in file or file.endswith("cuda/streams.py"):  # checked locks are Python in tests alone
+        if "/flatbed/" not in file or file.endswith("cuda/streams.py"):  # locks run Python in tests alone
             return None
         self.count += event == "line"
         if event == "line" and self.count == self.at:
