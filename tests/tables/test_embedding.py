@@ -563,3 +563,18 @@ def test_resume_says_if_a_file_must_exist(tmp_path: Path) -> None:
     for wrong, error in ((True, ValueError), ("yes", TypeError)):
         with pytest.raises(error, match="resume"):
             made(resume=wrong)
+
+
+@pytest.mark.parametrize("kind", [flatbed.Embedding, flatbed.EmbeddingBag])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("sparse", "leave it out"),
+        ("max_norm", "optimizer's max_norm"),
+        ("_weight", "from_pretrained"),
+        ("storge", "storage"),
+    ],
+)
+def test_unknown_arguments_raise_with_a_remedy(kind: Any, name: str, remedy: str) -> None:
+    with pytest.raises(TypeError, match=f"has no argument '{name}'.*{remedy}"):
+        kind(10, 4, **{name: True})

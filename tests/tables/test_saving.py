@@ -586,3 +586,19 @@ def test_memory_stays_small(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         if limit is not None:
             assert 0 < int(done.stdout) < limit, (doing, done.stdout)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_save_does_not_replace_the_file_of_a_disk_table(is_open: bool, tmp_path: Path) -> None:
+    path = tmp_path / "items.bed"
+    emb = flatbed.Embedding(10, 4, storage="disk", path=path)
+    rows = emb.read_rows(range(10))
+    emb.table.checkpoint()
+    if not is_open:
+        emb.table.close()
+    for table in (emb.table, flatbed.Embedding(3, 2).table) if is_open else (flatbed.Embedding(3, 2).table,):
+        with pytest.raises(FlatbedError, match="save to another path"):
+            table.save(path)
+    found = emb.table if is_open else flatbed.load_table(path)
+    assert torch.equal(found.read_rows(range(10)), rows)
+    found.close()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from flatbed.kernels.cache import POLICIES
 from flatbed.tables import initializers
 from flatbed.tables.record import NAMES, WEIGHT, Field
 
+P = ParamSpec("P")
 STORAGES = ("host", "disk", "device")
 
 
@@ -152,6 +156,33 @@ def with_cache(config: Config, cache_rows: int | None, cache_bytes: int | None, 
     rows = None if cache_rows is None else as_integer("cache_rows", cache_rows)
     nbytes = None if cache_bytes is None else as_integer("cache_bytes", cache_bytes)
     return replace(config, cache_rows=rows, cache_bytes=nbytes, cache_policy=cache_policy)
+
+
+WITHOUT = {
+    "sparse": "gradients of a table have the rows of the batch alone: leave it out",
+    "max_norm": "rows are not renormalised at lookup: leave it out; an optimizer's max_norm clips gradients",
+    "norm_type": "rows are not renormalised at lookup: leave it out",
+    "scale_grad_by_freq": "gradients of repeated ids are summed: leave it out",
+    "_weight": "from_pretrained takes weights",
+    "_freeze": "use emb.requires_grad_(False)",
+}
+"""Arguments of torch's embeddings that tables do not have, and the remedy."""
+
+
+def explained(init: Callable[P, None]) -> Callable[P, None]:
+    """Wrap a module's constructor so that unknown arguments raise with a remedy."""
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                kind = type(args[0]).__name__
+                hint = WITHOUT.get(name, f"it has {', '.join(known)}")
+                raise TypeError(f"flatbed.{kind} has no argument {name!r}: {hint}")
+        init(*args, **kwargs)
+
+    return checked
 
 
 def as_integer(name: str, value: Any) -> int:

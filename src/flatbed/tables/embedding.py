@@ -14,7 +14,7 @@ from torch.nn import functional
 from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
-from flatbed.tables.config import Config, build_config, check_file
+from flatbed.tables.config import Config, build_config, check_file, explained
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import gather, lookup, needs_grad, prepare_lookup
 from flatbed.tables.record import WEIGHT
@@ -217,6 +217,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
     >>> optimizer.step()
     """
 
+    @explained
     def __init__(
         self,
         num_embeddings: int,
@@ -297,6 +298,7 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
     mode: str
     include_last_offset: bool
 
+    @explained
     def __init__(
         self,
         num_embeddings: int,

@@ -21,6 +21,7 @@ from flatbed.tables.ids import DeferredIdChecks, as_ids, as_values, check_range,
 from flatbed.tables.parameter import TableParameter
 from flatbed.tables.record import Field
 from flatbed.tables.row_io import RowIO
+from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table_storage import TableStorage
 from flatbed.tables.tensor_file import as_path
 from flatbed.tables.view import WeightView
@@ -340,7 +341,13 @@ class Table(TableParameter):
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, block by block."""
-        saving.save(self, as_path(path))
+        path = as_path(path)
+        if is_disk_table(path):
+            raise FlatbedError(
+                f'{path} is the file of a table with storage="disk", which may be in use: save to another '
+                f"path, items.safetensors for example"
+            )
+        saving.save(self, path)
 
     def load(self, path: str | Path) -> None:
         """Read a file of `save`, from a table of any storage. Nothing changes if it does not fit."""
