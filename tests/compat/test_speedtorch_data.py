@@ -295,3 +295,21 @@ def test_matrices_of_other_shapes(tmp_path: Path) -> None:
     for matrix in (SpeedTorch.COM(3), SpeedTorch.COMMM(3, f"{tmp_path}/COM")):
         with pytest.raises(ValueError, match=r"\(3, 3\); found \(3, 4\)"):
             matrix.loadCupy(tmp_path / "wide.npy")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda m: m.zerosInit(),
+        lambda m: m.uniformDistributionInit(-1, 1),
+        lambda m: m.normalDistributionInit(0, 1),
+    ],
+)
+def test_files_of_every_initialization_are_opened_again(begin: Any, tmp_path: Path) -> None:
+    made = SpeedTorch.ModelFactoryMM(nn.Embedding(4, 2), 100, 2, diskname=str(tmp_path / "rows"))
+    begin(made)
+    expected, name = made.getNumpyVersion(), made.fileName
+    made.close()
+    made.openFile(name)
+    assert np.array_equal(made.getNumpyVersion(), expected)
+    made.close()

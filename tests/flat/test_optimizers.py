@@ -128,6 +128,7 @@ SHAPE_READERS: list[tuple[Any, str]] = [
     ),
     (simple("Centralized", lambda self, p: p.grad - p.grad.mean()), "Centralized"),
     (simple("Ranger", centralize), "Ranger"),
+    (simple("OfConvs", lambda self, p: p.grad if p.dim() < 4 else centralize(self, p)), "OfConvs"),
     (simple("Clipped", lambda self, p: p.grad * (1.0 / p.grad.norm()).clamp(max=1.0)), "Clipped"),
     (simple("Factored", factor_large), "Factored"),
     (AdaNorm, "AdaNorm"),

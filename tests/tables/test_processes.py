@@ -149,3 +149,16 @@ def test_lost_rows_are_told_on_stderr(
         assert done.stderr == ""
     else:
         assert done.stderr.count(expected) == done.stderr.count("flatbed: ") == 1
+
+
+def test_a_forgotten_table_is_told_whatever_is_done_with_warnings(tmp_path: Path) -> None:
+    code = f"""
+import torch, flatbed
+def main():
+    emb = flatbed.Embedding(100, 4, storage="disk", path={str(tmp_path / "a.bed")!r})
+    emb.table.write_rows([1], torch.ones(1, 4))
+main()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "1 rows of" in done.stderr

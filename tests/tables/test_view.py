@@ -91,7 +91,7 @@ def test_numpy_gets_a_copy() -> None:
     emb = made()
     for found in (emb.weight.numpy(), np.asarray(emb.weight), np.array(emb.weight), emb.weight[2:].numpy()):
         assert isinstance(found, np.ndarray)
-        found[:] = 7
+        assert not np.shares_memory(found, emb.weight.numpy())
     assert np.asarray(emb.weight, dtype=np.float64).dtype == np.float64
     assert not bool((emb.weight == 7).any())
 
@@ -231,3 +231,25 @@ def test_state_of_rows() -> None:
     torch.testing.assert_close(found[:, :, 0], torch.tensor([[0.1, 0.2], [0.0, 0.1]]))
     with pytest.raises(KeyError, match="found exp_avg, exp_avg_sq"):
         emb.table.read_state("momentum", [1])
+
+
+def test_the_gradient_of_a_view_is_that_of_the_table() -> None:
+    emb = flatbed.Embedding(50, 4)
+    assert emb.weight.grad is None
+    emb([1, 2]).sum().backward()
+    with pytest.raises(flatbed.FlatbedError, match="gradient of a table"):
+        nn.utils.clip_grad_norm_(emb.weight, 0.1)
+    with pytest.raises(flatbed.FlatbedError, match="gradient of a table"):
+        emb.weight.grad = torch.zeros(50, 4)
+    emb.weight.grad = None
+    assert emb.table.grad is None
+
+
+def test_numpy_copies_cannot_be_written() -> None:
+    emb = flatbed.Embedding(5, 4)
+    for array in (emb.weight.numpy(), np.asarray(emb.weight), emb.weight.data.numpy()):
+        with pytest.raises(ValueError, match="read-only"):
+            array[1] = 7
+    np.array(emb.weight)[1] = 7  # a copy that was asked for
+    with pytest.raises(flatbed.FlatbedError, match="copy"):
+        torch._foreach_zero_([emb.state_dict()["weight"]])

@@ -113,7 +113,7 @@ def reading(folder: Path) -> Iterator[tuple[Path, str]]:
 def _kept(version: Path) -> Iterator[bool]:
     """Hold a shared lock on a version; yields False if it is gone."""
     try:
-        descriptor = os.open(version / MARK, os.O_RDONLY)
+        descriptor = os.open(version / MARK, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # it may be a pipe
     except OSError:
         yield False
         return

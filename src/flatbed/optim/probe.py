@@ -193,9 +193,9 @@ def _same(one: Run, other: Run) -> bool:
 
 FLAT_STEPS = 16  # some optimizers collect gradients for ten steps before they move anything
 # Parameters of different shapes, scales and norms, apart and in one buffer with as much padding.
-SPANS = (-2.0, 3.0, 5), (0.5, 0.6, 8), (-0.3, 0.2, math.prod(LARGE))
+SPANS = (-2.0, 3.0, 5), (0.5, 0.6, 8), (0.3, 0.9, 16), (-0.3, 0.2, math.prod(LARGE))
 PARTS = tuple(torch.linspace(*span) for span in SPANS)
-APART = ((5,), (2, 2, 2), LARGE)
+APART = ((5,), (2, 2, 2), (2, 2, 2, 2), LARGE)
 JOINED = ((2 * math.prod(LARGE),),)
 
 

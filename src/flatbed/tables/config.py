@@ -57,6 +57,11 @@ class Config:
                 f'storage="disk" needs a path, path="items.bed" for example, and other storages take none; '
                 f"found storage={self.storage!r}, path={self.path}"
             )
+        if self.path is not None and self.path.suffix in (".new", ".journal"):
+            raise ValueError(
+                f"{self.path.suffix} is the ending of files that flatbed makes beside a table's; found path="
+                f"{self.path}: choose another one, items.bed for example"
+            )
         if self.path is not None and not self.path.absolute().parent.is_dir():
             raise FlatbedError(f"there is no folder {self.path.absolute().parent}: make it first")
         self._check_cache()

@@ -46,7 +46,7 @@ class Record:
     def __post_init__(self) -> None:
         """Refuse names that files keep for something else."""
         names = [field.name for field in self.fields]
-        taken = [name for name in names[1:] if name in (WEIGHT, "__metadata__") or names.count(name) > 1]
+        taken = [name for name in names[1:] if name in (WEIGHT, "__metadata__", "") or names.count(name) > 1]
         if names[:1] != [WEIGHT] or taken:
             raise ValueError(
                 f"a row has a 'weight' and state with names of its own; found {names}: rename the state "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing.context
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
+from flatbed.progress import note
 from flatbed.tables import copying, exporting, replicas, retrieval, saving
 from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.config import Config, as_integer, device_of, with_cache
@@ -385,15 +385,14 @@ class Table(TableParameter):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the table, as `close` does.
 
-        After an exception, rows may be those of half a step. They are dropped with a warning, and the file
-        stays at its last checkpoint.
+        After an exception, rows may be those of half a step. They are dropped with a line on stderr, and the
+        file stays at its last checkpoint.
         """
         if kind is not None and self._storage.unsaved_rows:
-            warnings.warn(
+            note(
                 f"{self._storage.unsaved_rows} rows of {self._storage.config.path} changed since its last "
                 f"checkpoint and are dropped, since the `with` block ended by {kind.__name__}: call "
-                f"table.checkpoint() within the block where rows are complete",
-                stacklevel=2,
+                f"table.checkpoint() within the block where rows are complete"
             )
         self.close(discard=kind is not None)
 

@@ -66,13 +66,15 @@ class WeightView(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return a copy, since a numpy array cannot tell when it is stale."""
-        return self.detach().clone().numpy(force=force)
+        found = self.detach().clone().numpy(force=force)
+        found.flags.writeable = False  # a change would have no effect
+        return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
             raise ValueError("numpy gets a copy of a table's weights: use copy=None or copy=True")
         found = self.numpy()
-        return found if dtype is None else found.astype(dtype)
+        return found.astype(found.dtype if dtype is None else dtype, copy=copy is True)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override,unused-ignore]
         return repr(self.detach().clone())
@@ -92,7 +94,8 @@ class SavedWeight(Tensor):
         name, saved = getattr(func, "__name__", ""), args[0] if args else None
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         target = saved if in_place and func is not Tensor.requires_grad_ else (kwargs or {}).get("out")
-        if isinstance(target, cls) and not target._is_detached:
+        targets = target if isinstance(target, (list, tuple)) else (target,)
+        if any(isinstance(one, cls) and not one._is_detached for one in targets):
             raise FlatbedError(
                 f"{name} was called on a table's weights in a state dict, which are a copy: write into "
                 f"emb.weight (a table on disk: emb.write_rows(ids, values)), or clone them and call "
@@ -142,6 +145,16 @@ def _of_the_table(func: Any, view: WeightView, args: Any, kwargs: Any) -> tuple[
         if not setting:
             return (view._table.requires_grad,)
         view._table.requires_grad = args[1]
+        return (None,)
+    if attribute is Tensor.grad:
+        if setting and args[1] is None:
+            view._table.grad = None
+            return (None,)
+        if setting or view._table.grad is not None:
+            raise FlatbedError(
+                "the gradient of a table has the rows of the batch alone: it is emb.table.grad, also for "
+                "clip_grad_norm_(emb.parameters(), …)"
+            )
         return (None,)
     if attribute is Tensor.data and setting:
         if args[1].shape != view.shape:

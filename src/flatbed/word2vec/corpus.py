@@ -166,11 +166,11 @@ def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> 
     n_done = 0
     for file, size in zip(files, sizes, strict=True):
         with file.open("rb") as binary, io.TextIOWrapper(binary, codec, REPLACE, newline="") as opened:
-            if codec == "utf-8-sig" and b"\0" in binary.peek():
-                raise ValueError(f"{file} has NUL characters: give its encoding, utf-16 for example")
             words: list[str] = []
             rest = ""
             while block := opened.read(READ_CHARS):
+                if "\0" in block:
+                    raise ValueError(f"{file} has NUL characters: give its encoding, utf-16 for example")
                 *lines, rest = (rest + block).split("\n")
                 for line in lines:
                     yield words + line.split()

@@ -84,7 +84,7 @@ class Switcher(ArrayViews):
 
     # ---- storage
 
-    def _create(self, init: Any = "zeros", path: Path | None = None) -> None:
+    def _create(self, init: Any = "zeros", path: Path | None = None, *, resume: bool | None = None) -> None:
         """Store all rows in a new table, or in the table of an existing file."""
         if self._storage == "disk" and path is None:
             path = free_path(self.diskname, ".bed")
@@ -96,6 +96,7 @@ class Switcher(ArrayViews):
             dtype=self.datatype,
             device=self._variable().device,
             init=init,
+            resume=resume,
             replicate=False,
             cache_rows=0,
         )
@@ -324,4 +325,4 @@ class DiskSwitcher(Switcher):
         """Continue with the rows in the file of another switcher, as its last checkpoint left them."""
         if not Path(fileName).is_file():
             raise FileNotFoundError(f"found no file at {fileName}: check the path")
-        self._create(path=Path(fileName))
+        self._create(init=None, path=Path(fileName), resume=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import shutil
 import stat
@@ -443,11 +444,13 @@ optimizer.step()
     assert not told or "7 rows" in done.stderr
 
 
-def test_garbage_collection_of_a_table_with_unsaved_rows_warns(tmp_path: Path) -> None:
+def test_garbage_collection_of_a_table_with_unsaved_rows_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     held = [flatbed.Embedding(30, 4, storage="disk", path=tmp_path / "rows.bed")]
     held[0].write_rows([1, 2], torch.ones(2, 4))
-    with pytest.warns(UserWarning, match="2 rows of .*rows.bed.* garbage collected"):
-        held.clear()
+    held.clear()
+    assert re.search(r"2 rows of .*rows\.bed.* garbage collected", capfd.readouterr().err)
 
 
 def test_a_mapping_lives_as_long_as_its_last_reader(tmp_path: Path) -> None:
@@ -457,3 +460,9 @@ def test_a_mapping_lives_as_long_as_its_last_reader(tmp_path: Path) -> None:
     records = file.map(16, 8, count=4)
     file.close()
     assert records.tobytes() == bytes(range(16, 48))
+
+
+@pytest.mark.parametrize("name", ["a.bed.new", "a.journal"])
+def test_names_of_drafts_and_journals_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ending of files"):
+        flatbed.Embedding(10, 4, storage="disk", path=tmp_path / name)

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk import format as header
@@ -248,3 +249,29 @@ def test_endless_json() -> None:
     with mock.patch.object(header, "dump", return_value=b'{"n_rows":' + b"9" * 5000 + b"}"):
         block = encode(STATE, {}, RECORDS_AT)
     assert "is damaged" in opened(_with("table", STATE_AT, block)(base.files), base, set())
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"table": 5},
+        {"table": {"init": 3, "seed": 0}},
+        {"table": {"init": {"kind": "gamma"}, "seed": 0}},
+        {"table": {"init": {"kind": "zeros"}, "seed": "x"}},
+        {"table": {"padding_idx": "x"}},
+        {"scalars": {"step": "x"}},
+        {"scalars": 3},
+    ],
+)
+def test_wrong_descriptions_in_a_whole_header_are_damage(meta: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.bed"
+    emb = flatbed.Embedding(10, 4, storage="disk", path=path)
+    emb.table.checkpoint()
+    emb.table.close()
+    raw = path.read_bytes()
+    state = header.decode_state(raw[STATE_AT:RECORDS_AT])
+    hostile = header.encode_state(replace(state, meta={**state.meta, **meta}))
+    path.write_bytes(raw[:STATE_AT] + hostile.ljust(RECORDS_AT - STATE_AT, b"\0") + raw[RECORDS_AT:])
+    for read_only in (False, True):
+        with pytest.raises(FlatbedError, match="damaged"):
+            flatbed.load_table(path, read_only=read_only)

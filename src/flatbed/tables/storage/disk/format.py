@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.tables.initializers import described
 from flatbed.tables.record import Record
 from flatbed.tables.tensor_file import open_regular
 
@@ -167,7 +168,22 @@ def state_of(payload: Mapping[str, Any]) -> State:
     n_rows, generation = (_count(payload.get(name)) for name in ("n_rows", "generation"))
     if not isinstance(meta, dict) or not isinstance(applying, bool) or not isinstance(word, str):
         raise DamagedFileError("its meta is no object")
+    _check_meta(meta)
     return State(n_rows, generation, meta, applying, word)
+
+
+def _check_meta(meta: Mapping[str, Any]) -> None:
+    """Raise `DamagedFileError` unless first weights and scalars are described as `TableStorage` does."""
+    about, scalars = meta.get("table", {}), meta.get("scalars", {})
+    try:
+        if "init" in about:
+            described(about["init"])
+        is_whole = isinstance(about.get("seed", 0), int) and isinstance(about.get("padding_idx"), int | None)
+        is_whole = is_whole and all(type(value) in (int, float) for value in scalars.values())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        is_whole = False
+    if not is_whole:
+        raise DamagedFileError("its description of first weights or scalars is wrong")
 
 
 def _count(found: object) -> int:

@@ -8,7 +8,6 @@ import secrets
 import signal
 import stat
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -89,19 +88,18 @@ class OpenFiles:
     def close_forgotten(self) -> None:
         """Close a table that was garbage collected without `close`."""
         try:
-            with suppress(UserWarning):  # raised as an error, it could not be caught here
-                self.tell_unsaved("with the table, which was garbage collected", tell=warnings.warn)
+            self.tell_unsaved("with the table, which was garbage collected")
         finally:
             self.close()
 
-    def tell_unsaved(self, when: str, tell: Callable[[str], None] = note) -> None:
+    def tell_unsaved(self, when: str) -> None:
         """Tell, once, that changed rows are about to be lost."""
         if self._has_told or self._lock_descriptor < 0 or not self.is_own_process() or self.keep_journal:
             return
         self._has_told = True
         n_rows = self.journal.n_slots + self.count_cached()
         if n_rows:
-            tell(
+            note(
                 f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped "
                 f"{when}: call table.close(), table.checkpoint() or flatbed.save_checkpoint first, or "
                 f"table.close(discard=True)"
