@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from flatbed.distributed.dtensor import check_grad_kind, check_sharding
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
@@ -84,11 +85,7 @@ def check_param(param: Tensor, name: str) -> None:
     """Raise for parameters that no step can update."""
     if isinstance(param, WeightView):
         raise TypeError(f"parameter {name} is a view of a table's weights: give emb.table instead")
-    if type(param).__module__.startswith("torch.distributed") or hasattr(param, "device_mesh"):
-        raise TypeError(
-            f"parameter {name} is a {type(param).__name__} (FSDP2 or tensor parallelism), which "
-            f"flatbed.optim does not update; use torch.optim for it"
-        )
+    check_sharding(param, name)
     if param.dtype.is_complex:
         raise TypeError(
             f"parameter {name} is complex ({param.dtype}); make torch.view_as_real(parameter) the parameter, "
@@ -131,14 +128,11 @@ def check_grad(param: Tensor, grad: Tensor, name: str) -> None:
             raise FlatbedError(
                 f"the {what} {name} is {dtype}; expected float32, bfloat16, float16 or float64"
             )
+    check_grad_kind(param, grad, name)
     if grad.shape != param.shape or grad.device != param.device:
         raise FlatbedError(
             f"the gradient of parameter {name} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
             f"{tuple(param.shape)} on {param.device}"
-        )
-    if type(grad).__module__.startswith("torch.distributed"):
-        raise FlatbedError(
-            f"the gradient of parameter {name} is a {type(grad).__name__}; use torch.optim for it"
         )
 
 

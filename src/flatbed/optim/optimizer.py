@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from flatbed.distributed.dtensor import RanksDiffer, check_ranks_agree, is_dtensor, local_of, reshard
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import NORM, SKIPPED, Scaling, StepOptions, Stepper
 from flatbed.optim import checks
 from flatbed.optim import state_dict as state_dicts
 from flatbed.optim.plan import Plan, StepGrads, StepStats, build_plan
-from flatbed.optim.state_builder import OptimizerSpec, named_params, named_tables
+from flatbed.optim.state_builder import OptimizerSpec, describe, named_params, named_tables
 from flatbed.optim.table_step import OptimizerTables, TableSlot, check_table
 from flatbed.rule import Rule
 from flatbed.tables.grads import RowGrads
@@ -45,6 +47,8 @@ class Extras(TypedDict, total=False):
     """Keep an exponential moving average of the parameters, for `ema_weights()`."""
     per_row_steps: bool
     """Count the steps of every row of a table separately, instead of one count for the table."""
+    norm_group: Any
+    """A process group whose ranks hold other parameters (pipeline stages) that the norm includes."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -60,14 +64,17 @@ class Optimizer(torch.optim.Optimizer):
         not_options = ("self", "params", "extras", "__class__")
         defaults = {name: value for name, value in options.items() if name not in not_options}
         checks.check_group(defaults)
+        self._norm_group = extras.pop("norm_group", None)
         self._options = StepOptions(**extras)
         checks.check_options(self._options)
         if self._options.stochastic_rounding or self._options.stochastic_state:
             defaults[state_dicts.ROUNDS] = 0
         self._reset()
         if isinstance(params, nn.Module):
+            self._module = weakref.ref(params)
             params = params.named_parameters()
         super().__init__(params, defaults)
+        self._check_ranks()
         if self._rule.eager:
             self._rebuild(everything=True)
         self._own_tables()  # last: tables leave their optimizers for this one, and nothing can fail any more
@@ -80,6 +87,7 @@ class Optimizer(torch.optim.Optimizer):
         self._retired: list[Plan] = []  # CUDA graphs hold launches of their steppers
         self._owns_tables = False
         self._averages_in_model = False
+        self._module: Callable[[], nn.Module | None] = lambda: None
 
     @cached_property
     def _spec(self) -> OptimizerSpec:
@@ -101,11 +109,22 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[n_before:], n_before)
-        except Exception:
-            del self.param_groups[n_before:]
+            if self._owns_tables:  # otherwise the constructor compares all groups at once
+                self._check_ranks()
+        except Exception as error:
+            try:
+                if not isinstance(error, RanksDiffer):
+                    self._check_ranks(error)
+            finally:
+                del self.param_groups[n_before:]
             raise
         if self._owns_tables:
             self._own_tables(n_before)
+
+    def _check_ranks(self, failure: Exception | None = None) -> None:
+        """Raise on all ranks if their DTensors or options differ, or if one rank has failed."""
+        if any(is_dtensor(p) for group in self.param_groups for p in group["params"]):
+            check_ranks_agree(describe(self._spec, self.param_groups), failure)
 
     def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
         for group in added:
@@ -180,10 +199,12 @@ class Optimizer(torch.optim.Optimizer):
         return f"{super().__repr__()[:-1]}{'All groups' + chr(10) if extras else ''}{lines})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_options": self._options}
+        norm_group = {} if self._norm_group is None else {"_norm_group": self._norm_group}
+        return {**super().__getstate__(), "_options": self._options, **norm_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
+        self._norm_group = None
         super().__setstate__(state)
         for group in self.param_groups:
             group.update(self._fixed)
@@ -202,6 +223,7 @@ class Optimizer(torch.optim.Optimizer):
             any(group.get("fused") for group in self.param_groups)
             or (has_cuda and torch.cuda.is_current_stream_capturing())
             or (bool(self._tables.slots) and world_size() > 1)
+            or self._norm_group is not None
             or any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
         )
 
@@ -216,6 +238,12 @@ class Optimizer(torch.optim.Optimizer):
     def max_norm(self, value: float | None) -> None:
         checks.check_max_norm(value)
         for name, param, _ in named_params(self.param_groups):
+            if is_dtensor(param) and (value is None) != (self.max_norm is None):
+                raise FlatbedError(
+                    f"max_norm of sharded parameters ({name}) cannot become {value} later, since a step "
+                    f"would wait for ranks that did not follow: build the optimizer with "
+                    f"max_norm=float('inf') to measure the norm, and set another number then"
+                )
             checks.check_norm(replace(self._options, max_norm=value), param, name)
         self._options.max_norm = value
 
@@ -232,18 +260,25 @@ class Optimizer(torch.optim.Optimizer):
         return torch.zeros((), dtype=torch.long) if vector is None else vector[SKIPPED].long()
 
     def nonfinite(self) -> list[str]:
-        """Names of the parameters whose gradients are not finite at present. Waits for the GPU."""
+        """Names of the parameters whose gradients are not finite at present. Waits for the GPU.
+
+        Of a DTensor's gradient, this rank's shard counts.
+        """
         bad: list[str] = []
         for name, param, _ in named_params(self.param_groups):
-            if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
+            if param.grad is not None and not bool(torch.isfinite(local_of(param.grad)).all()):
                 # A flat parameter knows the names inside.
                 flat = None if isinstance(param, Table) else getattr(param, "_owner", None)
                 bad += [name.strip("'")] if flat is None else flat.nonfinite()
         return list(dict.fromkeys(bad))
 
     @contextmanager
-    def ema_weights(self) -> Iterator[None]:
-        """Put the averaged weights into the model inside this context, and the trained ones back after it."""
+    def ema_weights(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Put the averaged weights into the model inside this context, and the trained ones back after it.
+
+        With DTensors, `model` is needed unless the optimizer was built from the model: modules of FSDP2 that
+        hold gathered weights must gather them again.
+        """
         if self._options.ema_decay is None:
             raise FlatbedError("there is no average: build the optimizer with ema_decay=0.999, for example")
         if self._averages_in_model:
@@ -251,10 +286,17 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             plan = self._current_plan()
             plan.masters.sync_written()
+            model = self._module() if model is None else model
+            if plan.sharded and model is None:
+                raise FlatbedError(
+                    "ema_weights() does not know the model whose shards it changes: call ema_weights(model)"
+                )
             averaged = [(slot.param, slot.ema) for slot in plan.slots if slot.ema is not None]
             trained = [param.detach().clone() for param, _ in averaged]
             for param, average in averaged:
                 param.copy_(average)
+            if plan.sharded and model is not None:
+                reshard(model)
         self._averages_in_model = True
         try:
             yield
@@ -263,6 +305,8 @@ class Optimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 for (param, _), value in zip(averaged, trained, strict=True):
                     param.copy_(value)
+                if plan.sharded and model is not None:
+                    reshard(model)
             plan.masters.record_versions()
 
     @torch.no_grad()
@@ -294,7 +338,8 @@ class Optimizer(torch.optim.Optimizer):
                 plan = self._rebuild()
                 found = plan.collect_grads()
                 assert found is not None
-            if plan.slots or any(packs):
+            # Ranks without a gradient take part in the norm of all.
+            if plan.slots or any(packs) or (self._options.needs_norm and plan.shard_groups.many):
                 try:
                     self._update(plan, found, packs if any(packs) else [])
                 except BaseException:
@@ -319,6 +364,7 @@ class Optimizer(torch.optim.Optimizer):
             self.state,
             self._stats,
             previous=self._plan,
+            norm_group=self._norm_group,
             everything=everything,
             loaded=loaded,
         )
@@ -338,6 +384,8 @@ class Optimizer(torch.optim.Optimizer):
         if scale is not None or found_inf is not None:
             if self._tables.slots:
                 found_inf = any_replica(found_inf, [slot.table for slot in self._tables.slots])
+            if found_inf is not None and plan.shard_groups.many:
+                found_inf = plan.shard_groups.any(found_inf)
             scaling = Scaling(scale, found_inf)
         if plan.masters.slots:
             plan.masters.sync_written()
@@ -348,20 +396,33 @@ class Optimizer(torch.optim.Optimizer):
             )
         plan.set_grads(found)
         steppers += plan.steppers
-        squares = [stepper.squares(self._options) for stepper in steppers] if self._options.needs_norm else []
+        squares = self._squares(plan, steppers, several=bool(packs) or len(steppers) > 1)
+        if not steppers and squares is not None:  # only other ranks have gradients
+            self._stats.of("params", [squares.device])[squares.device][NORM] = squares.sum().sqrt()
         for stepper in steppers:
-            of_all = None  # a single stepper of parameters has its own norm
-            if squares and (packs or len(steppers) > 1):
-                of_all = torch.cat([square.to(stepper.device) for square in squares])
+            of_all = None if squares is None else squares.to(stepper.device)
             stepper.update(self._options, None if scaling is None else scaling.to(stepper.device), of_all)
-        if found.params:
-            torch.autograd.graph.increment_version(found.params)
+        if found.owners:
+            torch.autograd.graph.increment_version(found.owners)
+            if plan.sharded:
+                torch.autograd.graph.increment_version([slot.param for slot in plan.sharded])
         if plan.masters.slots:
             plan.masters.record_versions()
         if scaling is not None and scaling.scale is not None:
             tables = zip(self._tables.slots, packs, strict=True) if packs else ()
             rows = [slot.table.grad for slot, pack in tables if pack is not None]
-            _unscale_(scaling, [*(p.grad for p in found.params), *rows])
+            grads: list[Any] = [p.grad for p in found.owners]
+            _unscale_(scaling, [*map(local_of, grads), *rows])
+
+    def _squares(self, plan: Plan, steppers: list[Stepper], *, several: bool) -> Tensor | None:
+        """A vector whose sum is the squared norm of all gradients; None: a single stepper has its own."""
+        if not self._options.needs_norm:
+            return None
+        squares = [stepper.squares(self._options) for stepper in steppers]
+        if plan.shard_groups.many:
+            return plan.shard_groups.total(squares)
+        found = [values for held in squares for values in held.values()]
+        return torch.cat([values.to(found[0].device) for values in found]) if several else None
 
 
 def _unscale_(scaling: Scaling, grads: list[Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.cuda.streams import is_capturing
+from flatbed.distributed.dtensor import LOCAL, LocalGrads, ShardGroups, Sharding, local_of
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.step import STEPS, DenseStepper, Grads, ParamSlot, TorchStepper, stride_of
@@ -73,21 +74,30 @@ class Fingerprint:
         self._switched = [group[name] > 0 for group in groups for name in self._switches]
         self._entries = [*state.values(), ...]
         self._lengths = list(map(len, state.values()))
-        self._slotted = [slot.param for slot in slots]
-        slotted = set(map(id, self._slotted))
+        self._whole = [slot.param for slot in slots if slot.owner is slot.param]
+        self._sharded = [slot.owner for slot in slots if slot.owner is not slot.param]
+        slotted = {id(slot.owner) for slot in slots}
         idle = [p for p in self._params[:-1] if id(p) not in slotted]
         self._idle = [p for p in idle if not isinstance(p, Table)]
-        self._addresses = list(map(Tensor.data_ptr, self._slotted))
-        self._ends = [(slot.param, slot.published or {}) for slot in (*slots[:1], *slots[1:][-1:])]
+        self._addresses = self._find_addresses()
+        self._ends = [(slot.owner, slot.published or {}) for slot in (*slots[:1], *slots[1:][-1:])]
         self._details = self._describe_ends() if slots else []
+
+    def _find_addresses(self) -> list[int]:
+        """The memory of all parameters. FSDP2 may replace the local tensor of a DTensor."""
+        addresses = list(map(Tensor.data_ptr, self._whole))
+        if self._sharded:
+            addresses += map(Tensor.data_ptr, map(LOCAL, self._sharded))
+        return addresses
 
     def _describe_ends(self) -> list[Any]:
         found: list[Any] = []
         for param, entry in self._ends:
-            found += (param.dtype, param.shape, param.stride(), *map(id, entry.values()))
+            local = local_of(param)
+            found += (local.dtype, local.shape, local.stride(), *map(id, entry.values()))
             for value in entry.values():
                 if isinstance(value, Tensor):
-                    found.append(value.data_ptr())
+                    found.append(local_of(value).data_ptr())
         return found
 
     def matches(self, groups: Groups, state: dict[Any, Any]) -> bool:
@@ -102,7 +112,7 @@ class Fingerprint:
             and all(map(is_, self._params, chain(chain.from_iterable(map(PARAMS, groups)), (...,))))
             and all(map(is_, self._entries, chain(state.values(), (...,))))
             and self._lengths == list(map(len, state.values()))
-            and self._addresses == list(map(Tensor.data_ptr, self._slotted))
+            and self._addresses == self._find_addresses()
             and (not self._ends or self._details == self._describe_ends())
             and all(map(is_, map(GRAD, self._idle), repeat(None)))
         )
@@ -117,7 +127,7 @@ class MasterWeights:
 
     def record_versions(self) -> None:
         """Record that masters and parameters agree: a parameter of another version has been written to."""
-        self.versions = [slot.param._version for slot in self.slots]
+        self.versions = [_version(slot) for slot in self.slots]
 
     def sync_written(self) -> None:
         """Update the masters of parameters that were written to since the last step."""
@@ -125,7 +135,7 @@ class MasterWeights:
             slot
             for slot, version in zip(self.slots, self.versions, strict=True)
             # A flat parameter's version does not count writes to its views.
-            if slot.param._version != version or type(slot.param) not in (Tensor, nn.Parameter)
+            if _version(slot) != version or type(slot.param) not in (Tensor, nn.Parameter)
         ]
         if any(is_capturing(slot.param.device) for slot in written):
             raise FlatbedError(
@@ -141,6 +151,11 @@ class MasterWeights:
             master.copy_(torch.where(master.to(slot.param.dtype) == slot.param, master, slot.param.float()))
 
 
+def _version(slot: ParamSlot) -> int:
+    """The writes to a parameter so far. A DTensor and its local tensor count separately."""
+    return slot.param._version + slot.owner._version
+
+
 class StepGrads(NamedTuple):
     """The gradients of one step."""
 
@@ -149,8 +164,8 @@ class StepGrads(NamedTuple):
     """One per gradient; 0 where there is none."""
     unordered: frozenset[int]
     """Slots whose gradient is in another order of elements than the parameter."""
-    params: list[Tensor]
-    """The parameters that have a gradient."""
+    owners: list[Tensor]
+    """The parameters of the model that have a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +179,34 @@ class DeviceSlots:
 class Plan:
     """A slot for every parameter with a gradient or state, and a stepper for every device."""
 
-    def __init__(self, slots: list[ParamSlot], devices: list[DeviceSlots], fingerprint: Fingerprint) -> None:
+    def __init__(
+        self,
+        slots: list[ParamSlot],
+        devices: list[DeviceSlots],
+        fingerprint: Fingerprint,
+        shard_groups: ShardGroups,
+    ) -> None:
         self.slots, self.devices, self.fingerprint = slots, devices, fingerprint
+        self.shard_groups = shard_groups
         self.steppers = [device.stepper for device in devices]
         self.masters = MasterWeights(slots)
-        self.params = [slot.param for slot in slots]
+        self.owners = [slot.owner for slot in slots]
+        self.sharded = [slot for slot in slots if slot.owner is not slot.param]
+        names = [slot.name for slot in slots]
+        self._local_grads = LocalGrads(names, self.owners) if self.sharded else None
         self._grad_dtypes = [slot.grad_dtype for slot in slots]
         self._grad_sizes = [slot.param.numel() * slot.grad_dtype.itemsize for slot in slots]
         self._mixed_dtypes = any(slot.grad_dtype != slot.param.dtype for slot in slots)
-        self._strides = [stride_of(param) for param in self.params]
-        self._all_contiguous = all(map(Tensor.is_contiguous, self.params))
+        self._strides = [stride_of(slot.param) for slot in slots]
+        self._all_contiguous = all(slot.param.is_contiguous() for slot in slots)
         self._addresses: list[int] = []
 
     def collect_grads(self) -> StepGrads | None:
         """The present gradients. None: some are of another kind than the plan was built for."""
-        params, sizes = self.params, self._grad_sizes
-        grads = list(map(GRAD, params))
+        owners, sizes = self.owners, self._grad_sizes
+        grads: list[Tensor | None] = list(map(GRAD, owners))
+        if self._local_grads is not None:
+            grads = self._local_grads(grads)
         present: list[Any] = [g for g in grads if g is not None]
         try:
             in_order = self._all_contiguous and all(map(Tensor.is_contiguous, present))
@@ -188,7 +215,7 @@ class Plan:
         except RuntimeError:  # sparse gradients have no strides or no address
             return None
         if len(present) < len(grads):
-            params = [p for p, g in zip(params, grads, strict=True) if g is not None]
+            owners = [p for p, g in zip(owners, grads, strict=True) if g is not None]
             addresses = [0 if g is None else g.data_ptr() for g in grads]
             sizes = [size for size, g in zip(sizes, grads, strict=True) if g is not None]
         if self._mixed_dtypes and any(
@@ -200,7 +227,7 @@ class Plan:
         elif [g.nbytes for g in present] != sizes:
             return None
         self._addresses = addresses
-        return StepGrads(grads, addresses, unordered, params)
+        return StepGrads(grads, addresses, unordered, owners)
 
     def _find_unordered(self, grads: Grads) -> frozenset[int]:
         return frozenset(
@@ -227,6 +254,7 @@ def build_plan(
     stats: StepStats,
     *,
     previous: Plan | None = None,
+    norm_group: Any = None,
     everything: bool = False,
     loaded: bool = False,
 ) -> Plan:
@@ -241,10 +269,13 @@ def build_plan(
             "take one eager step before the capture, with gradients for all parameters that are to be "
             "trained: state and tables would be made inside the graph, and again at every replay"
         )
+    params = [p for group in groups for p in group["params"] if not isinstance(p, Table)]
+    shard_groups = ShardGroups(map(Sharding.of, params), norm_group)
     known = () if previous is None else previous.slots
     slots = build_slots(spec, groups, state, previous=known, everything=everything, loaded=loaded)
     by_device: dict[torch.device, list[int]] = {}
     for i, slot in enumerate(slots):
+        slot.norm_class = shard_groups.class_of(Sharding.of(slot.owner))
         by_device.setdefault(slot.param.device, []).append(i)
     vectors = stats.of("params", by_device)
     devices = []
@@ -258,7 +289,7 @@ def build_plan(
         devices.append(DeviceSlots(stepper(spec.rule, groups, own, vectors[device]), indices))
     for slot in slots:
         publish_state(state, slot)
-    plan = Plan(slots, devices, Fingerprint(spec.rule, groups, state, slots))
+    plan = Plan(slots, devices, Fingerprint(spec.rule, groups, state, slots), shard_groups)
     if not loaded:
         plan.masters.sync(plan.masters.slots)
     plan.masters.record_versions()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from flatbed.distributed.dtensor import Described, Sharding, is_dtensor, local_of, whole
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import ParamSlot, StepOptions, stride_of
 from flatbed.layout import ALIGNMENT, Spec, overlaps_itself, plan
@@ -52,6 +53,32 @@ def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str,
 def named_tables(groups: Sequence[Group], first: int = 0) -> list[tuple[str, Table, int]]:
     """The tables among all parameters."""
     return [(name, p, number) for name, p, number in named_params(groups, first) if isinstance(p, Table)]
+
+
+def describe(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
+    """Parameters and options as ranks that share DTensors compare them.
+
+    Whole parameters may differ between ranks, unless their gradients are part of a norm.
+    """
+    found = [Described("the class of the optimizer", spec.name)]
+    found += [Described(name, repr(value)) for name, value in asdict(spec.options).items()]
+    for number, group in enumerate(groups):
+        for name, value in group.items():
+            if name not in ("params", "param_names") and not is_on_gpu(value):
+                found.append(Described(f"{name} of group {number}", repr(value)))
+    for name, param, _ in named_params(groups):
+        sharding = Sharding.of(param)
+        if sharding is not None or spec.options.needs_norm:
+            placed = f" placed {sharding.placements}" if sharding is not None else ""
+            found.append(
+                Described(f"parameter {name}", f"{tuple(param.shape)} {param.dtype}{placed}", sharding)
+            )
+    return found
+
+
+def is_on_gpu(value: Any) -> bool:
+    """Tell if a value is a tensor that cannot be read without waiting for a GPU."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 @dataclass(slots=True)
@@ -166,10 +193,13 @@ class SlotBuilder:
                 raise FlatbedError(
                     f"state '{key}' of parameter {slot.name} must be a float tensor; found {found}"
                 )
-            if tuple(old.shape) != shape:
+            if old.shape != slot.owner.shape:
                 raise FlatbedError(
-                    f"state '{key}' of parameter {slot.name} has shape {tuple(old.shape)}; expected {shape}"
+                    f"state '{key}' of parameter {slot.name} has shape {tuple(old.shape)}; expected "
+                    f"{tuple(slot.owner.shape)}"
                 )
+            sharding = Sharding.of(slot.owner)
+            old = whole(old) if sharding is None else sharding.part_of(old)
             kind = (old.dtype, old.device, old.stride() if old.numel() > 1 else stride)
             if not self.loaded and kind == (dtype, device, stride) and old.data_ptr() % 16 == 0:
                 take(old)
@@ -239,7 +269,8 @@ def build_slots(
     for (name, param, number), grad in zip(dense, grads, strict=True):
         held = state.get(param, {})
         if everything or grad is not None or held:
-            slot = ParamSlot(name, param, number, param.dtype if grad is None else grad.dtype)
+            grad_dtype = param.dtype if grad is None else grad.dtype
+            slot = ParamSlot(name, local_of(param), number, grad_dtype, param)
             builder.add(slot, groups[number], held)
     builder.allocate()
     return builder.slots
@@ -247,21 +278,27 @@ def build_slots(
 
 def publish_state(state: dict[Any, Any], slot: ParamSlot) -> None:
     """Show a slot's tensors in `optimizer.state`, by torch's keys and in torch's order."""
-    held = state.get(slot.param, {})
+    held = state.get(slot.owner, {})
     shown: dict[str, Any] = {}
     for name, value in slot.scalars.items():
         if not name.startswith("_"):
             old = held.get(name)
             is_known = isinstance(old, Tensor) and old.data_ptr() == value.data_ptr()
             shown[name] = old if is_known else own_storage(value)
-    shown.update(slot.state)
-    for key, master_or_average in ((MASTER, slot.master), (EMA, slot.ema)):
-        if master_or_average is not None:
-            shown[key] = master_or_average
+    tensors = {**slot.state, MASTER: slot.master, EMA: slot.ema}
+    sharding = Sharding.of(slot.owner)
+    for key, tensor in tensors.items():
+        if tensor is not None:
+            shown[key] = tensor if sharding is None else _wrapped(sharding, tensor, held.get(key))
     # A master or an average that is no longer updated would overwrite newer weights later.
     shown.update({k: value for k, value in held.items() if k not in shown and k not in (MASTER, EMA)})
     if shown:
-        held = state.setdefault(slot.param, {})
+        held = state.setdefault(slot.owner, {})
         held.clear()
         held.update(shown)
         slot.published = held
+
+
+def _wrapped(sharding: Sharding, local: Tensor, old: Any) -> Tensor:
+    """A shard of state as a DTensor; the present one, if it shows the same memory."""
+    return old if is_dtensor(old) and local_of(old) is local else sharding.wrap(local)

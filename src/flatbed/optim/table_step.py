@@ -242,12 +242,13 @@ class TableStepper:
     def captured(self) -> bool:
         return self._kernels is not None and self._kernels.coefficients.captured
 
-    def squares(self, options: StepOptions) -> Tensor:
+    def squares(self, options: StepOptions) -> dict[int, Tensor]:
         grads = [pack.grads for pack in self.packs if pack is not None]
         if self._kernels is not None:
-            return self._kernels.squares(grads)
+            return {0: self._kernels.squares(grads)}
         squares = [torch.linalg.vector_norm(g).double().square() for g in grads if g.numel()]
-        return torch.stack(squares) if squares else torch.zeros(1, dtype=torch.float64, device=self.device)
+        zero = torch.zeros(1, dtype=torch.float64, device=self.device)
+        return {0: torch.stack(squares) if squares else zero}
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         """Update the rows that have a gradient."""

@@ -258,12 +258,14 @@ class LaunchKey(NamedTuple):
     state: torch.dtype
     master: bool
     ema: bool
+    norm_class: int
 
     @staticmethod
     def of(slot: ParamSlot, rule: Rule) -> LaunchKey:
         has = sum(1 << bit for bit, name in enumerate(rule.state) if name in slot.state)
         master, ema = slot.master is not None, slot.ema is not None
-        return LaunchKey(has, slot.param.dtype, slot.grad_dtype, slot.state_dtype, master, ema)
+        dtypes = slot.param.dtype, slot.grad_dtype, slot.state_dtype
+        return LaunchKey(has, *dtypes, master, ema, slot.norm_class)
 
     @property
     def compute(self) -> torch.dtype:
@@ -306,6 +308,7 @@ class TritonStepper:
         self._coefficients = Coefficients(
             rule, groups, self._table, step_stats=step_stats, partials=self._partials, also_used=blocks
         )
+        self._squares_by_class = self._divide_partials()
         self._squares: list[Launch] = []
         self._updates: list[Launch] = []
         self._ordered: list[Tensor] = []
@@ -314,6 +317,7 @@ class TritonStepper:
         keys: dict[LaunchKey, list[int]] = {}
         for i, slot in enumerate(self.slots):
             keys.setdefault(LaunchKey.of(slot, self.rule), []).append(i)
+        keys = dict(sorted(keys.items(), key=lambda item: item[0].norm_class))
         table = np.zeros((len(self.slots), COLUMNS), np.int64)
         found = []
         for key, indices in keys.items():
@@ -332,6 +336,16 @@ class TritonStepper:
             )
         ]
         return torch.from_numpy(table).to(self.device), groups, partials
+
+    def _divide_partials(self) -> dict[int, Tensor]:
+        """The partial sums of each norm class. Those of one class are in one piece."""
+        classes: dict[int, list[int]] = {}
+        start = 0
+        for group in self._groups:
+            stop = start + len(group.partials)
+            classes.setdefault(group.key.norm_class, [start, stop])[1] = stop
+            start = stop
+        return {norm_class: self._partials[start:stop] for norm_class, (start, stop) in classes.items()}
 
     def _fill(self, line: np.ndarray[Any, Any], i: int, first_block: int) -> None:
         slot = self.slots[i]
@@ -365,13 +379,13 @@ class TritonStepper:
             addresses[i] = 0 if grads[i] is None else self._table.data_ptr()
         self._coefficients.set_grads(addresses)
 
-    def squares(self, options: StepOptions) -> Tensor:
+    def squares(self, options: StepOptions) -> dict[int, Tensor]:
         launches = self._squares
         if not launches or self._coefficients.capturing:
             launches = self._bind_squares()
         for launch in launches:
             launch()
-        return self._partials
+        return self._squares_by_class
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         self._coefficients.prepare(options, scaling, squares)
