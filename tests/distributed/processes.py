@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -70,9 +71,6 @@ def assert_equal_on_all_ranks(tensor: Tensor) -> None:
 
 
 def assert_raises(action: Callable[[], Any], *messages: str) -> None:
-    try:
+    with pytest.raises(flatbed.FlatbedError) as caught:
         action()
-    except flatbed.FlatbedError as error:
-        assert all(message in str(error) for message in messages), error
-    else:
-        raise AssertionError(f"nothing was raised; expected {messages}")
+    assert all(message in str(caught.value) for message in messages), caught.value

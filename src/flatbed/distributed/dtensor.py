@@ -321,5 +321,6 @@ def _differences(held: list[tuple[int, list[tuple[str, str]], str | None]]) -> I
 def reshard(model: nn.Module) -> None:
     """Make the next forward pass gather the shards of FSDP2 again."""
     for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+        again: Any = getattr(module, "reshard", None)
+        if again is not None:
+            again()

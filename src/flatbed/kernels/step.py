@@ -352,7 +352,8 @@ class TorchStepper:
         for dtype, held in grads.items():
             wide = torch.promote_types(dtype, torch.float32)  # a norm is not rounded to the gradients' dtype
             norms += torch._foreach_norm(held, 2.0, dtype=wide)
-        return torch.linalg.vector_norm(torch.stack(norms))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         norm = self._norm if squares is None else squares.sum().sqrt().float()

@@ -20,7 +20,7 @@ from flatbed.kernels.step import NORM, SKIPPED, Scaling, StepOptions, Stepper
 from flatbed.optim import checks
 from flatbed.optim import state_dict as state_dicts
 from flatbed.optim.plan import Plan, StepGrads, StepStats, build_plan
-from flatbed.optim.state_builder import OptimizerSpec, describe, named_params, named_tables
+from flatbed.optim.state_builder import OptimizerSpec, describe, lacks_state, named_params, named_tables
 from flatbed.optim.table_step import OptimizerTables, TableSlot, check_table
 from flatbed.rule import Rule
 from flatbed.tables.grads import RowGrads
@@ -75,8 +75,7 @@ class Optimizer(torch.optim.Optimizer):
             params = params.named_parameters()
         super().__init__(params, defaults)
         self._check_ranks()
-        if self._rule.eager:
-            self._rebuild(everything=True)
+        self._make_state_early(copies_weights=False)
         self._own_tables()  # last: tables leave their optimizers for this one, and nothing can fail any more
 
     def _reset(self) -> None:
@@ -87,7 +86,27 @@ class Optimizer(torch.optim.Optimizer):
         self._retired: list[Plan] = []  # CUDA graphs hold launches of their steppers
         self._owns_tables = False
         self._averages_in_model = False
-        self._module: Callable[[], nn.Module | None] = lambda: None
+        self._module: weakref.ref[nn.Module] | None = None
+
+    def _make_state_early(self, *, copies_weights: bool) -> None:
+        """Make state before the first gradient where torch does, and where checkpoints would lack it.
+
+        Without state, `torch.distributed.checkpoint` takes a step with gradients of zero. That step would be
+        counted, and tables have no such gradients.
+        """
+        params = list(named_params(self.param_groups))
+        eager = self._rule.eager
+        if not eager and not any(is_dtensor(p) or isinstance(p, Table) for _, p, _ in params):
+            return
+        lacking = {
+            id(p)
+            for _, p, number in params
+            if (eager or (p.requires_grad and not p.is_meta))
+            and not isinstance(p, Table)
+            and lacks_state(self._spec, self.param_groups[number], p, self.state.get(p, {}), copies_weights)
+        }
+        if lacking:
+            self._rebuild(early=lambda p: id(p) in lacking, copies_weights=copies_weights)
 
     @cached_property
     def _spec(self) -> OptimizerSpec:
@@ -179,6 +198,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State by torch's keys and in torch's format: `torch.optim` can load it."""
+        self._make_state_early(copies_weights=True)
         return state_dicts.pack(self, super().state_dict(), with_tables=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -286,7 +306,8 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             plan = self._current_plan()
             plan.masters.sync_written()
-            model = self._module() if model is None else model
+            if model is None and self._module is not None:
+                model = self._module()
             if plan.sharded and model is None:
                 raise FlatbedError(
                     "ema_weights() does not know the model whose shards it changes: call ema_weights(model)"
@@ -350,12 +371,18 @@ class Optimizer(torch.optim.Optimizer):
     def _current_plan(self) -> Plan:
         """The plan, built again if groups, state or parameters have changed since."""
         plan = self._plan
-        if plan is None or not plan.fingerprint.matches(self.param_groups, self.state):
+        if plan is None or plan.provisional or not plan.fingerprint.matches(self.param_groups, self.state):
             plan = self._rebuild()
         return plan
 
     @torch.no_grad()
-    def _rebuild(self, *, everything: bool = False, loaded: bool = False) -> Plan:
+    def _rebuild(
+        self,
+        *,
+        early: Callable[[Tensor], bool] | None = None,
+        loaded: bool = False,
+        copies_weights: bool = True,
+    ) -> Plan:
         if self._owns_tables:
             self._tables.sync(self._spec, self.param_groups, self.state)
         plan = build_plan(
@@ -365,8 +392,9 @@ class Optimizer(torch.optim.Optimizer):
             self._stats,
             previous=self._plan,
             norm_group=self._norm_group,
-            everything=everything,
+            early=early,
             loaded=loaded,
+            copies_weights=copies_weights,
         )
         self._drop_plan()
         self._plan = plan

@@ -188,6 +188,8 @@ class Plan:
     ) -> None:
         self.slots, self.devices, self.fingerprint = slots, devices, fingerprint
         self.shard_groups = shard_groups
+        self.provisional = False
+        """True: master weights and averages may be missing, and a step needs another plan."""
         self.steppers = [device.stepper for device in devices]
         self.masters = MasterWeights(slots)
         self.owners = [slot.owner for slot in slots]
@@ -255,14 +257,15 @@ def build_plan(
     *,
     previous: Plan | None = None,
     norm_group: Any = None,
-    everything: bool = False,
+    early: Callable[[Tensor], bool] | None = None,
     loaded: bool = False,
+    copies_weights: bool = True,
 ) -> Plan:
     """Make what is missing of the state, and plan the steps of all parameters that have a gradient or state.
 
-    `previous` has the scalars that torch does not know. `everything`: parameters without a gradient too.
-    `loaded`: the state is a checkpoint's. It is copied, and master weights that it lacks are left to the
-    next plan, since weights may be loaded later.
+    `previous` has the scalars that torch does not know. `early` chooses parameters without a gradient.
+    `loaded`: the state is a checkpoint's, and is copied. Without `copies_weights`, master weights and
+    averages are left to the next plan, since weights may be loaded later.
     """
     if any(is_capturing(p.device) for group in groups for p in group["params"] if not isinstance(p, Table)):
         raise FlatbedError(
@@ -272,7 +275,9 @@ def build_plan(
     params = [p for group in groups for p in group["params"] if not isinstance(p, Table)]
     shard_groups = ShardGroups(map(Sharding.of, params), norm_group)
     known = () if previous is None else previous.slots
-    slots = build_slots(spec, groups, state, previous=known, everything=everything, loaded=loaded)
+    slots = build_slots(
+        spec, groups, state, previous=known, early=early, loaded=loaded, copies_weights=copies_weights
+    )
     by_device: dict[torch.device, list[int]] = {}
     for i, slot in enumerate(slots):
         slot.norm_class = shard_groups.class_of(Sharding.of(slot.owner))
@@ -290,7 +295,8 @@ def build_plan(
     for slot in slots:
         publish_state(state, slot)
     plan = Plan(slots, devices, Fingerprint(spec.rule, groups, state, slots), shard_groups)
-    if not loaded:
+    plan.provisional = not copies_weights
+    if copies_weights:
         plan.masters.sync(plan.masters.slots)
     plan.masters.record_versions()
     return plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -76,6 +76,21 @@ def describe(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
     return found
 
 
+def lacks_state(
+    spec: OptimizerSpec, group: Group, param: Tensor, held: Mapping[str, Any], copies_weights: bool
+) -> bool:
+    """Tell if a parameter's state is not complete; `copies_weights`: with its master weight and average."""
+    needed = [
+        *spec.rule.state_names(group),
+        *(name for name in spec.rule.scalars if not name.startswith("_")),
+    ]
+    if copies_weights and spec.options.ema_decay is not None:
+        needed.append(EMA)
+    if copies_weights and spec.options.master_weights and param.dtype in LOW:
+        needed.append(MASTER)
+    return any(name not in held for name in needed)
+
+
 def is_on_gpu(value: Any) -> bool:
     """Tell if a value is a tensor that cannot be read without waiting for a GPU."""
     return isinstance(value, Tensor) and value.device.type != "cpu"
@@ -100,6 +115,8 @@ class SlotBuilder:
 
     spec: OptimizerSpec
     loaded: bool
+    copies_weights: bool
+    """True: master weights and averages that are missing start at the present weights."""
     private: dict[int, dict[str, Tensor]]
     """Scalars that torch does not know, by the id of their parameter's entry of `optimizer.state`."""
     missing: list[MissingTensor] = field(default_factory=list)
@@ -116,10 +133,9 @@ class SlotBuilder:
             )
         self._add_tensors(slot, group, held)
         self._add_scalars(slot, held)
-        # What a checkpoint lacks starts at the weights of the next step, which may be loaded later.
-        if options.master_weights and param.dtype in LOW and (MASTER in held or not self.loaded):
+        if options.master_weights and param.dtype in LOW and (MASTER in held or self.copies_weights):
             self._add(slot, MASTER, held.get(MASTER), torch.float32, param, partial(setattr, slot, "master"))
-        if options.ema_decay is not None and (EMA in held or not self.loaded):
+        if options.ema_decay is not None and (EMA in held or self.copies_weights):
             dtype = torch.promote_types(param.dtype, torch.float32)
             self._add(slot, EMA, held.get(EMA), dtype, param, partial(setattr, slot, "ema"))
         self.slots.append(slot)
@@ -254,10 +270,14 @@ def build_slots(
     state: dict[Any, Any],
     *,
     previous: Sequence[ParamSlot] = (),
-    everything: bool = False,
+    early: Callable[[Tensor], bool] | None = None,
     loaded: bool = False,
+    copies_weights: bool = True,
 ) -> list[ParamSlot]:
-    """Slots for all parameters with a gradient or state. Gradients are checked before anything is made."""
+    """Slots for all parameters with a gradient or state. Gradients are checked before anything is made.
+
+    `early` chooses parameters that get their state before their first gradient.
+    """
     dense = [found for found in named_params(groups) if not isinstance(found[1], Table)]
     grads = [param.grad for _, param, _ in dense]
     for (name, param, _), grad in zip(dense, grads, strict=True):
@@ -265,10 +285,10 @@ def build_slots(
             checks.check_param(param, name)
             checks.check_grad(param, grad, name)
     private = {id(slot.published): slot.scalars for slot in previous if slot.published is not None}
-    builder = SlotBuilder(spec, loaded, private)
+    builder = SlotBuilder(spec, loaded, copies_weights, private)
     for (name, param, number), grad in zip(dense, grads, strict=True):
         held = state.get(param, {})
-        if everything or grad is not None or held:
+        if grad is not None or held or (early is not None and early(param)):
             grad_dtype = param.dtype if grad is None else grad.dtype
             slot = ParamSlot(name, local_of(param), number, grad_dtype, param)
             builder.add(slot, groups[number], held)

@@ -102,12 +102,17 @@ class OptimizerTables:
         stepped = bool(remembered) if has_counts else not store.state_owned and bool(store.record.state)
         slot.table._attach(owner, state_fields(spec, group, slot.table))
         hidden = {name: 1.0 for name in rule.scalars if stepped and name.startswith("_")}
-        store.scalars = hidden | remembered | state.get(slot.table, {})
+        shown = {name: value for name, value in state.get(slot.table, {}).items() if value is not None}
+        store.scalars = hidden | remembered | shown
         self.slots.append(slot)
         self.publish(spec, slot, group, state)
 
     def publish(self, spec: OptimizerSpec, slot: TableSlot, group: Group, state: dict[Any, Any]) -> None:
-        """Complete a table's scalars, as tensors on its computing device, and show them in the state."""
+        """Complete a table's scalars, as tensors on its computing device, and show them in the state.
+
+        State in the records is shown as None: `torch.distributed.checkpoint` loads by the names of the
+        present state.
+        """
         rule, store = spec.rule, slot.table._storage
         # Kernels count in fp32, as torch does. Scalars of torch's own classes may need more.
         dtype = torch.float64 if rule.update is None else torch.float32
@@ -120,8 +125,9 @@ class OptimizerTables:
                 scalars[name] = value
         store.scalars = scalars
         shown = {name: value for name, value in scalars.items() if not name.startswith("_")}
-        held = state.get(slot.table, {})
-        if shown and [*map(id, held.values())] != [*map(id, shown.values())]:
+        shown |= dict.fromkeys((*rule.state_names(group), *slot.row_scalars))
+        held = state.get(slot.table)
+        if held is None or [*map(id, held.values())] != [*map(id, shown.values())]:
             state[slot.table] = shown
 
     def sync(self, spec: OptimizerSpec, groups: Groups, state: dict[Any, Any]) -> None:

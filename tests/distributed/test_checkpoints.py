@@ -1,0 +1,13 @@
+"""Distributed checkpoints of sharded parameters and tables: 4 ranks save, 3 go on, 1 goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed.processes import check_script
+
+
+def test_scenarios(tmp_path: Path) -> None:
+    for world in (4, 3, 1):
+        (tmp_path / "store").unlink(missing_ok=True)
+        check_script("checkpoints", world, tmp_path)
