@@ -268,9 +268,9 @@ def low_precision(_: Path) -> None:
         {"state_dtype": torch.bfloat16},
     ):
         model = sharded(Model(torch.bfloat16))
-        ours = flatbed.optim.AdamW(model, lr=0.01, **options)
         backward(model)
         owners = trained(model.parameters())
+        ours = flatbed.optim.AdamW(owners, lr=0.01, **options)  # noise depends on a parameter's number
         plain = [nn.Parameter(local(p).clone()) for p in owners]
         of_plain = flatbed.optim.AdamW(plain, lr=0.01, **options)
         for step in range(STEPS):

@@ -22,10 +22,10 @@ import flatbed
 ROOT = Path(__file__).parents[2]
 
 
-def check_script(module: str, world: int, folder: Path) -> None:
-    """Run a script of this folder with some ranks; all must end well."""
+def check_script(module: str, folder: Path, *worlds: int) -> None:
+    """Run a script of this folder with one number of ranks after the other; all must end well."""
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.distributed.{module}", str(folder), str(world)],
+        [sys.executable, "-m", f"tests.distributed.{module}", str(folder), *map(str, worlds)],
         capture_output=True,
         text=True,
         check=False,
@@ -34,19 +34,20 @@ def check_script(module: str, world: int, folder: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"{world} ranks done" in done.stdout, done.stdout
+    assert f"{worlds[-1]} ranks done" in done.stdout, done.stdout
 
 
 def main(scenarios: Iterable[Callable[..., None]]) -> None:
     """Start the ranks that the command line asks for. Forked: they share what is imported."""
-    folder, world = Path(sys.argv[1]), int(sys.argv[2])
-    arguments = (list(scenarios), folder, world)
-    mp.start_processes(_worker, args=arguments, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
-    print(world, "ranks done")
+    folder = Path(sys.argv[1])
+    for world in map(int, sys.argv[2:]):
+        arguments = (list(scenarios), folder, world)
+        mp.start_processes(_worker, args=arguments, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+        print(world, "ranks done", flush=True)
 
 
 def _worker(rank: int, scenarios: list[Callable[..., None]], folder: Path, world: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
     for scenario in scenarios:
         begin = time.perf_counter()
         torch.manual_seed(0)

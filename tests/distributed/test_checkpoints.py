@@ -8,6 +8,4 @@ from tests.distributed.processes import check_script
 
 
 def test_scenarios(tmp_path: Path) -> None:
-    for world in (4, 3, 1):
-        (tmp_path / "store").unlink(missing_ok=True)
-        check_script("checkpoints", world, tmp_path)
+    check_script("checkpoints", tmp_path, 4, 3, 1)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.distributed.processes import check_script
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_scenarios(world: int, tmp_path: Path) -> None:
-    check_script("fsdp", world, tmp_path)
+def test_scenarios(tmp_path: Path) -> None:
+    check_script("fsdp", tmp_path, 2, 4)

@@ -163,19 +163,21 @@ def update_block(
     RULE: tl.constexpr, HAS: tl.constexpr,
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_STATE: tl.constexpr,
-    FULL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    FULL: tl.constexpr, GRAD_VECTOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one block; `FULL`: all of its elements exist and addresses are multiples of 16 bytes."""
+    """Update one block; `FULL`: all of its elements exist and the parameter is aligned to 16 bytes.
+
+    `GRAD_VECTOR` is 1 for gradients that are not aligned: FSDP2 shows them as views of one buffer.
+    """
     at = start + tl.arange(0, BLOCK)
     mask = None if FULL else at < numel
     p_ptr = pointer(tl.load(row_ptr + PARAM), PARAM_TYPE, VECTOR if FULL else 1) + at
-    g_ptr = pointer(grad, GRAD_TYPE, VECTOR if FULL else 1) + at
     master_ptr = pointer(tl.load(row_ptr + MASTER), COMPUTE, VECTOR) + at
     ema_ptr = pointer(tl.load(row_ptr + EMA), COMPUTE, VECTOR) + at
     state_ptrs = ()
     for i in tl.static_range(4):
         state_ptrs = state_ptrs + (pointer(tl.load(row_ptr + (STATES + i)), STATE_TYPE, VECTOR) + at,)  # noqa: RUF005
-    g = load_as(g_ptr, mask, COMPUTE)
+    g = load_as(pointer(grad, GRAD_TYPE, GRAD_VECTOR) + at, mask, COMPUTE)
     p = load_as(master_ptr if HAS_MASTER else p_ptr, mask, COMPUTE)
     state = load_state(state_ptrs, p, mask, HAS, COMPUTE)
     coefficients = load_line(coefficient_ptr, COMPUTE)
@@ -233,17 +235,24 @@ def update_kernel(
     numel = tl.load(row_ptr + NUMEL)
     if skip == 0.0:
         if grad != 0:
-            if ((grad | tl.load(row_ptr + PARAM)) % 16 == 0) & (start + BLOCK <= numel):
+            is_full = (tl.load(row_ptr + PARAM) % 16 == 0) & (start + BLOCK <= numel)
+            if is_full & (grad % 16 == 0):
                 update_block(
                     row_ptr, grad, coefficient_ptr, stats_ptr, start, numel, ema_weight, salt,
                     RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
-                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, True, VECTOR, BLOCK,
+                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, True, VECTOR, VECTOR, BLOCK,
+                )  # fmt: skip
+            elif is_full:
+                update_block(
+                    row_ptr, grad, coefficient_ptr, stats_ptr, start, numel, ema_weight, salt,
+                    RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
+                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, True, 1, VECTOR, BLOCK,
                 )  # fmt: skip
             else:
                 update_block(
                     row_ptr, grad, coefficient_ptr, stats_ptr, start, numel, ema_weight, salt,
                     RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
-                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, False, VECTOR, BLOCK,
+                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, False, 1, VECTOR, BLOCK,
                 )  # fmt: skip
         elif HAS_EMA:
             average_block(row_ptr, start, numel, ema_weight, PARAM_TYPE, COMPUTE, HAS_MASTER, BLOCK)
