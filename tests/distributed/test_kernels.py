@@ -1,4 +1,4 @@
-"""The kernels on shards, interpreted or on a GPU: empty ones, gradients at any address, changing addresses."""
+"""The kernels on shards, interpreted or on a GPU: empty ones, and gradients at any and at new addresses."""
 
 from __future__ import annotations
 

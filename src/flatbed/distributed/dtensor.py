@@ -127,13 +127,13 @@ class LocalGrads:
 
     def __call__(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The local gradients. Specs are compared by identity first, since comparing values is slow."""
-        if self._all_sharded and None not in set(map(type, grads)):
+        if self._all_sharded:
             try:
                 if all(map(is_, map(SPEC, grads), self._specs)):
                     found: list[Tensor | None] = list(map(LOCAL, grads))
                     if set(map(type, found)) == {Tensor}:
                         return found
-            except AttributeError:  # a plain gradient of a DTensor
+            except AttributeError:  # no gradient, or a plain one
                 pass
         return [self._find(i, grad) for i, grad in enumerate(grads)]
 

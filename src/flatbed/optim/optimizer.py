@@ -432,8 +432,6 @@ class Optimizer(torch.optim.Optimizer):
             stepper.update(self._options, None if scaling is None else scaling.to(stepper.device), of_all)
         if found.owners:
             torch.autograd.graph.increment_version(found.owners)
-            if plan.sharded:
-                torch.autograd.graph.increment_version([slot.param for slot in plan.sharded])
         if plan.masters.slots:
             plan.masters.record_versions()
         if scaling is not None and scaling.scale is not None:
