@@ -125,8 +125,11 @@ class LocalGrads:
         self._specs: list[Any] = [None] * len(owners)
         """The spec of the last gradient that was compared with its parameter's."""
 
-    def __call__(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def __call__(self) -> list[Tensor | None]:
         """The local gradients. Specs are compared by identity first, since comparing values is slow."""
+        # Reading an attribute of 1,000 DTensors takes half the time if torch does not look for overrides.
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [owner.grad for owner in self._owners]
         if self._all_sharded:
             try:
                 if all(map(is_, map(SPEC, grads), self._specs)):

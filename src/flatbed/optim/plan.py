@@ -206,9 +206,7 @@ class Plan:
     def collect_grads(self) -> StepGrads | None:
         """The present gradients. None: some are of another kind than the plan was built for."""
         owners, sizes = self.owners, self._grad_sizes
-        grads: list[Tensor | None] = list(map(GRAD, owners))
-        if self._local_grads is not None:
-            grads = self._local_grads(grads)
+        grads = list(map(GRAD, owners)) if self._local_grads is None else self._local_grads()
         present: list[Any] = [g for g in grads if g is not None]
         try:
             in_order = self._all_contiguous and all(map(Tensor.is_contiguous, present))
