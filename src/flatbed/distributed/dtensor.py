@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -118,8 +118,14 @@ def check_sharding(param: Tensor, name: str) -> None:
 class LocalGrads:
     """Finds this rank's part of the gradients of parameters, some of which are DTensors."""
 
-    def __init__(self, names: Sequence[str], owners: Sequence[Tensor]) -> None:
-        self._names, self._owners = names, owners
+    def __init__(
+        self,
+        names: Sequence[str],
+        owners: Sequence[Tensor],
+        parts: Sequence[Callable[[Tensor], Tensor] | None],
+    ) -> None:
+        """Take, for each whole parameter of which a part is updated here, a function that finds the part."""
+        self._names, self._owners, self._parts = names, owners, parts
         self._sharded = [is_dtensor(owner) for owner in owners]
         self._all_sharded = all(self._sharded)
         self._specs: list[Any] = [None] * len(owners)
@@ -141,8 +147,11 @@ class LocalGrads:
         return [self._find(i, grad) for i, grad in enumerate(grads)]
 
     def _find(self, i: int, grad: Any) -> Tensor | None:
-        if grad is None or not self._sharded[i]:
-            return grad  # type: ignore[no-any-return]
+        if grad is None:
+            return None
+        if not self._sharded[i]:
+            part = self._parts[i]
+            return grad if part is None else part(grad)  # type: ignore[no-any-return]
         check_grad_kind(self._owners[i], grad, self._names[i])
         owner: Any = self._owners[i]
         if self._specs[i] is not grad._spec:

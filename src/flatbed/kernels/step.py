@@ -38,6 +38,8 @@ class ParamSlot:
     grad_dtype: torch.dtype
     owner: Tensor
     """The parameter of the model, which the state belongs to: `param` itself, unless ranks hold shards."""
+    sharding: Any = None
+    """How ranks divide the parameter or its state; None: all of it is here."""
     norm_class: int = 0
     """Gradients of one class are summed over the same ranks."""
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -134,9 +136,24 @@ class DenseStepper(Stepper, Protocol):
     """A stepper of parameters."""
 
     slots: list[ParamSlot]
+    whole_grads: Grads | None
+    """The gradients that the norm measures, if slots are parts of parameters whose gradients are whole."""
 
     def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
         """Take one gradient per slot. Those in `unordered` differ from their parameter in element order."""
+
+
+def squares_of(slots: Sequence[ParamSlot], grads: Grads) -> dict[int, Tensor]:
+    """The squared norms of gradients, for each norm class, in fp64."""
+    found = {}
+    for norm_class in {slot.norm_class for slot in slots}:
+        held = [g for slot, g in zip(slots, grads, strict=True) if slot.norm_class == norm_class]
+        present = [g for g in held if g is not None and g.numel()]
+        if present:
+            found[norm_class] = torch.stack(torch._foreach_norm(present, 2.0, dtype=torch.float64)).square()
+        else:
+            found[norm_class] = torch.zeros(1, dtype=torch.float64, device=slots[0].param.device)
+    return found
 
 
 # ---- what steps of parameters and of rows share
@@ -303,6 +320,7 @@ class TorchStepper:
         self._grads: Grads = []
         self._norm: Tensor | None = None
         self._norm_classes = sorted({slot.norm_class for slot in slots})
+        self.whole_grads: Grads | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._copies: dict[tuple[int, ...], list[Tensor]] = {}
         self._buckets = self._build()
@@ -345,7 +363,8 @@ class TorchStepper:
 
     def _norm_of(self, norm_class: int) -> Tensor:
         grads: dict[torch.dtype, list[Tensor]] = {}
-        for slot, g in zip(self.slots, self._grads, strict=True):
+        measured = self._grads if self.whole_grads is None else self.whole_grads
+        for slot, g in zip(self.slots, measured, strict=True):
             if g is not None and slot.norm_class == norm_class:
                 grads.setdefault(g.dtype, []).append(g)
         norms = [torch.zeros((), device=self.device)] if not grads else []

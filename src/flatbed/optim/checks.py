@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -140,6 +141,18 @@ def check_max_norm(max_norm: Any) -> None:
     """Raise for what is no norm. Zero is allowed, as in torch; infinity only measures."""
     if max_norm is not None and not (isinstance(max_norm, numbers.Real) and float(max_norm) >= 0):
         raise ValueError(f"max_norm must be a number ≥ 0, or None for no clipping; found {max_norm!r}")
+
+
+def check_shard_state(ranks: Any) -> None:
+    """Raise for what names no ranks."""
+    if not ranks and ranks is not None and ranks is not False:
+        raise TypeError(f"shard_state must be True, a process group or a DeviceMesh; found {ranks!r}")
+    if ranks and not (dist.is_available() and dist.is_initialized()):
+        raise FlatbedError("shard_state needs ranks: call torch.distributed.init_process_group first")
+    if ranks and ranks is not True and not isinstance(ranks, (dist.ProcessGroup, dist.DeviceMesh)):
+        raise TypeError(f"shard_state must be True, a process group or a DeviceMesh; found {ranks!r}")
+    if isinstance(ranks, dist.DeviceMesh) and ranks.ndim != 1:
+        raise ValueError(f'shard_state takes a mesh of one dimension, such as mesh["dp"]; found {ranks}')
 
 
 def check_options(options: StepOptions) -> None:

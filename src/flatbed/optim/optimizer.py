@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from flatbed.distributed.dtensor import RanksDiffer, check_ranks_agree, is_dtensor, local_of, reshard
 from flatbed.distributed.ranks import world_size
+from flatbed.distributed.shard_state import StateSharding, exchange
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import NORM, SKIPPED, Scaling, StepOptions, Stepper
 from flatbed.optim import checks
@@ -49,6 +50,8 @@ class Extras(TypedDict, total=False):
     """Count the steps of every row of a table separately, instead of one count for the table."""
     norm_group: Any
     """A process group whose ranks hold other parameters (pipeline stages) that the norm includes."""
+    shard_state: Any
+    """Divide the state among the ranks of DDP: True, or a process group, or a mesh of one dimension."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -65,6 +68,9 @@ class Optimizer(torch.optim.Optimizer):
         defaults = {name: value for name, value in options.items() if name not in not_options}
         checks.check_group(defaults)
         self._norm_group = extras.pop("norm_group", None)
+        ranks = extras.pop("shard_state", None)
+        checks.check_shard_state(ranks)
+        self._state_sharding = StateSharding(ranks) if ranks else None
         self._options = StepOptions(**extras)
         checks.check_options(self._options)
         if self._options.stochastic_rounding or self._options.stochastic_state:
@@ -96,7 +102,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         params = list(named_params(self.param_groups))
         eager = self._rule.eager
-        if not eager and not any(is_dtensor(p) or isinstance(p, Table) for _, p, _ in params):
+        divided = self._state_sharding is not None
+        if not (eager or divided or any(is_dtensor(p) or isinstance(p, Table) for _, p, _ in params)):
             return
         lacking = {
             id(p)
@@ -110,7 +117,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @cached_property
     def _spec(self) -> OptimizerSpec:
-        return OptimizerSpec(type(self).__name__, self._rule, self._options, self.defaults)
+        kind, rule = type(self).__name__, self._rule
+        return OptimizerSpec(kind, rule, self._options, self.defaults, self._state_sharding)
 
     def _own_tables(self, first: int = 0) -> None:
         self._owns_tables = True
@@ -142,7 +150,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_ranks(self, failure: Exception | None = None) -> None:
         """Raise on all ranks if their DTensors or options differ, or if one rank has failed."""
-        if any(is_dtensor(p) for group in self.param_groups for p in group["params"]):
+        params = [p for group in self.param_groups for p in group["params"]]
+        if self._state_sharding is not None or any(map(is_dtensor, params)):
             check_ranks_agree(describe(self._spec, self.param_groups), failure)
 
     def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
@@ -151,7 +160,7 @@ class Optimizer(torch.optim.Optimizer):
             for name in Extras.__annotations__:
                 # ZeroRedundancyOptimizer copies all options into groups; those of a norm would be per rank.
                 of_norm = name in ("max_norm", "skip_nonfinite")
-                if name in group and (of_norm or group[name] != getattr(self._options, name)):
+                if name in group and (of_norm or group[name] != getattr(self._options, name, None)):
                     raise ValueError(
                         f"{name} is an option of the whole optimizer; found in a param group. Pass it to the "
                         f"constructor. ZeroRedundancyOptimizer has no norm over all ranks: call "
@@ -219,12 +228,13 @@ class Optimizer(torch.optim.Optimizer):
         return f"{super().__repr__()[:-1]}{'All groups' + chr(10) if extras else ''}{lines})"
 
     def __getstate__(self) -> dict[str, Any]:
-        norm_group = {} if self._norm_group is None else {"_norm_group": self._norm_group}
-        return {**super().__getstate__(), "_options": self._options, **norm_group}
+        names = ("_options", "_norm_group", "_state_sharding")
+        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
-        self._norm_group = None
+        self._norm_group = self._state_sharding = None
         super().__setstate__(state)
         for group in self.param_groups:
             group.update(self._fixed)
@@ -308,7 +318,7 @@ class Optimizer(torch.optim.Optimizer):
             plan.masters.sync_written()
             if model is None and self._module is not None:
                 model = self._module()
-            if plan.sharded and model is None:
+            if plan.has_dtensors and model is None:
                 raise FlatbedError(
                     "ema_weights() does not know the model whose shards it changes: call ema_weights(model)"
                 )
@@ -316,7 +326,8 @@ class Optimizer(torch.optim.Optimizer):
             trained = [param.detach().clone() for param, _ in averaged]
             for param, average in averaged:
                 param.copy_(average)
-            if plan.sharded and model is not None:
+            exchange(plan.pieces)
+            if plan.has_dtensors and model is not None:
                 reshard(model)
         self._averages_in_model = True
         try:
@@ -326,7 +337,8 @@ class Optimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 for (param, _), value in zip(averaged, trained, strict=True):
                     param.copy_(value)
-                if plan.sharded and model is not None:
+                exchange(plan.pieces)
+                if plan.has_dtensors and model is not None:
                     reshard(model)
             plan.masters.record_versions()
 
@@ -430,6 +442,7 @@ class Optimizer(torch.optim.Optimizer):
         for stepper in steppers:
             of_all = None if squares is None else squares.to(stepper.device)
             stepper.update(self._options, None if scaling is None else scaling.to(stepper.device), of_all)
+        exchange(plan.pieces)
         if found.owners:
             torch.autograd.graph.increment_version(found.owners)
         if plan.masters.slots:

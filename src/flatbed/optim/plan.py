@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, cast
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.cuda.streams import is_capturing
-from flatbed.distributed.dtensor import LOCAL, LocalGrads, ShardGroups, Sharding, local_of
+from flatbed.distributed.dtensor import LOCAL, LocalGrads, ShardGroups, Sharding, is_dtensor, local_of
+from flatbed.distributed.shard_state import OwnRows, plan_pieces
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
-from flatbed.kernels.step import STEPS, DenseStepper, Grads, ParamSlot, TorchStepper, stride_of
+from flatbed.kernels.step import STEPS, DenseStepper, Grads, ParamSlot, TorchStepper, in_order, stride_of
 from flatbed.optim.state_builder import Groups, OptimizerSpec, build_slots, publish_state
 from flatbed.rule import Rule
 from flatbed.tables.table import Table
@@ -74,8 +76,8 @@ class Fingerprint:
         self._switched = [group[name] > 0 for group in groups for name in self._switches]
         self._entries = [*state.values(), ...]
         self._lengths = list(map(len, state.values()))
-        self._whole = [slot.param for slot in slots if slot.owner is slot.param]
-        self._sharded = [slot.owner for slot in slots if slot.owner is not slot.param]
+        self._whole = [slot.owner for slot in slots if not is_dtensor(slot.owner)]
+        self._sharded = [slot.owner for slot in slots if is_dtensor(slot.owner)]
         slotted = {id(slot.owner) for slot in slots}
         idle = [p for p in self._params[:-1] if id(p) not in slotted]
         self._idle = [p for p in idle if not isinstance(p, Table)]
@@ -193,9 +195,17 @@ class Plan:
         self.steppers = [device.stepper for device in devices]
         self.masters = MasterWeights(slots)
         self.owners = [slot.owner for slot in slots]
-        self.sharded = [slot for slot in slots if slot.owner is not slot.param]
-        names = [slot.name for slot in slots]
-        self._local_grads = LocalGrads(names, self.owners) if self.sharded else None
+        self.has_dtensors = any(is_dtensor(owner) for owner in self.owners)
+        self._divided = [i for i, slot in enumerate(slots) if _is_divided(slot)]
+        self.pieces = plan_pieces([(slots[i].owner, slots[i].sharding) for i in self._divided])
+        """The updated rows that ranks exchange after a step."""
+        self._local_grads = None
+        if self.has_dtensors or self._divided:
+            parts = [
+                partial(_part_of_grad, slot.owner, OwnRows.of(slot.sharding)) if _is_divided(slot) else None
+                for slot in slots
+            ]
+            self._local_grads = LocalGrads([slot.name for slot in slots], self.owners, parts)
         self._grad_dtypes = [slot.grad_dtype for slot in slots]
         self._grad_sizes = [slot.param.numel() * slot.grad_dtype.itemsize for slot in slots]
         self._mixed_dtypes = any(slot.grad_dtype != slot.param.dtype for slot in slots)
@@ -238,6 +248,12 @@ class Plan:
 
     def set_grads(self, found: StepGrads) -> None:
         """Give the gradients of a step to the steppers of all devices."""
+        for device in self.devices if self._divided else ():
+            slots = [self.slots[i] for i in device.indices]
+            device.stepper.whole_grads = [
+                slot.owner.grad if _is_divided(slot) else found.grads[i]
+                for slot, i in zip(slots, device.indices, strict=True)
+            ]
         if len(self.devices) == 1:
             self.steppers[0].set_grads(found.grads, found.addresses, found.unordered)
             return
@@ -245,6 +261,16 @@ class Plan:
             own = frozenset(n for n, i in enumerate(device.indices) if i in found.unordered)
             addresses = [found.addresses[i] for i in device.indices]
             device.stepper.set_grads([found.grads[i] for i in device.indices], addresses, own)
+
+
+def _is_divided(slot: ParamSlot) -> bool:
+    """Tell if ranks divide the state of a whole parameter."""
+    return slot.sharding is not None and not is_dtensor(slot.owner)
+
+
+def _part_of_grad(owner: Tensor, rows: OwnRows, grad: Tensor) -> Tensor:
+    """The gradient of the elements that are updated here, in the order of the parameter."""
+    return rows.computed(in_order(owner, grad))
 
 
 def build_plan(

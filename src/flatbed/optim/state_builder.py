@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from flatbed.distributed.dtensor import Described, Sharding, is_dtensor, local_of, whole
+from flatbed.distributed.shard_state import OwnRows, StateSharding
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import ParamSlot, StepOptions, stride_of
 from flatbed.layout import ALIGNMENT, Spec, overlaps_itself, plan
@@ -40,6 +41,13 @@ class OptimizerSpec:
     rule: Rule
     options: StepOptions
     defaults: Group
+    state_sharding: StateSharding | None = None
+
+    def sharding_of(self, param: Tensor) -> Sharding | None:
+        """How ranks divide a DTensor, or the state of a whole parameter."""
+        if self.state_sharding is None or is_dtensor(param):
+            return Sharding.of(param)
+        return self.state_sharding.divide(param)
 
 
 def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str, Tensor, int]]:
@@ -67,7 +75,7 @@ def describe(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
             if name not in ("params", "param_names") and not is_on_gpu(value):
                 found.append(Described(f"{name} of group {number}", repr(value)))
     for name, param, _ in named_params(groups):
-        sharding = Sharding.of(param)
+        sharding = None if isinstance(param, Table) else spec.sharding_of(param)
         if sharding is not None or spec.options.needs_norm:
             placed = f" placed {sharding.placements}" if sharding is not None else ""
             found.append(
@@ -214,8 +222,9 @@ class SlotBuilder:
                     f"state '{key}' of parameter {slot.name} has shape {tuple(old.shape)}; expected "
                     f"{tuple(slot.owner.shape)}"
                 )
-            sharding = Sharding.of(slot.owner)
-            old = whole(old) if sharding is None else sharding.part_of(old)
+            old = whole(old) if slot.sharding is None else slot.sharding.part_of(old)
+            if slot.sharding is not None and not is_dtensor(slot.owner):
+                old = OwnRows.of(slot.sharding).around(old)
             kind = (old.dtype, old.device, old.stride() if old.numel() > 1 else stride)
             if not self.loaded and kind == (dtype, device, stride) and old.data_ptr() % 16 == 0:
                 take(old)
@@ -290,7 +299,11 @@ def build_slots(
         held = state.get(param, {})
         if grad is not None or held or (early is not None and early(param)):
             grad_dtype = param.dtype if grad is None else grad.dtype
-            slot = ParamSlot(name, local_of(param), number, grad_dtype, param)
+            sharding = spec.sharding_of(param)
+            local = local_of(param)
+            if sharding is not None and not is_dtensor(param):
+                local = OwnRows.of(sharding).computed(param.detach())
+            slot = ParamSlot(name, local, number, grad_dtype, param, sharding)
             builder.add(slot, groups[number], held)
     builder.allocate()
     return builder.slots
@@ -306,10 +319,9 @@ def publish_state(state: dict[Any, Any], slot: ParamSlot) -> None:
             is_known = isinstance(old, Tensor) and old.data_ptr() == value.data_ptr()
             shown[name] = old if is_known else own_storage(value)
     tensors = {**slot.state, MASTER: slot.master, EMA: slot.ema}
-    sharding = Sharding.of(slot.owner)
     for key, tensor in tensors.items():
         if tensor is not None:
-            shown[key] = tensor if sharding is None else _wrapped(sharding, tensor, held.get(key))
+            shown[key] = tensor if slot.sharding is None else _wrapped(slot, tensor, held.get(key))
     # A master or an average that is no longer updated would overwrite newer weights later.
     shown.update({k: value for k, value in held.items() if k not in shown and k not in (MASTER, EMA)})
     if shown:
@@ -319,6 +331,10 @@ def publish_state(state: dict[Any, Any], slot: ParamSlot) -> None:
         slot.published = held
 
 
-def _wrapped(sharding: Sharding, local: Tensor, old: Any) -> Tensor:
+def _wrapped(slot: ParamSlot, tensor: Tensor, old: Any) -> Tensor:
     """A shard of state as a DTensor; the present one, if it shows the same memory."""
-    return old if is_dtensor(old) and local_of(old) is local else sharding.wrap(local)
+    if is_dtensor(old) and local_of(old) is tensor:
+        return cast(Tensor, old)
+    if not is_dtensor(slot.owner):
+        tensor = own_storage(OwnRows.of(slot.sharding).rows(tensor))
+    return cast(Sharding, slot.sharding).wrap(tensor)

@@ -35,7 +35,16 @@ from flatbed.kernels._triton.coefficients import (
     pointer,
 )
 from flatbed.kernels._triton.launch import TYPES, Launch, element, shared_kernel
-from flatbed.kernels.step import Grads, ParamSlot, Scaling, StepOptions, in_order, is_whole, stride_of
+from flatbed.kernels.step import (
+    Grads,
+    ParamSlot,
+    Scaling,
+    StepOptions,
+    in_order,
+    is_whole,
+    squares_of,
+    stride_of,
+)
 from flatbed.rule import Group, Rule
 
 # Elements per program, 4 per thread: on an H200, 8 per thread were up to 10% slower, 16 up to 25%.
@@ -318,6 +327,7 @@ class TritonStepper:
             rule, groups, self._table, step_stats=step_stats, partials=self._partials, also_used=blocks
         )
         self._squares_by_class = self._divide_partials()
+        self.whole_grads: Grads | None = None
         self._squares: list[Launch] = []
         self._updates: list[Launch] = []
         self._ordered: list[Tensor] = []
@@ -389,6 +399,8 @@ class TritonStepper:
         self._coefficients.set_grads(addresses)
 
     def squares(self, options: StepOptions) -> dict[int, Tensor]:
+        if self.whole_grads is not None:
+            return squares_of(self.slots, self.whole_grads)
         launches = self._squares
         if not launches or self._coefficients.capturing:
             launches = self._bind_squares()
