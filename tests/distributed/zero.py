@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flatbed
+from flatbed.distributed import shard_state
 from tests.distributed.processes import assert_equal_on_all_ranks, assert_raises, main
 from tests.optim.optimizers import CASES
 
@@ -23,7 +24,7 @@ STEPS = 3
 
 
 class Model(nn.Module):
-    """A scalar, rows that ranks cannot share evenly, a transposed parameter, one of few rows."""
+    """A scalar, rows that ranks cannot share evenly, few rows, a transposed parameter, channels last."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -33,11 +34,12 @@ class Model(nn.Module):
         self.transposed = nn.Parameter(torch.randn(3, 5).T)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.one = nn.Parameter(torch.ones(1, 3))
+        self.image = nn.Parameter(torch.randn(6, 3, 2, 2).to(memory_format=torch.channels_last))
         self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.second(torch.tanh(self.first(x))) * self.scale
-        return (y @ self.transposed) * self.one
+        return (y @ self.transposed) * self.one + self.image.mean((0, 2, 3))
 
 
 def train(kind: Any, *, steps: int = STEPS, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -74,6 +76,7 @@ def every_optimizer_is_that_of_whole_state(_: Path) -> None:
 
 
 def options_are_those_of_whole_state(_: Path) -> None:
+    shard_state.PIECE_BYTES = 256  # several exchanges
     group = dist.new_group(list(range(dist.get_world_size())))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for ranks, options in (

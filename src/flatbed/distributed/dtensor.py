@@ -151,7 +151,7 @@ class LocalGrads:
             return None
         if not self._sharded[i]:
             part = self._parts[i]
-            return grad if part is None else part(grad)  # type: ignore[no-any-return]
+            return grad if part is None else part(grad)
         check_grad_kind(self._owners[i], grad, self._names[i])
         owner: Any = self._owners[i]
         if self._specs[i] is not grad._spec:

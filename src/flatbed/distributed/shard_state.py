@@ -47,7 +47,7 @@ class StateSharding:
         if isinstance(self._given, DeviceMesh):
             return self._given
         if self._mesh is None:
-            group = dist.group.WORLD if self._given is True else self._given
+            group: Any = dist.group.WORLD if self._given is True else self._given
             self._mesh = DeviceMesh.from_group(group, device.type)
         return self._mesh
 
@@ -140,26 +140,42 @@ class Piece:
 
 
 def plan_pieces(params: Sequence[tuple[Tensor, Sharding]]) -> list[Piece]:
-    """Divide parameters into pieces, in an order that all ranks share."""
+    """Divide parameters into pieces, in an order that all ranks share. Pieces take turns in two buffers."""
+    batches = [(held, _line_sizes(held)) for held in _batches(params)]
+    memory: dict[Any, list[Tensor]] = {}
+    for held, lines in batches:
+        first, n_ranks = held[0][0], held[0][1].mesh.size()
+        kind = first.dtype, first.device
+        size = max([n_ranks * sum(lines), *(len(buffer) for buffer in memory.get(kind, ()))])
+        memory[kind] = [first.detach().new_empty(size) for _ in range(2)]
     pieces = []
-    for held in _batches(params):
-        first, sharding = held[0]
-        mesh, rank = sharding.mesh, sharding.mesh.get_local_rank()
-        lines = [-(-len(p) // mesh.size()) * (p.numel() // max(1, len(p))) for p, _ in held]
-        buffer = first.new_zeros(mesh.size(), sum(lines)).detach()
-        packed, own, unpacked, others = [], [], [], []
-        start = 0
-        for (param, divided), line in zip(held, lines, strict=True):
-            for other in range(mesh.size()):
-                row, n_rows = rows_of(divided, other)
-                rows = param.detach().narrow(0, row, n_rows)
-                if rows.numel():
-                    room = buffer[other, start : start + rows.numel()].view(rows.shape)
-                    (packed if other == rank else unpacked).append(room)
-                    (own if other == rank else others).append(rows)
-            start += line
-        pieces.append(Piece(mesh.get_group(), buffer, rank, packed, own, unpacked, others))
+    for held, lines in batches:
+        buffers = memory[held[0][0].dtype, held[0][0].device]
+        buffers.reverse()
+        pieces.append(_plan_piece(held, lines, buffers[0]))
     return pieces
+
+
+def _line_sizes(held: Sequence[tuple[Tensor, Sharding]]) -> list[int]:
+    """Elements that each parameter takes in the line of a rank: those of the largest part."""
+    return [-(-len(p) // divided.mesh.size()) * divided.shape[1:].numel() for p, divided in held]
+
+
+def _plan_piece(held: Sequence[tuple[Tensor, Sharding]], lines: list[int], memory: Tensor) -> Piece:
+    mesh = held[0][1].mesh
+    n_ranks, rank = mesh.size(), mesh.get_local_rank()
+    buffer = memory[: n_ranks * sum(lines)].view(n_ranks, -1)
+    piece = Piece(mesh.get_group(), buffer, rank, [], [], [], [])
+    start = 0
+    for (param, divided), line in zip(held, lines, strict=True):
+        for other in range(n_ranks):
+            rows = param.detach().narrow(0, *rows_of(divided, other))
+            if rows.numel():
+                room = buffer[other, start : start + rows.numel()].view(rows.shape)
+                (piece.packed if other == rank else piece.unpacked).append(room)
+                (piece.own if other == rank else piece.others).append(rows)
+        start += line
+    return piece
 
 
 def exchange(pieces: Sequence[Piece]) -> None:

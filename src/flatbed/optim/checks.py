@@ -145,13 +145,15 @@ def check_max_norm(max_norm: Any) -> None:
 
 def check_shard_state(ranks: Any) -> None:
     """Raise for what names no ranks."""
-    if not ranks and ranks is not None and ranks is not False:
-        raise TypeError(f"shard_state must be True, a process group or a DeviceMesh; found {ranks!r}")
-    if ranks and not (dist.is_available() and dist.is_initialized()):
+    if ranks is None or ranks is False:
+        return
+    if not (dist.is_available() and dist.is_initialized()):
         raise FlatbedError("shard_state needs ranks: call torch.distributed.init_process_group first")
-    if ranks and ranks is not True and not isinstance(ranks, (dist.ProcessGroup, dist.DeviceMesh)):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if ranks is not True and not isinstance(ranks, (dist.ProcessGroup, DeviceMesh)):
         raise TypeError(f"shard_state must be True, a process group or a DeviceMesh; found {ranks!r}")
-    if isinstance(ranks, dist.DeviceMesh) and ranks.ndim != 1:
+    if isinstance(ranks, DeviceMesh) and ranks.ndim != 1:
         raise ValueError(f'shard_state takes a mesh of one dimension, such as mesh["dp"]; found {ranks}')
 
 

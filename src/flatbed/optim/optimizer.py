@@ -60,6 +60,7 @@ class Optimizer(torch.optim.Optimizer):
     _rule: ClassVar[Rule]
     _fixed: ClassVar[dict[str, Any]] = {}
     """Hyperparameters that no checkpoint may change."""
+    _module: weakref.ref[nn.Module] | None
 
     def __init__(self, params: ParamsT, options: dict[str, Any], **extras: Any) -> None:
         unknown = [name for name in extras if name not in Extras.__annotations__]
@@ -92,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
         self._retired: list[Plan] = []  # CUDA graphs hold launches of their steppers
         self._owns_tables = False
         self._averages_in_model = False
-        self._module: weakref.ref[nn.Module] | None = None
+        self._module = None
 
     def _make_state_early(self, *, copies_weights: bool) -> None:
         """Make state before the first gradient where torch does, and where checkpoints would lack it.
