@@ -437,6 +437,8 @@ def bad_input(_: Path) -> None:
     assert_raises(lambda: optimizer.add_param_group(more), "a sum over ranks")
     assert len(optimizer.param_groups) == 1
     assert_raises(lambda: setattr(optimizer, "max_norm", 1.0), "build the optimizer with")
+    plain, world = [nn.Parameter(torch.zeros(2 + rank))], dist.group.WORLD
+    assert_raises(lambda: kind(plain, norm_group=world, max_norm=None if odd else 1.0), "rank 1 has None")
     params[0].grad = torch.zeros_like(full(params[0]))  # type: ignore[assignment]
     assert_raises(optimizer.step, "both must be DTensors")
     params[0].grad = None

@@ -293,19 +293,26 @@ def check_ranks_agree(described: Sequence[Described], failure: Exception | None 
         message = None if failure is None else f"rank {dist.get_rank()}: {failure}"
         for dim in range(mesh.ndim):
             if mesh.size(dim) > 1:
-                message = _agree(mesh, dim, own, message)
+                message = _agree(mesh.get_group(dim), mesh.device_type, own, message)
         if message is not None and failure is None:
             raise RanksDiffer(message)
     if failure is not None:
         raise failure
 
 
-def _agree(mesh: DeviceMesh, dim: int, own: list[tuple[str, str]], message: str | None) -> str | None:
-    """Compare with the ranks along one dimension of a mesh; return what is wrong, the same on all of them."""
-    group: Any = mesh.get_group(dim)
+def check_group_agrees(group: Any, options: dict[str, Any]) -> None:
+    """Raise on all ranks of a process group if options differ between them."""
+    device = "cuda" if "gloo" not in str(dist.get_backend(group)) else "cpu"
+    message = _agree(group, device, [(name, repr(value)) for name, value in options.items()], None)
+    if message is not None:
+        raise RanksDiffer(message)
+
+
+def _agree(group: Any, device: str, own: list[tuple[str, str]], message: str | None) -> str | None:
+    """Compare with the ranks of a process group; return what is wrong, the same on all of them."""
     digest = hashlib.sha256(repr(own).encode()).digest()[:16]
     numbers = [int.from_bytes(digest[:7], "little"), int(message is not None)]
-    sent = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
+    sent = torch.tensor(numbers, dtype=torch.int64, device=device)
     found = _gather(sent, group).tolist()
     if all(line == [found[0][0], 0] for line in found):
         return message

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from flatbed.distributed.dtensor import RanksDiffer, check_ranks_agree, is_dtensor, local_of, reshard
+from flatbed.distributed.dtensor import (
+    RanksDiffer,
+    check_group_agrees,
+    check_ranks_agree,
+    is_dtensor,
+    local_of,
+    reshard,
+)
 from flatbed.distributed.ranks import world_size
 from flatbed.distributed.shard_state import StateSharding, exchange
 from flatbed.errors import FlatbedError
@@ -28,6 +35,7 @@ from flatbed.tables.grads import RowGrads
 from flatbed.tables.replicas import any_replica
 from flatbed.tables.table import Table
 
+OF_NORM = ("max_norm", "skip_nonfinite")
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]] | nn.Module
 
 
@@ -154,14 +162,15 @@ class Optimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         if self._state_sharding is not None or any(map(is_dtensor, params)):
             check_ranks_agree(describe(self._spec, self.param_groups), failure)
+        if self._norm_group is not None and failure is None:
+            check_group_agrees(self._norm_group, {name: getattr(self._options, name) for name in OF_NORM})
 
     def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
         for group in added:
             checks.check_group(group)
             for name in Extras.__annotations__:
                 # ZeroRedundancyOptimizer copies all options into groups; those of a norm would be per rank.
-                of_norm = name in ("max_norm", "skip_nonfinite")
-                if name in group and (of_norm or group[name] != getattr(self._options, name, None)):
+                if name in group and (name in OF_NORM or group[name] != getattr(self._options, name, None)):
                     raise ValueError(
                         f"{name} is an option of the whole optimizer; found in a param group. Pass it to the "
                         f"constructor. ZeroRedundancyOptimizer has no norm over all ranks: call "
@@ -269,10 +278,11 @@ class Optimizer(torch.optim.Optimizer):
     def max_norm(self, value: float | None) -> None:
         checks.check_max_norm(value)
         for name, param, _ in named_params(self.param_groups):
-            if is_dtensor(param) and (value is None) != (self.max_norm is None):
+            needs_ranks = self._norm_group is not None or is_dtensor(param)
+            if needs_ranks and (value is None) != (self.max_norm is None):
                 raise FlatbedError(
-                    f"max_norm of sharded parameters ({name}) cannot become {value} later, since a step "
-                    f"would wait for ranks that did not follow: build the optimizer with "
+                    f"max_norm of parameters on several ranks ({name}) cannot become {value} later, since a "
+                    f"step would wait for ranks that did not follow: build the optimizer with "
                     f"max_norm=float('inf') to measure the norm, and set another number then"
                 )
             checks.check_norm(replace(self._options, max_norm=value), param, name)
