@@ -20,7 +20,9 @@ from benchmarks import plot, report
 from benchmarks.harness import Options
 from benchmarks.rows import Row, read_rows, write_rows
 
-BENCHMARKS = ("step", "roofline", "tables", "rows", "cache", "overlap", "data", "speedtorch", "word2vec")
+BENCHMARKS = (
+    *("step", "roofline", "fsdp", "tables", "rows", "cache", "overlap", "data", "speedtorch", "word2vec"),
+)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
