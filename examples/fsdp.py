@@ -54,14 +54,15 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> in
         return 0
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": of_model, "optimizer": of_optimizer}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined,unused-ignore]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return int(path.name)
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder / str(step))
+    state = {"model": of_model, "optimizer": of_optimizer}
+    dcp.save(state, checkpoint_id=folder / str(step))  # type: ignore[attr-defined,unused-ignore]
 
 
 def kill_once(folder: Path) -> None:

@@ -39,7 +39,8 @@ def run(options: Options) -> Iterator[Row]:
 def one_rank(device: torch.device) -> Iterator[None]:
     """Begin a process group of this process alone."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield
     finally:
