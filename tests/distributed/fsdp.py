@@ -386,6 +386,26 @@ def other_ways_to_train(_: Path) -> None:
         assert torch.equal(local(p), local(q))
 
 
+def parameters_replaced_by_a_framework(_: Path) -> None:
+    """Accelerate shards the model after the optimizer was built, and puts the shards into its groups."""
+    model, other = Model(), sharded(Model())
+    optimizer = flatbed.optim.AdamW(model, lr=0.01, max_norm=0.1)
+    names = {id(p): name for name, p in model.named_parameters()}
+    sharded(model)
+    shards = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [shards[names[id(p)]] for p in group["params"]]
+    expected = flatbed.optim.AdamW(other, lr=0.01, max_norm=0.1)
+    for step in range(2):
+        for trained_model, stepped in ((model, optimizer), (other, expected)):
+            backward(trained_model, step)
+            stepped.step()
+            stepped.zero_grad()
+        assert torch.equal(optimizer.grad_norm, expected.grad_norm)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(local(p), local(q))
+
+
 def sums_that_are_not_reduced(_: Path) -> None:
     """A gradient placed otherwise than its parameter is redistributed, as torch does."""
     mesh, rank = world_mesh(), dist.get_rank()
@@ -452,7 +472,7 @@ SCENARIOS = [
     *(every_optimizer_is_that_of_plain_shards, a_class_of_torch, norms_are_those_of_whole_gradients),
     *(collectives_are_for_norms_only, torch_clips_beside, pipeline_stages, low_precision, averages),
     *(overflow_on_one_rank, scaled_steps_are_torchs, other_ways_to_train, sums_that_are_not_reduced),
-    *(step_in_place, bad_input),
+    *(parameters_replaced_by_a_framework, step_in_place, bad_input),
 ]
 
 if __name__ == "__main__":
