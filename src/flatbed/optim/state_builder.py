@@ -189,7 +189,8 @@ class SlotBuilder:
         for name in rule.scalars:
             value: Any = (self.private.get(id(held), {}) if name.startswith("_") else held).get(name)
             if value is None and name.startswith("_"):  # state of torch's has been through a step
-                value = float(any(isinstance(held.get(key), Tensor) for key in rule.state))
+                is_new = "step" in held and float(held["step"]) == 0
+                value = float(any(isinstance(held.get(key), Tensor) for key in rule.state) and not is_new)
             if value is None:
                 value = rule.first_value(self.spec.defaults, name)
             slot.scalars[name] = slot.param  # keeps the order of names
