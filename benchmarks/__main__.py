@@ -21,7 +21,8 @@ from benchmarks.harness import Options
 from benchmarks.rows import Row, read_rows, write_rows
 
 BENCHMARKS = (
-    *("step", "roofline", "tables", "rows", "cache", "overlap", "topk", "data", "speedtorch", "word2vec"),
+    *("step", "roofline", "fsdp", "tables", "rows", "cache", "overlap", "topk", "data", "speedtorch"),
+    "word2vec",
 )
 
 

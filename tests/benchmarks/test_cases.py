@@ -14,7 +14,18 @@ from torch import nn
 
 from benchmarks import models, rows, trainers
 from benchmarks.__main__ import BENCHMARKS, main, parse
-from benchmarks.cases import cache, data, overlap, roofline, speedtorch, step, tables, topk, word2vec
+from benchmarks.cases import (
+    cache,
+    data,
+    fsdp,
+    overlap,
+    roofline,
+    speedtorch,
+    step,
+    tables,
+    topk,
+    word2vec,
+)  # fmt: skip
 from benchmarks.cases import rows as random_rows
 from benchmarks.harness import Options, each
 from benchmarks.models import Model
@@ -52,6 +63,11 @@ def check(found: Iterator[Row], benchmark: str, *metrics: str) -> list[Row]:
 
 
 # ---- dense steps
+
+
+def test_fsdp() -> None:
+    listed = check(fsdp.run(FEW), "fsdp", "host_ms")
+    assert [row["variant"] for row in listed] == [fsdp.SHARDED, fsdp.PLAIN, fsdp.TORCH]
 
 
 @pytest.mark.usefixtures("tiny")

@@ -28,6 +28,7 @@ def test_every_kernel_compiles() -> None:
     assert found["failed"] == {}
     assert (len(found["rules"]), len(found["dense"])) == (12, 10)
     for name, counts in found["dense"].items():
-        # 512 elements for 128 threads: one access each, of gradient and parameter besides the state.
-        assert counts["loads"] == counts["states"] + 2, name
-        assert counts["stores"] == counts["states"] + 1, name
+        # 512 elements for 128 threads: one access each, of gradient and parameter besides the state, twice:
+        # where only the gradient is not aligned, it alone is read in smaller parts.
+        assert counts["loads"] == 2 * counts["states"] + 3, name
+        assert counts["stores"] == 2 * counts["states"] + 2, name

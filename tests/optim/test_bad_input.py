@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.testing._internal.distributed import fake_pg
 
 import flatbed
@@ -115,10 +115,21 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_dtensor_parameters_are_refused(two_ranks: None) -> None:
+def test_dtensors_without_values_of_their_own_are_refused(two_ranks: None) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    p = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
-    with pytest.raises(TypeError, match=r"DTensor.*use torch\.optim"):
+    p = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Partial()], run_check=False))
+    with pytest.raises(flatbed.FlatbedError, match=r"Partial.*redistribute"):
+        flatbed.optim.Adam([p])
+    other = DeviceMesh("cpu", [1])
+    with pytest.raises(flatbed.FlatbedError, match=r"rank 0 is not part of the mesh.*\[1\]"):
+        flatbed.optim.Adam([nn.Parameter(DTensor.from_local(torch.zeros(3), other, [Replicate()]))])
+
+
+def test_offloaded_shards_are_refused(two_ranks: None) -> None:
+    mesh = DeviceMesh("cpu", [0])
+    p = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Replicate()], run_check=False))
+    mesh._device_type = "cuda"  # as FSDP2's shards with a CPUOffloadPolicy
+    with pytest.raises(flatbed.FlatbedError, match=r"on the CPU.*CPUOffloadPolicy"):
         flatbed.optim.Adam([p])
 
 

@@ -27,7 +27,7 @@ Grads = Sequence[Tensor | None]
 
 @dataclass(slots=True)
 class ParamSlot:
-    """One parameter as the step sees it: its state, and the dtype of its gradient.
+    """One parameter as the step sees it: its memory on this rank, its state, the dtype of its gradient.
 
     State, master weight and average are dense and have the parameter's order of dimensions.
     """
@@ -36,6 +36,12 @@ class ParamSlot:
     param: Tensor
     group: int
     grad_dtype: torch.dtype
+    owner: Tensor
+    """The parameter of the model, which the state belongs to: `param` itself, unless ranks hold shards."""
+    sharding: Any = None
+    """How ranks divide the parameter or its state; None: all of it is here."""
+    norm_class: int = 0
+    """Gradients of one class are summed over the same ranks."""
     state: dict[str, Tensor] = field(default_factory=dict)
     scalars: dict[str, Tensor] = field(default_factory=dict)
     master: Tensor | None = None
@@ -119,8 +125,8 @@ class Stepper(Protocol):
     def captured(self) -> bool:
         """Tell if CUDA graphs hold launches of this stepper."""
 
-    def squares(self, options: StepOptions) -> Tensor:
-        """A vector on the device whose sum is the squared norm of the gradients, still scaled."""
+    def squares(self, options: StepOptions) -> dict[int, Tensor]:
+        """A vector for each norm class, whose sum is the squared norm of its gradients, still scaled."""
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         """Update. `squares` holds the sums of all steppers where there are several."""
@@ -130,9 +136,24 @@ class DenseStepper(Stepper, Protocol):
     """A stepper of parameters."""
 
     slots: list[ParamSlot]
+    whole_grads: Grads | None
+    """The gradients that the norm measures, if slots are parts of parameters whose gradients are whole."""
 
     def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
         """Take one gradient per slot. Those in `unordered` differ from their parameter in element order."""
+
+
+def squares_of(slots: Sequence[ParamSlot], grads: Grads) -> dict[int, Tensor]:
+    """The squared norms of gradients, for each norm class, in fp64."""
+    found = {}
+    for norm_class in {slot.norm_class for slot in slots}:
+        held = [g for slot, g in zip(slots, grads, strict=True) if slot.norm_class == norm_class]
+        present = [g for g in held if g is not None and g.numel()]
+        if present:
+            found[norm_class] = torch.stack(torch._foreach_norm(present, 2.0, dtype=torch.float64)).square()
+        else:
+            found[norm_class] = torch.zeros(1, dtype=torch.float64, device=slots[0].param.device)
+    return found
 
 
 # ---- what steps of parameters and of rows share
@@ -298,6 +319,8 @@ class TorchStepper:
         self.device = slots[0].param.device
         self._grads: Grads = []
         self._norm: Tensor | None = None
+        self._norm_classes = sorted({slot.norm_class for slot in slots})
+        self.whole_grads: Grads | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._copies: dict[tuple[int, ...], list[Tensor]] = {}
         self._buckets = self._build()
@@ -331,17 +354,25 @@ class TorchStepper:
             ]
         self._grads = grads
 
-    def squares(self, options: StepOptions) -> Tensor:
+    def squares(self, options: StepOptions) -> dict[int, Tensor]:
+        found = {}
+        for norm_class in self._norm_classes:
+            self._norm = self._norm_of(norm_class)  # of all gradients, unless there are several classes
+            found[norm_class] = self._norm.double().square().reshape(1)
+        return found
+
+    def _norm_of(self, norm_class: int) -> Tensor:
         grads: dict[torch.dtype, list[Tensor]] = {}
-        for g in self._grads:
-            if g is not None:
+        measured = self._grads if self.whole_grads is None else self.whole_grads
+        for slot, g in zip(self.slots, measured, strict=True):
+            if g is not None and slot.norm_class == norm_class:
                 grads.setdefault(g.dtype, []).append(g)
         norms = [torch.zeros((), device=self.device)] if not grads else []
         for dtype, held in grads.items():
             wide = torch.promote_types(dtype, torch.float32)  # a norm is not rounded to the gradients' dtype
             norms += torch._foreach_norm(held, 2.0, dtype=wide)
-        self._norm = torch.linalg.vector_norm(torch.stack(norms))
-        return self._norm.double().square().reshape(1)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         norm = self._norm if squares is None else squares.sum().sqrt().float()

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from flatbed.distributed.dtensor import check_grad_kind, check_sharding
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
@@ -84,11 +86,7 @@ def check_param(param: Tensor, name: str) -> None:
     """Raise for parameters that no step can update."""
     if isinstance(param, WeightView):
         raise TypeError(f"parameter {name} is a view of a table's weights: give emb.table instead")
-    if type(param).__module__.startswith("torch.distributed") or hasattr(param, "device_mesh"):
-        raise TypeError(
-            f"parameter {name} is a {type(param).__name__} (FSDP2 or tensor parallelism), which "
-            f"flatbed.optim does not update; use torch.optim for it"
-        )
+    check_sharding(param, name)
     if param.dtype.is_complex:
         raise TypeError(
             f"parameter {name} is complex ({param.dtype}); make torch.view_as_real(parameter) the parameter, "
@@ -131,14 +129,11 @@ def check_grad(param: Tensor, grad: Tensor, name: str) -> None:
             raise FlatbedError(
                 f"the {what} {name} is {dtype}; expected float32, bfloat16, float16 or float64"
             )
+    check_grad_kind(param, grad, name)
     if grad.shape != param.shape or grad.device != param.device:
         raise FlatbedError(
             f"the gradient of parameter {name} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
             f"{tuple(param.shape)} on {param.device}"
-        )
-    if type(grad).__module__.startswith("torch.distributed"):
-        raise FlatbedError(
-            f"the gradient of parameter {name} is a {type(grad).__name__}; use torch.optim for it"
         )
 
 
@@ -146,6 +141,20 @@ def check_max_norm(max_norm: Any) -> None:
     """Raise for what is no norm. Zero is allowed, as in torch; infinity only measures."""
     if max_norm is not None and not (isinstance(max_norm, numbers.Real) and float(max_norm) >= 0):
         raise ValueError(f"max_norm must be a number ≥ 0, or None for no clipping; found {max_norm!r}")
+
+
+def check_shard_state(ranks: Any) -> None:
+    """Raise for what names no ranks."""
+    if ranks is None or ranks is False:
+        return
+    if not (dist.is_available() and dist.is_initialized()):
+        raise FlatbedError("shard_state needs ranks: call torch.distributed.init_process_group first")
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if ranks is not True and not isinstance(ranks, (dist.ProcessGroup, DeviceMesh)):
+        raise TypeError(f"shard_state must be True, a process group or a DeviceMesh; found {ranks!r}")
+    if isinstance(ranks, DeviceMesh) and ranks.ndim != 1:
+        raise ValueError(f'shard_state takes a mesh of one dimension, such as mesh["dp"]; found {ranks}')
 
 
 def check_options(options: StepOptions) -> None:

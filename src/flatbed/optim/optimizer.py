@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -12,19 +13,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from flatbed.distributed.dtensor import (
+    RanksDiffer,
+    check_group_agrees,
+    check_ranks_agree,
+    is_dtensor,
+    local_of,
+    reshard,
+)
 from flatbed.distributed.ranks import world_size
+from flatbed.distributed.shard_state import StateSharding, exchange
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import NORM, SKIPPED, Scaling, StepOptions, Stepper
 from flatbed.optim import checks
 from flatbed.optim import state_dict as state_dicts
 from flatbed.optim.plan import Plan, StepGrads, StepStats, build_plan
-from flatbed.optim.state_builder import OptimizerSpec, named_params, named_tables
+from flatbed.optim.state_builder import OptimizerSpec, describe, lacks_state, named_params, named_tables
 from flatbed.optim.table_step import OptimizerTables, TableSlot, check_table
 from flatbed.rule import Rule
 from flatbed.tables.grads import RowGrads
 from flatbed.tables.replicas import any_replica
 from flatbed.tables.table import Table
 
+OF_NORM = ("max_norm", "skip_nonfinite")
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]] | nn.Module
 
 
@@ -45,6 +56,10 @@ class Extras(TypedDict, total=False):
     """Keep an exponential moving average of the parameters, for `ema_weights()`."""
     per_row_steps: bool
     """Count the steps of every row of a table separately, instead of one count for the table."""
+    norm_group: Any
+    """A process group whose ranks hold other parameters (pipeline stages) that the norm includes."""
+    shard_state: Any
+    """Divide the state among the ranks of DDP: True, or a process group, or a mesh of one dimension."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -53,6 +68,7 @@ class Optimizer(torch.optim.Optimizer):
     _rule: ClassVar[Rule]
     _fixed: ClassVar[dict[str, Any]] = {}
     """Hyperparameters that no checkpoint may change."""
+    _module: weakref.ref[nn.Module] | None
 
     def __init__(self, params: ParamsT, options: dict[str, Any], **extras: Any) -> None:
         unknown = [name for name in extras if name not in Extras.__annotations__]
@@ -60,16 +76,21 @@ class Optimizer(torch.optim.Optimizer):
         not_options = ("self", "params", "extras", "__class__")
         defaults = {name: value for name, value in options.items() if name not in not_options}
         checks.check_group(defaults)
+        self._norm_group = extras.pop("norm_group", None)
+        ranks = extras.pop("shard_state", None)
+        checks.check_shard_state(ranks)
+        self._state_sharding = StateSharding(ranks) if ranks else None
         self._options = StepOptions(**extras)
         checks.check_options(self._options)
         if self._options.stochastic_rounding or self._options.stochastic_state:
             defaults[state_dicts.ROUNDS] = 0
         self._reset()
         if isinstance(params, nn.Module):
+            self._module = weakref.ref(params)
             params = params.named_parameters()
         super().__init__(params, defaults)
-        if self._rule.eager:
-            self._rebuild(everything=True)
+        self._check_ranks()
+        self._make_state_early(copies_weights=False)
         self._own_tables()  # last: tables leave their optimizers for this one, and nothing can fail any more
 
     def _reset(self) -> None:
@@ -80,10 +101,33 @@ class Optimizer(torch.optim.Optimizer):
         self._retired: list[Plan] = []  # CUDA graphs hold launches of their steppers
         self._owns_tables = False
         self._averages_in_model = False
+        self._module = None
+
+    def _make_state_early(self, *, copies_weights: bool) -> None:
+        """Make state before the first gradient where torch does, and where checkpoints would lack it.
+
+        Without state, `torch.distributed.checkpoint` takes a step with gradients of zero. That step would be
+        counted, and tables have no such gradients.
+        """
+        params = list(named_params(self.param_groups))
+        eager = self._rule.eager
+        divided = self._state_sharding is not None
+        if not (eager or divided or any(is_dtensor(p) or isinstance(p, Table) for _, p, _ in params)):
+            return
+        lacking = {
+            id(p)
+            for _, p, number in params
+            if (eager or (p.requires_grad and not p.is_meta))
+            and not isinstance(p, Table)
+            and lacks_state(self._spec, self.param_groups[number], p, self.state.get(p, {}), copies_weights)
+        }
+        if lacking:
+            self._rebuild(early=lambda p: id(p) in lacking, copies_weights=copies_weights)
 
     @cached_property
     def _spec(self) -> OptimizerSpec:
-        return OptimizerSpec(type(self).__name__, self._rule, self._options, self.defaults)
+        kind, rule = type(self).__name__, self._rule
+        return OptimizerSpec(kind, rule, self._options, self.defaults, self._state_sharding)
 
     def _own_tables(self, first: int = 0) -> None:
         self._owns_tables = True
@@ -101,19 +145,32 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[n_before:], n_before)
-        except Exception:
-            del self.param_groups[n_before:]
+            if self._owns_tables:  # otherwise the constructor compares all groups at once
+                self._check_ranks()
+        except Exception as error:
+            try:
+                if not isinstance(error, RanksDiffer):
+                    self._check_ranks(error)
+            finally:
+                del self.param_groups[n_before:]
             raise
         if self._owns_tables:
             self._own_tables(n_before)
+
+    def _check_ranks(self, failure: Exception | None = None) -> None:
+        """Raise on all ranks if their DTensors or options differ, or if one rank has failed."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        if self._state_sharding is not None or any(map(is_dtensor, params)):
+            check_ranks_agree(describe(self._spec, self.param_groups), failure)
+        if self._norm_group is not None and failure is None:
+            check_group_agrees(self._norm_group, {name: getattr(self._options, name) for name in OF_NORM})
 
     def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
         for group in added:
             checks.check_group(group)
             for name in Extras.__annotations__:
                 # ZeroRedundancyOptimizer copies all options into groups; those of a norm would be per rank.
-                of_norm = name in ("max_norm", "skip_nonfinite")
-                if name in group and (of_norm or group[name] != getattr(self._options, name)):
+                if name in group and (name in OF_NORM or group[name] != getattr(self._options, name, None)):
                     raise ValueError(
                         f"{name} is an option of the whole optimizer; found in a param group. Pass it to the "
                         f"constructor. ZeroRedundancyOptimizer has no norm over all ranks: call "
@@ -160,6 +217,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State by torch's keys and in torch's format: `torch.optim` can load it."""
+        self._make_state_early(copies_weights=True)
         return state_dicts.pack(self, super().state_dict(), with_tables=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -180,10 +238,13 @@ class Optimizer(torch.optim.Optimizer):
         return f"{super().__repr__()[:-1]}{'All groups' + chr(10) if extras else ''}{lines})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_options": self._options}
+        names = ("_options", "_norm_group", "_state_sharding")
+        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
+        self._norm_group = self._state_sharding = None
         super().__setstate__(state)
         for group in self.param_groups:
             group.update(self._fixed)
@@ -202,6 +263,7 @@ class Optimizer(torch.optim.Optimizer):
             any(group.get("fused") for group in self.param_groups)
             or (has_cuda and torch.cuda.is_current_stream_capturing())
             or (bool(self._tables.slots) and world_size() > 1)
+            or self._norm_group is not None
             or any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
         )
 
@@ -216,6 +278,13 @@ class Optimizer(torch.optim.Optimizer):
     def max_norm(self, value: float | None) -> None:
         checks.check_max_norm(value)
         for name, param, _ in named_params(self.param_groups):
+            needs_ranks = self._norm_group is not None or is_dtensor(param)
+            if needs_ranks and (value is None) != (self.max_norm is None):
+                raise FlatbedError(
+                    f"max_norm of parameters on several ranks ({name}) cannot become {value} later, since a "
+                    f"step would wait for ranks that did not follow: build the optimizer with "
+                    f"max_norm=float('inf') to measure the norm, and set another number then"
+                )
             checks.check_norm(replace(self._options, max_norm=value), param, name)
         self._options.max_norm = value
 
@@ -232,18 +301,25 @@ class Optimizer(torch.optim.Optimizer):
         return torch.zeros((), dtype=torch.long) if vector is None else vector[SKIPPED].long()
 
     def nonfinite(self) -> list[str]:
-        """Names of the parameters whose gradients are not finite at present. Waits for the GPU."""
+        """Names of the parameters whose gradients are not finite at present. Waits for the GPU.
+
+        Of a DTensor's gradient, this rank's shard counts.
+        """
         bad: list[str] = []
         for name, param, _ in named_params(self.param_groups):
-            if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
+            if param.grad is not None and not bool(torch.isfinite(local_of(param.grad)).all()):
                 # A flat parameter knows the names inside.
                 flat = None if isinstance(param, Table) else getattr(param, "_owner", None)
                 bad += [name.strip("'")] if flat is None else flat.nonfinite()
         return list(dict.fromkeys(bad))
 
     @contextmanager
-    def ema_weights(self) -> Iterator[None]:
-        """Put the averaged weights into the model inside this context, and the trained ones back after it."""
+    def ema_weights(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Put the averaged weights into the model inside this context, and the trained ones back after it.
+
+        With DTensors, `model` is needed unless the optimizer was built from the model: modules of FSDP2 that
+        hold gathered weights must gather them again.
+        """
         if self._options.ema_decay is None:
             raise FlatbedError("there is no average: build the optimizer with ema_decay=0.999, for example")
         if self._averages_in_model:
@@ -251,10 +327,19 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             plan = self._current_plan()
             plan.masters.sync_written()
+            if model is None and self._module is not None:
+                model = self._module()
+            if plan.has_dtensors and model is None:
+                raise FlatbedError(
+                    "ema_weights() does not know the model whose shards it changes: call ema_weights(model)"
+                )
             averaged = [(slot.param, slot.ema) for slot in plan.slots if slot.ema is not None]
             trained = [param.detach().clone() for param, _ in averaged]
             for param, average in averaged:
                 param.copy_(average)
+            exchange(plan.pieces)
+            if plan.has_dtensors and model is not None:
+                reshard(model)
         self._averages_in_model = True
         try:
             yield
@@ -263,6 +348,9 @@ class Optimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 for (param, _), value in zip(averaged, trained, strict=True):
                     param.copy_(value)
+                exchange(plan.pieces)
+                if plan.has_dtensors and model is not None:
+                    reshard(model)
             plan.masters.record_versions()
 
     @torch.no_grad()
@@ -294,7 +382,8 @@ class Optimizer(torch.optim.Optimizer):
                 plan = self._rebuild()
                 found = plan.collect_grads()
                 assert found is not None
-            if plan.slots or any(packs):
+            # Ranks without a gradient take part in the norm of all.
+            if plan.slots or any(packs) or (self._options.needs_norm and plan.shard_groups.many):
                 try:
                     self._update(plan, found, packs if any(packs) else [])
                 except BaseException:
@@ -305,12 +394,18 @@ class Optimizer(torch.optim.Optimizer):
     def _current_plan(self) -> Plan:
         """The plan, built again if groups, state or parameters have changed since."""
         plan = self._plan
-        if plan is None or not plan.fingerprint.matches(self.param_groups, self.state):
+        if plan is None or plan.provisional or not plan.fingerprint.matches(self.param_groups, self.state):
             plan = self._rebuild()
         return plan
 
     @torch.no_grad()
-    def _rebuild(self, *, everything: bool = False, loaded: bool = False) -> Plan:
+    def _rebuild(
+        self,
+        *,
+        early: Callable[[Tensor], bool] | None = None,
+        loaded: bool = False,
+        copies_weights: bool = True,
+    ) -> Plan:
         if self._owns_tables:
             self._tables.sync(self._spec, self.param_groups, self.state)
         plan = build_plan(
@@ -319,8 +414,10 @@ class Optimizer(torch.optim.Optimizer):
             self.state,
             self._stats,
             previous=self._plan,
-            everything=everything,
+            norm_group=self._norm_group,
+            early=early,
             loaded=loaded,
+            copies_weights=copies_weights,
         )
         self._drop_plan()
         self._plan = plan
@@ -338,6 +435,8 @@ class Optimizer(torch.optim.Optimizer):
         if scale is not None or found_inf is not None:
             if self._tables.slots:
                 found_inf = any_replica(found_inf, [slot.table for slot in self._tables.slots])
+            if found_inf is not None and plan.shard_groups.many:
+                found_inf = plan.shard_groups.any(found_inf)
             scaling = Scaling(scale, found_inf)
         if plan.masters.slots:
             plan.masters.sync_written()
@@ -348,20 +447,32 @@ class Optimizer(torch.optim.Optimizer):
             )
         plan.set_grads(found)
         steppers += plan.steppers
-        squares = [stepper.squares(self._options) for stepper in steppers] if self._options.needs_norm else []
+        squares = self._squares(plan, steppers, several=bool(packs) or len(steppers) > 1)
+        if not steppers and squares is not None:  # only other ranks have gradients
+            self._stats.of("params", [squares.device])[squares.device][NORM] = squares.sum().sqrt()
         for stepper in steppers:
-            of_all = None  # a single stepper of parameters has its own norm
-            if squares and (packs or len(steppers) > 1):
-                of_all = torch.cat([square.to(stepper.device) for square in squares])
+            of_all = None if squares is None else squares.to(stepper.device)
             stepper.update(self._options, None if scaling is None else scaling.to(stepper.device), of_all)
-        if found.params:
-            torch.autograd.graph.increment_version(found.params)
+        exchange(plan.pieces)
+        if found.owners:
+            torch.autograd.graph.increment_version(found.owners)
         if plan.masters.slots:
             plan.masters.record_versions()
         if scaling is not None and scaling.scale is not None:
             tables = zip(self._tables.slots, packs, strict=True) if packs else ()
             rows = [slot.table.grad for slot, pack in tables if pack is not None]
-            _unscale_(scaling, [*(p.grad for p in found.params), *rows])
+            grads: list[Any] = [p.grad for p in found.owners]
+            _unscale_(scaling, [*map(local_of, grads), *rows])
+
+    def _squares(self, plan: Plan, steppers: list[Stepper], *, several: bool) -> Tensor | None:
+        """A vector whose sum is the squared norm of all gradients; None: a single stepper has its own."""
+        if not self._options.needs_norm:
+            return None
+        squares = [stepper.squares(self._options) for stepper in steppers]
+        if plan.shard_groups.many:
+            return plan.shard_groups.total(squares)
+        found = [values for held in squares for values in held.values()]
+        return torch.cat([values.to(found[0].device) for values in found]) if several else None
 
 
 def _unscale_(scaling: Scaling, grads: list[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, cast
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.cuda.streams import is_capturing
+from flatbed.distributed.dtensor import LOCAL, LocalGrads, ShardGroups, Sharding, is_dtensor, local_of
+from flatbed.distributed.shard_state import OwnRows, plan_pieces
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
-from flatbed.kernels.step import STEPS, DenseStepper, Grads, ParamSlot, TorchStepper, stride_of
+from flatbed.kernels.step import STEPS, DenseStepper, Grads, ParamSlot, TorchStepper, in_order, stride_of
 from flatbed.optim.state_builder import Groups, OptimizerSpec, build_slots, publish_state
 from flatbed.rule import Rule
 from flatbed.tables.table import Table
@@ -73,21 +76,30 @@ class Fingerprint:
         self._switched = [group[name] > 0 for group in groups for name in self._switches]
         self._entries = [*state.values(), ...]
         self._lengths = list(map(len, state.values()))
-        self._slotted = [slot.param for slot in slots]
-        slotted = set(map(id, self._slotted))
+        self._whole = [slot.owner for slot in slots if not is_dtensor(slot.owner)]
+        self._sharded = [slot.owner for slot in slots if is_dtensor(slot.owner)]
+        slotted = {id(slot.owner) for slot in slots}
         idle = [p for p in self._params[:-1] if id(p) not in slotted]
         self._idle = [p for p in idle if not isinstance(p, Table)]
-        self._addresses = list(map(Tensor.data_ptr, self._slotted))
-        self._ends = [(slot.param, slot.published or {}) for slot in (*slots[:1], *slots[1:][-1:])]
+        self._addresses = self._find_addresses()
+        self._ends = [(slot.owner, slot.published or {}) for slot in (*slots[:1], *slots[1:][-1:])]
         self._details = self._describe_ends() if slots else []
+
+    def _find_addresses(self) -> list[int]:
+        """The memory of all parameters. FSDP2 may replace the local tensor of a DTensor."""
+        addresses = list(map(Tensor.data_ptr, self._whole))
+        if self._sharded:
+            addresses += map(Tensor.data_ptr, map(LOCAL, self._sharded))
+        return addresses
 
     def _describe_ends(self) -> list[Any]:
         found: list[Any] = []
         for param, entry in self._ends:
-            found += (param.dtype, param.shape, param.stride(), *map(id, entry.values()))
+            local = local_of(param)
+            found += (local.dtype, local.shape, local.stride(), *map(id, entry.values()))
             for value in entry.values():
                 if isinstance(value, Tensor):
-                    found.append(value.data_ptr())
+                    found.append(local_of(value).data_ptr())
         return found
 
     def matches(self, groups: Groups, state: dict[Any, Any]) -> bool:
@@ -102,7 +114,7 @@ class Fingerprint:
             and all(map(is_, self._params, chain(chain.from_iterable(map(PARAMS, groups)), (...,))))
             and all(map(is_, self._entries, chain(state.values(), (...,))))
             and self._lengths == list(map(len, state.values()))
-            and self._addresses == list(map(Tensor.data_ptr, self._slotted))
+            and self._addresses == self._find_addresses()
             and (not self._ends or self._details == self._describe_ends())
             and all(map(is_, map(GRAD, self._idle), repeat(None)))
         )
@@ -117,7 +129,7 @@ class MasterWeights:
 
     def record_versions(self) -> None:
         """Record that masters and parameters agree: a parameter of another version has been written to."""
-        self.versions = [slot.param._version for slot in self.slots]
+        self.versions = [_version(slot) for slot in self.slots]
 
     def sync_written(self) -> None:
         """Update the masters of parameters that were written to since the last step."""
@@ -125,7 +137,7 @@ class MasterWeights:
             slot
             for slot, version in zip(self.slots, self.versions, strict=True)
             # A flat parameter's version does not count writes to its views.
-            if slot.param._version != version or type(slot.param) not in (Tensor, nn.Parameter)
+            if _version(slot) != version or type(slot.param) not in (Tensor, nn.Parameter)
         ]
         if any(is_capturing(slot.param.device) for slot in written):
             raise FlatbedError(
@@ -141,6 +153,11 @@ class MasterWeights:
             master.copy_(torch.where(master.to(slot.param.dtype) == slot.param, master, slot.param.float()))
 
 
+def _version(slot: ParamSlot) -> int:
+    """The writes to a parameter so far. A DTensor and its local tensor count separately."""
+    return slot.param._version + slot.owner._version
+
+
 class StepGrads(NamedTuple):
     """The gradients of one step."""
 
@@ -149,8 +166,8 @@ class StepGrads(NamedTuple):
     """One per slot, 0 where there is no gradient; empty if no kernel follows them."""
     unordered: frozenset[int]
     """Slots whose gradient is in another order of elements than the parameter."""
-    params: list[Tensor]
-    """The parameters that have a gradient."""
+    owners: list[Tensor]
+    """The parameters of the model that have a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,26 +181,46 @@ class DeviceSlots:
 class Plan:
     """A slot for every parameter with a gradient or state, and a stepper for every device."""
 
-    def __init__(self, slots: list[ParamSlot], devices: list[DeviceSlots], fingerprint: Fingerprint) -> None:
+    def __init__(
+        self,
+        slots: list[ParamSlot],
+        devices: list[DeviceSlots],
+        fingerprint: Fingerprint,
+        shard_groups: ShardGroups,
+    ) -> None:
         self.slots, self.devices, self.fingerprint = slots, devices, fingerprint
+        self.shard_groups = shard_groups
+        self.provisional = False
+        """True: master weights and averages may be missing, and a step needs another plan."""
         self.steppers = [device.stepper for device in devices]
         self._needs_addresses = not all(isinstance(stepper, TorchStepper) for stepper in self.steppers)
         self.masters = MasterWeights(slots)
-        self.params = [slot.param for slot in slots]
+        self.owners = [slot.owner for slot in slots]
+        self.has_dtensors = any(is_dtensor(owner) for owner in self.owners)
+        self._divided = [i for i, slot in enumerate(slots) if _is_divided(slot)]
+        self.pieces = plan_pieces([(slots[i].owner, slots[i].sharding) for i in self._divided])
+        """The updated rows that ranks exchange after a step."""
+        self._local_grads = None
+        if self.has_dtensors or self._divided:
+            parts = [
+                partial(_part_of_grad, slot.owner, OwnRows.of(slot.sharding)) if _is_divided(slot) else None
+                for slot in slots
+            ]
+            self._local_grads = LocalGrads([slot.name for slot in slots], self.owners, parts)
         self._grad_dtypes = [slot.grad_dtype for slot in slots]
         self._grad_sizes = [slot.param.numel() * slot.grad_dtype.itemsize for slot in slots]
         self._mixed_dtypes = any(slot.grad_dtype != slot.param.dtype for slot in slots)
-        self._strides = [stride_of(param) for param in self.params]
-        self._all_contiguous = all(map(Tensor.is_contiguous, self.params))
+        self._strides = [stride_of(slot.param) for slot in slots]
+        self._all_contiguous = all(slot.param.is_contiguous() for slot in slots)
         self._addresses: list[int] = []
 
     def collect_grads(self) -> StepGrads | None:
         """The present gradients. None: some are of another kind than the plan was built for."""
-        params, sizes = self.params, self._grad_sizes
-        grads = list(map(GRAD, params))
+        owners, sizes = self.owners, self._grad_sizes
+        grads = list(map(GRAD, owners)) if self._local_grads is None else self._local_grads()
         present: list[Any] = [g for g in grads if g is not None]
         if len(present) < len(grads):
-            params = [p for p, g in zip(params, grads, strict=True) if g is not None]
+            owners = [p for p, g in zip(owners, grads, strict=True) if g is not None]
             sizes = [size for size, g in zip(sizes, grads, strict=True) if g is not None]
         try:
             in_order = self._all_contiguous and all(map(Tensor.is_contiguous, present))
@@ -202,7 +239,7 @@ class Plan:
             return None
         if not is_known:
             self._addresses = addresses  # otherwise the old list: equal ones are compared slower
-        return StepGrads(grads, self._addresses, unordered, params)
+        return StepGrads(grads, self._addresses, unordered, owners)
 
     def _find_unordered(self, grads: Grads, present: list[Any]) -> frozenset[int]:
         if len(present) == len(grads) and list(map(Tensor.stride, present)) == self._strides:
@@ -215,6 +252,12 @@ class Plan:
 
     def set_grads(self, found: StepGrads) -> None:
         """Give the gradients of a step to the steppers of all devices."""
+        for device in self.devices if self._divided else ():
+            slots = [self.slots[i] for i in device.indices]
+            device.stepper.whole_grads = [
+                slot.owner.grad if _is_divided(slot) else found.grads[i]
+                for slot, i in zip(slots, device.indices, strict=True)
+            ]
         if len(self.devices) == 1:
             self.steppers[0].set_grads(found.grads, found.addresses, found.unordered)
             return
@@ -224,6 +267,16 @@ class Plan:
             device.stepper.set_grads([found.grads[i] for i in device.indices], addresses, own)
 
 
+def _is_divided(slot: ParamSlot) -> bool:
+    """Tell if ranks divide the state of a whole parameter."""
+    return slot.sharding is not None and not is_dtensor(slot.owner)
+
+
+def _part_of_grad(owner: Tensor, rows: OwnRows, grad: Tensor) -> Tensor:
+    """The gradient of the elements that are updated here, in the order of the parameter."""
+    return rows.computed(in_order(owner, grad))
+
+
 def build_plan(
     spec: OptimizerSpec,
     groups: Groups,
@@ -231,24 +284,31 @@ def build_plan(
     stats: StepStats,
     *,
     previous: Plan | None = None,
-    everything: bool = False,
+    norm_group: Any = None,
+    early: Callable[[Tensor], bool] | None = None,
     loaded: bool = False,
+    copies_weights: bool = True,
 ) -> Plan:
     """Make what is missing of the state, and plan the steps of all parameters that have a gradient or state.
 
-    `previous` has the scalars that torch does not know. `everything`: parameters without a gradient too.
-    `loaded`: the state is a checkpoint's. It is copied, and master weights that it lacks are left to the
-    next plan, since weights may be loaded later.
+    `previous` has the scalars that torch does not know. `early` chooses parameters without a gradient.
+    `loaded`: the state is a checkpoint's, and is copied. Without `copies_weights`, master weights and
+    averages are left to the next plan, since weights may be loaded later.
     """
     if any(is_capturing(p.device) for group in groups for p in group["params"] if not isinstance(p, Table)):
         raise FlatbedError(
             "take one eager step before the capture, with gradients for all parameters that are to be "
             "trained: state and tables would be made inside the graph, and again at every replay"
         )
+    params = [p for group in groups for p in group["params"] if not isinstance(p, Table)]
+    shard_groups = ShardGroups(map(Sharding.of, params), norm_group)
     known = () if previous is None else previous.slots
-    slots = build_slots(spec, groups, state, previous=known, everything=everything, loaded=loaded)
+    slots = build_slots(
+        spec, groups, state, previous=known, early=early, loaded=loaded, copies_weights=copies_weights
+    )
     by_device: dict[torch.device, list[int]] = {}
     for i, slot in enumerate(slots):
+        slot.norm_class = shard_groups.class_of(Sharding.of(slot.owner))
         by_device.setdefault(slot.param.device, []).append(i)
     vectors = stats.of("params", by_device)
     devices = []
@@ -262,8 +322,9 @@ def build_plan(
         devices.append(DeviceSlots(stepper(spec.rule, groups, own, vectors[device]), indices))
     for slot in slots:
         publish_state(state, slot)
-    plan = Plan(slots, devices, Fingerprint(spec.rule, groups, state, slots))
-    if not loaded:
+    plan = Plan(slots, devices, Fingerprint(spec.rule, groups, state, slots), shard_groups)
+    plan.provisional = not copies_weights
+    if copies_weights:
         plan.masters.sync(plan.masters.slots)
     plan.masters.record_versions()
     return plan

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from flatbed.distributed.dtensor import Described, Sharding, is_dtensor, local_of, whole
+from flatbed.distributed.shard_state import OwnRows, StateSharding
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import ParamSlot, StepOptions, stride_of
 from flatbed.layout import ALIGNMENT, Spec, overlaps_itself, plan
@@ -39,6 +41,13 @@ class OptimizerSpec:
     rule: Rule
     options: StepOptions
     defaults: Group
+    state_sharding: StateSharding | None = None
+
+    def sharding_of(self, param: Tensor) -> Sharding | None:
+        """How ranks divide a DTensor, or the state of a whole parameter."""
+        if self.state_sharding is None or is_dtensor(param):
+            return Sharding.of(param)
+        return self.state_sharding.divide(param)
 
 
 def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str, Tensor, int]]:
@@ -52,6 +61,47 @@ def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str,
 def named_tables(groups: Sequence[Group], first: int = 0) -> list[tuple[str, Table, int]]:
     """The tables among all parameters."""
     return [(name, p, number) for name, p, number in named_params(groups, first) if isinstance(p, Table)]
+
+
+def describe(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
+    """Parameters and options as ranks that share DTensors compare them.
+
+    Whole parameters may differ between ranks, unless their gradients are part of a norm.
+    """
+    found = [Described("the class of the optimizer", spec.name)]
+    found += [Described(name, repr(value)) for name, value in asdict(spec.options).items()]
+    for number, group in enumerate(groups):
+        for name, value in group.items():
+            if name not in ("params", "param_names") and not is_on_gpu(value):
+                found.append(Described(f"{name} of group {number}", repr(value)))
+    for name, param, _ in named_params(groups):
+        sharding = None if isinstance(param, Table) else spec.sharding_of(param)
+        if sharding is not None or spec.options.needs_norm:
+            placed = f" placed {sharding.placements}" if sharding is not None else ""
+            found.append(
+                Described(f"parameter {name}", f"{tuple(param.shape)} {param.dtype}{placed}", sharding)
+            )
+    return found
+
+
+def lacks_state(
+    spec: OptimizerSpec, group: Group, param: Tensor, held: Mapping[str, Any], copies_weights: bool
+) -> bool:
+    """Tell if a parameter's state is not complete; `copies_weights`: with its master weight and average."""
+    needed = [
+        *spec.rule.state_names(group),
+        *(name for name in spec.rule.scalars if not name.startswith("_")),
+    ]
+    if copies_weights and spec.options.ema_decay is not None:
+        needed.append(EMA)
+    if copies_weights and spec.options.master_weights and param.dtype in LOW:
+        needed.append(MASTER)
+    return any(name not in held for name in needed)
+
+
+def is_on_gpu(value: Any) -> bool:
+    """Tell if a value is a tensor that cannot be read without waiting for a GPU."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 @dataclass(slots=True)
@@ -73,6 +123,8 @@ class SlotBuilder:
 
     spec: OptimizerSpec
     loaded: bool
+    copies_weights: bool
+    """True: master weights and averages that are missing start at the present weights."""
     private: dict[int, dict[str, Tensor]]
     """Scalars that torch does not know, by the id of their parameter's entry of `optimizer.state`."""
     missing: list[MissingTensor] = field(default_factory=list)
@@ -89,10 +141,9 @@ class SlotBuilder:
             )
         self._add_tensors(slot, group, held)
         self._add_scalars(slot, held)
-        # What a checkpoint lacks starts at the weights of the next step, which may be loaded later.
-        if options.master_weights and param.dtype in LOW and (MASTER in held or not self.loaded):
+        if options.master_weights and param.dtype in LOW and (MASTER in held or self.copies_weights):
             self._add(slot, MASTER, held.get(MASTER), torch.float32, param, partial(setattr, slot, "master"))
-        if options.ema_decay is not None and (EMA in held or not self.loaded):
+        if options.ema_decay is not None and (EMA in held or self.copies_weights):
             dtype = torch.promote_types(param.dtype, torch.float32)
             self._add(slot, EMA, held.get(EMA), dtype, param, partial(setattr, slot, "ema"))
         self.slots.append(slot)
@@ -138,7 +189,8 @@ class SlotBuilder:
         for name in rule.scalars:
             value: Any = (self.private.get(id(held), {}) if name.startswith("_") else held).get(name)
             if value is None and name.startswith("_"):  # state of torch's has been through a step
-                value = float(any(isinstance(held.get(key), Tensor) for key in rule.state))
+                is_new = "step" in held and float(held["step"]) == 0
+                value = float(any(isinstance(held.get(key), Tensor) for key in rule.state) and not is_new)
             if value is None:
                 value = rule.first_value(self.spec.defaults, name)
             slot.scalars[name] = slot.param  # keeps the order of names
@@ -166,10 +218,14 @@ class SlotBuilder:
                 raise FlatbedError(
                     f"state '{key}' of parameter {slot.name} must be a float tensor; found {found}"
                 )
-            if tuple(old.shape) != shape:
+            if old.shape != slot.owner.shape:
                 raise FlatbedError(
-                    f"state '{key}' of parameter {slot.name} has shape {tuple(old.shape)}; expected {shape}"
+                    f"state '{key}' of parameter {slot.name} has shape {tuple(old.shape)}; expected "
+                    f"{tuple(slot.owner.shape)}"
                 )
+            old = whole(old) if slot.sharding is None else slot.sharding.part_of(old)
+            if slot.sharding is not None and not is_dtensor(slot.owner):
+                old = OwnRows.of(slot.sharding).around(old)
             kind = (old.dtype, old.device, old.stride() if old.numel() > 1 else stride)
             if not self.loaded and kind == (dtype, device, stride) and old.data_ptr() % 16 == 0:
                 take(old)
@@ -224,10 +280,14 @@ def build_slots(
     state: dict[Any, Any],
     *,
     previous: Sequence[ParamSlot] = (),
-    everything: bool = False,
+    early: Callable[[Tensor], bool] | None = None,
     loaded: bool = False,
+    copies_weights: bool = True,
 ) -> list[ParamSlot]:
-    """Slots for all parameters with a gradient or state. Gradients are checked before anything is made."""
+    """Slots for all parameters with a gradient or state. Gradients are checked before anything is made.
+
+    `early` chooses parameters that get their state before their first gradient.
+    """
     dense = [found for found in named_params(groups) if not isinstance(found[1], Table)]
     grads = [param.grad for _, param, _ in dense]
     for (name, param, _), grad in zip(dense, grads, strict=True):
@@ -235,11 +295,16 @@ def build_slots(
             checks.check_param(param, name)
             checks.check_grad(param, grad, name)
     private = {id(slot.published): slot.scalars for slot in previous if slot.published is not None}
-    builder = SlotBuilder(spec, loaded, private)
+    builder = SlotBuilder(spec, loaded, copies_weights, private)
     for (name, param, number), grad in zip(dense, grads, strict=True):
         held = state.get(param, {})
-        if everything or grad is not None or held:
-            slot = ParamSlot(name, param, number, param.dtype if grad is None else grad.dtype)
+        if grad is not None or held or (early is not None and early(param)):
+            grad_dtype = param.dtype if grad is None else grad.dtype
+            sharding = spec.sharding_of(param)
+            local = local_of(param)
+            if sharding is not None and not is_dtensor(param):
+                local = OwnRows.of(sharding).computed(param.detach())
+            slot = ParamSlot(name, local, number, grad_dtype, param, sharding)
             builder.add(slot, groups[number], held)
     builder.allocate()
     return builder.slots
@@ -247,21 +312,30 @@ def build_slots(
 
 def publish_state(state: dict[Any, Any], slot: ParamSlot) -> None:
     """Show a slot's tensors in `optimizer.state`, by torch's keys and in torch's order."""
-    held = state.get(slot.param, {})
+    held = state.get(slot.owner, {})
     shown: dict[str, Any] = {}
     for name, value in slot.scalars.items():
         if not name.startswith("_"):
             old = held.get(name)
             is_known = isinstance(old, Tensor) and old.data_ptr() == value.data_ptr()
             shown[name] = old if is_known else own_storage(value)
-    shown.update(slot.state)
-    for key, master_or_average in ((MASTER, slot.master), (EMA, slot.ema)):
-        if master_or_average is not None:
-            shown[key] = master_or_average
+    tensors = {**slot.state, MASTER: slot.master, EMA: slot.ema}
+    for key, tensor in tensors.items():
+        if tensor is not None:
+            shown[key] = tensor if slot.sharding is None else _wrapped(slot, tensor, held.get(key))
     # A master or an average that is no longer updated would overwrite newer weights later.
     shown.update({k: value for k, value in held.items() if k not in shown and k not in (MASTER, EMA)})
     if shown:
-        held = state.setdefault(slot.param, {})
+        held = state.setdefault(slot.owner, {})
         held.clear()
         held.update(shown)
         slot.published = held
+
+
+def _wrapped(slot: ParamSlot, tensor: Tensor, old: Any) -> Tensor:
+    """A shard of state as a DTensor; the present one, if it shows the same memory."""
+    if is_dtensor(old) and local_of(old) is tensor:
+        return cast(Tensor, old)
+    if not is_dtensor(slot.owner):
+        tensor = own_storage(OwnRows.of(slot.sharding).rows(tensor))
+    return cast(Sharding, slot.sharding).wrap(tensor)

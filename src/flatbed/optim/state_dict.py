@@ -45,7 +45,8 @@ def pack(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> S
         if key not in tables
     }
     for key, slot in tables.items() if with_tables else ():
-        if held := _table_state(slot):
+        held = _table_state(slot)
+        if any(not name.startswith("_") for name in held):  # as torch: without state, no entry
             state[key] = held
     packed = {**state_dict, "state": state}
     if ROUNDS in optimizer.defaults:
@@ -102,7 +103,7 @@ def load(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> N
     optimizer.state = defaultdict(dict, _dense_state(state_dict, _params_by_key(optimizer, state_dict)))
     optimizer.param_groups = groups
     try:
-        optimizer._rebuild(loaded=True)
+        optimizer._rebuild(loaded=True, copies_weights=False)
     except Exception:
         optimizer.state, optimizer.param_groups = before
         raise

@@ -102,12 +102,17 @@ class OptimizerTables:
         stepped = bool(remembered) if has_counts else not store.state_owned and bool(store.record.state)
         slot.table._attach(owner, state_fields(spec, group, slot.table))
         hidden = {name: 1.0 for name in rule.scalars if stepped and name.startswith("_")}
-        store.scalars = hidden | remembered | state.get(slot.table, {})
+        shown = {name: value for name, value in state.get(slot.table, {}).items() if value is not None}
+        store.scalars = hidden | remembered | shown
         self.slots.append(slot)
         self.publish(spec, slot, group, state)
 
     def publish(self, spec: OptimizerSpec, slot: TableSlot, group: Group, state: dict[Any, Any]) -> None:
-        """Complete a table's scalars, as tensors on its computing device, and show them in the state."""
+        """Complete a table's scalars, as tensors on its computing device, and show them in the state.
+
+        State in the records is shown as None: `torch.distributed.checkpoint` loads by the names of the
+        present state.
+        """
         rule, store = spec.rule, slot.table._storage
         # Kernels count in fp32, as torch does. Scalars of torch's own classes may need more.
         dtype = torch.float64 if rule.update is None else torch.float32
@@ -120,8 +125,9 @@ class OptimizerTables:
                 scalars[name] = value
         store.scalars = scalars
         shown = {name: value for name, value in scalars.items() if not name.startswith("_")}
-        held = state.get(slot.table, {})
-        if shown and [*map(id, held.values())] != [*map(id, shown.values())]:
+        shown |= dict.fromkeys((*rule.state_names(group), *slot.row_scalars))
+        held = state.get(slot.table)
+        if held is None or [*map(id, held.values())] != [*map(id, shown.values())]:
             state[slot.table] = shown
 
     def sync(self, spec: OptimizerSpec, groups: Groups, state: dict[Any, Any]) -> None:
@@ -242,12 +248,13 @@ class TableStepper:
     def captured(self) -> bool:
         return self._kernels is not None and self._kernels.coefficients.captured
 
-    def squares(self, options: StepOptions) -> Tensor:
+    def squares(self, options: StepOptions) -> dict[int, Tensor]:
         grads = [pack.grads for pack in self.packs if pack is not None]
         if self._kernels is not None:
-            return self._kernels.squares(grads)
+            return {0: self._kernels.squares(grads)}
         squares = [torch.linalg.vector_norm(g).double().square() for g in grads if g.numel()]
-        return torch.stack(squares) if squares else torch.zeros(1, dtype=torch.float64, device=self.device)
+        zero = torch.zeros(1, dtype=torch.float64, device=self.device)
+        return {0: torch.stack(squares) if squares else zero}
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         """Update the rows that have a gradient."""

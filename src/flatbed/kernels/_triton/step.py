@@ -35,7 +35,16 @@ from flatbed.kernels._triton.coefficients import (
     pointer,
 )
 from flatbed.kernels._triton.launch import TYPES, Launch, element, shared_kernel
-from flatbed.kernels.step import Grads, ParamSlot, Scaling, StepOptions, in_order, is_whole, stride_of
+from flatbed.kernels.step import (
+    Grads,
+    ParamSlot,
+    Scaling,
+    StepOptions,
+    in_order,
+    is_whole,
+    squares_of,
+    stride_of,
+)
 from flatbed.rule import Group, Rule
 
 # Elements per program, 4 per thread: on an H200, 8 per thread were up to 10% slower, 16 up to 25%.
@@ -163,19 +172,21 @@ def update_block(
     RULE: tl.constexpr, HAS: tl.constexpr,
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_STATE: tl.constexpr,
-    FULL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    FULL: tl.constexpr, GRAD_VECTOR: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one block; `FULL`: all of its elements exist and addresses are multiples of 16 bytes."""
+    """Update one block; `FULL`: all of its elements exist and the parameter is aligned to 16 bytes.
+
+    `GRAD_VECTOR` is 1 for gradients that are not aligned: FSDP2 shows them as views of one buffer.
+    """
     at = start + tl.arange(0, BLOCK)
     mask = None if FULL else at < numel
     p_ptr = pointer(tl.load(row_ptr + PARAM), PARAM_TYPE, VECTOR if FULL else 1) + at
-    g_ptr = pointer(grad, GRAD_TYPE, VECTOR if FULL else 1) + at
     master_ptr = pointer(tl.load(row_ptr + MASTER), COMPUTE, VECTOR) + at
     ema_ptr = pointer(tl.load(row_ptr + EMA), COMPUTE, VECTOR) + at
     state_ptrs = ()
     for i in tl.static_range(4):
         state_ptrs = state_ptrs + (pointer(tl.load(row_ptr + (STATES + i)), STATE_TYPE, VECTOR) + at,)  # noqa: RUF005
-    g = load_as(g_ptr, mask, COMPUTE)
+    g = load_as(pointer(grad, GRAD_TYPE, GRAD_VECTOR) + at, mask, COMPUTE)
     p = load_as(master_ptr if HAS_MASTER else p_ptr, mask, COMPUTE)
     state = load_state(state_ptrs, p, mask, HAS, COMPUTE)
     coefficients = load_line(coefficient_ptr, COMPUTE)
@@ -233,17 +244,24 @@ def update_kernel(
     numel = tl.load(row_ptr + NUMEL)
     if skip == 0.0:
         if grad != 0:
-            if ((grad | tl.load(row_ptr + PARAM)) % 16 == 0) & (start + BLOCK <= numel):
+            is_full = (tl.load(row_ptr + PARAM) % 16 == 0) & (start + BLOCK <= numel)
+            if is_full & (grad % 16 == 0):
                 update_block(
                     row_ptr, grad, coefficient_ptr, stats_ptr, start, numel, ema_weight, salt,
                     RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
-                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, True, VECTOR, BLOCK,
+                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, True, VECTOR, VECTOR, BLOCK,
+                )  # fmt: skip
+            elif is_full:
+                update_block(
+                    row_ptr, grad, coefficient_ptr, stats_ptr, start, numel, ema_weight, salt,
+                    RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
+                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, True, 1, VECTOR, BLOCK,
                 )  # fmt: skip
             else:
                 update_block(
                     row_ptr, grad, coefficient_ptr, stats_ptr, start, numel, ema_weight, salt,
                     RULE, HAS, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, COMPUTE,
-                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, False, VECTOR, BLOCK,
+                    HAS_MASTER, HAS_EMA, STOCHASTIC, STOCHASTIC_STATE, False, 1, VECTOR, BLOCK,
                 )  # fmt: skip
         elif HAS_EMA:
             average_block(row_ptr, start, numel, ema_weight, PARAM_TYPE, COMPUTE, HAS_MASTER, BLOCK)
@@ -258,12 +276,14 @@ class LaunchKey(NamedTuple):
     state: torch.dtype
     master: bool
     ema: bool
+    norm_class: int
 
     @staticmethod
     def of(slot: ParamSlot, rule: Rule) -> LaunchKey:
         has = sum(1 << bit for bit, name in enumerate(rule.state) if name in slot.state)
         master, ema = slot.master is not None, slot.ema is not None
-        return LaunchKey(has, slot.param.dtype, slot.grad_dtype, slot.state_dtype, master, ema)
+        dtypes = slot.param.dtype, slot.grad_dtype, slot.state_dtype
+        return LaunchKey(has, *dtypes, master, ema, slot.norm_class)
 
     @property
     def compute(self) -> torch.dtype:
@@ -306,6 +326,8 @@ class TritonStepper:
         self._coefficients = Coefficients(
             rule, groups, self._table, step_stats=step_stats, partials=self._partials, also_used=blocks
         )
+        self._squares_by_class = self._divide_partials()
+        self.whole_grads: Grads | None = None
         self._squares: list[Launch] = []
         self._updates: list[Launch] = []
         self._ordered: list[Tensor] = []
@@ -314,6 +336,7 @@ class TritonStepper:
         keys: dict[LaunchKey, list[int]] = {}
         for i, slot in enumerate(self.slots):
             keys.setdefault(LaunchKey.of(slot, self.rule), []).append(i)
+        keys = dict(sorted(keys.items(), key=lambda item: item[0].norm_class))
         table = np.zeros((len(self.slots), COLUMNS), np.int64)
         found = []
         for key, indices in keys.items():
@@ -332,6 +355,16 @@ class TritonStepper:
             )
         ]
         return torch.from_numpy(table).to(self.device), groups, partials
+
+    def _divide_partials(self) -> dict[int, Tensor]:
+        """The partial sums of each norm class. Those of one class are in one piece."""
+        classes: dict[int, list[int]] = {}
+        start = 0
+        for group in self._groups:
+            stop = start + len(group.partials)
+            classes.setdefault(group.key.norm_class, [start, stop])[1] = stop
+            start = stop
+        return {norm_class: self._partials[start:stop] for norm_class, (start, stop) in classes.items()}
 
     def _fill(self, line: np.ndarray[Any, Any], i: int, first_block: int) -> None:
         slot = self.slots[i]
@@ -365,13 +398,15 @@ class TritonStepper:
             addresses[i] = 0 if grads[i] is None else self._table.data_ptr()
         self._coefficients.set_grads(addresses)
 
-    def squares(self, options: StepOptions) -> Tensor:
+    def squares(self, options: StepOptions) -> dict[int, Tensor]:
+        if self.whole_grads is not None:
+            return squares_of(self.slots, self.whole_grads)
         launches = self._squares
         if not launches or self._coefficients.capturing:
             launches = self._bind_squares()
         for launch in launches:
             launch()
-        return self._partials
+        return self._squares_by_class
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         self._coefficients.prepare(options, scaling, squares)

@@ -1,0 +1,345 @@
+"""Parameters in shards (FSDP2, tensor parallelism): local tensors, state as DTensors, sums over all shards.
+
+`torch.distributed.tensor` takes seconds to import. Parameters can only be DTensors if other code has imported
+it, so that this module looks it up instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatbed.errors import FlatbedError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+LOCAL, SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Tell if an object is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: the tensor itself, unless it is a DTensor."""
+    return _arrived(tensor._local_tensor) if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _arrived(local: Tensor) -> Tensor:
+    """Wait for the result of a collective of tensor parallelism."""
+    return local if type(local) is Tensor or not hasattr(local, "wait") else local.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a tensor is divided among the ranks of a mesh."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Sharding | None:
+        """The sharding of a DTensor; None for other tensors."""
+        if not is_dtensor(tensor):
+            return None
+        held: Any = tensor
+        return Sharding(held.device_mesh, tuple(held.placements), held.shape, held.stride())
+
+    @property
+    def mesh_dims(self) -> tuple[int, ...]:
+        """The dimensions of the mesh along which ranks hold different elements."""
+        return tuple(i for i, placement in enumerate(self.placements) if not placement.is_replicate())
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """Show this rank's part as a DTensor over the same memory."""
+        from torch.distributed.tensor import DTensor
+
+        placing: Any = {"shape": self.shape, "stride": self.stride, "run_check": False}
+        return DTensor.from_local(local, self.mesh, self.placements, **placing)
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """Return this rank's part of a tensor that is whole or divided in any way."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        held: Any = value
+        if is_dtensor(value) and held.device_mesh != self.mesh:
+            held = held.full_tensor()
+        if not is_dtensor(held):
+            held = held.to(self.mesh.device_type)
+            held = DTensor.from_local(held, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        if tuple(held.placements) != self.placements:
+            held = held.redistribute(placements=self.placements)
+        return local_of(held)
+
+
+def whole(value: Tensor) -> Tensor:
+    """All elements of a tensor; ranks exchange theirs if it is divided."""
+    held: Any = value
+    return held.full_tensor() if is_dtensor(value) else value
+
+
+def check_sharding(param: Tensor, name: str) -> None:
+    """Raise for DTensors that no step can update."""
+    sharding = Sharding.of(param)
+    if sharding is None:
+        return
+    mesh, local = sharding.mesh, local_of(param)
+    if mesh.get_coordinate() is None:
+        raise FlatbedError(
+            f"rank {dist.get_rank()} is not part of the mesh of parameter {name}, whose ranks are "
+            f"{mesh.mesh.flatten().tolist()}: give this parameter to optimizers on those ranks only"
+        )
+    if any(placement.is_partial() for placement in sharding.placements):
+        raise FlatbedError(
+            f"parameter {name} is a sum over ranks ({sharding.placements}): redistribute it to Replicate() "
+            f"or Shard(dim) first"
+        )
+    if local.device.type == "cpu" and mesh.device_type != "cpu":
+        raise FlatbedError(
+            f"parameter {name} is on the CPU and its mesh is of {mesh.device_type}: FSDP2 offloads it. Leave "
+            f"out CPUOffloadPolicy, or use torch.optim for it"
+        )
+
+
+class LocalGrads:
+    """Finds this rank's part of the gradients of parameters, some of which are DTensors."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        owners: Sequence[Tensor],
+        parts: Sequence[Callable[[Tensor], Tensor] | None],
+    ) -> None:
+        """Take, for each whole parameter of which a part is updated here, a function that finds the part."""
+        self._names, self._owners, self._parts = names, owners, parts
+        self._sharded = [is_dtensor(owner) for owner in owners]
+        self._all_sharded = all(self._sharded)
+        self._specs: list[Any] = [None] * len(owners)
+        """The spec of the last gradient that was compared with its parameter's."""
+
+    def __call__(self) -> list[Tensor | None]:
+        """The local gradients. Specs are compared by identity first, since comparing values is slow."""
+        # Reading an attribute of 1,000 DTensors takes half the time if torch does not look for overrides.
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [owner.grad for owner in self._owners]
+        if self._all_sharded:
+            try:
+                if all(map(is_, map(SPEC, grads), self._specs)):
+                    found: list[Tensor | None] = list(map(LOCAL, grads))
+                    if set(map(type, found)) == {Tensor}:
+                        return found
+            except AttributeError:  # no gradient, or a plain one
+                pass
+        return [self._find(i, grad) for i, grad in enumerate(grads)]
+
+    def _find(self, i: int, grad: Any) -> Tensor | None:
+        if grad is None:
+            return None
+        if not self._sharded[i]:
+            part = self._parts[i]
+            return grad if part is None else part(grad)
+        check_grad_kind(self._owners[i], grad, self._names[i])
+        owner: Any = self._owners[i]
+        if self._specs[i] is not grad._spec:
+            same = grad.device_mesh == owner.device_mesh and grad.placements == owner.placements
+            if not same:  # gradients of tensor parallelism may be sums that are still to be reduced
+                return local_of(grad.redistribute(placements=owner.placements))
+            self._specs[i] = grad._spec
+        return local_of(grad)
+
+
+def check_grad_kind(param: Tensor, grad: Tensor, name: str) -> None:
+    """Raise if only one of parameter and gradient is a DTensor, or if their shapes or meshes differ."""
+    if is_dtensor(param) != is_dtensor(grad):
+        raise FlatbedError(
+            f"the gradient of parameter {name} is a {type(grad).__name__}, the parameter a "
+            f"{type(param).__name__}: both must be DTensors, or none"
+        )
+    if is_dtensor(param):
+        held, owner = Sharding.of(grad), Sharding.of(param)
+        assert held is not None
+        assert owner is not None
+        if held.mesh != owner.mesh or held.shape != owner.shape:
+            raise FlatbedError(
+                f"the gradient of parameter {name} has shape {tuple(held.shape)} on {held.mesh}, the "
+                f"parameter {tuple(owner.shape)} on {owner.mesh}"
+            )
+
+
+class ShardGroups:
+    """The process groups over which sums of an optimizer's shards are completed.
+
+    Parameters are of one class if the same dimensions of the same mesh divide them. Class 0 is whole on every
+    rank. All ranks find the same classes in the same order, whether their parameters have gradients or not.
+    """
+
+    def __init__(self, shardings: Iterable[Sharding | None], norm_group: Any = None) -> None:
+        self._classes: dict[Any, int] = {None: 0}
+        gathers: dict[Any, list[int]] = {}
+        for sharding in shardings:
+            key = _class_key(sharding)
+            if sharding is None or key in self._classes:
+                continue
+            self._classes[key] = index = len(self._classes)
+            for dim in sharding.mesh_dims:
+                if sharding.mesh.size(dim) > 1:
+                    gathers.setdefault(sharding.mesh.get_group(dim), []).append(index)
+        self._gathers = [(group, _as_slice(classes)) for group, classes in gathers.items()]
+        """A process group, and the classes whose sums its ranks have to add up."""
+        self._norm_group = norm_group if norm_group is not None and norm_group.size() > 1 else None
+
+    @property
+    def many(self) -> bool:
+        """Tell if sums need other ranks."""
+        return bool(self._gathers) or self._norm_group is not None
+
+    def class_of(self, sharding: Sharding | None) -> int:
+        """The class of a parameter."""
+        return self._classes[_class_key(sharding)]
+
+    def total(self, squares: Sequence[dict[int, Tensor]]) -> Tensor:
+        """A vector whose sum is that of all ranks, with the same bits on all of them.
+
+        `squares` has, for each stepper and class, a vector whose sum is this rank's.
+        """
+        device = self._device(squares)
+        vector = torch.zeros(len(self._classes), dtype=torch.float64, device=device)
+        for held in squares:
+            for index, values in held.items():
+                vector[index] += values.to(device).sum()
+        for group, classes in self._gathers:
+            vector[classes] = _gather(vector[classes], group).sum(0)
+        if self._norm_group is not None:
+            vector = _gather(vector.sum().reshape(1), self._norm_group).flatten()
+        return vector
+
+    def any(self, flag: Tensor) -> Tensor:
+        """The largest value of a flag over all ranks."""
+        found = flag.detach().to(torch.float32, copy=True).reshape(1)
+        groups = [group for group, _ in self._gathers]
+        for group in groups if self._norm_group is None else [*groups, self._norm_group]:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return found
+
+    def _device(self, squares: Sequence[dict[int, Tensor]]) -> torch.device:
+        """The device of sums: that of a sharded class, or the first."""
+        found = [values.device for held in squares for values in held.values()]
+        cuda = [device for device in found if device.type != "cpu"]
+        if cuda or found:
+            return (cuda or found)[0]
+        backend = str(dist.get_backend())
+        return torch.device("cpu" if "gloo" in backend or "fake" in backend else "cuda")
+
+
+def _as_slice(indices: list[int]) -> slice | list[int]:
+    """Consecutive indices as a slice, with which a GPU need not wait for the host."""
+    first, last = indices[0], indices[-1]
+    return slice(first, last + 1) if indices == list(range(first, last + 1)) else indices
+
+
+def _class_key(sharding: Sharding | None) -> Any:
+    if sharding is None or not sharding.mesh_dims:
+        return None
+    return sharding.mesh, sharding.mesh_dims
+
+
+def _gather(own: Tensor, group: Any) -> Tensor:
+    """The vectors of all ranks of a group, in rank order."""
+    gathered = own.repeat(group.size(), 1)
+    dist.all_gather(list(gathered.unbind()), own.contiguous(), group=group)
+    return gathered
+
+
+# ---- agreement of ranks
+
+
+class RanksDiffer(FlatbedError):
+    """Ranks hold different parameters or options, or one of them has failed. All ranks have raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A parameter or an option, as ranks compare it."""
+
+    name: str
+    value: str
+    sharding: Sharding | None = None
+
+
+def check_ranks_agree(described: Sequence[Described], failure: Exception | None = None) -> None:
+    """Raise on all ranks of a mesh if parameters or options differ between them, or if one rank has failed.
+
+    Every rank of each mesh calls it. Meshes are visited in one order, since ranks may share several.
+    """
+    meshes = dict.fromkeys(one.sharding.mesh for one in described if one.sharding is not None)
+    for mesh in sorted(meshes, key=lambda mesh: (mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape))):
+        if mesh.get_coordinate() is None:
+            continue
+        own = [(d.name, d.value) for d in described if d.sharding is None or d.sharding.mesh == mesh]
+        message = None if failure is None else f"rank {dist.get_rank()}: {failure}"
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                message = _agree(mesh.get_group(dim), mesh.device_type, own, message)
+        if message is not None and failure is None:
+            raise RanksDiffer(message)
+    if failure is not None:
+        raise failure
+
+
+def check_group_agrees(group: Any, options: dict[str, Any]) -> None:
+    """Raise on all ranks of a process group if options differ between them."""
+    device = "cuda" if "gloo" not in str(dist.get_backend(group)) else "cpu"
+    message = _agree(group, device, [(name, repr(value)) for name, value in options.items()], None)
+    if message is not None:
+        raise RanksDiffer(message)
+
+
+def _agree(group: Any, device: str, own: list[tuple[str, str]], message: str | None) -> str | None:
+    """Compare with the ranks of a process group; return what is wrong, the same on all of them."""
+    digest = hashlib.sha256(repr(own).encode()).digest()[:16]
+    numbers = [int.from_bytes(digest[:7], "little"), int(message is not None)]
+    sent = torch.tensor(numbers, dtype=torch.int64, device=device)
+    found = _gather(sent, group).tolist()
+    if all(line == [found[0][0], 0] for line in found):
+        return message
+    held: list[Any] = [None] * len(found)
+    dist.all_gather_object(held, (dist.get_rank(), own, message), group=group)
+    failed = next((line[2] for line in held if line[2] is not None), None)
+    return failed or next(_differences(held))
+
+
+def _differences(held: list[tuple[int, list[tuple[str, str]], str | None]]) -> Iterator[str]:
+    first_rank, first, _ = held[0]
+    for rank, own, _ in held[1:]:
+        known, others = dict(first), dict(own)
+        for name in {**known, **others}:
+            left, right = known.get(name, "missing"), others.get(name, "missing")
+            if left != right:
+                yield (
+                    f"{name} differs between ranks: rank {first_rank} has {left}, rank {rank} has {right}. "
+                    f"Build the optimizer with the same parameters and options on all ranks"
+                )
+        if first != own:
+            yield f"ranks {first_rank} and {rank} have the same parameters in another order"
+
+
+def reshard(model: nn.Module) -> None:
+    """Make the next forward pass gather the shards of FSDP2 again."""
+    for module in model.modules():
+        again: Any = getattr(module, "reshard", None)
+        if again is not None:
+            again()

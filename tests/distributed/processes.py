@@ -1,0 +1,77 @@
+"""Groups of gloo processes on one machine: a script of scenarios that all ranks run, one after the other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import flatbed
+
+ROOT = Path(__file__).parents[2]
+
+
+def check_script(module: str, folder: Path, *worlds: int) -> None:
+    """Run a script of this folder with one number of ranks after the other; all must end well."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.distributed.{module}", str(folder), *map(str, worlds)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"{worlds[-1]} ranks done" in done.stdout, done.stdout
+
+
+def main(scenarios: Iterable[Callable[..., None]]) -> None:
+    """Start the ranks that the command line asks for. Forked: they share what is imported."""
+    folder = Path(sys.argv[1])
+    for world in map(int, sys.argv[2:]):
+        arguments = (list(scenarios), folder, world)
+        mp.start_processes(_worker, args=arguments, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+        print(world, "ranks done", flush=True)
+
+
+def _worker(rank: int, scenarios: list[Callable[..., None]], folder: Path, world: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
+    for scenario in scenarios:
+        begin = time.perf_counter()
+        torch.manual_seed(0)
+        try:
+            scenario(folder)
+        except BaseException:
+            print(f"rank {rank} in {scenario.__name__}:\n{traceback.format_exc()}", flush=True)
+            os._exit(1)
+        dist.barrier()
+        if rank == 0:
+            print(f"{scenario.__name__}: {time.perf_counter() - begin:.2f} s", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads, winding down, may abort an interpreter that ends by itself
+
+
+def assert_equal_on_all_ranks(tensor: Tensor) -> None:
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor.contiguous())
+    assert all(torch.equal(one, everyone[0]) for one in everyone), everyone
+
+
+def assert_raises(action: Callable[[], Any], *messages: str) -> None:
+    with pytest.raises(flatbed.FlatbedError) as caught:
+        action()
+    assert all(message in str(caught.value) for message in messages), caught.value

@@ -1,0 +1,40 @@
+"""The examples for Lightning and Accelerate learn with two gloo processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAUNCHERS = {
+    "lightning": ["examples/lightning_fsdp.py", "--devices", "2"],
+    "accelerate": [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        "examples/accelerate_fsdp.py",
+    ],
+}
+
+
+@pytest.mark.parametrize("framework", LAUNCHERS)
+def test_two_processes(framework: str) -> None:
+    pytest.importorskip(framework)
+    done = subprocess.run(
+        [sys.executable, *LAUNCHERS[framework], "--steps", "16"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"loss ([\d.]+) norm ([\d.]+)", done.stdout)
+    assert len(found) == 16
+    losses = [float(loss) for loss, _ in found]
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+    assert all(float(norm) > 0 for _, norm in found)

@@ -1,0 +1,76 @@
+"""The kernels on shards, interpreted or on a GPU: empty ones, and gradients at any and at new addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import flatbed
+from tests.optim.conftest import kernel_device
+
+__all__ = ["kernel_device"]
+
+SHAPES = [(0, 4), (1100,), (3, 7), (2, 512)]
+
+
+@pytest.fixture
+def mesh(kernel_device: str) -> Iterator[DeviceMesh]:
+    """A mesh of one rank, whose shards are what a test says they are."""
+    backend = "nccl" if kernel_device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh(kernel_device, [0])
+    dist.destroy_process_group()
+
+
+def shard(local: Tensor, mesh: DeviceMesh) -> Any:
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+
+def at_offset(values: Tensor, n_elements: int) -> Tensor:
+    """The same values, a few elements after the beginning of a buffer."""
+    buffer = torch.empty(values.numel() + n_elements, dtype=values.dtype, device=values.device)
+    return buffer[n_elements:].view(values.shape).copy_(values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_gradients_at_any_address(
+    kernel_device: str, mesh: DeviceMesh, offset: int, dtype: torch.dtype
+) -> None:
+    """The same bits as plain parameters with aligned gradients, clipped, at new addresses in every step."""
+    values = [torch.randn(shape).to(kernel_device, dtype) for shape in SHAPES]
+    plain = [nn.Parameter(value.clone()) for value in values]
+    sharded = [nn.Parameter(shard(value.clone(), mesh)) for value in values]
+    optimizers = [flatbed.optim.AdamW(params, lr=0.1, max_norm=0.5) for params in (plain, sharded)]
+    kept: list[Tensor] = []
+    for _ in range(3):
+        for p, q in zip(plain, sharded, strict=True):
+            p.grad = torch.randn_like(p)
+            kept.append(at_offset(p.grad, offset))
+            q.grad = shard(kept[-1], mesh)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(*(optimizer.grad_norm for optimizer in optimizers))
+    for p, q in zip(plain, sharded, strict=True):
+        assert torch.equal(p, q.to_local())
+        for key, value in optimizers[0].state[p].items():
+            found = optimizers[1].state[q][key]
+            assert torch.equal(value, found.to_local() if isinstance(found, DTensor) else found), key
+
+
+def test_a_local_tensor_that_is_replaced(kernel_device: str, mesh: DeviceMesh) -> None:
+    """FSDP2 gives a DTensor new memory when the module is moved or materialized."""
+    p: Any = nn.Parameter(shard(torch.ones(600, device=kernel_device), mesh))
+    optimizer = flatbed.optim.SGD([p], lr=1.0)
+    for step in range(3):
+        p.grad = shard(torch.ones(600, device=kernel_device), mesh)
+        optimizer.step()
+        assert torch.equal(p.to_local(), torch.full_like(p.to_local(), -float(step)))
+        p._local_tensor = p._local_tensor.clone()
