@@ -279,11 +279,11 @@ class DiskStorage:
             apply(files.table, files.journal.records, rows=files.journal.rows(), state=state)
             if state.n_rows != self.n_rows:
                 files.table.map(RECORDS_AT, self.record.nbytes, count=state.n_rows, random=True)
-            files.journal.unseal(durably=False)
-            files.keep_journal = False
             files.journal.clear(same_rows=state.n_rows == self.n_rows)
-            self._state, self.n_rows, self._sealed = state, state.n_rows, None
+            self._state, self.n_rows, self._sealed, files.keep_journal = state, state.n_rows, None, False
             self._is_held = self._is_committing = False
+            # Last: until then an interrupted commit is repeated, and a kill meanwhile needs the journal.
+            files.journal.unseal(durably=False)
 
     def abort(self) -> None:
         """Undo `prepare`: changed rows stay in the journal, for another checkpoint."""
@@ -351,7 +351,7 @@ class DiskStorage:
         table, journal = self._files.table, self._files.journal
         table.check_name()
         table.fill_holes()
-        self._files.keep_journal = True
+        self._files.keep_journal, self._is_committing = True, False
         self._broken = "the last checkpoint failed, and what of it is on the disk is not known"
         try:
             journal.seal(state, decision, base=self._state.word, n_rows=self.n_rows)
