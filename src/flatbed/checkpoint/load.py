@@ -232,6 +232,7 @@ def _begin_table(
             "checkpoint in another folder). Load the folder that was saved last, put a copy of the file from "
             "then in its place, or save with copy_disk_tables=True from now on"
         )
+    table._storage.check_name()
     return partial(_revert, table)
 
 

@@ -344,6 +344,11 @@ class TableStorage:
         saved = cast(DiskStorage, storage).meta.get("scalars", {})
         return any(float(value) != saved.get(name, 0.0) for name, value in self.scalars.items())
 
+    def settle(self) -> None:
+        """Complete or drop a checkpoint of `flatbed.save_checkpoint` that was interrupted."""
+        if isinstance(self._storage, DiskStorage) and os.getpid() == self._process:
+            self._storage.settle()
+
     def checkpoint(self) -> None:
         """Make rows and state of a disk table durable, all or nothing."""
         storage = self.disk_storage()
@@ -368,10 +373,15 @@ class TableStorage:
         storage = cast(DiskStorage, self._storage)
         return token in (storage.meta.get("token"), (storage.pending_meta or {}).get("token"))
 
+    def check_name(self) -> None:
+        """Raise if the file of a disk table was removed, renamed or replaced since it was opened."""
+        cast(DiskStorage, self._storage).check_name()
+
     def revert(self) -> dict[str, float]:
         """Go back to the file's last checkpoint, and return the numbers of state that it holds."""
         with self._lock:  # no other thread may make a cache meanwhile
             storage = cast(DiskStorage, self._storage)  # no layout, which would be another checkpoint
+            storage.check_name()  # before anything is lost: opening it again would fail
             self.abandon_cache()
             storage.close()  # drops rows that changed since
             self._storage = storage = DiskStorage.open(storage.path)

@@ -100,6 +100,10 @@ class DiskStorage:
         """Raise if the storage is closed, or if this is a forked process."""
         self._files.check()
 
+    def check_name(self) -> None:
+        """Raise if the file was removed, renamed or replaced since it was opened."""
+        self._files.table.check_name()
+
     def serves(self, device: torch.device) -> bool:
         """Any device: rows are copied to it."""
         return True
@@ -257,6 +261,12 @@ class DiskStorage:
     def release(self) -> None:
         """Let rows change again. The next change commits a prepared checkpoint if its decision was made."""
         self._is_held = False
+
+    def settle(self) -> None:
+        """Complete or drop a checkpoint that was prepared, as the next change would."""
+        if self._sealed is not None:
+            with self._use(change=True):
+                pass
 
     def _resolve(self) -> None:
         """Complete a checkpoint that was interrupted, or drop one that was not decided."""
