@@ -225,9 +225,17 @@ def _begin_table(
             f"the rows of {name} are not in {path}, but in the table's own file: build it with "
             f'storage="disk" and that path, or save with copy_disk_tables=True'
         )
-    if not table._storage.has_token(token):
+    config, is_same = table._storage.config, table._storage.has_token(token)
+    if config.read_only:
+        if not is_same:
+            raise FlatbedError(
+                f"{config.path} (table {name}) was loaded with read_only=True and cannot be loaded into: its "
+                f"file is not as it was when {path.parent} was saved. Load the folder that was saved last"
+            )
+        return lambda: None
+    if not is_same:
         raise FlatbedError(
-            f"{table._storage.config.path} (table {name}) is not as it was when {path.parent} was saved: "
+            f"{config.path} (table {name}) is not as it was when {path.parent} was saved: "
             "it is another file, or had a later checkpoint (table.checkpoint(), table.close(), resize, or a "
             "checkpoint in another folder). Load the folder that was saved last, put a copy of the file from "
             "then in its place, or save with copy_disk_tables=True from now on"

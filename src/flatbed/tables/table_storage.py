@@ -32,7 +32,7 @@ from flatbed.tables.storage.base import (
     reported,
     row_blocks,
 )
-from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 
 
 class TableStorage:
@@ -217,14 +217,15 @@ class TableStorage:
                     new = create_storage(self.config, record, self.device, fill=filling, meta=meta)
                 undo.callback(self._drop_unless_used, new)
                 return lambda: self._use_storage(new)
-            storage = self.ensure_layout()
+            self.ensure_layout()
             if not self.in_memory:
                 self.forget_cache()
                 kept = [] if is_complete else [self._kept_rows(record)]
+                on_disk = self.disk_storage()  # raises for a table that is read-only
                 with reported(doing, n_rows, in_turn(*kept, fill)) as filling:
-                    draft = cast(DiskStorage, storage).draft(record, fill=filling, meta=meta)
+                    draft = on_disk.draft(record, fill=filling, meta=meta)
                 undo.callback(draft.discard)
-                return lambda: self._use_storage(cast(DiskStorage, storage).replaced_by(draft))
+                return lambda: self._use_storage(on_disk.replaced_by(draft))
         return lambda: self._replace_in_memory(record, fill, doing)
 
     def _use_storage(self, storage: Storage) -> None:
@@ -370,6 +371,9 @@ class TableStorage:
         """True if the file's checkpoint, or one that is prepared, was made with this token."""
         if self._storage is None or self.in_memory:
             return False
+        if isinstance(self._storage, ReadOnlyStorage):
+            self._storage.refresh()
+            return token == self._storage.meta.get("token")
         storage = cast(DiskStorage, self._storage)
         return token in (storage.meta.get("token"), (storage.pending_meta or {}).get("token"))
 
