@@ -219,9 +219,9 @@ class TableStorage:
                 return lambda: self._use_storage(new)
             self.ensure_layout()
             if not self.in_memory:
+                on_disk = self.disk_storage()  # raises for a table that is read-only
                 self.forget_cache()
                 kept = [] if is_complete else [self._kept_rows(record)]
-                on_disk = self.disk_storage()  # raises for a table that is read-only
                 with reported(doing, n_rows, in_turn(*kept, fill)) as filling:
                     draft = on_disk.draft(record, fill=filling, meta=meta)
                 undo.callback(draft.discard)

@@ -121,9 +121,7 @@ def test_reads_beside_checkpoints_are_whole(tmp_path: Path) -> None:
     emb.table.close()
 
 
-def test_threads_that_share_a_table_keep_its_file_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_share_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emb = trained(tmp_path)
     set_to(emb, 1.0)
     emb.table.checkpoint()
