@@ -22,6 +22,7 @@ from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.errors import FlatbedError
 from flatbed.tables.embedding import Embedding, tables
 from flatbed.tables.loading import load_table
+from flatbed.tables.storage.disk import storage
 from tests.tables.training import Expected, Model, Operations, build, close, difference, snapshot, step
 
 ROOT = Path(__file__).parents[2]
@@ -371,6 +372,24 @@ def test_disk_table_with_a_later_checkpoint_raises(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "saved", model, optimizer)
 
 
+def test_disk_table_whose_file_was_renamed_raises(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    saved = snapshot(model, optimizer)
+    step(model, optimizer, 2)
+    before = snapshot(model, optimizer)
+    (tmp_path / "1.bed").rename(tmp_path / "elsewhere")
+    with pytest.raises(FlatbedError, match=r"1\.bed was removed or replaced.*put it back"):
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+    with pytest.raises(FlatbedError, match="put it back"):
+        model.second.table._storage.revert()
+    assert difference(snapshot(model, optimizer), before) is None
+    (tmp_path / "elsewhere").rename(tmp_path / "1.bed")
+    load_checkpoint(tmp_path / "saved", model, optimizer)
+    assert difference(snapshot(model, optimizer), saved) is None
+
+
 def test_disk_table_in_place_does_not_load_into_memory(tmp_path: Path) -> None:
     model, optimizer = build(tmp_path / "a")
     save_checkpoint(tmp_path / "saved", model, optimizer)
@@ -589,3 +608,19 @@ def test_closing_a_table_that_is_newer_than_its_folder_raises(tmp_path: Path) ->
     emb = flatbed.Embedding(10, 4, storage="disk", path=tmp_path / "items.bed")
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
     flatbed.load_checkpoint(tmp_path / "run", emb, optimizer)
+
+
+def test_closing_a_table_completes_an_interrupted_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    before = snapshot(model, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "apply", lambda *_, **__: failing(KeyboardInterrupt())())
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path / "saved", model, optimizer)
+    model.second.table.close()
+    model, optimizer = build(tmp_path)
+    load_checkpoint(tmp_path / "saved", model, optimizer)
+    assert difference(snapshot(model, optimizer), before) is None

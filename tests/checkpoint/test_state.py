@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import flatbed
-from flatbed.checkpoint import load_checkpoint, save_checkpoint
+from flatbed.checkpoint import load, load_checkpoint, save_checkpoint
 from flatbed.errors import FlatbedError
+from tests.tables.training import build, close, difference, snapshot, step
 
 SCHEDULERS: dict[str, Any] = {
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 6], gamma=0.5),
@@ -156,3 +157,55 @@ def test_the_class_of_the_optimizer_is_compared(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="state of Adam, and AdamW goes on"):
         flatbed.load_checkpoint(tmp_path, other, flatbed.optim.AdamW(other, lr=0.1))
     assert torch.equal(other.read_rows(range(10)), emb.read_rows(range(10)))
+
+
+class Refusing(lr_scheduler.StepLR):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        raise KeyError("missing")
+
+
+class RefusingModule(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"a": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise ValueError(f"no {state}")
+
+
+@pytest.mark.parametrize("what", ["scheduler", "extra state", "table"])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_error_of_one_part_leaves_all_as_they_were(
+    what: str, stepped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(folder: Path) -> tuple[Any, Any, list[Any]]:
+        model: Any = build(folder, ("disk", "disk"))[0]
+        if what == "extra state":
+            model.one_more = RefusingModule(2, 2)
+        model.last = nn.Linear(2, 2)
+        optimizer = flatbed.optim.Adam(model, lr=0.1)
+        kinds = [lr_scheduler.StepLR, Refusing if what == "scheduler" else lr_scheduler.StepLR]
+        return model, optimizer, [kind(optimizer, 1) for kind in kinds]
+
+    model, optimizer, schedulers = made(tmp_path)
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer, scheduler=schedulers)
+    if stepped:
+        step(model, optimizer, 2)
+        schedulers[0].step()
+    else:
+        close(model)
+        model, optimizer, schedulers = made(tmp_path)
+        nn.init.zeros_(model.last.weight)
+    if what == "table":
+        monkeypatch.setattr(load, "_revert", lambda table: {}[table.storage])
+    before = snapshot(model, optimizer)
+    rates = [scheduler.state_dict() for scheduler in schedulers]
+    groups = optimizer.state_dict()["param_groups"]
+    with pytest.raises(FlatbedError, match={"extra state": "Model.*no"}.get(what, f"{what} .*KeyError")):
+        load_checkpoint(tmp_path / "saved", model, optimizer, scheduler=schedulers)
+    assert difference(snapshot(model, optimizer), before) is None
+    assert [scheduler.state_dict() for scheduler in schedulers] == rates
+    assert optimizer.state_dict()["param_groups"] == groups
+    step(model, optimizer, 3)
+    close(model)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from flatbed.checkpoint.folder import (
     OPTIMIZERS,
@@ -29,6 +32,7 @@ from flatbed.checkpoint.state import (
     check_same,
     dense_state,
     load_all,
+    plain_state,
     set_rng_state,
     unpack,
     unpacked_state,
@@ -41,7 +45,7 @@ from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import read_tensors
 
-Finish = Callable[[], None]
+Finish = Callable[[], object]
 """Does the rest of a change, which cannot fail for lack of space or by a wrong file."""
 
 
@@ -57,7 +61,8 @@ def load_checkpoint(
     """Load a checkpoint of `save_checkpoint` into the same model, optimizers and tables; returns `extra`.
 
     All files are read and checked first, and nothing changes if one of them does not fit, is damaged, or
-    finds no space. (Control-C while rows in memory are being replaced leaves them half loaded: load again.)
+    finds no space. An error of a `load_state_dict` puts everything back: copies are kept in host memory.
+    (Control-C while rows in memory are being replaced leaves them half loaded: load again.)
     What is not passed is left out: without optimizers, tables are loaded without their state.
     `folder` may be a version in the folder that ``keep=`` has kept. With torch.distributed, all ranks call
     this.
@@ -68,18 +73,90 @@ def load_checkpoint(
         check_files(path, manifest)
         values = _model_values(path, manifest, training.model)
         states = _optimizer_states(path, manifest, training.optimizers)
-        others = _other_states(path, manifest, training, rng=rng)
+        others = _other_states(path, manifest, training)
+        random = _random_state(path, manifest) if rng else None
         names = _same_names(path, "tables", manifest["tables"], training.tables)
         finishes = [
-            _begin_table(path, name, training, file=manifest["tables"][name], token=token, undo=undo)
-            for name in names
+            (f"table {name}", _begin_table(path, name, training, file=file, token=token, undo=undo))
+            for name, file in ((name, manifest["tables"][name]) for name in names)
         ]
         _warn_of_other_classes(path, training.optimizers)
-        load_all(training.optimizers, states)
-        training.model.load_state_dict(values, strict=False)
-        for finish in (*finishes, *others):
-            finish()
+        with _put_back_after_errors(training):
+            parts: list[tuple[str, Finish]] = [
+                ("an optimizer", partial(load_all, training.optimizers, states)),
+                (f"model {type(model).__name__}", partial(model.load_state_dict, values, strict=False)),
+                *others,
+                *finishes,  # last: rows are not copied
+            ]
+            for what, finish in parts:
+                with _naming(what, path):
+                    finish()
+            if random is not None:
+                set_rng_state(random)
     return dict(manifest["extra"])
+
+
+@contextmanager
+def _put_back_after_errors(training: Training) -> Iterator[None]:
+    """Load the present state of model, optimizers, schedulers and scaler back if the block raises."""
+    model = {
+        name: _copied(value, to_host=isinstance(value, Tensor))
+        for name, value in dense_state(training.model).items()
+    }
+    optimizers = [_copied(plain_state(optimizer), to_host=True) for optimizer in training.optimizers]
+    others = [(thing, _copied(thing.state_dict())) for thing in training.with_state_dicts]
+    try:
+        yield
+    except BaseException:
+        _put_back(training.model, model)
+        for optimizer, state in zip(training.optimizers, optimizers, strict=True):
+            with suppress(Exception):  # of the part that raised, which may refuse any state
+                load_all([optimizer], [state])
+        for thing, state in others:
+            with suppress(Exception):
+                thing.load_state_dict(state)
+        raise
+
+
+def _copied(value: Any, *, to_host: bool = False) -> Any:
+    """Copy a state dict; tensors also to the host, where they take no memory of a GPU."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            is_empty = leaf.is_meta or nn.parameter.is_lazy(leaf)
+            return leaf if is_empty else leaf.detach().to("cpu" if to_host else leaf.device, copy=True)
+        try:
+            return copy.deepcopy(leaf)
+        except Exception:  # an object of the user's that cannot be copied
+            return leaf
+
+    return tree_map(copied, value)
+
+
+def _put_back(model: nn.Module, before: Mapping[str, Any]) -> None:
+    """Copy a model's state back, without `load_state_dict`, which stops at the first error."""
+    for name, value in dense_state(model).items():
+        old, (prefix, _, last) = before.get(name), name.rpartition(".")
+        if last == "_extra_state":
+            with suppress(Exception):
+                model.get_submodule(prefix).set_extra_state(old)
+        elif isinstance(value, Tensor) and isinstance(old, Tensor) and value.shape == old.shape:
+            with torch.no_grad():
+                value.copy_(old)
+
+
+@contextmanager
+def _naming(what: str, path: Path) -> Iterator[None]:
+    """Turn an error into a `FlatbedError` that names what could not be loaded."""
+    try:
+        yield
+    except FlatbedError:
+        raise
+    except Exception as error:
+        raise FlatbedError(
+            f"{what} cannot load its state from {path} ({type(error).__name__}: {error}): pass what was "
+            "saved there, or restore the checkpoint from a copy"
+        ) from error
 
 
 def check_path(path: Path) -> str:
@@ -171,9 +248,8 @@ def _warn_of_other_classes(path: Path, optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def _other_states(path: Path, manifest: Mapping[str, Any], training: Training, *, rng: bool) -> list[Finish]:
-    """Read the state of schedulers, scaler and random generators; returns the functions that load it."""
-    file = path / "state.safetensors"
+def _other_states(path: Path, manifest: Mapping[str, Any], training: Training) -> list[tuple[str, Finish]]:
+    """Read the state of schedulers and scaler; returns their names, and the functions that load it."""
     asked = [("schedulers", len(training.schedulers)), ("scaler", int(training.scaler is not None))]
     found = {"schedulers": len(manifest["schedulers"]), "scaler": int(manifest["scaler"] is not None)}
     for name, n_asked in asked:
@@ -182,32 +258,43 @@ def _other_states(path: Path, manifest: Mapping[str, Any], training: Training, *
                 f"{path} holds the state of {found[name]} {name}; found {n_asked} to load it into. Pass as "
                 "many, in the same order, or none"
             )
-    tensors = read_tensors(file) if file.exists() else {}
-    finishes: list[Finish] = []
-    pairs = [*zip(training.schedulers, manifest["schedulers"], strict=False)]
-    pairs += [] if training.scaler is None else [(training.scaler, manifest["scaler"])]
-    try:
-        for thing, packed in pairs:
+    finishes: list[tuple[str, Finish]] = []
+    parts = [
+        (f"scheduler {n}", thing, packed)
+        for n, (thing, packed) in enumerate(zip(training.schedulers, manifest["schedulers"], strict=False))
+    ]
+    parts += [] if training.scaler is None else [("scaler", training.scaler, manifest["scaler"])]
+    with _reading_state(path) as tensors:
+        for name, thing, packed in parts:
             state = unpacked_state(thing, packed, tensors, where=str(path))
-            finishes.append(partial(thing.load_state_dict, state))
-        if rng:
-            finishes.append(partial(set_rng_state, _rng_of_this_rank(path, manifest["rng"], tensors)))
+            finishes.append((f"{name} ({type(thing).__name__})", partial(thing.load_state_dict, state)))
+    return finishes
+
+
+def _random_state(path: Path, manifest: Mapping[str, Any]) -> Any:
+    """Read and check the state of this rank's random generators."""
+    saved = manifest["rng"]
+    with _reading_state(path) as tensors:
+        if len(saved) != world_size():
+            raise FlatbedError(
+                f"{path} holds the random states of {len(saved)} ranks; found {world_size()}: save with "
+                "rng=True, on as many ranks, or load without it"
+            )
+        state = unpack(saved[dist.get_rank() if world_size() > 1 else 0], tensors)
+        check_rng_state(state)
+    return state
+
+
+@contextmanager
+def _reading_state(path: Path) -> Iterator[dict[str, Tensor]]:
+    """Read the tensors of schedulers, scaler and random generators; what does not fit them is damage."""
+    file = path / "state.safetensors"
+    try:
+        yield read_tensors(file) if file.exists() else {}
     except FlatbedError:
         raise
     except DAMAGE as error:
         raise damaged(file, error) from error
-    return finishes
-
-
-def _rng_of_this_rank(path: Path, saved: list[Any], tensors: Mapping[str, Tensor]) -> Any:
-    if len(saved) != world_size():
-        raise FlatbedError(
-            f"{path} holds the random states of {len(saved)} ranks; found {world_size()}: save with "
-            "rng=True, on as many ranks, or load without it"
-        )
-    state = unpack(saved[dist.get_rank() if world_size() > 1 else 0], tensors)
-    check_rng_state(state)
-    return state
 
 
 def _begin_table(
@@ -225,13 +312,22 @@ def _begin_table(
             f"the rows of {name} are not in {path}, but in the table's own file: build it with "
             f'storage="disk" and that path, or save with copy_disk_tables=True'
         )
-    if not table._storage.has_token(token):
+    config, is_same = table._storage.config, table._storage.has_token(token)
+    if config.read_only:
+        if not is_same:
+            raise FlatbedError(
+                f"{config.path} (table {name}) was loaded with read_only=True and cannot be loaded into: its "
+                f"file is not as it was when {path.parent} was saved. Load the folder that was saved last"
+            )
+        return lambda: None
+    if not is_same:
         raise FlatbedError(
-            f"{table._storage.config.path} (table {name}) is not as it was when {path.parent} was saved: "
+            f"{config.path} (table {name}) is not as it was when {path.parent} was saved: "
             "it is another file, or had a later checkpoint (table.checkpoint(), table.close(), resize, or a "
             "checkpoint in another folder). Load the folder that was saved last, put a copy of the file from "
             "then in its place, or save with copy_disk_tables=True from now on"
         )
+    table._storage.check_name()
     return partial(_revert, table)
 
 

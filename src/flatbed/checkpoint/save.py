@@ -38,6 +38,11 @@ class Training:
     scaler: Any
     tables: dict[str, Table]
 
+    @property
+    def with_state_dicts(self) -> tuple[Any, ...]:
+        """Schedulers and scaler."""
+        return (*self.schedulers, *(() if self.scaler is None else (self.scaler,)))
+
     @staticmethod
     def of(model: nn.Module, optimizer: Any, scheduler: Any = None, scaler: Any = None) -> Training:
         """Check the arguments of `save_checkpoint` and `load_checkpoint`."""

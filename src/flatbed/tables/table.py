@@ -370,6 +370,8 @@ class Table(TableParameter):
         `flatbed.save_checkpoint` raises if rows changed since: a checkpoint of its own would make that folder
         unloadable. If the checkpoint fails, the table stays open.
         """
+        if not discard:
+            self._storage.settle()  # a checkpoint of its own would not be the one that the folder refers to
         if not discard and self._storage.has_unsaved_changes:
             if self._storage.is_part_of_folder:
                 raise FlatbedError(

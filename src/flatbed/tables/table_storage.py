@@ -32,7 +32,7 @@ from flatbed.tables.storage.base import (
     reported,
     row_blocks,
 )
-from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 
 
 class TableStorage:
@@ -217,14 +217,15 @@ class TableStorage:
                     new = create_storage(self.config, record, self.device, fill=filling, meta=meta)
                 undo.callback(self._drop_unless_used, new)
                 return lambda: self._use_storage(new)
-            storage = self.ensure_layout()
+            self.ensure_layout()
             if not self.in_memory:
+                on_disk = self.disk_storage()  # raises for a table that is read-only
                 self.forget_cache()
                 kept = [] if is_complete else [self._kept_rows(record)]
                 with reported(doing, n_rows, in_turn(*kept, fill)) as filling:
-                    draft = cast(DiskStorage, storage).draft(record, fill=filling, meta=meta)
+                    draft = on_disk.draft(record, fill=filling, meta=meta)
                 undo.callback(draft.discard)
-                return lambda: self._use_storage(cast(DiskStorage, storage).replaced_by(draft))
+                return lambda: self._use_storage(on_disk.replaced_by(draft))
         return lambda: self._replace_in_memory(record, fill, doing)
 
     def _use_storage(self, storage: Storage) -> None:
@@ -344,6 +345,11 @@ class TableStorage:
         saved = cast(DiskStorage, storage).meta.get("scalars", {})
         return any(float(value) != saved.get(name, 0.0) for name, value in self.scalars.items())
 
+    def settle(self) -> None:
+        """Complete or drop a checkpoint of `flatbed.save_checkpoint` that was interrupted."""
+        if isinstance(self._storage, DiskStorage) and os.getpid() == self._process:
+            self._storage.settle()
+
     def checkpoint(self) -> None:
         """Make rows and state of a disk table durable, all or nothing."""
         storage = self.disk_storage()
@@ -365,13 +371,21 @@ class TableStorage:
         """True if the file's checkpoint, or one that is prepared, was made with this token."""
         if self._storage is None or self.in_memory:
             return False
+        if isinstance(self._storage, ReadOnlyStorage):
+            self._storage.refresh()
+            return token == self._storage.meta.get("token")
         storage = cast(DiskStorage, self._storage)
         return token in (storage.meta.get("token"), (storage.pending_meta or {}).get("token"))
+
+    def check_name(self) -> None:
+        """Raise if the file of a disk table was removed, renamed or replaced since it was opened."""
+        cast(DiskStorage, self._storage).check_name()
 
     def revert(self) -> dict[str, float]:
         """Go back to the file's last checkpoint, and return the numbers of state that it holds."""
         with self._lock:  # no other thread may make a cache meanwhile
             storage = cast(DiskStorage, self._storage)  # no layout, which would be another checkpoint
+            storage.check_name()  # before anything is lost: opening it again would fail
             self.abandon_cache()
             storage.close()  # drops rows that changed since
             self._storage = storage = DiskStorage.open(storage.path)

@@ -121,6 +121,50 @@ def test_reads_beside_checkpoints_are_whole(tmp_path: Path) -> None:
     emb.table.close()
 
 
+def test_threads_share_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emb = trained(tmp_path)
+    set_to(emb, 1.0)
+    emb.table.checkpoint()
+    table, read, nested = served(tmp_path), MappedFile.read, []
+
+    def read_late(*args: Any) -> int:
+        if not nested:
+            nested.append(True)
+            set_to(emb, 2.0)
+            emb.table.checkpoint()
+            assert (table.read_rows(EVERY) == 2).all()  # opens the file again
+        return read(*args)
+
+    monkeypatch.setattr(MappedFile, "read", read_late)
+    assert (table.read_rows(EVERY) == 2).all()
+    assert nested
+
+
+def test_loading_a_checkpoint(tmp_path: Path) -> None:
+    emb, folder = trained(tmp_path), tmp_path / "run"
+    set_to(emb, 1.0)
+    flatbed.save_checkpoint(folder, emb, extra={"step": 1})
+    table = served(tmp_path)
+    reader = flatbed.Embedding.from_table(table)
+    assert flatbed.load_checkpoint(folder, reader) == {"step": 1}
+    set_to(emb, 2.0)
+    flatbed.save_checkpoint(folder, emb, extra={"step": 2})
+    assert flatbed.load_checkpoint(folder, reader) == {"step": 2}
+    assert (table.read_rows(EVERY) == 2).all()
+    flatbed.save_checkpoint(tmp_path / "copied", emb, copy_disk_tables=True)
+    emb.table.save(tmp_path / "t.safetensors")
+    emb.table.checkpoint()
+    changes = (
+        lambda: flatbed.load_checkpoint(folder, reader),
+        lambda: flatbed.load_checkpoint(tmp_path / "copied", reader),
+        lambda: table.load(tmp_path / "t.safetensors"),
+    )
+    for change in changes:
+        with pytest.raises(FlatbedError, match="read_only"):
+            change()
+    assert (table.read_rows(EVERY) == 2).all()
+
+
 def test_checkpoint_that_was_half_copied_is_read_from_its_journal(tmp_path: Path) -> None:
     emb = trained(tmp_path)
     set_to(emb, 1.0)

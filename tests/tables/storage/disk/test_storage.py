@@ -8,6 +8,8 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -318,6 +320,35 @@ def test_interrupted_commit_can_be_repeated(tmp_path: Path) -> None:
     assert (storage.generation, storage.meta) == (2, {"step": 2})
     storage.close()
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", ["clear", "unseal"])
+def test_kill_while_an_interrupted_commit_is_repeated(name: str, done: bool, tmp_path: Path) -> None:
+    (tmp_path / "live").mkdir()
+    storage = made(tmp_path / "live")
+    storage.scatter_(torch.arange(50), random_records(50))
+    now = everything(storage)
+    real = getattr(journal.Journal, name)
+
+    def interrupt(*args: Any, **options: Any) -> None:
+        if done:
+            real(*args, **options)
+        raise KeyboardInterrupt
+
+    def kill(*_: Any) -> None:
+        if not (tmp_path / "killed").exists():
+            shutil.copytree(tmp_path / "live", tmp_path / "killed")
+            raise KeyboardInterrupt
+
+    with mock.patch.object(journal.Journal, name, interrupt), pytest.raises(KeyboardInterrupt):
+        storage.checkpoint({"step": 1})
+    with mock.patch.object(MappedFile, "sync", kill), pytest.raises(KeyboardInterrupt):
+        storage.checkpoint({"step": 2})
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "killed" / "table")), now)
+    storage.checkpoint({"step": 3})
+    storage.close()
+    assert np.array_equal(everything(DiskStorage.open(tmp_path / "live" / "table")), now)
 
 
 @pytest.mark.parametrize("token", ["mine", "before", None])

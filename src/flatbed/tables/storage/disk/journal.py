@@ -266,11 +266,10 @@ class Journal:
 
     def clear(self, *, same_rows: bool = True) -> None:
         """Forget all changed rows; the file keeps its space for the next ones."""
-        if same_rows and self._slot_of_row is not None:
-            self._slot_of_row[self._row_of_slot[: self.n_slots]] = 0
-        else:
-            self._slot_of_row = None
-        self.n_slots = self._n_lost = 0
+        slots = self._slot_of_row if same_rows else None
+        if slots is not None:
+            slots[self._row_of_slot[: self.n_slots]] = 0
+        self._slot_of_row, self.n_slots, self._n_lost = slots, 0, 0
 
     def close(self, *, remove: bool) -> None:
         """Release memory and file; a sealed journal must not be removed."""

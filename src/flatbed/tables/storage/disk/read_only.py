@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +39,22 @@ Stamp = tuple[int, bytes]
 """Number of the file and first bytes of its state: other ones mean that rows may have changed."""
 
 
+@dataclass(frozen=True, eq=False)
+class OpenVersion:
+    """The file as it was opened. It stays open while a thread reads it, and is closed when collected."""
+
+    file: MappedFile
+    rows: Records
+    record: Record
+    state: State
+    stamp: Stamp
+    changed: tuple[NDArray[np.int64], Records] | None
+    """Rows of a checkpoint that is being copied to the file, sorted, and their records."""
+
+    def __del__(self) -> None:
+        self.file.close()
+
+
 class ReadOnlyStorage:
     """Weights of a table's file, as of the last completed checkpoint.
 
@@ -52,30 +69,35 @@ class ReadOnlyStorage:
     unsaved_rows = 0
 
     def __init__(self, path: str | Path) -> None:
-        self._file: MappedFile | None = None
+        self._version: OpenVersion | None = None
+        self._is_closed = False
+        self.meta: dict[str, Any] = {}
         self.path = Path(os.path.realpath(path))
-        self.record: Record
         self._pool = copy_threads()
-        state = self._open()
-        self.n_rows, self.meta = state.n_rows, {**normal(state.meta), "scalars": {}}
+        version = self._open()
+        self.n_rows, self.record = version.state.n_rows, version.record
 
-    def _open(self) -> State:
-        """Map the file as it is now, and the rows of a checkpoint that is being copied to it."""
+    def _open(self) -> OpenVersion:
+        """Map the file as it is now, and the rows of a checkpoint that is being copied to it.
+
+        Other threads may still read the version before: the last one to end closes it.
+        """
         if not self.path.exists():
             raise FlatbedError(f"there is no table at {self.path}; check the path")
         deadline = time.monotonic() + PATIENCE
         while True:
             file = MappedFile(self.path, read_only=True)
             try:
-                state = self._read(file)
+                version = self._read(file)
             except BaseException:
                 file.close()
                 raise
-            if state is not None:
-                old, self._file = self._file, file
-                if old is not None:
-                    old.close()
-                return state
+            if version is not None:
+                self._version = version
+                self.meta = {**normal(version.state.meta), "scalars": {}}
+                if self._is_closed:  # by another thread meanwhile
+                    self._version = None
+                return version
             file.close()
             if time.monotonic() > deadline:
                 raise DamagedFileError(
@@ -84,9 +106,13 @@ class ReadOnlyStorage:
                 )
             time.sleep(0.01)
 
-    def _read(self, file: MappedFile) -> State | None:
+    def _read(self, file: MappedFile) -> OpenVersion | None:
         """Read header, state and journal; None if they do not fit together at this moment."""
         stamp = self._stamp_of(file)
+        try:
+            file.check_name()
+        except FlatbedError:
+            return None  # the stamp is that of a file which replaced this one
         head = np.zeros(RECORDS_AT, np.uint8)
         length = file.read(0, head)
         identity = decode_identity(self.path, head[: min(length, PAGE)].tobytes())
@@ -100,14 +126,14 @@ class ReadOnlyStorage:
             changed = self._changed_rows(identity.table, nbytes, state)
         if (state.applying and changed is None) or self._stamp_of(file) != stamp:
             return None
-        n_rows = state.n_rows if self._file is None else self.n_rows
+        is_first = self._version is None and not self._is_closed
+        n_rows = state.n_rows if is_first else self.n_rows
         if file.size < RECORDS_AT + n_rows * nbytes or state.n_rows < n_rows:
             raise DamagedFileError(f"{self.path} was cut short, or replaced by a smaller table; restore it")
-        if self._file is not None and record != self.record:
+        if not is_first and record != self.record:
             raise FlatbedError(f"{self.path} was replaced by another table; load it again")
-        file.map(RECORDS_AT, nbytes, count=n_rows, random=True)
-        self.record, self._stamp, self._changed = record, stamp, changed
-        return state
+        rows = file.map(RECORDS_AT, nbytes, count=n_rows, random=True)
+        return OpenVersion(file, rows, record, state, stamp, changed)
 
     def _changed_rows(
         self, table: str, nbytes: int, state: State
@@ -143,20 +169,22 @@ class ReadOnlyStorage:
             raise IndexError(f"an id is out of range for a table of {self.n_rows} rows")
         out = np.empty((len(rows), self.record.nbytes if nbytes is None else nbytes), np.uint8)
         while True:
-            self.check()
-            assert self._file is not None
-            assert self._file.rows is not None
-            stamp = self._stamp_of(self._file)
-            if stamp == self._stamp:
-                take(self._file.rows, rows, into=as_records(out), pool=self._pool)
-                if self._changed is not None and len(self._changed[0]):
-                    changed, records = self._changed
-                    at = np.searchsorted(changed, rows).clip(max=len(changed) - 1)
-                    found = np.flatnonzero(changed[at] == rows)
-                    out[found] = records[at[found]].view(np.uint8).reshape(len(found), -1)[:, : out.shape[1]]
-                if self._stamp_of(self._file) == stamp:
-                    return torch.from_numpy(out)
-            self._open()
+            version = self.refresh()
+            take(version.rows, rows, into=as_records(out), pool=self._pool)
+            if version.changed is not None and len(version.changed[0]):
+                changed, records = version.changed
+                at = np.searchsorted(changed, rows).clip(max=len(changed) - 1)
+                found = np.flatnonzero(changed[at] == rows)
+                out[found] = records[at[found]].view(np.uint8).reshape(len(found), -1)[:, : out.shape[1]]
+            if self._stamp_of(version.file) == version.stamp:
+                return torch.from_numpy(out)
+
+    def refresh(self) -> OpenVersion:
+        """Open the file again if it has another checkpoint by now, and set `meta`."""
+        version = self._version
+        if version is None:
+            raise FlatbedError(f"{self.path} is closed; load it again")
+        return version if self._stamp_of(version.file) == version.stamp else self._open()
 
     def read(self, start: int, stop: int) -> Tensor:
         """Copy consecutive records."""
@@ -170,15 +198,15 @@ class ReadOnlyStorage:
 
     def check(self) -> None:
         """Raise if the storage is closed."""
-        if self._file is None:
+        if self._is_closed:
             raise FlatbedError(f"{self.path} is closed; load it again")
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        file, self._file = self._file, None
-        if file is not None:
+        self._is_closed = True
+        version, self._version = self._version, None
+        if version is not None:
             self._pool.shutdown(wait=False)
-            file.close()
 
     def __del__(self) -> None:
         """Close the file of a table that was forgotten."""

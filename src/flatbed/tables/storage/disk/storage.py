@@ -100,6 +100,10 @@ class DiskStorage:
         """Raise if the storage is closed, or if this is a forked process."""
         self._files.check()
 
+    def check_name(self) -> None:
+        """Raise if the file was removed, renamed or replaced since it was opened."""
+        self._files.table.check_name()
+
     def serves(self, device: torch.device) -> bool:
         """Any device: rows are copied to it."""
         return True
@@ -258,6 +262,12 @@ class DiskStorage:
         """Let rows change again. The next change commits a prepared checkpoint if its decision was made."""
         self._is_held = False
 
+    def settle(self) -> None:
+        """Complete or drop a checkpoint that was prepared, as the next change would."""
+        if self._sealed is not None:
+            with self._use(change=True):
+                pass
+
     def _resolve(self) -> None:
         """Complete a checkpoint that was interrupted, or drop one that was not decided."""
         decision = self._decision
@@ -279,11 +289,11 @@ class DiskStorage:
             apply(files.table, files.journal.records, rows=files.journal.rows(), state=state)
             if state.n_rows != self.n_rows:
                 files.table.map(RECORDS_AT, self.record.nbytes, count=state.n_rows, random=True)
-            files.journal.unseal(durably=False)
-            files.keep_journal = False
             files.journal.clear(same_rows=state.n_rows == self.n_rows)
-            self._state, self.n_rows, self._sealed = state, state.n_rows, None
+            self._state, self.n_rows, self._sealed, files.keep_journal = state, state.n_rows, None, False
             self._is_held = self._is_committing = False
+            # Last: until then an interrupted commit is repeated, and a kill meanwhile needs the journal.
+            files.journal.unseal(durably=False)
 
     def abort(self) -> None:
         """Undo `prepare`: changed rows stay in the journal, for another checkpoint."""
@@ -351,7 +361,7 @@ class DiskStorage:
         table, journal = self._files.table, self._files.journal
         table.check_name()
         table.fill_holes()
-        self._files.keep_journal = True
+        self._files.keep_journal, self._is_committing = True, False
         self._broken = "the last checkpoint failed, and what of it is on the disk is not known"
         try:
             journal.seal(state, decision, base=self._state.word, n_rows=self.n_rows)
