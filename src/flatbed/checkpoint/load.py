@@ -58,8 +58,8 @@ def load_checkpoint(
 
     All files are read and checked first, and nothing changes if one of them does not fit, is damaged, or
     finds no space. (Control-C while rows in memory are being replaced leaves them half loaded: load again.)
-    What is not passed is left out: without optimizers, tables are loaded without their state. With optimizers,
-    a warning names a scheduler or scaler that is left out.
+    What is not passed is left out: without optimizers, tables are loaded without their state. With
+    optimizers, a warning names a scheduler or scaler that is left out.
     `folder` may be a version in the folder that ``keep=`` has kept. With torch.distributed, all ranks call
     this.
     """

@@ -177,6 +177,8 @@ def _refuse_other_kinds(path: Path) -> None:
             f"{path} is a folder, and not a table's file: flatbed.load_checkpoint(folder, model) loads a "
             "checkpoint"
         )
+    if not path.is_file():  # opening a pipe would wait for its writer
+        return
     with suppress(OSError), path.open("rb") as file:
         begin = file.read(6)
         for magic, kind, read in OTHER_KINDS:
