@@ -56,6 +56,7 @@ WORD_VECTORS: list[Mistake] = [
     of("read_corpus", "a folder", lambda folder: read_corpus([folder]), IsADirectoryError, "Is a directory"),
     of("python_corpus", "no source", lambda f: python_corpus(folder=f), FileNotFoundError, "give text files"),
     of("Settings", "no size", lambda _: Settings(dim=0), ValueError, "at least 1; found 0"),
+    of("Settings", "no path", lambda _: Settings(storage="disk"), ValueError, r"--path.*path=None"),
     of("Settings", "unknown", lambda _: Settings(optimizer="adm"), ValueError, "'adm'; known are .*adam"),
     of(
         "Trainer",
