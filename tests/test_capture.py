@@ -241,6 +241,7 @@ def test_batches_are_checked_in_the_same_way_on_every_device(device: str) -> Non
     with pytest.warns(UserWarning, match="other shapes") as caught:
         list(map(run, [{"ids": torch.arange(3).int()}, {"ids": torch.arange(6).view(2, 3)}]))
     assert len(caught) == 1
+    assert ("CUDA graph" in str(caught[0].message)) == (device == "cuda")
     with pytest.raises(TypeError, match="found int"):
         run({"ids": 3})
     with pytest.raises(TypeError, match="found an array of object"):

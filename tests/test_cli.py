@@ -51,6 +51,8 @@ def test_doctor_models_a_table_on_many_gpus() -> None:
     assert result.exit_code == 0
     assert "6,500,000,000 rows" in result.stdout
     assert "Not measured" in result.stdout
+    assert "this machine" not in result.stdout
+    assert "this machine" in run(app, ["doctor", "--rows", "1000"]).stdout
     wrong = run(app, ["doctor", "--rows", "10", "--optimizer", "adma"])
     assert wrong.exit_code == 2
     assert "adma" in wrong.output

@@ -62,6 +62,8 @@ def capture(
     >>> step = flatbed.capture(train_step, batches[0])
     >>> losses = [step(batch) for batch in batches]
     """
+    if not callable(train_step):
+        raise TypeError(f"train_step must be a function of a batch; found {type(train_step).__name__}")
     leaves, _ = tree_flatten(example_batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
     if not tensors:
@@ -103,9 +105,8 @@ class CapturedStep:
         leaves = [_tensor(leaf) for leaf in leaves]
         is_known = structure == self._structure and self._kinds == [(x.shape, x.dtype) for x in leaves]
         if not is_known:
-            self._warn_once(
-                "a batch has other shapes or dtypes than the example batch: it runs without a CUDA graph"
-            )
+            effect = "" if self._device.type == "cpu" else ": it runs without a CUDA graph"
+            self._warn_once(f"a batch has other shapes or dtypes than the example batch{effect}")
         if not is_known or self._device.type == "cpu":
             moved = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
             return tree_map_only(Tensor, Tensor.detach, self._train_step(tree_unflatten(moved, structure)))

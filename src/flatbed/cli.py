@@ -74,7 +74,8 @@ def doctor(
 ) -> None:
     """Look at torch, GPU, memory, bus and disk, and recommend a storage for a table.
 
-    With --rows, print what a table of that size needs on many GPUs by a model, without looking at anything.
+    With --rows, print what a table of that size needs by a model, without measuring anything. With one rank,
+    say whether it fits into the free memory or on the disk of this machine.
     """
     from flatbed.doctor import GB, examine, plan
 

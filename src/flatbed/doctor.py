@@ -246,15 +246,20 @@ def free_bytes() -> dict[str, int]:
 
 
 def plan(n_rows: int, dim: int, optimizer: str, *, ranks: int, ids: int) -> dict[str, Finding]:
-    """Describe what a table shared by many GPUs needs, by the model of `cost_model`. Nothing is measured."""
+    """Describe what a table shared by GPUs needs, by the model of `cost_model`. Nothing is measured.
+
+    For one rank, this machine's free memory and disk are looked at.
+    """
     record_bytes = _record_bytes(dim, optimizer)
     cost = cost_model.sharded_step(n_rows, 4 * dim, record_bytes, n_ranks=ranks, n_ids=ids)
     size = f"{n_rows:,} rows × {dim} in fp32 with {optimizer}: {record_bytes:,} bytes a row"
     memory = f"{cost.rank_bytes / GB:,.1f} GB per rank, {cost.host_bytes / GB:,.1f} GB per host"
     traffic = f"{cost.wire_bytes / 1e6:,.0f} MB between ranks, {cost.bus_bytes / 1e6:,.0f} MB over the bus"
     terms = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in cost.seconds.items())
+    fit = {"this machine": _fit(n_rows * record_bytes)} if ranks == 1 else {}
     return {
         "table": Finding(None, f"{size}, {n_rows * record_bytes / GB:,.0f} GB"),
+        **fit,
         "host memory": Finding(None, memory, f"Ranks: {ranks:,}. Hosts: {cost.n_hosts:,}."),
         "GPU memory": Finding(
             None, f"{cost.gpu_bytes / GB:,.2f} GB per rank", "A cache of four batches, and a batch."
@@ -265,6 +270,16 @@ def plan(n_rows: int, dim: int, optimizer: str, *, ranks: int, ids: int) -> dict
         ),
         "assumed": Finding(None, cost_model.assumptions(), "Not measured."),
     }
+
+
+def _fit(nbytes: int) -> Finding:
+    """Say which storage of this machine has room for a table."""
+    free = free_bytes()
+    value = "free: " + ", ".join(f"{storage} {size / GB:,.1f} GB" for storage, size in free.items())
+    chosen = storage_for(nbytes, free)
+    if chosen is None:
+        return Finding(False, value, "No storage has room for the table and what training needs besides.")
+    return Finding(True, value, f'The table fits: storage="{chosen}".')
 
 
 def _record_bytes(dim: int, optimizer: str) -> int:

@@ -149,7 +149,7 @@ def test_stored_results_are_rendered(file: Path) -> None:
 
 def test_the_summary_compares_stored_rows() -> None:
     lines = report.summary().splitlines()
-    assert len(lines) == 2 + 6
+    assert len(lines) == 2 + 7
     ratios = [float(line.split("|")[-2].strip(" ×")) for line in lines[2:]]
     assert min(ratios) < 1 < max(ratios)  # one of them is slower, and is shown
 

@@ -77,7 +77,6 @@ def test_scheduler_without_its_state_raises(tmp_path: Path) -> None:
     ):
         with pytest.raises(FlatbedError, match=words):
             load_checkpoint(tmp_path / folder, model, optimizer, **given)
-    load_checkpoint(tmp_path / "one", model, optimizer)  # what is not asked for is left out
     for wrong in (optimizer, model, {"last_epoch": 3}):
         with pytest.raises(TypeError, match="scheduler must have state_dict"):
             save_checkpoint(tmp_path / "one", model, optimizer, scheduler=[wrong])
@@ -119,6 +118,7 @@ def test_random_generators_resume(tmp_path: Path) -> None:
         ({"milestones": Counter([1, 2])}, r"extra\['milestones'\].*scheduler="),
         ({"a": torch.ones(2)}, "Tensor"),
         ({"a": {1, 2}}, "set"),
+        ({"a": [float("nan")]}, r"extra\['a'\]\[0\] is nan.*None"),
     ],
 )
 def test_extra_refuses_what_json_would_change(extra: Any, words: str, tmp_path: Path) -> None:
@@ -129,10 +129,32 @@ def test_extra_refuses_what_json_would_change(extra: Any, words: str, tmp_path: 
 
 def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     extra = {"a": [1, 2.5, None, True, "é"], "b": {"c": {}, "d": []}, "inf": float("inf"), "big": 2**80}
-    save_checkpoint(tmp_path, nn.Linear(2, 2), extra={**extra, "nan": float("nan")})
-    found = load_checkpoint(tmp_path, nn.Linear(2, 2))
-    assert found.pop("nan") != 0
-    assert found == extra
+    save_checkpoint(tmp_path, nn.Linear(2, 2), extra=extra)
+    assert load_checkpoint(tmp_path, nn.Linear(2, 2)) == extra
+
+
+def test_state_that_is_left_out_warns(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    schedule, scaler = torch.optim.lr_scheduler.StepLR(optimizer, 3), torch.amp.GradScaler("cpu")
+    save_checkpoint(tmp_path, model, optimizer, scheduler=schedule, scaler=scaler)
+    load_checkpoint(tmp_path, model, optimizer, scheduler=schedule, scaler=scaler)
+    load_checkpoint(tmp_path, model)  # the weights alone
+    with pytest.warns(UserWarning, match="scheduler and a scaler.*pass scheduler= and scaler=") as caught:
+        load_checkpoint(tmp_path, model, optimizer)
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="a scaler.*pass scaler="):
+        load_checkpoint(tmp_path, model, optimizer, scheduler=schedule)
+
+
+def test_the_optimizer_of_a_table_that_is_left_out_warns(tmp_path: Path) -> None:
+    emb = flatbed.Embedding(4, 2)
+    save_checkpoint(tmp_path, emb)
+    optimizer = flatbed.optim.Adam(emb)
+    save_checkpoint(tmp_path, emb, optimizer)
+    with pytest.warns(UserWarning, match=r"Adam.*weight.*not saved.*optimizer") as caught:
+        save_checkpoint(tmp_path, emb)
+    assert caught[0].filename == __file__
 
 
 def test_parameter_with_a_reserved_name_is_saved(tmp_path: Path) -> None:

@@ -79,8 +79,12 @@ DATA: list[Mistake] = [
     of_batches("one batch", make(torch.ones(8, 4)), TypeError, r"found one Tensor: give \[batch\]"),
     of_batches("a dict", make({"x": torch.ones(8)}), TypeError, r"found one dict: give \[batch\]"),
     of_batches("a list of embeddings", make([], [embedding()]), TypeError, "a key of the batch.*found list"),
-    of_batches("torch's embedding", make([], {nn.Embedding(3, 2): "x"}), TypeError, "found Embedding: give"),
-    of_batches("a model", make([], {nn.Sequential(embedding()): "x"}), TypeError, "found Sequential: give"),
+    of_batches(
+        "torch's embedding", make([], {nn.Embedding(3, 2): "x"}), TypeError, r"found torch\.nn\.Embedding"
+    ),
+    of_batches(
+        "a model", make([], {nn.Sequential(embedding()): "x"}), TypeError, r"torch\.nn\.Sequential: give"
+    ),
     of_batches("a fraction", make([], depth=1.5), TypeError, "integer"),
     of_batches("a meta device", make([], device="meta"), FlatbedError, "meta"),
     of_batches("no key", make([], {embedding(): None}), TypeError, "key of the batch.*found NoneType"),

@@ -186,7 +186,7 @@ SPEEDTORCH: list[Mistake] = [
     *of_arguments("ModelFactory", rows_of, ValueError, r"embed_dimension", embed_dimension=DIM + 1),
     *of_arguments("ModelFactory", rows_of, ValueError, r"expected torch.int32", datatype="int32"),
     *of_arguments("OptimizerFactory", state_of, ValueError, r"'w'; found u_emb", variable_name="w"),
-    *of_arguments("COM", matrix_of, AttributeError, r"'uint33'", datatype="uint33"),
+    *of_arguments("COM", matrix_of, ValueError, r"'float32'.*found 'uint33'", datatype="uint33"),
     *of_arguments("Gadget", data_of, TypeError, r"fileNme", fileNme="data.npy"),
     *(
         mistake(

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import flatbed
@@ -40,6 +41,16 @@ def closed(use: Callable[[Any], object]) -> Callable[[Path], object]:
 def smaller_file(folder: Path) -> Path:
     Embedding(5, 4).table.save(folder / "five.safetensors")
     return folder / "five.safetensors"
+
+
+def array_file(folder: Path) -> Path:
+    np.save(folder / "items.npy", np.ones((5, 4), np.float32))
+    return folder / "items.npy"
+
+
+def pickled(folder: Path) -> Path:
+    torch.save(torch.ones(5, 4), folder / "items.pt")
+    return folder / "items.pt"
 
 
 def disk_file(folder: Path) -> Path:
@@ -125,6 +136,11 @@ TABLES: list[Mistake] = [
     mistake("Table.load", "of another size", load_another_size, FlatbedError, r"5 × 4.*10 × 4"),
     mistake("Table.close", "after an exception", failed_inside_with, UserWarning, r"1 rows.*checkpoint"),
     mistake("load_table", "no file", lambda f: flatbed.load_table(f / "none"), FlatbedError, r"check the"),
+    mistake("load_table", "an array", lambda f: flatbed.load_table(array_file(f)), FlatbedError, r"of numpy"),
+    mistake(
+        "load_table", "a pickle", lambda f: flatbed.load_table(pickled(f)), FlatbedError, "of torch.save"
+    ),
+    mistake("load_table", "a folder", flatbed.load_table, FlatbedError, r"is a folder.*load_checkpoint"),
     mistake("load_table", "a wrong device", loaded(device="gpu"), ValueError, r"\"cuda\".*'gpu'"),
     mistake("load_table", "disk into memory", loaded(storage="host"), ValueError, r"'host'.*table.save"),
     mistake(
@@ -137,6 +153,13 @@ TABLES: list[Mistake] = [
     mistake("tables", "a list", lambda _: flatbed.tables([model()]), TypeError, r"found list.*nn.ModuleList"),
     mistake(
         "Embedding.weight", "on disk", lambda f: on_disk(f).weight, FlatbedError, r"read_rows.*write_rows"
+    ),
+    mistake(
+        "capture",
+        "no function",
+        lambda _: flatbed.capture(3, torch.ones(2)),  # type: ignore[arg-type]
+        TypeError,
+        r"function of a batch; found int",
     ),
     mistake("capture", "numbers", lambda _: flatbed.capture(print, {"n": 3}), ValueError, r"found dict"),
 ]

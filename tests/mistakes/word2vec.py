@@ -56,8 +56,15 @@ WORD_VECTORS: list[Mistake] = [
     of("read_corpus", "a folder", lambda folder: read_corpus([folder]), IsADirectoryError, "Is a directory"),
     of("python_corpus", "no source", lambda f: python_corpus(folder=f), FileNotFoundError, "give text files"),
     of("Settings", "no size", lambda _: Settings(dim=0), ValueError, "at least 1; found 0"),
+    of("Settings", "no path", lambda _: Settings(storage="disk"), ValueError, r"--path.*path=None"),
     of("Settings", "unknown", lambda _: Settings(optimizer="adm"), ValueError, "'adm'; known are .*adam"),
-    of("Trainer", "rare words", lambda _: trainer(min_count=99), ValueError, "^0 words .* lower min_count"),
+    of(
+        "Trainer",
+        "rare words",
+        lambda _: trainer(min_count=99),
+        ValueError,
+        "^0 words .* lower min_count .--min-count",
+    ),
     of("Trainer.run", "a number of steps", lambda _: trainer().run(100), TypeError, "not callable"),
     of("Trainer.__iter__", "over another run", start_twice, FlatbedError, r"earlier training.*outputs\.bed"),
     of(

@@ -109,7 +109,8 @@ def test_tables_start_different_and_repeatably() -> None:
         ((3, 4), {"path": "x"}, ValueError, "storage='host', path="),
         ((3, 4), {"dtype": torch.int64}, ValueError, "dtype.*found torch.int64"),
         ((3, 4), {"device": "meta"}, flatbed.FlatbedError, '"cpu" or "cuda".*"meta"'),
-        ((3, 4), {"init": "xavier"}, ValueError, "init='xavier'"),
+        ((3, 4), {"dtype": "float16"}, ValueError, "found 'float16'"),
+        ((3, 4), {"init": "xavier"}, ValueError, r"init='xavier'.*low, high.$"),
         ((3, 4), {"init": 1e6, "dtype": torch.float16}, ValueError, "torch.float16 ends at"),
         ((3, 4), {"seed": "1"}, TypeError, "seed.*'1'"),
     ],
@@ -519,7 +520,9 @@ def test_existing_file_is_named_once_on_stderr(tmp_path: Path, capfd: pytest.Cap
     assert capfd.readouterr().err == ""
     for options in ({}, {"seed": 3}, {"init": "uniform"}):
         made("disk", tmp_path, padding_idx=2, **options).table.close()
-    assert capfd.readouterr().err.count(f"{tmp_path / 'table'} exists") == 1
+    said = capfd.readouterr().err
+    assert said.count(f"{tmp_path / 'table'} exists") == 1
+    assert "resume=True to silence" in said
 
 
 @pytest.mark.parametrize("resume", [None, True])

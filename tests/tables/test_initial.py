@@ -68,7 +68,10 @@ def test_parse(said: object, meant: Init) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        *((said, '"zeros", "normal"') for said in ("ones", True, None, (), ("normal", 1.0), ("zeros", 1, 2))),
+        *(
+            (said, '"normal", "uniform", "zeros"')
+            for said in ("ones", True, None, (), ("normal", 1.0), ("zeros", 1, 2))
+        ),
         (math.nan, "value=nan"),
         (("normal", 0.0, -1.0), "std=-1.0"),
         (("normal", "0", 1.0), "mean='0'"),

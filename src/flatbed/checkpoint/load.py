@@ -63,7 +63,8 @@ def load_checkpoint(
     All files are read and checked first, and nothing changes if one of them does not fit, is damaged, or
     finds no space. An error of a `load_state_dict` puts everything back: copies are kept in host memory.
     (Control-C while rows in memory are being replaced leaves them half loaded: load again.)
-    What is not passed is left out: without optimizers, tables are loaded without their state.
+    What is not passed is left out: without optimizers, tables are loaded without their state. With
+    optimizers, a warning names a scheduler or scaler that is left out.
     `folder` may be a version in the folder that ``keep=`` has kept. With torch.distributed, all ranks call
     this.
     """
@@ -174,9 +175,10 @@ def check_path(path: Path) -> str:
     if is_disk_table(path):
         storage = ReadOnlyStorage(path)
         storage.close()
-        return f"{path}: header and size are right for {storage.n_rows:,} rows (rows have no checksums)"
-    found = saving.inspect(path)
-    return f"{path}: header and size are right for {found.n_rows:,} rows (rows have no checksums)"
+        n_rows = storage.n_rows
+    else:
+        n_rows = saving.inspect(path).n_rows
+    return f"only header and size were checked, and are right: {path}, {n_rows:,} rows without checksums"
 
 
 def _model_values(path: Path, manifest: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -244,7 +246,7 @@ def _warn_of_other_classes(path: Path, optimizers: Sequence[Optimizer]) -> None:
             warnings.warn(
                 f"{path} holds the state of {saved}, and {given} goes on with it: build {saved} if that is "
                 f"not meant",
-                stacklevel=4,
+                stacklevel=3,
             )
 
 
@@ -258,6 +260,13 @@ def _other_states(path: Path, manifest: Mapping[str, Any], training: Training) -
                 f"{path} holds the state of {found[name]} {name}; found {n_asked} to load it into. Pass as "
                 "many, in the same order, or none"
             )
+    left_out = [name.removesuffix("s") for name, n_asked in asked if found[name] and not n_asked]
+    if left_out and training.optimizers:
+        given = " and ".join(f"{name}=" for name in left_out)
+        warnings.warn(
+            f"{path} holds the state of a {' and a '.join(left_out)}, which is not loaded: pass {given}",
+            stacklevel=3,
+        )
     finishes: list[tuple[str, Finish]] = []
     parts = [
         (f"scheduler {n}", thing, packed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -106,6 +107,7 @@ def save_checkpoint(
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
     checked = _checked_extra(extra)
+    _warn_of_left_out_optimizers(training)
     in_place = [t for t in training.tables.values() if t.storage == "disk" and not copy_disk_tables]
     if ranks.many:
         _check_replicas([t for t in training.tables.values() if t not in in_place])
@@ -143,6 +145,18 @@ def save_checkpoint(
             folders.remove_others(folder, kept)
 
 
+def _warn_of_left_out_optimizers(training: Training) -> None:
+    for name, table in training.tables.items():
+        owner = table._owner
+        if owner is not None and all(owner is not one for one in training.optimizers):
+            warnings.warn(
+                f"{type(owner).__name__}, which trains the table {name}, is not saved, and training cannot "
+                "be resumed from this checkpoint: pass it as optimizer",
+                stacklevel=3,
+            )
+            return
+
+
 def _release(prepared: Iterable[DiskStorage]) -> None:
     for storage in prepared:
         storage.release()
@@ -175,14 +189,15 @@ def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _check_unchanged(given: Any, read: Any, name: str) -> None:
-    is_nan = isinstance(given, float) and math.isnan(given)
+    if isinstance(given, float) and math.isnan(given):
+        raise TypeError(f"{name} is nan, which JSON does not have: save None, or leave it out")
     if isinstance(given, dict) and all(type(key) is str for key in given):
         for key, value in given.items():
             _check_unchanged(value, read[key], f"{name}[{key!r}]")
     elif isinstance(given, list):
         for number, value in enumerate(given):
             _check_unchanged(value, read[number], f"{name}[{number}]")
-    elif not is_nan and (given != read or isinstance(given, dict | tuple)):
+    elif given != read or isinstance(given, dict | tuple):
         raise TypeError(
             f"{name} is {_shortened(given)}; JSON would turn it into {_shortened(read)}: save schedulers "
             "with scheduler=, and use lists and string keys in extra"

@@ -176,10 +176,16 @@ def selectors_by_table(lookups: Any) -> dict[Table, list[Selector]]:
     for module, selector in lookups.items():
         table = module.table if isinstance(module, TableModule) else module
         if not isinstance(table, Table):
-            inside = ": give each embedding in it" if isinstance(module, nn.Module) else ""
+            found, inside = type(module).__name__, ""
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                inside = ", whose rows are not prefetched: leave it out"
+            elif isinstance(module, nn.Module):
+                inside = ": give each embedding in it"
+            if type(module).__module__.startswith("torch.nn."):
+                found = f"torch.nn.{found}"
             raise TypeError(
-                "a key of lookups must be an Embedding, an EmbeddingBag or a Table; found "
-                f"{type(module).__name__}{inside}"
+                "a key of lookups must be a flatbed.Embedding, a flatbed.EmbeddingBag or a flatbed.Table; "
+                f"found {found}{inside}"
             )
         if not callable(selector) and not isinstance(selector, (str, int)):
             raise TypeError(

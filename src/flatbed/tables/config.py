@@ -49,7 +49,7 @@ class Config:
         if self.n_rows * self.dim >= 1 << 56:
             raise ValueError(f"a table of {self.n_rows} × {self.dim} is larger than any memory")
         if self.dtype not in NAMES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, NAMES))}; found {self.dtype}")
+            raise ValueError(f"dtype must be one of {', '.join(map(str, NAMES))}; found {self.dtype!r}")
         if self.storage not in STORAGES:
             raise ValueError(f"storage must be one of {', '.join(STORAGES)}; found {self.storage!r}")
         if (self.storage == "disk") != (self.path is not None):

@@ -184,7 +184,7 @@ def _opened(config: Config, device: Any, *, replicate: bool, resume: bool | None
     path = config.path
     if path is not None and resume is None and table._storage.is_allocated and path not in _announced:
         _announced.add(path)
-        note(f"{path} exists, and the table goes on from its rows (resume=True: without this line)")
+        note(f"{path} exists, and the table goes on from its rows; pass resume=True to silence this")
     return table
 
 

@@ -26,13 +26,24 @@ from flatbed.tables.tensor_file import TensorEntry, replacing, sync_folder, writ
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of a shard, as in Hugging Face's libraries."""
+FILES = (".npy", ".safetensors")
 FORMAT = {"format": "pt"}  # the metadata that Hugging Face's libraries ask for
 
 
-def export(store: TableStorage, path: Path, *, shard_bytes: Any = SHARD_BYTES) -> None:
+def export(store: TableStorage, path: Path, *, shard_bytes: Any = None) -> None:
     """Write a .npy file, a .safetensors file, or a folder of shards, by the suffix of `path`."""
     config = store.config
-    shard_rows = as_integer("shard_bytes", shard_bytes) // config.weight.nbytes
+    if path.suffix in FILES and shard_bytes is not None:
+        raise ValueError(
+            f"shard_bytes is for folders; found {path.name}: leave it out, or give a folder's name"
+        )
+    if path.suffix not in ("", *FILES) and not path.is_dir():
+        raise ValueError(
+            f"{path.name} ends in {path.suffix}; expected .npy, .safetensors, or the name of a new folder, "
+            "without a suffix"
+        )
+    shard_bytes = SHARD_BYTES if shard_bytes is None else as_integer("shard_bytes", shard_bytes)
+    shard_rows = shard_bytes // config.weight.nbytes
     if shard_rows < 1:
         raise ValueError(f"shard_bytes must hold a row of {config.weight.nbytes} bytes; found {shard_bytes}")
     if path.suffix == ".npy" and config.dtype == torch.bfloat16:

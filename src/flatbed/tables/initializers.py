@@ -52,7 +52,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Normally distributed elements, as in torch.nn.Embedding."""
+    """Normally distributed elements: the distribution of torch.nn.Embedding, not the same numbers."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -91,14 +91,11 @@ KINDS: dict[str, Callable[..., Init]] = {
     "normal": Normal,
     "uniform": Uniform,
 }
-FORMS = (
-    '"zeros", "normal", "uniform", a number, ("normal", mean, std), ("uniform", low, high), '
-    "Zeros(), Constant(value), Normal(mean, std), Uniform(low, high)"
-)
+FORMS = '"normal", "uniform", "zeros", a number, ("normal", mean, std), ("uniform", low, high)'
 
 
 def parse(init: object) -> Init:
-    """Return the initializer for an `init` argument, in one of the forms of `FORMS`."""
+    """Return the initializer for an `init` argument, in one of the forms of `FORMS`, or as it is."""
     if isinstance(init, (Zeros, Constant, Normal, Uniform)):
         return init
     if _is_number(init):

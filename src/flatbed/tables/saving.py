@@ -6,7 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from flatbed.tables.table import Table
 
 FORMAT, VERSION = "flatbed-table", "1"
+OTHER_KINDS = [
+    (b"\x93NUMPY", "numpy", "numpy.load(path)"),
+    (b"PK\x03\x04", "torch.save", "torch.load(path)"),
+]
+"""First bytes of files that are no tables, their kind, and how to read them."""
 DAMAGE = (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
 
 
@@ -136,6 +141,7 @@ def inspect(path: Path) -> TableFile:
             f'{path} is the file of a table with storage="disk", which flatbed.load_table opens in place: '
             "save that table (table.save(path)) to copy its rows"
         )
+    _refuse_other_kinds(path)
     with opened(path, "table's file") as reader:
         metadata, found = reader.metadata() or {}, entries_of(reader)
         if metadata.get("format") != FORMAT:
@@ -162,6 +168,25 @@ def inspect(path: Path) -> TableFile:
                 f"{path} does not hold what it says ({error}): it is damaged; restore it from a copy"
             ) from error
     return contents
+
+
+def _refuse_other_kinds(path: Path) -> None:
+    """Raise for what users take for a table's file: folders, and files of numpy and torch."""
+    if path.is_dir():
+        raise FlatbedError(
+            f"{path} is a folder, and not a table's file: flatbed.load_checkpoint(folder, model) loads a "
+            "checkpoint"
+        )
+    if not path.is_file():  # opening a pipe would wait for its writer
+        return
+    with suppress(OSError), path.open("rb") as file:
+        begin = file.read(6)
+        for magic, kind, read in OTHER_KINDS:
+            if begin.startswith(magic):
+                raise FlatbedError(
+                    f"{path} is a file of {kind}, and not of a table: read its weights with {read}, and give "
+                    "them to flatbed.Embedding.from_pretrained"
+                )
 
 
 def _weights_of_torch(path: Path, found: Mapping[str, TensorEntry], n_tensors: int) -> TableFile:

@@ -353,12 +353,13 @@ class Table(TableParameter):
         """Read a file of `save`, from a table of any storage. Nothing changes if it does not fit."""
         saving.load(self, as_path(path))
 
-    def export(self, path: str | Path, *, shard_bytes: int = exporting.SHARD_BYTES) -> None:
+    def export(self, path: str | Path, *, shard_bytes: int | None = None) -> None:
         """Write the weights alone for other programs, block by block.
 
         - ``"items.npy"``: a numpy array. ``"items.safetensors"``: a file with the tensor "weight".
-        - Another path: a new folder as Hugging Face writes it. It holds `model.safetensors`, or shards of at
-          most `shard_bytes` with consecutive rows and `model.safetensors.index.json`.
+        - ``"items"``, without a suffix: a new folder as Hugging Face writes it. It holds `model.safetensors`,
+          or shards of at most `shard_bytes` (5 GB) with consecutive rows and `model.safetensors.index.json`.
+        - Other suffixes raise.
         """
         self._deferred_checks.check_graphs()
         exporting.export(self._storage, as_path(path), shard_bytes=shard_bytes)

@@ -89,7 +89,8 @@ class Settings:
             raise ValueError(f"storage must be one of {', '.join(STORAGES)}; found {self.storage!r}")
         if (self.path is not None) != (self.storage == "disk"):
             raise ValueError(
-                f"storage disk and a path go together; found storage={self.storage!r}, path={self.path!r}"
+                f"storage disk and a path (--path) go together; found storage={self.storage!r}, "
+                f"path={self.path!r}"
             )
         least, greatest = self.ngrams
         if not 1 <= least <= greatest:

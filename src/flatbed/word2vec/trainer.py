@@ -110,7 +110,8 @@ class Trainer:
         if len(words) < 2:
             raise ValueError(
                 f"{len(words)} words occur min_count={settings.min_count} times or more in a text of "
-                f"{len(corpus):,} words, and training needs 2: give more text, or a lower min_count"
+                f"{len(corpus):,} words, and training needs 2: give more text, or a lower min_count "
+                "(--min-count)"
             )
         self._text = self.corpus.fingerprint()
         self._bags = make_bags(words, settings.buckets, settings.ngrams) if settings.buckets else None
@@ -160,8 +161,8 @@ class Trainer:
         if self._earlier_files:
             raise FlatbedError(
                 f"{self._earlier_files[0]} holds an earlier training: resume it from its checkpoint, give "
-                f"another path, or delete {' and '.join(map(str, self._earlier_files))} to start again "
-                "(the only way if it was killed before it saved a checkpoint)"
+                f"another path (--path), or delete {' and '.join(map(str, self._earlier_files))} to start "
+                "again (the only way if it was killed before it saved a checkpoint)"
             )
         self._is_stopped = False
         begin, words_before, n_reported = time.perf_counter(), self.words, self.step // self._steps_per_report

@@ -31,7 +31,9 @@ def as_dtype(given: Any) -> torch.dtype:
     if isinstance(given, torch.dtype):
         return given
     name = given if isinstance(given, str) else np.dtype(given).name
-    found: torch.dtype = getattr(torch, name)
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"a datatype must be torch's or its name, 'float32' for example; found {given!r}")
     return found
 
 

@@ -374,7 +374,7 @@ def largest_file(nbytes: int) -> Iterator[None]:
 def test_no_room_for_a_table(tmp_path: Path) -> None:
     with (
         largest_file(1 << 20),
-        pytest.raises(FlatbedError, match=r"needs \d+ bytes more, and its disk has \d+ bytes"),
+        pytest.raises(FlatbedError, match=r"needs [\d,]+ bytes more, and its disk has [\d,]+ bytes"),
     ):
         made(tmp_path, 100_000)
     assert files(tmp_path) == {}

@@ -138,7 +138,7 @@ class MappedFile:
         if size <= before:
             return
         if size >= 2**63:
-            raise NoSpace(f"{self.path} cannot have {size} bytes: no file can")
+            raise NoSpace(f"{self.path} cannot have {size:,} bytes: no file can")
         try:
             self._check_free(size - before)
             for at in range(before, size, RESERVED_AT_ONCE):
@@ -148,7 +148,9 @@ class MappedFile:
                 os.ftruncate(self._descriptor, before)  # free what was reserved before the disk was full
             if error.errno in _FULL:
                 raise NoSpace(self._no_space(size - before, error)) from error
-            raise FlatbedError(f"reserving {size} bytes for {self.path} failed: {error.strerror}") from error
+            raise FlatbedError(
+                f"reserving {size:,} bytes for {self.path} failed: {error.strerror}"
+            ) from error
 
     def fill_holes(self) -> None:
         """Reserve space for holes of a sparse copy: on a full disk, writing to one kills the process."""
@@ -172,7 +174,8 @@ class MappedFile:
     def _no_space(self, needed: int, error: OSError) -> str:
         free = shutil.disk_usage(self.path.parent).free
         return (
-            f"{self.path} needs {needed} bytes more, and its disk has {free} bytes free ({error.strerror}); "
+            f"{self.path} needs {needed:,} bytes more, and its disk has {free:,} bytes free "
+            f"({error.strerror}); "
             "free some space, or use another disk"
         )
 
