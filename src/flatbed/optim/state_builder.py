@@ -293,6 +293,7 @@ def build_slots(
     for (name, param, _), grad in zip(dense, grads, strict=True):
         if grad is not None:
             checks.check_param(param, name)
+            checks.check_norm(spec.options, param, name)  # FSDP may wrap a module later
             checks.check_grad(param, grad, name)
     private = {id(slot.published): slot.scalars for slot in previous if slot.published is not None}
     builder = SlotBuilder(spec, loaded, copies_weights, private)
