@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Without the store of the launcher, whose addresses workers of a busy machine may find stale.
 ENVIRONMENT = {
-    **{"PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    "PYTHONPATH": "src",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 LAUNCHERS = {
