@@ -266,6 +266,7 @@ def test_rows_are_printed_stored_and_drawn(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of torch.compile itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_variant_passes_its_check_on_a_gpu(name: str, tmp_path: Path) -> None:
