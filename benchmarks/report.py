@@ -26,7 +26,7 @@ SPLIT = {
 }
 """Settings by which rows of a benchmark are split into tables."""
 COMPARED = {
-    *("optimizer_ms", "step_ms", "gpu_ms", "wall_ms", "host_ms", "back_to_back_ms", "batch_ms", "read_ms"),
+    *("optimizer_ms", "step_ms", "gpu_ms", "wall_ms", "back_to_back_ms", "batch_ms", "read_ms"),
     *("read_gb_per_s", "write_gb_per_s", "words_per_s"),
 }
 """Metrics whose speed is compared with variants without flatbed."""
