@@ -285,15 +285,3 @@ def test_held_twice_is_refused() -> None:
     loss_of(model, batches(1)[0]).backward()
     with pytest.raises(FlatbedError, match=r"'encoder\.weight'.*twice.*flat\.parameters"):
         optimizer.step()
-
-
-def test_shared_memory_comes_before_flat_parameters() -> None:
-    model = nn.Linear(4, 1)
-    flat = FlatParams(model)
-    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
-    model.share_memory()
-    model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(FlatbedError, match="share_memory"):
-        optimizer.step()
-    shared = nn.Linear(4, 1).share_memory()
-    assert FlatParams(shared).is_valid()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,10 @@ def load_another_size(folder: Path) -> None:
     kept(lambda table: table.load(smaller_file(folder)))(folder)
 
 
-def failed_inside_with(folder: Path) -> None:
-    with suppress(KeyError), on_disk(folder).table as table:
-        table.write_rows([1], torch.ones(1, 4))
-        raise KeyError
+def used_after_close(folder: Path) -> None:
+    table = on_disk(folder).table
+    table.close()
+    table.read_rows([1])
 
 
 def loaded(**options: Any) -> Callable[[Path], object]:
@@ -134,7 +133,7 @@ TABLES: list[Mistake] = [
     ),
     of_table("load", "no file", lambda t: t.load("none"), FlatbedError, r"check the path"),
     mistake("Table.load", "of another size", load_another_size, FlatbedError, r"5 × 4.*10 × 4"),
-    mistake("Table.close", "after an exception", failed_inside_with, UserWarning, r"1 rows.*checkpoint"),
+    mistake("Table.close", "used later", used_after_close, FlatbedError, r"is closed"),
     mistake("load_table", "no file", lambda f: flatbed.load_table(f / "none"), FlatbedError, r"check the"),
     mistake("load_table", "an array", lambda f: flatbed.load_table(array_file(f)), FlatbedError, r"of numpy"),
     mistake(

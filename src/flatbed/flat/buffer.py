@@ -92,13 +92,6 @@ class Buffer:
 
     def bring_back(self, positions: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
         """Copy originals that lie elsewhere into the buffer, which moves to their device and dtype first."""
-        tensors = [self.data, *(self.originals[i] for i in positions)]
-        is_shared = [tensor.untyped_storage().is_shared() for tensor in tensors]
-        if device.type == "cpu" and any(is_shared[1:]) and not is_shared[0]:
-            raise FlatbedError(
-                "parameters were moved to shared memory, and their buffer was not: processes would train "
-                "copies. Call share_memory() before FlatParams"
-            )
         if (device, dtype) == (self.data.device, self.data.dtype):
             self._adopt(positions)
         else:  # offsets depend on the size of an element
