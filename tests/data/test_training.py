@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import flatbed
 from flatbed.cuda.streams import stream_for
 from flatbed.data import Prefetcher
-from tests.data.fakes import LAYOUTS, PAIRS
+from tests.data.fakes import LAYOUTS, PAIRS, threads, wait_until
 
 ROWS, DIM, STEPS = 64, 8, 24
 
@@ -121,6 +121,7 @@ def test_a_disk_table_is_not_read_after_the_loop(tmp_path: Path) -> None:
         for batch in islice(Prefetcher(given, {emb: lambda b: b}, depth=3), i % 5 + 1):
             emb.read_rows(batch)
         emb.table.close(discard=True)
+        assert wait_until(lambda: not threads())
 
 
 def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
