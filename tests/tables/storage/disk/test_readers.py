@@ -151,7 +151,7 @@ def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_rows", [0, 1, 999, 20_000])
 def test_every_row_is_copied_once(n_rows: int) -> None:
     given: list[int] = []
-    with threads.copy_threads() as pool:
+    with threads.CopyThreads() as pool:
         threads.split(pool, lambda rows: given.extend(range(n_rows)[rows]), n_rows, n_parts=n_rows)
     assert sorted(given) == list(range(n_rows))
 

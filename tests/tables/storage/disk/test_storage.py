@@ -83,7 +83,7 @@ def test_gather_is_in_the_order_of_the_ids(tmp_path: Path, n_ids: int, checkpoin
 
 def test_large_gathers_are_shared_among_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_rows, "READ_PART", 1 << 16)
-    monkeypatch.setattr(disk_rows, "WRITE_PART", 1 << 16)
+    monkeypatch.setattr(disk_rows, "MEMORY_PART", 1 << 16)
     record = Record((Field("weight", torch.float32, 1024),))
     storage, model = made(tmp_path, 2000, record), filled(0, 2000, 4096)
     ids = torch.randperm(2000)[:999]

@@ -37,7 +37,7 @@ from flatbed.tables.storage.disk.format import (
     state_payload,
 )
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, anonymous
-from flatbed.tables.storage.disk.threads import copy_threads, put, take
+from flatbed.tables.storage.disk.threads import CopyThreads, put, take
 from flatbed.tables.tensor_file import read_small
 
 SLOTS_AT = PAGE
@@ -155,7 +155,7 @@ class Journal:
         """True if any `n_others` rows certainly fit. Needs no lock."""
         return self.n_slots + n_others <= self._capacity or n_rows + self._n_lost <= self._capacity
 
-    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, pool: ThreadPoolExecutor) -> None:
+    def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, pool: CopyThreads) -> None:
         """Replace the records of unique rows; after an error for lack of space, nothing has changed."""
         if self._slot_of_row is None:
             self._slot_of_row = anonymous(n_rows)
@@ -179,7 +179,7 @@ class Journal:
         *,
         into: Records,
         where: NDArray[np.int64] | None = None,
-        pool: ThreadPoolExecutor,
+        pool: CopyThreads,
     ) -> None:
         """Copy the records of slots."""
         take(self.records, slots, into=into, where=where, pool=pool)
@@ -346,7 +346,7 @@ def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state
     order = np.argsort(rows, kind="stable")
     order = order[np.searchsorted(rows, 0, sorter=order) :]
     step = max(1, CHUNK // records.dtype.itemsize)
-    with copy_threads() as pool, progress(f"saving {table.path.name}", len(order), "rows") as advance:
+    with CopyThreads() as pool, progress(f"saving {table.path.name}", len(order), "rows") as advance:
         for start in range(0, len(order), step):
             some = order[start : start + step]
             put(table, rows[some], records=records[some], pool=pool)

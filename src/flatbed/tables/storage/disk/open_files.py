@@ -32,7 +32,7 @@ from flatbed.tables.storage.disk.format import (
 from flatbed.tables.storage.disk.journal import Journal, read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile, lock
 from flatbed.tables.storage.disk.recovery import journal_of, recover
-from flatbed.tables.storage.disk.threads import copy_threads, write_rows
+from flatbed.tables.storage.disk.threads import CopyThreads, write_rows
 
 
 class OpenFiles:
@@ -43,7 +43,7 @@ class OpenFiles:
         self.keep_journal = False
         self.count_cached: Callable[[], int] = lambda: 0
         """Counts changed rows in a cache that the journal does not have yet."""
-        self.pool = copy_threads()
+        self.pool = CopyThreads()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="flatbed-disk-writer")
         self._lock_descriptor = descriptor
         self._process = os.getpid()

@@ -30,7 +30,7 @@ from flatbed.tables.storage.disk.format import (
 from flatbed.tables.storage.disk.journal import read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records
 from flatbed.tables.storage.disk.recovery import journal_of
-from flatbed.tables.storage.disk.threads import as_records, copy_threads, take
+from flatbed.tables.storage.disk.threads import CopyThreads, as_records, take
 
 PATIENCE = 10.0  # seconds for which a state may stay unreadable
 STAMP = 56  # bytes: the prefix of a state, with its checksum
@@ -73,7 +73,7 @@ class ReadOnlyStorage:
         self._is_closed = False
         self.meta: dict[str, Any] = {}
         self.path = Path(os.path.realpath(path))
-        self._pool = copy_threads()
+        self._pool = CopyThreads()
         version = self._open()
         self.n_rows, self.record = version.state.n_rows, version.record
 

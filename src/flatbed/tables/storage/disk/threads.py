@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,8 +22,9 @@ T = TypeVar("T")
 CHUNK = 32 << 20
 FLUSH_EVERY = 8  # chunks
 THREADS = 16  # more than cores: threads wait for the disk, which serves many requests at a time
-READ_PART = 1 << 20  # bytes for a thread that may wait for the disk
-WRITE_PART = 8 << 20  # bytes for a thread that writes to the page cache, which few threads saturate
+READ_PART = 256 << 10  # bytes for a thread that waits for the disk
+MEMORY_PART = 8 << 20  # bytes for a thread that copies within memory: starting one costs the training thread
+COLD_SHARE = 64  # from one page in so many rows on that was not in memory, threads wait for the disk
 
 
 def as_records(rows: NDArray[np.uint8]) -> Records:
@@ -39,9 +41,13 @@ def head(records: Records, nbytes: int) -> Records:
     return found
 
 
-def copy_threads() -> ThreadPoolExecutor:
-    """Make a pool of threads for `split`."""
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="flatbed-disk")
+class CopyThreads(ThreadPoolExecutor):
+    """Threads for `split`: many while rows are read from the disk, few while they are in the page cache."""
+
+    def __init__(self) -> None:
+        super().__init__(THREADS, thread_name_prefix="flatbed-disk")
+        self.part_bytes = READ_PART
+        """Bytes that one thread reads, by where the rows of the last reads were."""
 
 
 def submit(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> Future[T]:
@@ -85,16 +91,19 @@ def take(
     *,
     into: Records,
     where: NDArray[np.int64] | None = None,
-    pool: ThreadPoolExecutor,
+    pool: CopyThreads,
 ) -> None:
     """Copy records, or as many of their first bytes as `into` takes, to `into` or to positions `where` of it.
 
     The caller has checked that `at` is in range.
     """
     is_whole = into.dtype == records.dtype
-    source = head(records, into.dtype.itemsize)
+    nbytes = into.dtype.itemsize
+    source = head(records, nbytes)
+    n_faults: list[int] = []
 
     def copy(some: slice) -> None:
+        before = _disk_faults()
         if where is not None:
             into[where[some]] = source[at[some]]
         elif is_whole:
@@ -102,17 +111,29 @@ def take(
             np.take(source, at[some], out=into[some], mode="clip")
         else:
             into[some] = source[at[some]]  # np.take would first copy the whole table
+        n_faults.append(_disk_faults() - before)
 
-    split(pool, copy, len(at), n_parts=into.dtype.itemsize * len(at) // READ_PART)
+    split(pool, copy, len(at), n_parts=nbytes * len(at) // pool.part_bytes)
+    if nbytes * len(at) >= READ_PART:  # fewer rows say too little
+        pool.part_bytes = READ_PART if COLD_SHARE * sum(n_faults) > len(at) else MEMORY_PART
 
 
-def put(table: MappedFile, at: NDArray[np.int64], *, records: Records, pool: ThreadPoolExecutor) -> None:
+def _disk_faults() -> int:
+    """Return how often this thread has waited for a page of a file; this process, where that is unknown."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_majflt
+
+
+def put(table: MappedFile, at: NDArray[np.int64], *, records: Records, pool: CopyThreads) -> None:
     """Replace records of a mapped file."""
 
     def copy(some: slice) -> None:
         table.scatter(at[some], records[some])
 
-    split(pool, copy, len(at), n_parts=records.nbytes // WRITE_PART)
+    split(pool, copy, len(at), n_parts=records.nbytes // MEMORY_PART)
 
 
 def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) -> None:
