@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import flatbed
-from flatbed.data import pipeline, prefetcher
+from flatbed.data import prefetcher
 from tests.data.fakes import ROWS, FakePrefetch, threads, wait_until, workers
 
 
@@ -21,18 +21,6 @@ def nothing_is_left() -> Iterator[None]:
         assert wait_until(lambda: not workers()), "a process is left"
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture(autouse=True)
-def loader_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let threads load all batches: how long a load takes depends on the machine."""
-    monkeypatch.setattr(pipeline, "QUICK_SECONDS", 0.0)
-
-
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch, loader_threads: None) -> None:
-    """Let the training thread load batches as soon as it may."""
-    monkeypatch.setattr(pipeline, "QUICK_SECONDS", float("inf"))
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 """One iteration of a `Prefetcher`: what the loader threads and the training thread do with each batch.
 
-Streams on a GPU: the thread that loads issues copies of batches in "batches". The training thread issues
+Streams on a GPU: the loader thread issues copies of batches in "batches". The training thread issues
 admissions of rows in "rows", which waits for the copies of the ids. The training stream waits for both when a
-batch is handed out. The thread that loads, a loader thread or the training thread where loading is quick,
-waits for events of earlier steps before it copies more batches.
+batch is handed out. The loader thread waits for events of earlier steps before it copies more batches.
 """
 
 from __future__ import annotations
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
 THREAD_NAME = "flatbed-prefetch"
 JOIN_SECONDS = 5.0
 """How long `close` waits for a thread that is inside the loader. The thread ends when the loader returns."""
-QUICK_SECONDS, N_QUICK = 1e-3, 4
-"""After so many loads that took less, the training thread loads batches itself. Two threads that both run
-Python slow each other down by more: 1.76 ms per step instead of 1.3 to 1.5 for 65,536 skewed ids, without a
-model, on an H200."""
 
 
 @dataclass(slots=True)
@@ -90,13 +85,10 @@ class Pipeline:
         mover: BatchMover,
         *,
         depth: int,
-        may_load_inline: bool = False,
         sms: SmPolicy | None = None,
     ) -> None:
         self.batches: Iterator[Any] = batches
         self.sms = sms
-        self.n_quick = 0
-        """Loads in a row that took less than `QUICK_SECONDS`."""
         self.lookups, self.mover, self.depth = lookups, mover, depth
         self.ready: deque[PendingBatch] = deque()
         self.in_use: PendingBatch | None = None
@@ -106,7 +98,6 @@ class Pipeline:
             stages.append(self._read)
         self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(max(2, len(stages) + 1))]
         self.permits, self.results = self._queues[0], self._queues[-1]
-        self.may_load_inline = may_load_inline and len(stages) == 1
         for _ in range(depth):
             self.permits.put(None)
         self.n_permits = depth
@@ -146,7 +137,6 @@ class Pipeline:
 
     def load(self, steps: Any) -> PendingBatch | End:
         """Load a batch, stage its lookups, and issue its copies. `steps` is the event after earlier steps."""
-        begin = time.perf_counter()
         try:
             batch = next(self.batches)
         except StopIteration:
@@ -164,7 +154,6 @@ class Pipeline:
                 request = lookup.prefetch.check(on_host)
                 pending.lookups.append(PendingLookup(lookup.prefetch, request, ids))
                 extra += ids
-            self.n_quick = self.n_quick + 1 if time.perf_counter() - begin < QUICK_SECONDS else 0
             if steps is not None:
                 steps.synchronize()  # the device holds no more than depth + 1 batches
             pending.moved = moved = self.mover.move(batch, leaves, extra)
@@ -255,8 +244,6 @@ class PrefetchIterator(Iterator[Any]):
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._end: End | None = None
-        self._steps: deque[Any] = deque([None] * (pipeline.depth + 1), maxlen=pipeline.depth + 1)
-        """Events after the steps before the last calls of `__next__`."""
         device = pipeline.mover.device
         self._rows = stream_for(device, "rows") if device.type == "cuda" else None
         self._close = weakref.finalize(self, pipeline.close)
@@ -272,10 +259,10 @@ class PrefetchIterator(Iterator[Any]):
                 pipeline.start()
             if pipeline.in_use is not None:
                 pipeline.in_use.finish()
+            steps = None
             if self._rows is not None:
                 steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
                 steps.record(torch.cuda.current_stream(pipeline.mover.device))
-                self._steps.append(steps)
             self._take_batches()
             if pipeline.ready:
                 pending = pipeline.in_use = pipeline.ready.popleft()
@@ -285,10 +272,9 @@ class PrefetchIterator(Iterator[Any]):
                     each.ids = []
                 batch = pipeline.mover.hand_out(pending.moved)
                 pending.moved = None  # the loop alone holds the batch
-                if pipeline.depth and not self._loads_inline:
-                    for _ in range(pipeline.depth - pipeline.n_permits - len(pipeline.ready)):
-                        pipeline.n_permits += 1
-                        pipeline.permits.put(self._steps[-1])
+                for _ in range(pipeline.depth - pipeline.n_permits - len(pipeline.ready)):
+                    pipeline.n_permits += 1
+                    pipeline.permits.put(steps)
                 if pipeline.sms is not None:
                     pipeline.sms.update()
                 return batch
@@ -304,25 +290,14 @@ class PrefetchIterator(Iterator[Any]):
         finally:
             del end  # the traceback of the error refers to this frame
 
-    @property
-    def _loads_inline(self) -> bool:
-        """True if this thread loads batches: they are there at once, and no user's code makes them."""
-        return self._pipeline.may_load_inline and self._pipeline.n_quick >= N_QUICK
-
     def _take_batches(self) -> None:
-        """Take and admit all batches that are loaded, at least one. Loads missing ones if that is quick."""
+        """Take and admit all batches that are loaded, at least one. Loads one here if there is no thread."""
         pipeline = self._pipeline
         while self._end is None and pipeline.n_permits and not (pipeline.ready and pipeline.results.empty()):
             pipeline.n_permits -= 1
             self._take(pipeline.results.get())
-        while self._end is None and not pipeline.n_permits:
-            if pipeline.ready and not (self._loads_inline and len(pipeline.ready) <= pipeline.depth):
-                break
-            try:
-                loaded = pipeline.load(self._steps[0] if pipeline.depth else None)
-            except Exception as error:
-                loaded = End(error)  # raised when its turn comes
-            self._take(loaded)
+        if not pipeline.depth:
+            self._take(pipeline.load(None))
 
     def _take(self, taken: PendingBatch | End) -> None:
         if isinstance(taken, End):

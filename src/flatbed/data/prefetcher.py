@@ -108,8 +108,7 @@ class Prefetcher:
         device = self.device
         copies = CopyStream(device, current=self.depth == 0) if device.type == "cuda" else None
         is_pinned = self.pin and copies is not None
-        may_reuse = _may_reuse(self.loader)
-        is_reused = self.depth > 0 and not is_pinned and may_reuse
+        is_reused = self.depth > 0 and not is_pinned and _may_reuse(self.loader)
         mover = BatchMover(device, copies, is_reused=is_reused)
         sms = None
         if self.reserve_sms is not None and self.depth and self._selectors:
@@ -121,9 +120,7 @@ class Prefetcher:
         lookups = [
             TableLookups(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()
         ]
-        self._previous = Pipeline(
-            batches, lookups, mover, depth=self.depth, may_load_inline=not may_reuse, sms=sms
-        )
+        self._previous = Pipeline(batches, lookups, mover, depth=self.depth, sms=sms)
         return PrefetchIterator(self._previous)
 
     def _begin(self, mover: BatchMover) -> Iterator[Any]:
