@@ -178,6 +178,11 @@ class RowGrad(Tensor):
 
         def values(grad: RowGrad) -> Tensor:
             grad.check()
+            if name in _NORMS and grad._table._shards is not None:
+                raise FlatbedError(
+                    "the gradient of a table that ranks divide is that of this rank's rows, and so would be "
+                    "its norm: clip by max_norm= of the optimizer, which adds up the squares of all ranks"
+                )
             packed = grad._table._row_grads(compact=name not in _ELEMENTWISE)
             found[id(packed.grads)] = grad
             return packed.grads
@@ -204,9 +209,12 @@ _ATTRIBUTES = {
 
 _WITHOUT_EFFECT = (Tensor.detach_, Tensor.requires_grad_)
 
+_NORMS = {"linalg_vector_norm", "norm", "_foreach_norm"}
+
 _ELEMENTWISE = {
+    *_NORMS,
     *("mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "nan_to_num_", "zero_"),
-    *("linalg_vector_norm", "norm", "_foreach_norm", "_foreach_mul_", "_foreach_div_", "_foreach_zero_"),
+    *("_foreach_mul_", "_foreach_div_", "_foreach_zero_"),
     *("_foreach_clamp_min_", "_foreach_clamp_max_", "_amp_foreach_non_finite_check_and_unscale_"),
 }
 """Operations that may see extra rows of zeros: removing those would wait for the GPU."""
