@@ -313,6 +313,10 @@ class Channel:
             dist.all_gather(list(found.unbind()), held, group=self._group_for(device))
         return found.to(value.device)
 
+    def share_flag_(self, flag: Tensor) -> None:
+        """Set a flag if any rank has set its own."""
+        flag.copy_(self.gather(flag, doing="the check for overflows").max().reshape(flag.shape))
+
     def first(self, value: int, *, doing: str) -> int:
         """Return the number that the first rank gives."""
         return int(self.gather(torch.tensor([value]), doing=doing)[0])
