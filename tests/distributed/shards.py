@@ -208,6 +208,17 @@ def reads_and_writes(_: Path) -> None:
     assert_equal_on_all_ranks(emb.read_rows(EVERY))
 
 
+def prefetched_batches(_: Path) -> None:
+    """Batches of a Prefetcher are looked up as others are."""
+    for grads in (True, False):
+        emb = flatbed.Embedding(ROWS, DIM, seed=3, shard="row")
+        whole = flatbed.Embedding(ROWS, DIM, seed=3)
+        batches = [{"ids": ids_of(step, dist.get_rank())} for step in range(3)]
+        for batch in flatbed.Prefetcher(batches, {emb: "ids"}):
+            with torch.set_grad_enabled(grads):
+                assert torch.equal(emb(batch["ids"]), whole(batch["ids"]))
+
+
 def gradients_of_own_rows(_: Path) -> None:
     """After an exchange, `table.grad` has the mean over ranks for the rows that this rank holds."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -237,7 +248,6 @@ def exports(folder: Path) -> None:
     emb.table.export(path.with_suffix(".npy"))
     emb.table.export(path.with_suffix(".safetensors"))
     emb.table.export(path, shard_bytes=7 * DIM * 4)
-    dist.barrier()
     assert np.array_equal(np.load(path.with_suffix(".npy")), weights.numpy())
     assert torch.equal(load_file(path.with_suffix(".safetensors"))["weight"], weights)
     parts = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
@@ -441,6 +451,12 @@ def ranks_that_differ(folder: Path) -> None:
             emb([rank]).sum().backward()
             assert_raises(optimizer.step, name, "differs between ranks")
         assert torch.equal(emb.read_rows(EVERY), before)
+    emb = flatbed.Embedding(ROWS, DIM, shard="row")
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    emb([1]).sum().backward()
+    optimizer.step()
+    emb.requires_grad_(rank == 0)
+    assert_raises(optimizer.step, "requires_grad differs")
 
 
 def ranks_in_another_order(_: Path) -> None:
@@ -521,6 +537,7 @@ SCENARIOS = [
     caches,
     lookups_without_gradient,
     reads_and_writes,
+    prefetched_batches,
     gradients_of_own_rows,
     exports,
     search,
