@@ -1,4 +1,4 @@
-"""The examples for Lightning and Accelerate learn with two gloo processes."""
+"""The examples for Lightning, Accelerate and the Trainer of Hugging Face learn with two gloo processes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Without the store of the launcher, whose addresses workers of a busy machine may find stale.
 ENVIRONMENT = {
-    "PYTHONPATH": "src",
+    "PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")]),
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
-LAUNCHERS = {
-    "lightning": ["examples/lightning_fsdp.py", "--devices", "2"],
-    "accelerate": [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        "examples/accelerate_fsdp.py",
-    ],
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+EXAMPLES = {
+    "lightning": ("lightning", ["examples/lightning_fsdp.py", "--devices", "2"]),
+    "accelerate": ("accelerate", [*TORCHRUN, "examples/accelerate_fsdp.py"]),
+    "trainer-class": ("transformers", [*TORCHRUN, "examples/trainer_fsdp.py"]),
+    "trainer-optimizer": ("transformers", [*TORCHRUN, "examples/trainer_fsdp.py", "--built"]),
 }
+"""The package that an example needs, and its command."""
 
 
-@pytest.mark.parametrize("framework", LAUNCHERS)
-def test_two_processes(framework: str) -> None:
-    pytest.importorskip(framework)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_two_processes(example: str) -> None:
+    package, command = EXAMPLES[example]
+    pytest.importorskip(package)
     done = subprocess.run(
-        [sys.executable, *LAUNCHERS[framework], "--steps", "16"],
+        [sys.executable, *command, "--steps", "16"],
         capture_output=True,
         text=True,
         check=False,

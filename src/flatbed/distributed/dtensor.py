@@ -6,9 +6,8 @@ it, so that this module looks it up instead.
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flatbed.distributed.peers import Peers, wait_for
 from flatbed.errors import FlatbedError
 
 if TYPE_CHECKING:
@@ -187,7 +187,10 @@ class ShardGroups:
     rank. All ranks find the same classes in the same order, whether their parameters have gradients or not.
     """
 
-    def __init__(self, shardings: Iterable[Sharding | None], norm_group: Any = None) -> None:
+    def __init__(
+        self, shardings: Iterable[Sharding | None], norm_group: Any = None, peers: Peers | None = None
+    ) -> None:
+        self._peers = peers
         self._classes: dict[Any, int] = {None: 0}
         gathers: dict[Any, list[int]] = {}
         for sharding in shardings:
@@ -222,9 +225,9 @@ class ShardGroups:
             for index, values in held.items():
                 vector[index] += values.to(device).sum()
         for group, classes in self._gathers:
-            vector[classes] = _gather(vector[classes], group).sum(0)
+            vector[classes] = self._gather(vector[classes], group).sum(0)
         if self._norm_group is not None:
-            vector = _gather(vector.sum().reshape(1), self._norm_group).flatten()
+            vector = self._gather(vector.sum().reshape(1), self._norm_group).flatten()
         return vector
 
     def any(self, flag: Tensor) -> Tensor:
@@ -232,8 +235,20 @@ class ShardGroups:
         found = flag.detach().to(torch.float32, copy=True).reshape(1)
         groups = [group for group, _ in self._gathers]
         for group in groups if self._norm_group is None else [*groups, self._norm_group]:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+            on_cpu = found.device.type == "cpu"
+            work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group, async_op=on_cpu)
+            if on_cpu:
+                wait_for(work, group, self._peers)
         return found
+
+    def _gather(self, own: Tensor, group: Any) -> Tensor:
+        """The vectors of all ranks of a group, in rank order."""
+        gathered = own.repeat(group.size(), 1)
+        on_cpu = own.device.type == "cpu"
+        work = dist.all_gather(list(gathered.unbind()), own.contiguous(), group=group, async_op=on_cpu)
+        if on_cpu:
+            wait_for(work, group, self._peers)
+        return gathered
 
     def _device(self, squares: Sequence[dict[int, Tensor]]) -> torch.device:
         """The device of sums: that of a sharded class, or the first."""
@@ -255,86 +270,6 @@ def _class_key(sharding: Sharding | None) -> Any:
     if sharding is None or not sharding.mesh_dims:
         return None
     return sharding.mesh, sharding.mesh_dims
-
-
-def _gather(own: Tensor, group: Any) -> Tensor:
-    """The vectors of all ranks of a group, in rank order."""
-    gathered = own.repeat(group.size(), 1)
-    dist.all_gather(list(gathered.unbind()), own.contiguous(), group=group)
-    return gathered
-
-
-# ---- agreement of ranks
-
-
-class RanksDiffer(FlatbedError):
-    """Ranks hold different parameters or options, or one of them has failed. All ranks have raised."""
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A parameter or an option, as ranks compare it."""
-
-    name: str
-    value: str
-    sharding: Sharding | None = None
-
-
-def check_ranks_agree(described: Sequence[Described], failure: Exception | None = None) -> None:
-    """Raise on all ranks of a mesh if parameters or options differ between them, or if one rank has failed.
-
-    Every rank of each mesh calls it. Meshes are visited in one order, since ranks may share several.
-    """
-    meshes = dict.fromkeys(one.sharding.mesh for one in described if one.sharding is not None)
-    for mesh in sorted(meshes, key=lambda mesh: (mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape))):
-        if mesh.get_coordinate() is None:
-            continue
-        own = [(d.name, d.value) for d in described if d.sharding is None or d.sharding.mesh == mesh]
-        message = None if failure is None else f"rank {dist.get_rank()}: {failure}"
-        for dim in range(mesh.ndim):
-            if mesh.size(dim) > 1:
-                message = _agree(mesh.get_group(dim), mesh.device_type, own, message)
-        if message is not None and failure is None:
-            raise RanksDiffer(message)
-    if failure is not None:
-        raise failure
-
-
-def check_group_agrees(group: Any, options: dict[str, Any]) -> None:
-    """Raise on all ranks of a process group if options differ between them."""
-    device = "cuda" if "gloo" not in str(dist.get_backend(group)) else "cpu"
-    message = _agree(group, device, [(name, repr(value)) for name, value in options.items()], None)
-    if message is not None:
-        raise RanksDiffer(message)
-
-
-def _agree(group: Any, device: str, own: list[tuple[str, str]], message: str | None) -> str | None:
-    """Compare with the ranks of a process group; return what is wrong, the same on all of them."""
-    digest = hashlib.sha256(repr(own).encode()).digest()[:16]
-    numbers = [int.from_bytes(digest[:7], "little"), int(message is not None)]
-    sent = torch.tensor(numbers, dtype=torch.int64, device=device)
-    found = _gather(sent, group).tolist()
-    if all(line == [found[0][0], 0] for line in found):
-        return message
-    held: list[Any] = [None] * len(found)
-    dist.all_gather_object(held, (dist.get_rank(), own, message), group=group)
-    failed = next((line[2] for line in held if line[2] is not None), None)
-    return failed or next(_differences(held))
-
-
-def _differences(held: list[tuple[int, list[tuple[str, str]], str | None]]) -> Iterator[str]:
-    first_rank, first, _ = held[0]
-    for rank, own, _ in held[1:]:
-        known, others = dict(first), dict(own)
-        for name in {**known, **others}:
-            left, right = known.get(name, "missing"), others.get(name, "missing")
-            if left != right:
-                yield (
-                    f"{name} differs between ranks: rank {first_rank} has {left}, rank {rank} has {right}. "
-                    f"Build the optimizer with the same parameters and options on all ranks"
-                )
-        if first != own:
-            yield f"ranks {first_rank} and {rank} have the same parameters in another order"
 
 
 def reshard(model: nn.Module) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import secrets
-import time
-from itertools import count
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatbed.distributed.meeting import Meeting
 from flatbed.errors import FlatbedError
 
 PATIENCE = 30.0  # seconds that the first rank waits for others; training keeps them within a step
 LONG = 1800.0  # seconds that others wait for the first rank, which may be evaluating
-_meetings = count()
 
 
 def world_size() -> int:
@@ -64,18 +63,18 @@ class Ranks:
         """Wait until all ranks call this; raise if they do not, before a collective would hang or mix."""
         if not self.many:
             return
-        store = dist.distributed_c10d._get_default_store()
-        key, deadline = f"flatbed/{next(_meetings)}", time.monotonic() + (PATIENCE if self.first else LONG)
-        n_there = store.add(key, 1)
-        while not n_there >= world_size():
-            if n_there < 0 or time.monotonic() > deadline:
-                store.add(key, -(1 << 40))  # ranks that call it later raise, too
-                raise FlatbedError(
-                    f"{doing} was called on some of the {world_size()} ranks alone, and the others did not "
-                    "follow: call it on every rank, not within `if rank == 0:`"
-                )
-            time.sleep(0.01)
-            n_there = store.add(key, 0)
+        patience = PATIENCE if self.first else LONG
+
+        def give_up(waited: float, absent: Callable[[], list[int]]) -> str | None:
+            if waited < patience:
+                return None
+            return (
+                f"{doing} was called on some of the {world_size()} ranks alone; found that rank "
+                f"{', '.join(map(str, absent()))} did not follow within {waited:.0f} s: call it on every "
+                f"rank, not within `if rank == 0:`"
+            )
+
+        Meeting(range(world_size())).hold([("the call", doing)], give_up)
 
     def token(self) -> str:
         """Return a random word, the same on all ranks."""

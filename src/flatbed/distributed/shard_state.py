@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatbed.distributed.dtensor import Sharding, is_dtensor
+from flatbed.distributed.peers import Peers, wait_for
 from flatbed.layout import is_dense
 
 if TYPE_CHECKING:
@@ -178,19 +179,22 @@ def _plan_piece(held: Sequence[tuple[Tensor, Sharding]], lines: list[int], memor
     return piece
 
 
-def exchange(pieces: Sequence[Piece]) -> None:
+def exchange(pieces: Sequence[Piece], peers: Peers | None = None) -> None:
     """Give all ranks the rows of all. A piece is sent while the one before it is written."""
     sent: list[tuple[Piece, Any]] = []
     for piece in pieces:
         sent.append((piece, piece.send()))
         if len(sent) > 1:
-            _finish(*sent.pop(0))
+            _finish(*sent.pop(0), peers)
     for last in sent:
-        _finish(*last)
+        _finish(*last, peers)
 
 
-def _finish(piece: Piece, work: Any) -> None:
-    work.wait()
+def _finish(piece: Piece, work: Any, peers: Peers | None) -> None:
+    if piece.buffer.device.type == "cpu":
+        wait_for(work, piece.group, peers)
+    else:
+        work.wait()
     piece.receive()
 
 

@@ -155,6 +155,11 @@ def check_shard_state(ranks: Any) -> None:
         raise TypeError(f"shard_state must be True, a process group or a DeviceMesh; found {ranks!r}")
     if isinstance(ranks, DeviceMesh) and ranks.ndim != 1:
         raise ValueError(f'shard_state takes a mesh of one dimension, such as mesh["dp"]; found {ranks}')
+    if isinstance(ranks, DeviceMesh) and ranks.get_coordinate() is None:
+        raise FlatbedError(
+            f"rank {dist.get_rank()} is not part of the mesh of shard_state, whose ranks are "
+            f"{ranks.mesh.tolist()}: build this optimizer on those ranks only"
+        )
 
 
 def check_options(options: StepOptions) -> None:

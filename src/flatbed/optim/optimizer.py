@@ -13,14 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from flatbed.distributed.dtensor import (
-    RanksDiffer,
-    check_group_agrees,
-    check_ranks_agree,
-    is_dtensor,
-    local_of,
-    reshard,
-)
+from flatbed.distributed.dtensor import is_dtensor, local_of, reshard
+from flatbed.distributed.meeting import RanksDiffer
+from flatbed.distributed.peers import Peers
 from flatbed.distributed.ranks import world_size
 from flatbed.distributed.shard_state import StateSharding, exchange
 from flatbed.errors import FlatbedError
@@ -71,6 +66,15 @@ class Optimizer(torch.optim.Optimizer):
     _module: weakref.ref[nn.Module] | None
 
     def __init__(self, params: ParamsT, options: dict[str, Any], **extras: Any) -> None:
+        self._peers = Peers.of_new_optimizer()
+        try:
+            self._build(params, options, extras)
+        except Exception as error:
+            if self._peers is not None and not isinstance(error, RanksDiffer):
+                self._peers.tell_failure(error)  # other ranks may wait for this one
+            raise
+
+    def _build(self, params: ParamsT, options: dict[str, Any], extras: dict[str, Any]) -> None:
         unknown = [name for name in extras if name not in Extras.__annotations__]
         checks.check_known(type(self), unknown, Extras.__annotations__)
         not_options = ("self", "params", "extras", "__class__")
@@ -92,6 +96,8 @@ class Optimizer(torch.optim.Optimizer):
         self._check_ranks()
         self._make_state_early(copies_weights=False)
         self._own_tables()  # last: tables leave their optimizers for this one, and nothing can fail any more
+        if self._peers is not None:
+            self._peers.built()
 
     def _reset(self) -> None:
         """Start without a plan and without tables."""
@@ -159,11 +165,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_ranks(self, failure: Exception | None = None) -> None:
         """Raise on all ranks if their DTensors or options differ, or if one rank has failed."""
+        if self._peers is None:
+            return
         params = [p for group in self.param_groups for p in group["params"]]
         if self._state_sharding is not None or any(map(is_dtensor, params)):
-            check_ranks_agree(describe(self._spec, self.param_groups), failure)
+            self._peers.agree(describe(self._spec, self.param_groups), failure)
+        elif failure is None and self._norm_group is None:
+            self._peers.tell_whole(type(self).__name__, len(params))
         if self._norm_group is not None and failure is None:
-            check_group_agrees(self._norm_group, {name: getattr(self._options, name) for name in OF_NORM})
+            self._peers.agree_in(self._norm_group, {name: getattr(self._options, name) for name in OF_NORM})
 
     def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
         for group in added:
@@ -244,7 +254,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
-        self._norm_group = self._state_sharding = None
+        self._norm_group = self._state_sharding = self._peers = None
         super().__setstate__(state)
         for group in self.param_groups:
             group.update(self._fixed)
@@ -367,6 +377,16 @@ class Optimizer(torch.optim.Optimizer):
     # ---- a step
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._peers is None:
+            return self._step_alone(closure)
+        self._peers.begin_step()
+        try:
+            return self._step_alone(closure)
+        except BaseException as error:
+            self._peers.tell_step_failure(error)  # other ranks may wait for the norm or for rows of this one
+            raise
+
+    def _step_alone(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -415,6 +435,7 @@ class Optimizer(torch.optim.Optimizer):
             self._stats,
             previous=self._plan,
             norm_group=self._norm_group,
+            peers=self._peers,
             early=early,
             loaded=loaded,
             copies_weights=copies_weights,
@@ -453,7 +474,7 @@ class Optimizer(torch.optim.Optimizer):
         for stepper in steppers:
             of_all = None if squares is None else squares.to(stepper.device)
             stepper.update(self._options, None if scaling is None else scaling.to(stepper.device), of_all)
-        exchange(plan.pieces)
+        exchange(plan.pieces, self._peers)
         if found.owners:
             torch.autograd.graph.increment_version(found.owners)
         if plan.masters.slots:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.dtensor import LOCAL, LocalGrads, ShardGroups, Sharding, is_dtensor, local_of
+from flatbed.distributed.peers import Peers
 from flatbed.distributed.shard_state import OwnRows, plan_pieces
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
@@ -285,6 +286,7 @@ def build_plan(
     *,
     previous: Plan | None = None,
     norm_group: Any = None,
+    peers: Peers | None = None,
     early: Callable[[Tensor], bool] | None = None,
     loaded: bool = False,
     copies_weights: bool = True,
@@ -301,7 +303,7 @@ def build_plan(
             "trained: state and tables would be made inside the graph, and again at every replay"
         )
     params = [p for group in groups for p in group["params"] if not isinstance(p, Table)]
-    shard_groups = ShardGroups(map(Sharding.of, params), norm_group)
+    shard_groups = ShardGroups(map(Sharding.of, params), norm_group, peers)
     known = () if previous is None else previous.slots
     slots = build_slots(
         spec, groups, state, previous=known, early=early, loaded=loaded, copies_weights=copies_weights

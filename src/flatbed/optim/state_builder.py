@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from flatbed.distributed.dtensor import Described, Sharding, is_dtensor, local_of, whole
+from flatbed.distributed.dtensor import Sharding, is_dtensor, local_of, whole
+from flatbed.distributed.peers import Described
 from flatbed.distributed.shard_state import OwnRows, StateSharding
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import ParamSlot, StepOptions, stride_of
@@ -78,9 +79,8 @@ def describe(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
         sharding = None if isinstance(param, Table) else spec.sharding_of(param)
         if sharding is not None or spec.options.needs_norm:
             placed = f" placed {sharding.placements}" if sharding is not None else ""
-            found.append(
-                Described(f"parameter {name}", f"{tuple(param.shape)} {param.dtype}{placed}", sharding)
-            )
+            mesh = None if sharding is None else sharding.mesh
+            found.append(Described(f"parameter {name}", f"{tuple(param.shape)} {param.dtype}{placed}", mesh))
     return found
 
 

@@ -1,0 +1,174 @@
+"""The other ranks of one optimizer: agreement when it is built, and failures of one rank in a step.
+
+Optimizers are numbered on every rank, so that ranks know of which one the others speak.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from flatbed.distributed.meeting import Meeting, RanksDiffer, default_store
+from flatbed.distributed.ranks import world_size
+from flatbed.errors import FlatbedError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+PATIENCE = 5.0
+"""Seconds until ranks raise because another rank has built an optimizer without shards instead."""
+WATCHED = 30.0
+"""Seconds after its construction in which steps of an optimizer look for failures of other ranks."""
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A parameter or an option, as ranks compare it."""
+
+    name: str
+    value: str
+    mesh: DeviceMesh | None = None
+    """The ranks that hold shards of the parameter."""
+
+
+class Peers:
+    """What the ranks of one optimizer tell each other besides tensors."""
+
+    def __init__(self) -> None:
+        self._key = f"flatbed/optimizer/{next(_numbers)}"
+        self._store, self._rank = default_store(), dist.get_rank()
+        self._timeout = self._store.timeout.total_seconds()
+        self._is_built = False
+        self._n_steps = 0
+        self._next_check = 0.0
+        self._last_check = time.monotonic() + WATCHED
+
+    @staticmethod
+    def of_new_optimizer() -> Peers | None:
+        """The other ranks; None without any."""
+        return Peers() if world_size() > 1 and "fake" not in str(dist.get_backend()) else None
+
+    # ---- building
+
+    def agree(self, described: Sequence[Described], failure: Exception | None = None) -> None:
+        """Raise on all ranks that share shards if parameters or options differ, or if one rank has failed.
+
+        Every rank of each mesh calls it. Meshes are visited in one order, since ranks may share several.
+        """
+        holders = {id(d): () if d.mesh is None else tuple(d.mesh.mesh.flatten().tolist()) for d in described}
+        meetings = sorted(set(holders.values()) - {()})
+        everyone = sorted({self._rank, *(rank for ranks in meetings for rank in ranks)})
+        try:
+            for ranks in meetings:
+                if self._rank in ranks and len(ranks) > 1:
+                    own = [(d.name, d.value) for d in described if holders[id(d)] in ((), ranks)]
+                    self._meet(ranks, own, None if failure is None else str(failure))
+        except RanksDiffer as error:
+            self._tell(error, everyone)
+            if failure is None:
+                raise
+        if failure is not None:
+            self._tell(failure, everyone)
+            raise failure
+
+    def agree_in(self, group: Any, options: dict[str, Any]) -> None:
+        """Raise on all ranks of a process group if options differ between them."""
+        own = [(name, repr(value)) for name, value in options.items()]
+        self._meet(dist.get_process_group_ranks(group), own, None)
+
+    def _meet(self, ranks: Sequence[int], own: list[tuple[str, str]], failure: str | None) -> None:
+        def give_up(waited: float, absent: Callable[[], list[int]]) -> str | None:
+            told = self._told("failed")
+            if told is not None and told[0] in absent():
+                return f"rank {told[0]}: {told[2]}"
+            if waited > PATIENCE and self._store.check([f"{self._key}/whole"]):
+                for rank in absent():
+                    if instead := self._told(f"whole/{rank}"):
+                        return self._absence(ranks, [rank], f"it built {instead}")
+            if waited > self._timeout:
+                return self._absence(ranks, absent(), f"ranks waited for {waited:.0f} s")
+            return None
+
+        Meeting(ranks).hold(own, give_up, failure)
+
+    def _absence(self, ranks: Sequence[int], absent: list[int], found: str) -> str:
+        return (
+            f"ranks {list(ranks)} share shards, a norm or the state of an optimizer; found that rank "
+            f"{', '.join(map(str, absent))} did not build it: {found}. Build the optimizer with the same "
+            f"parameters and options on all of these ranks"
+        )
+
+    def tell_whole(self, kind: str, n_params: int) -> None:
+        """Tell ranks that may wait for this one that its optimizer has no shards."""
+        self._store.set(
+            f"{self._key}/whole/{self._rank}", json.dumps(f"{kind} of {n_params} whole parameters")
+        )
+        self._store.set(f"{self._key}/whole", "-")
+
+    def tell_failure(self, error: Exception) -> None:
+        """Tell ranks that wait for this one that it has failed to build the optimizer."""
+        self._tell(error, [])
+        Meeting.missed = True
+
+    def built(self) -> None:
+        """Note that the optimizer exists: failures to add a group to it do not end its steps."""
+        self._is_built = True
+
+    def _tell(self, error: Exception, concerned: list[int]) -> None:
+        if self._is_built:
+            return
+        shown = json.dumps([self._rank, concerned, str(error)])
+        self._store.compare_set(f"{self._key}/failed", "", shown)
+
+    def _told(self, name: str) -> Any:
+        key = f"{self._key}/{name}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    # ---- steps
+
+    def begin_step(self) -> None:
+        """Count a step. The first one, and those of the first seconds, raise if ranks could not build it."""
+        self._n_steps += 1
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        told = self._told("failed")
+        self._next_check = now + 1.0 if now < self._last_check else float("inf")
+        if told is not None and self._rank in told[1]:
+            Meeting.missed = True
+            raise FlatbedError(f"rank {told[0]} failed to build this optimizer: {told[2]}")
+
+    def tell_step_failure(self, error: BaseException) -> None:
+        """Tell ranks that wait for this one inside of a step that the step has failed."""
+        shown = json.dumps([self._rank, f"{type(error).__name__}: {error}"])
+        self._store.compare_set(f"{self._key}/step/{self._n_steps}", "", shown)
+
+    def check_step(self, group: Any) -> None:
+        """Raise if another rank of a process group has failed in the present step."""
+        told = self._told(f"step/{self._n_steps}")
+        if told is not None and told[0] in dist.get_process_group_ranks(group):
+            raise FlatbedError(
+                f"rank {told[0]} failed in this step: {told[1]}. Parameters and state may be of different "
+                f"steps on different ranks: load the last checkpoint"
+            )
+
+
+def wait_for(work: Any, group: Any, peers: Peers | None) -> None:
+    """Wait for a collective of a step between CPUs; raise if another rank has failed in this step."""
+    while True:
+        try:
+            work.wait(*(() if peers is None else (timedelta(seconds=1),)))
+        except RuntimeError:
+            if peers is None or work.is_completed():
+                raise
+            peers.check_step(group)
+        else:
+            return

@@ -1,0 +1,163 @@
+"""Scenarios of one rank that differs from the others or fails: all ranks raise within seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import flatbed
+from flatbed.distributed import peers, ranks
+from tests.distributed.processes import assert_raises, main
+
+AdamW = flatbed.optim.AdamW
+ODD = 1
+"""The rank that differs."""
+
+
+def is_odd() -> bool:
+    return dist.get_rank() == ODD
+
+
+def new_mesh() -> DeviceMesh:
+    """All ranks, in a process group of their own: a failed step leaves a collective behind."""
+    return DeviceMesh.from_group(new_group(), "cpu")
+
+
+def new_group() -> Any:
+    return dist.new_group(list(range(dist.get_world_size())))
+
+
+def shards(mesh: DeviceMesh) -> list[nn.Parameter]:
+    """Two parameters of ones, made without communication."""
+    n_rows = 2 * mesh.size()
+    local = torch.ones(2, 3)
+    placing: Any = {"shape": (n_rows, 3), "stride": (3, 1), "run_check": False}
+    return [nn.Parameter(DTensor.from_local(local.clone(), mesh, [Shard(0)], **placing)) for _ in range(2)]
+
+
+def whole() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(4, 3))]
+
+
+def message_of(action: Callable[[], Any]) -> str:
+    """The message of an error that is raised within seconds."""
+    begin = time.monotonic()
+    with pytest.raises((flatbed.FlatbedError, ValueError)) as caught:
+        action()
+    assert time.monotonic() - begin < 4 * peers.PATIENCE
+    return str(caught.value)
+
+
+def train_for_ever(optimizer: torch.optim.Optimizer) -> None:
+    """The steps of a rank that has no reason to wait for others."""
+    while True:
+        optimizer.step()
+        time.sleep(0.01)
+
+
+def assert_next_optimizer_works(mesh: DeviceMesh) -> None:
+    dist.barrier()  # a rank that fails early must not build the next one while others wait for it
+    params = shards(mesh)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = AdamW(params, max_norm=1.0)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, torch.tensor(12.0 * mesh.size()).sqrt())
+
+
+def no_shards_on_one_rank(_: Path) -> None:
+    mesh = new_mesh()
+    found = message_of(lambda: train_for_ever(AdamW(whole() if is_odd() else shards(mesh), max_norm=1.0)))
+    assert "rank 1 did not build it" in found
+    assert "AdamW of 1 whole parameters" in found
+    assert_next_optimizer_works(mesh)
+
+
+def no_divided_state_on_one_rank(_: Path) -> None:
+    found = message_of(lambda: train_for_ever(AdamW(whole(), shard_state=not is_odd())))
+    assert "rank 1 did not build it" in found
+    assert_next_optimizer_works(new_mesh())
+
+
+def wrong_argument_on_one_rank(_: Path) -> None:
+    mesh = new_mesh()
+    found = message_of(lambda: AdamW(shards(mesh), lr=-1.0 if is_odd() else 0.1))
+    assert "lr must be" in found
+    assert is_odd() or "rank 1:" in found
+    assert_next_optimizer_works(mesh)
+
+
+def mesh_without_one_rank(_: Path) -> None:
+    """The rank that is not part of the mesh raises at once, those of the mesh in their first step."""
+    others = [rank for rank in range(dist.get_world_size()) if rank != ODD]
+    p = shards(DeviceMesh("cpu", others))[0]
+
+    def build_and_step() -> None:
+        try:
+            optimizer = AdamW([p])
+        finally:
+            dist.barrier()
+        optimizer.step()
+
+    found = message_of(build_and_step)
+    assert f"rank 1 is not part of the mesh of parameter 0 of group 0, whose ranks are {others}" in found
+    assert_next_optimizer_works(new_mesh())
+
+
+def failed_step_of_shards(_: Path) -> None:
+    """A rank fails before the norm is known; the others wait for its part."""
+    mesh = new_mesh()
+    params = shards(mesh)
+    optimizer = AdamW(params, max_norm=1.0)
+    for p in params:
+        p.grad = torch.ones(p.shape) if is_odd() else torch.ones_like(p)  # type: ignore[assignment]
+    found = message_of(optimizer.step)
+    assert "both must be DTensors" in found
+    assert is_odd() or "rank 1 failed in this step" in found
+    AdamW(shards(new_mesh()))
+
+
+def failed_step_of_divided_state(_: Path) -> None:
+    """A rank fails before the updated rows are exchanged."""
+    params = whole()
+    optimizer = AdamW(params, shard_state=new_group())
+    params[0].grad = torch.ones(4, 3)
+    if is_odd():
+        params[0].grad = params[0].grad.to_sparse()
+    found = message_of(optimizer.step)
+    assert "sparse" in found
+    assert is_odd() or "rank 1 failed in this step" in found
+    AdamW(shards(new_mesh()))
+
+
+def checkpoint_of_one_rank(folder: Path) -> None:
+    ranks.PATIENCE = 1.0
+    model = nn.Linear(2, 2)
+
+    def save() -> None:
+        if is_odd():
+            time.sleep(3)
+        flatbed.save_checkpoint(folder / "checkpoint", model)
+
+    assert_raises(save, "rank 1 did not follow", "every rank")
+    dist.barrier()
+    flatbed.save_checkpoint(folder / "checkpoint", model)
+
+
+SCENARIOS = [
+    *(no_shards_on_one_rank, no_divided_state_on_one_rank, wrong_argument_on_one_rank, mesh_without_one_rank),
+    *(failed_step_of_divided_state, checkpoint_of_one_rank),
+    failed_step_of_shards,  # last: torch takes meshes of the same ranks for the same, with their collectives
+]
+
+if __name__ == "__main__":
+    main(SCENARIOS)
