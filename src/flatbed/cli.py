@@ -46,13 +46,17 @@ def main(
 @app.command()
 def check(
     path: Annotated[Path, typer.Argument(help="Folder of flatbed.save_checkpoint, or file of a table.")],
+    forget: Annotated[
+        bool,
+        typer.Option("--forget", help="Take the rows of a damaged table on disk as they are."),
+    ] = False,
 ) -> None:
-    """Read a checkpoint or the file of a table, and say whether it is damaged. Changes nothing."""
+    """Read a checkpoint or the file of a table, and say whether it is damaged. Changes nothing else."""
     from flatbed.checkpoint.load import check_path
     from flatbed.errors import FlatbedError
 
     try:
-        typer.echo(check_path(path.absolute()))
+        typer.echo(check_path(path.absolute(), forget=forget))
     except FlatbedError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

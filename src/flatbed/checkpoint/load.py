@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from flatbed.errors import FlatbedError
 from flatbed.tables import saving
 from flatbed.tables.storage.disk import ReadOnlyStorage
 from flatbed.tables.storage.disk.format import is_disk_table
+from flatbed.tables.storage.disk.open_files import forget_sums
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import read_tensors
 
@@ -160,8 +161,14 @@ def _naming(what: str, path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_path(path: Path) -> str:
-    """Check a checkpoint's folder or a table's file, and return what was found; damage raises."""
+def check_path(path: Path, *, forget: bool = False) -> str:
+    """Check a checkpoint's folder or a table's file, and return what was found; damage raises.
+
+    With `forget`, remove the checksums of a table on disk instead.
+    """
+    if forget:
+        forget_sums(path)
+        return f"{path}: its rows are taken as they are, and get checksums when they change"
     if path.is_dir():
         with reading(path) as (version, token):
             manifest = read_manifest(version, token)
@@ -173,9 +180,11 @@ def check_path(path: Path) -> str:
                 return f"{version}: complete, without checksums (an earlier version of flatbed wrote it)"
             return f"{version}: all {n_files} files are as they were written"
     if is_disk_table(path):
-        storage = ReadOnlyStorage(path)
-        storage.close()
-        n_rows = storage.n_rows
+        with closing(ReadOnlyStorage(path)) as storage:
+            n_rows, n_checked = storage.n_rows, storage.check_rows()
+        if n_checked:
+            unknown = f"; {n_rows - n_checked:,} have no checksum" if n_checked < n_rows else ""
+            return f"{path}: {n_checked:,} of {n_rows:,} rows are as they were written{unknown}"
     else:
         n_rows = saving.inspect(path).n_rows
     return f"only header and size were checked, and are right: {path}, {n_rows:,} rows without checksums"

@@ -48,9 +48,8 @@ def _site() -> str:
 @contextmanager
 def recorded(log: Log) -> Iterator[None]:
     """Record all that storages do to files; nothing is really synced, which saves time."""
-    real = {
-        name: getattr(MappedFile, name) for name in ("__init__", "write", "scatter", "reserve", "truncate")
-    }
+    names = ("__init__", "write", "scatter", "scatter_sums", "reserve", "truncate")
+    real = {name: getattr(MappedFile, name) for name in names}
 
     def opened(self: MappedFile, path: Path, *, create: bool = False, **options: Any) -> None:
         real["__init__"](self, path, create=create, **options)
@@ -70,6 +69,11 @@ def recorded(log: Log) -> Iterator[None]:
             offset = self.offset + row * records.dtype.itemsize
             log.add("write", self.path, offset=offset, data=record.tobytes())
 
+    def scatter_sums(self: MappedFile, at: Any, sums: Any) -> None:
+        real["scatter_sums"](self, at, sums)
+        for row, value in zip(at.tolist(), sums, strict=True):
+            log.add("write", self.path, offset=self.sums_offset + 4 * row, data=value.tobytes())
+
     def resized(name: str) -> Callable[[MappedFile, int], None]:
         def resize(self: MappedFile, size: int) -> None:
             before = self.size
@@ -83,6 +87,7 @@ def recorded(log: Log) -> Iterator[None]:
         "__init__": opened,
         "write": write,
         "scatter": scatter,
+        "scatter_sums": scatter_sums,
         "reserve": resized("reserve"),
         "truncate": resized("truncate"),
         "sync": lambda self: log.add("sync", self.path, site=_site()),

@@ -85,8 +85,8 @@ class Scenario:
 
     def run(self) -> None:
         with recorded(self.log):
-            meta = self.begin(filled(0, 40, NBYTES))
-            storage = DiskStorage.create(self.folder / "table", RECORD, 40, fill=fill, meta=meta)
+            meta = self.begin(filled(0, 200, NBYTES))
+            storage = DiskStorage.create(self.folder / "table", RECORD, 200, fill=fill, meta=meta)
             self.done()
             for _ in range(2):
                 self.train(storage)
@@ -96,8 +96,8 @@ class Scenario:
             self.abort(storage)
             storage = self.reopen(storage)
             self.train(storage)
-            grown = np.concatenate([everything(storage), filled(40, 70, NBYTES)])
-            storage.resize(70, fill=fill, meta=self.begin(grown))
+            grown = np.concatenate([everything(storage), filled(200, 230, NBYTES)])
+            storage.resize(230, fill=fill, meta=self.begin(grown))
             self.done()
             self.train(storage)
             storage.checkpoint(self.begin(everything(storage)))
@@ -141,7 +141,7 @@ class Scenario:
     def rebuild(self, storage: DiskStorage) -> DiskStorage:
         self.train(storage)
         before = everything(storage)
-        after = filled(0, 70, WIDER.nbytes)
+        after = filled(0, 230, WIDER.nbytes)
         after[:, :NBYTES] = before
 
         def carry(start: int, stop: int, records: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage, journal
 from flatbed.tables.storage.disk import format as disk_format
+from flatbed.tables.storage.disk.checked_records import file_size
 from flatbed.tables.storage.disk.format import RECORDS_AT, TABLE
 from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import (
@@ -263,13 +264,13 @@ def test_holes_are_filled_and_the_room_of_an_unfinished_growth_is_given_back(tmp
         file.truncate(0)
         file.seek(0)
         file.write(head)
-        file.truncate(RECORDS_AT + 10_000 * NBYTES + 5_000)
+        file.truncate(file_size(10_000, NBYTES) + 5_000)
     with closing(DiskStorage.open(tmp_path / "table")) as storage:
         found = (tmp_path / "table").stat()
         assert found.st_blocks * 512 < 100_000  # a file that claims to be large reserves nothing by itself
         storage.checkpoint()
         found = (tmp_path / "table").stat()
-        assert found.st_blocks * 512 >= found.st_size == RECORDS_AT + 10_000 * NBYTES
+        assert found.st_blocks * 512 >= found.st_size == file_size(10_000, NBYTES)
 
 
 # ---- locks, forks, ends

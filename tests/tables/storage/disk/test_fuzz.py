@@ -224,7 +224,7 @@ CASES: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = {
     "text": (lambda f: {"table": b"PK\3\4" * 9999}, "b'PK"),
     "newer": (_with("table", 0, _version(TABLE)), "version 2"),
     "cut in the header": (lambda f: {"table": f["table"][: PAGE + 20]}, "damaged"),
-    "cut by a byte": (lambda f: {"table": f["table"][:-1]}, "30 rows of 64 bytes need 67456"),
+    "cut by a byte": (lambda f: {"table": f["table"][:-1]}, "30 rows of 64 bytes need 67592"),
     "state": (_with("table", STATE_AT + 60, b"?"), "checksum"),
     "other machine": (lambda f: {"table": _big_endian() + f["table"][PAGE:]}, "big-endian"),
     "newer journal": (lambda f: {**f, "table.journal": _version(JOURNAL) + bytes(PAGE)}, "version 2"),

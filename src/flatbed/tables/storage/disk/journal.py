@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
+from flatbed.tables.storage.disk.checked_records import row_sums
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
     PAGE,
@@ -37,7 +38,7 @@ from flatbed.tables.storage.disk.format import (
     state_payload,
 )
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, anonymous
-from flatbed.tables.storage.disk.threads import CopyThreads, put, take
+from flatbed.tables.storage.disk.threads import MEMORY_PART, CopyThreads, put, split, take
 from flatbed.tables.tensor_file import read_small
 
 SLOTS_AT = PAGE
@@ -45,6 +46,7 @@ SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decisi
 DECISION_LIMIT = 1 << 20
 HASHED = 16 << 20  # bytes under one checksum: part of the format
 CHUNK = 16 << 20
+CACHED = 512 << 10  # bytes that stay in a core's cache while they are copied and summed
 MOST_SLOTS = 2**31 - 2  # the slot map counts them in int32
 
 
@@ -345,11 +347,22 @@ def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state
     table.sync()
     order = np.argsort(rows, kind="stable")
     order = order[np.searchsorted(rows, 0, sorter=order) :]
-    step = max(1, CHUNK // records.dtype.itemsize)
+    step, at_once = (max(1, nbytes // records.dtype.itemsize) for nbytes in (CHUNK, CACHED))
+
+    def copy(part: slice) -> None:
+        buffer = np.empty(at_once, records.dtype)
+        for start in range(part.start, min(part.stop, len(some)), at_once):
+            slots = some[start : min(start + at_once, part.stop)]
+            copied = np.take(records, slots, out=buffer[: len(slots)], mode="clip")
+            at = rows[slots]
+            table.scatter(at, copied)
+            if table.sums is not None:
+                table.scatter_sums(at, row_sums(copied))
+
     with CopyThreads() as pool, progress(f"saving {table.path.name}", len(order), "rows") as advance:
         for start in range(0, len(order), step):
             some = order[start : start + step]
-            put(table, rows[some], records=records[some], pool=pool)
+            split(pool, copy, len(some), n_parts=len(some) * records.dtype.itemsize // MEMORY_PART)
             advance(len(some))
     table.write(STATE_AT, encode_state(state))
     table.sync()

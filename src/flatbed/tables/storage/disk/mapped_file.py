@@ -23,6 +23,9 @@ from flatbed.errors import FlatbedError
 Records = NDArray[np.void]
 """One element per record."""
 
+Sums = NDArray[np.uint32]
+"""One checksum per record."""
+
 RESERVED_AT_ONCE = 1 << 30  # bytes: some file systems write zeros, and answer no Control-C meanwhile
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
@@ -55,6 +58,8 @@ class MappedFile:
         self._access = mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE
         self.rows: Records | None = None
         self.offset = 0  # of the first record
+        self.sums: Sums | None = None
+        self.sums_offset = 0  # of the first checksum
         self._mapping: mmap.mmap | None = None
         self._is_solid = False  # `fill_holes` was called
         with reporting(path, "opening"):
@@ -89,8 +94,10 @@ class MappedFile:
                 "back, or save the rows elsewhere (table.save)"
             )
 
-    def map(self, offset: int, nbytes: int, *, count: int, random: bool = False) -> Records:
-        """Map `count` records of `nbytes` from `offset` on, instead of an earlier mapping."""
+    def map(
+        self, offset: int, nbytes: int, *, count: int, random: bool = False, sums_at: int | None = None
+    ) -> Records:
+        """Map `count` records of `nbytes`, and their checksums, instead of an earlier mapping."""
         with reporting(self.path, "mapping"):
             mapping = mmap.mmap(self._descriptor, self.size, access=self._access)
         if random and hasattr(mmap, "MADV_RANDOM"):
@@ -99,6 +106,8 @@ class MappedFile:
         self._mapping, self.offset = mapping, offset
         # Not np.ndarray(buffer=mapping): its memory could be unmapped while a thread reads it.
         self.rows = np.frombuffer(mapping, f"V{nbytes}", count, offset)
+        if sums_at is not None:
+            self.sums, self.sums_offset = np.frombuffer(mapping, np.uint32, count, sums_at), sums_at
         return self.rows
 
     def part(self, start: int, stop: int) -> memoryview:
@@ -131,6 +140,12 @@ class MappedFile:
         if self.rows is None:
             raise FlatbedError(f"{self.path} is not mapped")
         self.rows[at] = records
+
+    def scatter_sums(self, at: NDArray[np.int64], sums: Sums) -> None:
+        """Replace mapped checksums at positions in range."""
+        if self.sums is None:
+            raise FlatbedError(f"{self.path} has no checksums")
+        self.sums[at] = sums
 
     def reserve(self, size: int) -> None:
         """Extend the file to `size` with disk space for every byte; after an error it is as before."""
@@ -202,7 +217,7 @@ class MappedFile:
             os.close(descriptor)
 
     def _unmap(self) -> None:
-        mapping, self._mapping, self.rows = self._mapping, None, None
+        mapping, self._mapping, self.rows, self.sums = self._mapping, None, None, None
         if mapping is not None:
             with suppress(BufferError):  # another thread still reads: its last reference unmaps it
                 mapping.close()

@@ -20,8 +20,14 @@ from flatbed.errors import FlatbedError
 from flatbed.progress import note
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill
+from flatbed.tables.storage.disk.checked_records import (
+    drop_sums,
+    file_size,
+    map_records,
+    write_rows,
+    write_sums,
+)
 from flatbed.tables.storage.disk.format import (
-    RECORDS_AT,
     STATE_AT,
     TABLE,
     Identity,
@@ -32,7 +38,7 @@ from flatbed.tables.storage.disk.format import (
 from flatbed.tables.storage.disk.journal import Journal, read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile, lock
 from flatbed.tables.storage.disk.recovery import journal_of, recover
-from flatbed.tables.storage.disk.threads import CopyThreads, write_rows
+from flatbed.tables.storage.disk.threads import CopyThreads
 
 
 class OpenFiles:
@@ -172,6 +178,15 @@ def open_files(path: Path) -> Opened:
     return OpenFiles(descriptor, table, journal), identity, state
 
 
+def forget_sums(path: Path) -> None:
+    """Remove the checksums of a table's file: its rows are taken as they are, and checked no more."""
+    files, identity, _ = open_files(path)
+    try:
+        drop_sums(files.table, identity.record.nbytes)
+    finally:
+        files.close()
+
+
 def _journal(table: MappedFile, identity: Identity) -> Journal:
     nbytes = identity.record.nbytes
     return Journal(journal_of(table.path), identity.table, nbytes=nbytes, mode=table.mode)
@@ -200,11 +215,12 @@ class Draft:
             self._table = table = MappedFile(draft, mode=mode)
             undo.callback(table.close)
             table.write(0, first)  # the mark by which `_remove_leftover` knows it
-            table.reserve(RECORDS_AT + state.n_rows * record.nbytes)
+            table.reserve(file_size(state.n_rows, record.nbytes))
             table.write(STATE_AT, second)
-            write_rows(table, record, range(state.n_rows), fill=fill)
+            sums = write_rows(table, record, range(state.n_rows), fill=fill)
+            write_sums(table, record.nbytes, sums)
             table.sync()
-            table.map(RECORDS_AT, record.nbytes, count=state.n_rows, random=True)
+            map_records(table, state.n_rows, record.nbytes)
             self._undo = undo.pop_all()
 
     def discard(self) -> None:

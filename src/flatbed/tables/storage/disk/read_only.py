@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.progress import progress
 from flatbed.tables.record import Record
-from flatbed.tables.storage.base import CPU, Fill
+from flatbed.tables.storage.base import CPU, Fill, row_blocks
+from flatbed.tables.storage.disk.checked_records import RowChecks, check_size, has_sums, map_records
 from flatbed.tables.storage.disk.format import (
     PAGE,
     RECORDS_AT,
@@ -50,6 +52,7 @@ class OpenVersion:
     stamp: Stamp
     changed: tuple[NDArray[np.int64], Records] | None
     """Rows of a checkpoint that is being copied to the file, sorted, and their records."""
+    checks: RowChecks
 
     def __del__(self) -> None:
         self.file.close()
@@ -128,12 +131,13 @@ class ReadOnlyStorage:
             return None
         is_first = self._version is None and not self._is_closed
         n_rows = state.n_rows if is_first else self.n_rows
-        if file.size < RECORDS_AT + n_rows * nbytes or state.n_rows < n_rows:
-            raise DamagedFileError(f"{self.path} was cut short, or replaced by a smaller table; restore it")
+        check_size(file, state.n_rows, nbytes)
+        if state.n_rows < n_rows:
+            raise DamagedFileError(f"{self.path} was replaced by a smaller table; restore it")
         if not is_first and record != self.record:
             raise FlatbedError(f"{self.path} was replaced by another table; load it again")
-        rows = file.map(RECORDS_AT, nbytes, count=n_rows, random=True)
-        return OpenVersion(file, rows, record, state, stamp, changed)
+        rows = map_records(file, state.n_rows, nbytes)[:n_rows]
+        return OpenVersion(file, rows, record, state, stamp, changed, RowChecks(file))
 
     def _changed_rows(
         self, table: str, nbytes: int, state: State
@@ -171,13 +175,39 @@ class ReadOnlyStorage:
         while True:
             version = self.refresh()
             take(version.rows, rows, into=as_records(out), pool=self._pool)
+            unchanged = rows
             if version.changed is not None and len(version.changed[0]):
                 changed, records = version.changed
                 at = np.searchsorted(changed, rows).clip(max=len(changed) - 1)
                 found = np.flatnonzero(changed[at] == rows)
                 out[found] = records[at[found]].view(np.uint8).reshape(len(found), -1)[:, : out.shape[1]]
+                unchanged = rows[changed[at] != rows]
+            self._check_rows(version, unchanged)
             if self._stamp_of(version.file) == version.stamp:
                 return torch.from_numpy(out)
+
+    def _check_rows(self, version: OpenVersion, rows: NDArray[np.int64]) -> None:
+        """Raise `DamagedFileError` if a row of an unchanged file is not as it was written."""
+        try:
+            version.checks.check(rows, self._pool)
+        except DamagedFileError:
+            # A trainer that adds rows to the table writes them over the checksums.
+            is_valid = has_sums(version.file, version.state.n_rows, version.rows.dtype.itemsize)
+            if is_valid and self._stamp_of(version.file) == version.stamp:
+                raise
+
+    def check_rows(self) -> int:
+        """Compare all rows with their checksums, and return the number of rows that have one."""
+        version = self.refresh()
+        with progress(f"checking {self.path.name}", self.n_rows, "rows") as advance:
+            for start, stop in row_blocks(0, self.n_rows, version.rows.dtype.itemsize):
+                # Reads ahead, unlike the mapping, which is advised for random rows.
+                block = np.empty((stop - start) * version.rows.dtype.itemsize, np.uint8)
+                version.file.read(RECORDS_AT + start * version.rows.dtype.itemsize, block)
+                self.gather(torch.arange(start, stop, device=CPU), 1)
+                advance(stop - start)
+        sums = self.refresh().file.sums
+        return 0 if sums is None else int(np.count_nonzero(sums[: self.n_rows]))
 
     def refresh(self) -> OpenVersion:
         """Open the file again if it has another checkpoint by now, and set `meta`."""

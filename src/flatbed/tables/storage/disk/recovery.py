@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.tables.storage.disk.checked_records import check_size, file_size, map_records
 from flatbed.tables.storage.disk.format import (
     PAGE,
     RECORDS_AT,
@@ -123,13 +124,9 @@ def _check_rows(journal: Path, identity: Identity, *, sealed: Sealed, file: Mapp
 
 def _map_records(table: MappedFile, identity: Identity, state: State) -> None:
     """Map a table's records; raises if the file is too short."""
-    nbytes, size = identity.record.nbytes, table.size
-    expected = RECORDS_AT + state.n_rows * nbytes
-    if size < expected:
-        raise DamagedFileError(
-            f"{table.path} has {size} bytes, but {state.n_rows} rows of {nbytes} bytes need {expected}: it "
-            "was cut short; restore it from a copy"
-        )
-    if size > expected:
-        table.truncate(expected)  # space of rows that an interrupted resize has added
-    table.map(RECORDS_AT, nbytes, count=state.n_rows, random=True)
+    nbytes = identity.record.nbytes
+    check_size(table, state.n_rows, nbytes)
+    longest = file_size(state.n_rows, nbytes)
+    if table.size > longest:
+        table.truncate(longest)  # space of rows that an interrupted resize has added
+    map_records(table, state.n_rows, nbytes)

@@ -21,11 +21,20 @@ from flatbed.cuda.streams import OrderedLock
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
+from flatbed.tables.storage.disk.checked_records import (
+    RowChecks,
+    add_sums,
+    drop_sums,
+    file_size,
+    map_records,
+    write_rows,
+    write_sums,
+)
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, apply
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NotSynced, Records
 from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files, tell_at_exit
-from flatbed.tables.storage.disk.threads import Readers, as_records, submit, take, write_rows
+from flatbed.tables.storage.disk.threads import Readers, as_records, submit, take
 
 T = TypeVar("T")
 
@@ -60,6 +69,7 @@ class DiskStorage:
         self._files = files
         self._lock = OrderedLock("file")
         self._readers = Readers()
+        self._checks = RowChecks(files.table)
         self._sealed: State | None = None  # in the journal, durable, and not yet in the table
         self._decision: Decision | None = None  # of the sealed state: another file says whether it holds
         self._is_held = False  # between `prepare` and `release`: `_use` does not resolve it
@@ -158,7 +168,7 @@ class DiskStorage:
                     where=changed if is_mixed else None,
                     pool=pool,
                 )
-                records = self._records
+                records, checks = self._records, self._checks
                 reading.enter_context(self._readers)
             take(
                 records,
@@ -167,6 +177,7 @@ class DiskStorage:
                 where=others if is_mixed else None,
                 pool=pool,
             )
+            checks.check(rows[others], pool)  # after the copy, which has read the pages in parallel
         return np.concatenate((changed, others))
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
@@ -229,6 +240,7 @@ class DiskStorage:
             if self._files.table.read(RECORDS_AT + start * self.record.nbytes, out) < out.nbytes:
                 raise FlatbedError(f"{self.path} was cut short while it was open; restore it from a copy")
             changed, slots = self._changed(slice(start, stop))
+            self._checks.check_block(start, as_records(out), changed=changed)
             as_records(out)[changed] = self._files.journal.records[slots[changed]]
         return torch.from_numpy(out)
 
@@ -287,8 +299,6 @@ class DiskStorage:
             self._readers.wait()
             self._is_committing = True
             apply(files.table, files.journal.records, rows=files.journal.rows(), state=state)
-            if state.n_rows != self.n_rows:
-                files.table.map(RECORDS_AT, self.record.nbytes, count=state.n_rows, random=True)
             files.journal.clear(same_rows=state.n_rows == self.n_rows)
             self._state, self.n_rows, self._sealed, files.keep_journal = state, state.n_rows, None, False
             self._is_held = self._is_committing = False
@@ -312,16 +322,22 @@ class DiskStorage:
         if n_rows < self.n_rows:
             raise ValueError(f"a table of {self.n_rows} rows can grow, but not shrink to {n_rows}")
         with self._use(change=True):
-            table, before = self._files.table, self._files.table.size
+            table, nbytes, before = self._files.table, self.record.nbytes, self._files.table.size
             state = replace(self._next(meta), n_rows=n_rows)
+            table.reserve(file_size(n_rows, nbytes))
+            self._readers.wait()
+            sums = drop_sums(table, nbytes)  # the new rows are written over them
             try:
-                table.reserve(RECORDS_AT + n_rows * self.record.nbytes)
-                write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
+                added = write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
+                write_sums(table, nbytes, np.concatenate((sums, added)))
                 table.sync()
+                self._map(n_rows)
                 self._seal(state, None)
             except BaseException:
                 if self._broken is None:  # otherwise the seal may be durable, and refer to the new rows
-                    table.truncate(before)
+                    table.truncate(max(before, file_size(self.n_rows, nbytes)))
+                    write_sums(table, nbytes, sums, over_rows=True)
+                    self._map(self.n_rows)
                 raise
             self.commit()
         return self
@@ -361,6 +377,9 @@ class DiskStorage:
         table, journal = self._files.table, self._files.journal
         table.check_name()
         table.fill_holes()
+        if table.sums is None:
+            add_sums(table, self.n_rows, self.record.nbytes)
+            self._checks = RowChecks(table)
         self._files.keep_journal, self._is_committing = True, False
         self._broken = "the last checkpoint failed, and what of it is on the disk is not known"
         try:
@@ -373,6 +392,10 @@ class DiskStorage:
             journal.unseal(durably=True)
             self._files.keep_journal, self._broken = False, None
             raise
+
+    def _map(self, n_rows: int) -> None:
+        map_records(self._files.table, n_rows, self.record.nbytes)
+        self._checks = RowChecks(self._files.table)
 
     # ---- arguments
 

@@ -9,18 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from flatbed.tables.record import Record
-from flatbed.tables.storage.base import Fill
-from flatbed.tables.storage.disk.format import RECORDS_AT
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records
 
 T = TypeVar("T")
 
-CHUNK = 32 << 20
-FLUSH_EVERY = 8  # chunks
 THREADS = 16  # more than cores: threads wait for the disk, which serves many requests at a time
 READ_PART = 256 << 10  # bytes for a thread that waits for the disk
 MEMORY_PART = 8 << 20  # bytes for a thread that copies within memory: starting one costs the training thread
@@ -134,19 +128,6 @@ def put(table: MappedFile, at: NDArray[np.int64], *, records: Records, pool: Cop
         table.scatter(at[some], records[some])
 
     split(pool, copy, len(at), n_parts=records.nbytes // MEMORY_PART)
-
-
-def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) -> None:
-    """Write new rows, chunk by chunk, to space that was reserved for them."""
-    step = max(1, CHUNK // record.nbytes)
-    buffer = torch.empty(min(step, len(rows)), record.nbytes, dtype=torch.uint8, device="cpu")
-    for start in range(rows.start, rows.stop, step):
-        stop = min(start + step, rows.stop)
-        records = buffer[: stop - start].zero_()
-        fill(start, stop, records)
-        table.write(RECORDS_AT + start * record.nbytes, records.numpy())
-        if (start - rows.start) // step % FLUSH_EVERY == FLUSH_EVERY - 1:
-            table.flush()
 
 
 class Readers:

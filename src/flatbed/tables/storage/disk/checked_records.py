@@ -1,0 +1,184 @@
+"""Records in a table's file and their checksums, four bytes per row after the records.
+
+    [identity] [state] [records] [magic: 16 bytes] [checksum of each row: uint32]
+
+A checksum of 0 means that none is known. Files of earlier versions end with their records, and get checksums
+as their rows change. Without the magic, bytes after the records are what an interrupted `resize` left.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flatbed.errors import DamagedFileError
+from flatbed.tables.record import Record
+from flatbed.tables.storage.base import Fill
+from flatbed.tables.storage.disk.format import RECORDS_AT
+from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, Sums, anonymous
+from flatbed.tables.storage.disk.threads import READ_PART, as_records, split
+
+MAGIC = b"flatbed-sums\r\n\x1a\n"
+CHUNK = 32 << 20
+FLUSH_EVERY = 8  # chunks
+CHECKED = 1 << 20  # bytes of records copied at a time, which fit into a core's cache
+
+
+def sums_at(n_rows: int, nbytes: int) -> int:
+    """Return the offset of the checksums' magic, which is the end of the records."""
+    return RECORDS_AT + n_rows * nbytes
+
+
+def file_size(n_rows: int, nbytes: int) -> int:
+    """Return the size of a table's file with checksums."""
+    return sums_at(n_rows, nbytes) + len(MAGIC) + 4 * n_rows
+
+
+def row_sums(records: Records) -> Sums:
+    """Return the checksum of each record, never 0.
+
+    A weighted sum of its 64-bit words, of which the upper half is kept. The weights are odd and have no long
+    runs of equal bits, so that any single flipped bit changes the result. It runs at memory speed.
+    """
+    words = records.view(np.uint8).reshape(len(records), -1).view(np.uint64)
+    sums: Sums = (np.einsum("ij,j->i", words, _weights(words.shape[1])) >> np.uint64(32)).astype(np.uint32)
+    return np.maximum(sums, 1, out=sums)
+
+
+@lru_cache
+def _weights(count: int) -> NDArray[np.uint64]:
+    """Return pseudorandom odd numbers (splitmix64), part of the format."""
+    with np.errstate(over="ignore"):
+        z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+# ---- files
+
+
+def has_sums(file: MappedFile, n_rows: int, nbytes: int) -> bool:
+    """True if a file of so many rows has checksums."""
+    found = np.zeros(len(MAGIC), np.uint8)
+    file.read(sums_at(n_rows, nbytes), found)
+    return found.tobytes() == MAGIC
+
+
+def check_size(file: MappedFile, n_rows: int, nbytes: int) -> None:
+    """Raise `DamagedFileError` if a file is too short for its rows, or for its checksums if it has some."""
+    size, is_long = file.size, has_sums(file, n_rows, nbytes)
+    expected = file_size(n_rows, nbytes) if is_long else sums_at(n_rows, nbytes)
+    if size < expected:
+        raise DamagedFileError(
+            f"{file.path} has {size} bytes, but {n_rows} rows of {nbytes} bytes need {expected}: it was cut "
+            "short; restore it from a copy"
+        )
+
+
+def map_records(file: MappedFile, n_rows: int, nbytes: int) -> Records:
+    """Map records, and checksums if the file has them."""
+    sums = sums_at(n_rows, nbytes) + len(MAGIC) if has_sums(file, n_rows, nbytes) else None
+    return file.map(RECORDS_AT, nbytes, count=n_rows, random=True, sums_at=sums)
+
+
+def add_sums(table: MappedFile, n_rows: int, nbytes: int) -> None:
+    """Give a file without checksums space for them, where its disk has some. None is known yet."""
+    if table.sums is None:
+        with suppress(NoSpace):
+            table.reserve(file_size(n_rows, nbytes))
+            write_sums(table, nbytes, np.zeros(n_rows, np.uint32), over_rows=True)
+            map_records(table, n_rows, nbytes)
+
+
+def write_sums(table: MappedFile, nbytes: int, sums: Sums, *, over_rows: bool = False) -> None:
+    """Write the checksums of all rows, to new space or over rows that a `resize` wrote and took back."""
+    at = sums_at(len(sums), nbytes)
+    table.write(at + len(MAGIC), sums)
+    if over_rows:
+        table.sync()  # after a loss of power, no magic may be before bytes that are no checksums
+    table.write(at, MAGIC)
+
+
+def drop_sums(table: MappedFile, nbytes: int) -> Sums:
+    """Make the file one without checksums, durably, and return them."""
+    sums, table.sums = table.sums, None
+    if sums is None:
+        return np.zeros(0 if table.rows is None else len(table.rows), np.uint32)
+    table.write(sums_at(len(sums), nbytes), bytes(len(MAGIC)))
+    table.sync()
+    return sums.copy()
+
+
+def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) -> Sums:
+    """Write new rows, chunk by chunk, to space that was reserved for them; returns their checksums."""
+    step = max(1, CHUNK // record.nbytes)
+    buffer = torch.empty(min(step, len(rows)), record.nbytes, dtype=torch.uint8, device="cpu")
+    sums = np.zeros(len(rows), np.uint32)
+    for start in range(rows.start, rows.stop, step):
+        stop = min(start + step, rows.stop)
+        records = buffer[: stop - start].zero_()
+        fill(start, stop, records)
+        table.write(RECORDS_AT + start * record.nbytes, records.numpy())
+        begin = start - rows.start
+        sums[begin : begin + len(records)] = row_sums(as_records(records.numpy()))
+        if begin // step % FLUSH_EVERY == FLUSH_EVERY - 1:
+            table.flush()
+    return sums
+
+
+# ---- checks
+
+
+class RowChecks:
+    """Compares rows of a mapped file with their checksums when they are first read."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self._file = file
+        n_rows = 0 if file.sums is None else len(file.sums)
+        self._is_checked = anonymous(-(-n_rows // 4)).view(np.bool_)
+
+    def check(self, rows: NDArray[np.int64], pool: ThreadPoolExecutor) -> None:
+        """Raise `DamagedFileError` if one of these rows is not as it was written."""
+        records, sums = self._file.rows, self._file.sums
+        if records is None or sums is None:
+            return
+        fresh = rows[~self._is_checked[rows]]
+        nbytes = records.dtype.itemsize
+        step = max(1, CHECKED // nbytes)
+
+        def compare(part: slice) -> None:
+            some = fresh[part]
+            for start in range(0, len(some), step):
+                at = some[start : start + step]
+                self._compare(at, records[at], sums[at])
+
+        if len(fresh):
+            split(pool, compare, len(fresh), n_parts=nbytes * len(fresh) // READ_PART)
+            self._is_checked[fresh] = True
+
+    def check_block(self, start: int, records: Records, *, changed: NDArray[np.int64]) -> None:
+        """Check consecutive rows that were read, except for those at positions `changed`."""
+        if self._file.sums is None:
+            return
+        block = slice(start, start + len(records))
+        if not self._is_checked[block].all():
+            sums = self._file.sums[block].copy()
+            sums[changed] = 0
+            self._compare(np.arange(block.start, block.stop), records, sums)
+            self._is_checked[block] |= sums != 0
+
+    def _compare(self, rows: NDArray[np.int64], records: Records, sums: Sums) -> None:
+        wrong = np.flatnonzero((sums != 0) & (row_sums(records) != sums))
+        if len(wrong):
+            others = f" and {len(wrong) - 1} near it" if len(wrong) > 1 else ""
+            raise DamagedFileError(
+                f"row {rows[wrong[0]]}{others} in {self._file.path} is not as it was written: its checksum "
+                "is wrong; restore the file from a copy, or run `flatbed check --forget` to take all rows as "
+                "they are"
+            )

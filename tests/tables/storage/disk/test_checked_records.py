@@ -1,0 +1,159 @@
+"""Rows that the disk or memory has changed are found when they are first read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import flatbed
+from flatbed.cli import app
+from flatbed.errors import DamagedFileError
+from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
+from flatbed.tables.storage.disk.checked_records import row_sums, sums_at
+from flatbed.tables.storage.disk.format import RECORDS_AT
+from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
+
+N_ROWS = 100
+
+
+def flip(path: Path, row: int, bit: int) -> None:
+    """Flip a bit of a row in the file."""
+    with open(path, "r+b") as file:
+        file.seek(RECORDS_AT + row * NBYTES + bit // 8)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A table with a checkpoint that changed rows 0 to 49."""
+    with closing(made(tmp_path, N_ROWS)) as storage:
+        storage.scatter_(torch.arange(50), random_records(50))
+        storage.checkpoint()
+    return tmp_path / "table"
+
+
+@pytest.mark.parametrize("nbytes", [16, 32, 64, 128, 1536, 6144])
+def test_every_flipped_bit_changes_a_checksum(nbytes: int) -> None:
+    generator = np.random.default_rng(nbytes)
+    record = generator.integers(0, 256, nbytes, np.uint8)
+    bits = np.unique(np.concatenate((np.arange(256), generator.integers(0, 8 * nbytes, 4000)))) % (8 * nbytes)
+    rows = np.tile(record, (len(bits), 1))
+    rows[np.arange(len(bits)), bits // 8] ^= (1 << bits % 8).astype(np.uint8)
+    before = row_sums(record[None].view(f"V{nbytes}")[:, 0])
+    assert before != 0
+    assert (row_sums(rows.view(f"V{nbytes}")[:, 0]) != before).all()
+    zeros = np.zeros((1, nbytes), np.uint8).view(f"V{nbytes}")[:, 0]
+    assert row_sums(zeros) != 0  # which is "unknown"
+
+
+READS: dict[str, Callable[[Path, int], object]] = {
+    "gather": lambda path, row: DiskStorage.open(path).gather(torch.tensor([3, row, 4])),
+    "gather weights": lambda path, row: DiskStorage.open(path).gather(torch.tensor([row]), 4),
+    "read": lambda path, row: DiskStorage.open(path).read(row - 1, row + 2),
+    "read only": lambda path, row: ReadOnlyStorage(path).gather(torch.tensor([row])),
+    "all": lambda path, row: ReadOnlyStorage(path).check_rows(),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize(("row", "bit"), [(7, 0), (7, 8 * NBYTES - 1), (98, 100)])
+def test_one_flipped_bit_is_found(path: Path, how: str, row: int, bit: int) -> None:
+    flip(path, row, bit)
+    with pytest.raises(DamagedFileError, match=rf"row {row} in .*table .*checksum .*restore"):
+        READS[how](path, row)
+
+
+def test_other_rows_can_be_read_and_the_damaged_one_be_replaced(path: Path) -> None:
+    flip(path, 7, 3)
+    with closing(DiskStorage.open(path)) as storage:
+        others = torch.tensor([row for row in range(N_ROWS) if row != 7])
+        kept = storage.gather(others)
+        storage.scatter_(torch.tensor([7]), torch.ones(1, NBYTES, dtype=torch.uint8))
+        assert storage.gather(torch.tensor([7])).eq(1).all()
+        assert torch.equal(torch.from_numpy(everything(storage))[others], kept)
+        storage.checkpoint()
+        assert len(everything(storage)) == N_ROWS
+    with closing(DiskStorage.open(path)) as storage:
+        assert storage.gather(torch.tensor([7])).eq(1).all()
+
+
+def test_a_table_says_which_row_is_damaged(tmp_path: Path) -> None:
+    emb = flatbed.Embedding(N_ROWS, NBYTES // 4, storage="disk", path=tmp_path / "t.bed")
+    emb(torch.tensor([1]))
+    emb.table.close()
+    flip(tmp_path / "t.bed", 30, 9)
+    with flatbed.load_table(tmp_path / "t.bed") as table, pytest.raises(DamagedFileError, match="row 30"):
+        table.read_rows(range(N_ROWS))
+
+
+def test_a_file_of_an_earlier_version_gets_checksums_as_rows_change(path: Path) -> None:
+    rows = everything(DiskStorage.open(path))
+    with open(path, "r+b") as file:
+        file.truncate(sums_at(N_ROWS, NBYTES))
+    assert ReadOnlyStorage(path).check_rows() == 0
+    with closing(DiskStorage.open(path)) as storage:
+        assert np.array_equal(everything(storage), rows)
+        storage.scatter_(torch.tensor([60, 61]), random_records(2))
+        storage.checkpoint()
+    assert ReadOnlyStorage(path).check_rows() == 2
+    flip(path, 10, 0)  # unknown
+    flip(path, 61, 0)
+    with closing(DiskStorage.open(path)) as storage:
+        assert storage.gather(torch.tensor([10])).shape == (1, NBYTES)
+        with pytest.raises(DamagedFileError, match="row 61"):
+            storage.gather(torch.tensor([61]))
+
+
+def test_a_table_that_grows_keeps_its_checksums(path: Path) -> None:
+    with closing(DiskStorage.open(path)) as storage:
+
+        def failing(start: int, stop: int, records: torch.Tensor) -> None:
+            raise RuntimeError("no rows today")
+
+        with pytest.raises(RuntimeError):
+            storage.resize(5_000, fill=failing)
+        assert len(everything(storage)) == N_ROWS
+    assert ReadOnlyStorage(path).check_rows() == N_ROWS
+    with closing(DiskStorage.open(path)) as storage:
+        for n_rows in (N_ROWS + 1, 700):
+            storage.resize(n_rows, fill=fill)
+            assert np.array_equal(everything(storage)[N_ROWS:], filled(N_ROWS, n_rows, NBYTES))
+    assert ReadOnlyStorage(path).check_rows() == 700
+    flip(path, 699, 5)
+    with pytest.raises(DamagedFileError, match="row 699"):
+        ReadOnlyStorage(path).check_rows()
+
+
+def test_a_reader_is_not_disturbed_by_a_trainer_that_adds_rows(path: Path) -> None:
+    with closing(DiskStorage.open(path)) as storage, closing(ReadOnlyStorage(path)) as reader:
+        found = []
+
+        def reading(start: int, stop: int, records: torch.Tensor) -> None:
+            fill(start, stop, records)
+            if start > N_ROWS:
+                found.append(reader.gather(torch.arange(N_ROWS)))
+
+        storage.resize(600_000, fill=reading)  # in chunks: the first is over the checksums by the second
+        assert found
+        assert all(torch.equal(rows, storage.gather(torch.arange(N_ROWS), rows.shape[1])) for rows in found)
+
+
+def test_check_command(path: Path) -> None:
+    done = CliRunner().invoke(app, ["check", str(path)])
+    assert (done.exit_code, "100 of 100 rows" in done.output) == (0, True)
+    flip(path, 7, 3)
+    done = CliRunner().invoke(app, ["check", str(path)])
+    assert (done.exit_code, "row 7 " in done.output) == (1, True)
+    assert CliRunner().invoke(app, ["check", "--forget", str(path)]).exit_code == 0
+    done = CliRunner().invoke(app, ["check", str(path)])
+    assert (done.exit_code, "without checksums" in done.output) == (0, True)
+    with closing(DiskStorage.open(path)) as storage:
+        assert len(everything(storage)) == N_ROWS
