@@ -46,10 +46,8 @@ def run_gensim(path: Path, text: Text, task: Task, seed: int) -> Trained:
     noise = {"negative": task.negatives, "sample": task.subsample, "min_alpha": 0.0001}
     model = Word2Vec(sg=1, workers=THREADS, seed=seed, **shape, **noise)
     model.build_vocab(corpus_file=str(path))
-    n_words = model.corpus_total_words
-    model.train(
-        corpus_file=str(path), total_words=n_words, total_examples=model.corpus_count, epochs=task.epochs
-    )
+    size = {"total_words": model.corpus_total_words, "total_examples": model.corpus_count}
+    model.train(corpus_file=str(path), epochs=task.epochs, **size)
     model.wv.save_word2vec_format(str(path.with_suffix(".gensim")))
     took = (time.perf_counter() - begin, time.process_time() - cpu)
     rows = [model.wv.key_to_index[word] for word in text.words]
