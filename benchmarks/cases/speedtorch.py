@@ -7,7 +7,8 @@ A skip-gram model trains rows of two embeddings under Adagrad. Ids are int32 arr
 
 The original copies rows and state of a batch by indexing, before the forward pass and after the step, and the
 model's inputs are static. It needs CuPy; its variants for torch do the same with tensors, and so does the
-variant here. `torch sparse` has all rows in `nn.Embedding(sparse=True)` on the device, and converts ids to
+variant here: like them it reaches the state through `optimizer.state_dict()`. `copies by hand` are the same
+copies through `optimizer.state`, without a class around them. `torch sparse` has all rows in `nn.Embedding(sparse=True)` on the device, and converts ids to
 int64 in every step.
 """
 
@@ -157,7 +158,7 @@ class Slots(Variant):
         return self.static
 
 
-class Original(Slots):
+class ByHand(Slots):
     """The original's copies: index rows and state on the way in and on the way out."""
 
     def __init__(self, shape: Shape, storage: str, device: torch.device) -> None:
@@ -174,17 +175,27 @@ class Original(Slots):
             rows, state = (table[torch.from_numpy(own)].to(self.device) for table in self.tables[name])
             variable = getattr(self.model, name).weight
             variable.data = rows
-            self.optimizer.state[variable]["sum"] = state
+            self.state(name)["sum"] = state
+
+    def state(self, name: str) -> dict[str, Any]:
+        return self.optimizer.state[getattr(self.model, name).weight]
 
     def after(self, ids: Ids) -> None:
         for name, own in ids.items():
-            variable = getattr(self.model, name).weight
-            state = self.optimizer.state[variable]["sum"]
+            variable, state = getattr(self.model, name).weight, self.state(name)["sum"]
             for table, part in zip(self.tables[name], (variable.data, state), strict=True):
                 table[torch.from_numpy(own)] = part.to(table.device)
 
     def rows(self) -> Tensor:
         return self.tables["v"][0].cpu()
+
+
+class Original(ByHand):
+    """The original's own way to the optimizer's state."""
+
+    def state(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.optimizer.state_dict()["state"]["uv".index(name)]
+        return found
 
 
 class Compat(Slots):
@@ -218,6 +229,7 @@ class Compat(Slots):
 ORIGINAL = "SpeedTorch's copies with torch"
 VARIANTS: dict[str, Callable[[Shape, str, torch.device], Variant]] = {
     ORIGINAL: Original,
+    "copies by hand": ByHand,
     "torch sparse": torch_sparse,
     "flatbed.compat.speedtorch": Compat,
     "flatbed.Embedding": Flatbed,

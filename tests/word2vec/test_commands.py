@@ -292,8 +292,8 @@ def test_a_run_that_was_killed_continues(storage: str, text: Path, tmp_path: Pat
 import os
 from flatbed.word2vec import Trainer
 finish = Trainer._finish_step
-def finish_step(self, step):
-    finish(self, step)
+def finish_step(self, *step):
+    finish(self, *step)
     if self.step == 50:
         os.kill(os.getpid(), 9)
 Trainer._finish_step = finish_step

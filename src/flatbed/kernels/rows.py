@@ -56,6 +56,8 @@ def segment_sum(grads: Tensor, found: UniqueRows, padding_idx: int | None) -> tu
         return rows.segment_sum(grads, found, padding)
     wide = torch.promote_types(grads.dtype, torch.float32)
     sums = torch.ops.aten.embedding_dense_backward(grads.to(wide), found.inverse, len(found.rows), -1, False)
+    if padding == NONE and not bool((found.rows < 0).any()):
+        return found.rows, sums
     return mask_row(found.rows, sums, padding)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -148,7 +149,8 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own."""
         n_before = len(self.param_groups)
-        super().add_param_group(param_group)
+        # torch's decorator, which dynamo needs only while it traces, imports dynamo: a second at every start.
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:
             self._check_group(self.param_groups[n_before:], n_before)
             if self._owns_tables:  # otherwise the constructor compares all groups at once

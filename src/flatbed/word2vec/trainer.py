@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
@@ -59,13 +58,12 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A step whose rows are looked up and whose gradients are being computed."""
+class BegunStep:
+    """A step whose rows are looked up."""
 
     batch: TrainingBatch
     rows: list[Tensor]
     """Vectors of the batch's inputs and outputs, in an autograd graph; none if the batch has no pairs."""
-    gradients: Future[Gradients] | Gradients | None
 
 
 class Trainer:
@@ -75,8 +73,8 @@ class Trainer:
     continues. `run()` is such a loop, and `stop()` ends it after the current step. `save` and `resume`
     continue training in another process.
 
-    With several threads, each computes the gradients of a step of its own, and the calling thread applies
-    them in order. So a step sees rows as they were `threads` steps before, and results are repeatable.
+    With several threads, each computes a step of its own. They use the tables in the order of the steps: the
+    rows of a step are looked up after the update of the step `threads` before, so results are repeatable.
     Training then stops after groups of 32 steps.
 
     - `make_tables`: makes the model and the optimizer, for comparisons; by default flatbed tables.
@@ -167,9 +165,14 @@ class Trainer:
         self._is_stopped = False
         begin, words_before, n_reported = time.perf_counter(), self.words, self.step // self._steps_per_report
         pool = ThreadPoolExecutor(self._n_threads) if self._n_threads > 1 else None
-        with pool or nullcontext(), closing(self._batches(pool)) as batches:
+        made_ahead: dict[int, TrainingBatch] = {}
+        with pool or nullcontext(), closing(self._batches()) as batches:
             while not self.done and not self._is_stopped:
-                self._train_steps(batches, pool)
+                if pool is None:
+                    step = self._begin_step(next(batches))
+                    self._finish_step(step, self._gradients(step))
+                else:
+                    self._train_group(pool, made_ahead)
                 if self.step // self._steps_per_report > n_reported or self.done:
                     n_reported = self.step // self._steps_per_report
                     seconds = max(time.perf_counter() - begin, 1e-9)
@@ -185,13 +188,9 @@ class Trainer:
         """End the loop after the current step; for signal handlers and other threads, too."""
         self._is_stopped = True
 
-    def _batches(self, pool: ThreadPoolExecutor | None) -> Generator[TrainingBatch, None, None]:
+    def _batches(self) -> Generator[TrainingBatch, None, None]:
         """Yield the remaining batches on the computing device."""
-        steps = range(self.step, self.n_steps)
-        if pool is not None:
-            yield from _mapped_ahead(pool, self._sampler.make, steps, self._n_threads)
-            return
-        sampled = map(self._sampler.make, steps)
+        sampled = map(self._sampler.make, range(self.step, self.n_steps))
         device = self.settings.torch_device
         if device.type == "cpu" and not self._prefetch:
             yield from sampled
@@ -203,31 +202,52 @@ class Trainer:
         with closing(iter(Prefetcher(sampled, lookups, device=device))) as prefetched:
             yield from prefetched
 
-    def _train_steps(self, batches: Iterator[TrainingBatch], pool: ThreadPoolExecutor | None) -> None:
-        """Train one step, or with several threads up to the next multiple of `STEPS_PER_DRAIN` steps."""
-        n_steps, n_pending = (1, 1) if pool is None else (STEPS_PER_DRAIN, self._n_threads + 1)
-        end = min((self.step // n_steps + 1) * n_steps, self.n_steps)
-        pending: deque[PendingStep] = deque()
-        while self.step < end:
-            if self.step + len(pending) < end and len(pending) < n_pending:
-                pending.append(self._begin_step(next(batches), pool))
-            else:
-                self._finish_step(pending.popleft())
+    def _train_group(self, pool: ThreadPoolExecutor, made_ahead: dict[int, TrainingBatch]) -> None:
+        """Train up to the next multiple of `STEPS_PER_DRAIN` steps, `threads` steps at a time.
 
-    def _begin_step(self, batch: TrainingBatch, pool: ThreadPoolExecutor | None) -> PendingStep:
+        A thread that computes step k updates its rows when step k - 1 has done so, and then looks up those of
+        step k + threads. Batches need no table: `made_ahead` passes them to the next group.
+        """
+        n, make = self._n_threads, self._sampler.make
+        end = min((self.step // STEPS_PER_DRAIN + 1) * STEPS_PER_DRAIN, self.n_steps)
+        begun: dict[int, BegunStep] = {}
+
+        def train(number: int, previous: Future[None] | None) -> None:
+            step = begun.pop(number)
+            found = self._gradients(step)
+            following = make(number + n) if number + n < self.n_steps else None
+            if previous is not None:
+                previous.result()
+            self._finish_step(step, found)
+            if following is not None and number + n < end:
+                begun[number + n] = self._begin_step(following)
+            elif following is not None:
+                made_ahead[number + n] = following
+
+        for number in range(self.step, min(self.step + n, end)):
+            begun[number] = self._begin_step(made_ahead.pop(number, None) or make(number))
+        last = None
+        for number in range(self.step, end):
+            last = pool.submit(train, number, last)
+        if last is not None:
+            last.result()
+
+    def _begin_step(self, batch: TrainingBatch) -> BegunStep:
         if not batch.n_pairs:
-            return PendingStep(batch, [], None)
+            return BegunStep(batch, [])
         ids = (batch.inputs,) if batch.offsets is None else (batch.inputs, batch.offsets)
-        rows = [self.model["inputs"](*ids), self.model["outputs"](batch.outputs)]
-        compute = cbow if self.settings.cbow else skip_gram
-        arguments = (rows[0].detach(), rows[1].detach(), batch, self.settings.negatives)
-        return PendingStep(batch, rows, pool.submit(compute, *arguments) if pool else compute(*arguments))
+        return BegunStep(batch, [self.model["inputs"](*ids), self.model["outputs"](batch.outputs)])
 
-    def _finish_step(self, step: PendingStep) -> None:
+    def _gradients(self, step: BegunStep) -> Gradients | None:
+        if not step.rows:
+            return None
+        compute = cbow if self.settings.cbow else skip_gram
+        return compute(step.rows[0].detach(), step.rows[1].detach(), step.batch, self.settings.negatives)
+
+    def _finish_step(self, step: BegunStep, found: Gradients | None) -> None:
         """Update the rows. The loss is a sum over pairs, so the batch size does not change a pair's pull."""
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * self._rate_factor()
-        found = step.gradients.result() if isinstance(step.gradients, Future) else step.gradients
         if found is not None:
             torch.autograd.backward(step.rows, [found.inputs, found.outputs])
             self.optimizer.step()
@@ -340,19 +360,6 @@ class Trainer:
         self.losses = list(zip(map(int, flat[::2]), flat[1::2], strict=True))
         self._loss.fill_(extra["loss"])
         self._earlier_files = []
-
-
-def _mapped_ahead(
-    pool: ThreadPoolExecutor, make: Callable[[int], TrainingBatch], steps: Sequence[int], n_ahead: int
-) -> Generator[TrainingBatch, None, None]:
-    """Yield `make(step)` of all steps, in order; threads compute the next ones."""
-    futures = deque(pool.submit(make, step) for step in steps[:n_ahead])
-    for step in chain(steps[n_ahead:], [None] * n_ahead):
-        if futures:
-            batch = futures.popleft().result()
-            if step is not None:
-                futures.append(pool.submit(make, step))
-            yield batch
 
 
 @dataclass(frozen=True, slots=True)

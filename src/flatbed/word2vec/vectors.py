@@ -89,9 +89,9 @@ class Vectors:
                 raise FlatbedError(f"{word!r} has white space, which separates words in this format")
         with Path(path).open("wb") as file:
             file.write(f"{len(self)} {self.matrix.shape[1]}\n".encode())
+            line = " ".join(["%.9g"] * self.matrix.shape[1])  # nine digits read as the same float32
             for word, row in zip(self.words, self.matrix, strict=True):
-                # str gives the shortest digits that read as the same float32.
-                numbers = row.astype("<f4").tobytes() if binary else " ".join(map(str, row)).encode()
+                numbers = row.astype("<f4").tobytes() if binary else (line % tuple(row.tolist())).encode()
                 file.write(word.encode() + b" " + numbers + b"\n")
 
     @classmethod

@@ -49,10 +49,14 @@ def as_array(values: Any) -> Array:
     return to_numpy(values) if isinstance(values, Tensor) else np.asarray(values)
 
 
-def row_ids(n_rows: int, *parts: Any) -> Array:
-    """Copy ids of any integer dtype and shape to one array, part by part."""
+def flat_ids(*parts: Any) -> Array:
+    """Return ids of any kind and shape as one array, part by part."""
     arrays = [as_array(part).reshape(-1) for part in parts]
-    ids = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def row_ids(n_rows: int, ids: Array) -> Array:
+    """Copy ids, (n,), to int64; raise if they are not row numbers."""
     if not len(ids):
         return ids.astype(np.int64)
     if ids.dtype.kind not in "iu":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from flatbed import FlatbedError
 from flatbed.compat.speedtorch.arrays import DEVICE_STORAGE, PINNED_STORAGE, FileName
-from flatbed.compat.speedtorch.slots import SlotBatch, Slots
+from flatbed.compat.speedtorch.slots import SlotBatch
 from flatbed.compat.speedtorch.switcher import DiskSwitcher, Switcher
 from flatbed.optim import from_torch
 
@@ -22,7 +23,7 @@ REFUSED = {
     "scale_grad_by_freq": (False, "it would count slots instead of rows"),
 }
 WEIGHTS = 0
-"""Key of the variable itself in `Slots.switchers`."""
+"""Key of the variable itself in `Slots.switcher`."""
 
 
 class WeightSwitcher(Switcher):
@@ -49,7 +50,7 @@ class WeightSwitcher(Switcher):
 
     def _create(self, *args: Any, **kwargs: Any) -> None:
         super()._create(*args, **kwargs)
-        Slots.of(self._variable()).switchers[WEIGHTS] = self
+        self._slots(self._variable()).set_switcher(WEIGHTS, self)
 
     def zerosInit(self) -> None:
         """Start all rows as zeros."""
@@ -92,7 +93,7 @@ class WeightSwitcher(Switcher):
                 variable.data = variable.data.new_empty(len(batch.ids), self.embed_dimension)
             variable.grad = None
         self._read(batch, [variable.data])
-        Slots.of(variable).load(batch)
+        self._slots(variable).load(batch)
 
     def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
         self._write(batch, [variable.data])
@@ -215,10 +216,11 @@ class StateSwitcher(Switcher):
         self._names = self.optVarList = list(self._first_values)
         self._needs_state_dict = False
         if self.optVarList:
-            Slots.of(self._variable()).switchers[self._key] = self
+            self._slots(self._variable()).set_switcher(self._key, self)
 
     def _variable(self) -> nn.Parameter:
-        return self.model.get_parameter(self._path)
+        variable: nn.Parameter = attrgetter(self._path)(self.model)
+        return variable
 
     @property
     def _key(self) -> int:
@@ -247,7 +249,7 @@ class StateSwitcher(Switcher):
         """
         if not self.optVarList:
             return
-        group, weights = self._group(), Slots.of(self._variable()).switchers.get(WEIGHTS)
+        group, weights = self._group(), self._slots(self._variable()).switcher(WEIGHTS)
         firsts = [float(group[v]) if isinstance(v, str) else v for v in self._first_values.values()]
         if None in firsts and weights is None:
             raise FlatbedError("found no rows of the variable: initialise its ModelFactory before optInit()")
@@ -265,7 +267,7 @@ class StateSwitcher(Switcher):
 
     def _create(self, *args: Any, **kwargs: Any) -> None:
         super()._create(*args, **kwargs)
-        Slots.of(self._variable()).switchers[self._key] = self
+        self._slots(self._variable()).set_switcher(self._key, self)
 
     def _load(self, values: Tensor) -> None:
         super()._load(values)
@@ -274,9 +276,9 @@ class StateSwitcher(Switcher):
     def close(self) -> None:
         """Release the memory, or save and close the file; training continues without this switcher."""
         super().close()
-        switchers = Slots.of(self._variable()).switchers
-        if switchers.get(self._key) is self:
-            del switchers[self._key]
+        slots = self._slots(self._variable())
+        if slots.switcher(self._key) is self:
+            slots.set_switcher(self._key, None)
 
     # ---- the loop
 

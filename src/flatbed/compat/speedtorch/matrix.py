@@ -16,6 +16,7 @@ from flatbed.compat.speedtorch.arrays import (
     StoredArray,
     as_array,
     as_dtype,
+    flat_ids,
     free_path,
     open_npy,
     row_ids,
@@ -55,7 +56,7 @@ class CountMatrix(StoredArray):
     def addCounts(self, rowIndexes: Any, columnIndexes: Any, counts: Any = None) -> None:
         """Add `counts`, by default 1, to each entry, repeats included; raise if a sum does not fit."""
         self._whole()
-        rows, columns = (row_ids(self.total_classes, ids) for ids in (rowIndexes, columnIndexes))
+        rows, columns = (row_ids(self.total_classes, flat_ids(ids)) for ids in (rowIndexes, columnIndexes))
         given = np.ones(len(rows)) if counts is None else as_array(counts).reshape(-1).astype(np.float64)
         if not len(rows) == len(columns) == len(given):
             raise ValueError(

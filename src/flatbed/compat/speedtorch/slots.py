@@ -6,7 +6,9 @@ Several slots may hold one row. They get one gradient, the sum over all of them.
 from __future__ import annotations
 
 import weakref
-from functools import cached_property
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatbed import FlatbedError
-from flatbed.compat.speedtorch.arrays import Array
+from flatbed.compat.speedtorch.arrays import Array, row_ids
 
 _SLOTS: Any = WeakTensorKeyDictionary()
 
@@ -29,19 +31,38 @@ class SlotBatch:
 
     def __init__(self, ids: Array, device: torch.device, scratch: Array) -> None:
         self.ids, self.device = ids, device
+        self._bytes = ids.tobytes()
+        self.end = int(ids.max()) + 1 if len(ids) else 0
         slots = np.arange(len(ids))
         scratch[ids] = slots
-        last = scratch[ids]  # for every slot, the last slot of its row; sorting would take longer
-        self._last = np.flatnonzero(last == slots)
-        self.has_repeats = len(self._last) < len(ids)
-        position = np.empty_like(slots)
-        position[self._last] = slots[: len(self._last)]
-        self._inverse = position[last]
+        self._last_of_row = scratch[ids]  # for every slot; sorting would take longer
+        self._is_last = self._last_of_row == slots
+        self.has_repeats = not self._is_last.all()
+
+    @cached_property
+    def _last(self) -> Array:
+        return np.flatnonzero(self._is_last)
+
+    @cached_property
+    def _inverse(self) -> Array:
+        position = np.empty_like(self._last_of_row)
+        position[self._last] = np.arange(len(self._last))
+        return position[self._last_of_row]
+
+    def holds(self, ids: Array) -> bool:
+        """Tell whether these ids, of any dtype, are those of the slots."""
+        # Bytes of an array are compared in a quarter of the time of (ids == self.ids).all().
+        return ids.dtype.kind in "iu" and ids.astype(np.int64).tobytes() == self._bytes
 
     @property
     def unique(self) -> Array:
         """The rows, each once."""
         return self.ids[self._last]
+
+    @cached_property
+    def index(self) -> Tensor:
+        """The ids, on the CPU."""
+        return torch.from_numpy(self.ids)
 
     @cached_property
     def last(self) -> Tensor:
@@ -67,12 +88,12 @@ class Slots:
     """Rows in a variable's slots, shared by all switchers of the variable."""
 
     def __init__(self, variable: Tensor) -> None:
-        self._variable = weakref.ref(variable)
+        self.variable = weakref.ref(variable)
         self._batch: SlotBatch | None = None
         self._batch_of_grad: SlotBatch | None = None
         self._scratch: Array = np.empty(0, np.int64)
         self._hook: Any = None
-        self.switchers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._switchers: dict[int, weakref.ref[Any]] = {}
         """Switchers that last copied rows to the variable, and to each optimizer's state."""
 
     @staticmethod
@@ -83,18 +104,36 @@ class Slots:
             slots = _SLOTS[variable] = Slots(variable)
         return slots
 
+    def switcher(self, key: int) -> Any:
+        """Return the switcher that last copied rows to a place, unless it is gone."""
+        found = self._switchers.get(key)
+        return None if found is None else found()
+
+    def switchers(self) -> Iterator[Any]:
+        """Yield the switchers of all places."""
+        return (one for each in self._switchers.values() if (one := each()) is not None)
+
+    def set_switcher(self, key: int, switcher: Any) -> None:
+        """Record that a switcher copies rows to a place; None removes the last one."""
+        if switcher is None:
+            self._switchers.pop(key, None)
+        elif self.switcher(key) is not switcher:
+            self._switchers[key] = weakref.ref(switcher)
+
     def batch_of(self, ids: Array, device: torch.device, n_rows: int) -> SlotBatch:
-        """Return a batch of these ids; the loaded one if its ids are the same."""
+        """Return a batch of these ids, (n,), which are checked; the loaded one if its ids are the same."""
         loaded = self._batch
-        if loaded is not None and loaded.device == device and np.array_equal(ids, loaded.ids):
+        is_loaded = loaded is not None and loaded.device == device and loaded.holds(ids)
+        if loaded is not None and is_loaded and loaded.end <= n_rows:
             return loaded
+        ids = row_ids(n_rows, ids)
         if len(self._scratch) < n_rows:
             self._scratch = np.empty(n_rows, np.int64)
         return SlotBatch(ids, device, self._scratch)
 
     def load(self, batch: SlotBatch) -> None:
         """Record that the slots hold a batch: from now on gradients belong to its rows."""
-        variable = self._variable()
+        variable = self.variable()
         if variable is not None and variable.requires_grad:
             if self._hook is None:
                 self._hook = variable.register_hook(self._sum_over_rows)  # type: ignore[no-untyped-call,unused-ignore]
@@ -122,7 +161,7 @@ class Slots:
 
     def _refuse_old_grad(self) -> None:
         """Raise if the gradient is of an earlier batch's rows, or would be added to one that is."""
-        variable, node = self._variable(), torch._C._current_autograd_node()
+        variable, node = self.variable(), torch._C._current_autograd_node()
         assert variable is not None
         is_leaf_node = node is not None and node.name().endswith("AccumulateGrad")  # not in autograd.grad
         if is_leaf_node and node is not torch.autograd.graph.get_gradient_edge(variable).node:
@@ -143,10 +182,15 @@ def _replace_leaf_node(variable: Tensor) -> None:
 
     torch makes a new node for a tensor whose dtype has changed, as `module.double()` changes it.
     """
-    data, other = variable.data, torch.float32 if variable.dtype == torch.float64 else torch.float64
-    with torch.inference_mode(False):
-        variable.data = torch.empty(0, dtype=other, device=variable.device)
+    data = variable.data
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        variable.data = _empty(torch.float32 if data.dtype == torch.float64 else torch.float64, data.device)
         variable.data = data
+
+
+@lru_cache(maxsize=8)
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _shared(grad: Tensor, batch: SlotBatch) -> Tensor:

@@ -18,6 +18,7 @@ from flatbed.compat.speedtorch.arrays import (
     ArrayViews,
     FileName,
     as_dtype,
+    flat_ids,
     free_path,
     npy_path,
     open_npy,
@@ -53,6 +54,7 @@ class Switcher(ArrayViews):
         self._module: Embedding | None = None
         self._parts: list[tuple[Tensor, Array]] = []
         """Rows in memory that the CPU computes with, for each name: as a tensor, and their bits in numpy."""
+        self._last_slots: Slots | None = None
         self._batch: SlotBatch | None = None
         self._is_pending = False
         """True between `beforeForwardPass` and `afterOptimizerStep`."""
@@ -69,10 +71,16 @@ class Switcher(ArrayViews):
     def _variable(self) -> nn.Parameter:
         """Return the variable as it is now."""
 
+    def _slots(self, variable: nn.Parameter) -> Slots:
+        """Return the slots of the variable; looking them up takes as long as copying some rows."""
+        if self._last_slots is None or self._last_slots.variable() is not variable:
+            self._last_slots = Slots.of(variable)
+        return self._last_slots
+
     @property
     @abstractmethod
     def _key(self) -> int:
-        """Key in `Slots.switchers` of the place that this switcher copies rows to."""
+        """Key in `Slots.switcher` of the place that this switcher copies rows to."""
 
     @abstractmethod
     def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
@@ -146,9 +154,9 @@ class Switcher(ArrayViews):
         """Copy the rows of a batch to the first slots of tensors, one for each name; zero the others."""
         n = len(batch.ids)
         if memory := self._memory(batch.device):
-            index = torch.from_numpy(batch.ids)
             for (part, _), tensor in zip(memory, tensors, strict=True):
-                torch.index_select(part, 0, index, out=tensor[:n])
+                out = tensor if n == tensor.shape[0] else tensor[:n]
+                torch.index_select(part, 0, batch.index, out=out)
         else:  # each row is read once
             rows = self._table().read_rows(batch.unique).index_select(0, batch.inverse)
             for part, tensor in zip(rows.chunk(len(tensors), dim=1), tensors, strict=True):
@@ -173,6 +181,7 @@ class Switcher(ArrayViews):
         variable = self._variable()
         ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
         if not self._names:  # an optimizer without state
+            row_ids(self.total_classes, ids)
             return
         if self._is_pending and variable._version != self._version:
             self._version = variable._version
@@ -181,26 +190,29 @@ class Switcher(ArrayViews):
                 "afterOptimizerStep() with the ids of that batch first, or call beforeForwardPass() again to "
                 "drop its changes"
             )
-        slots = Slots.of(variable)
+        slots = self._slots(variable)
         batch = slots.batch_of(ids, variable.device, self.total_classes)
         self._copy_in(variable, batch)
-        slots.switchers[self._key] = self
+        slots.set_switcher(self._key, self)
         self._batch, self._is_pending, self._version = batch, True, variable._version
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy the rows of the last `beforeForwardPass` back to storage."""
         variable = self._variable()
         ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        has_same_ids = self._holds(ids)
+        if not has_same_ids:
+            row_ids(self.total_classes, ids)
         if not self._names:
             return
-        switchers = Slots.of(variable).switchers
+        slots = self._slots(variable)
         if self._batch is None or not self._is_pending:
             problem = "without a beforeForwardPass() since the last one, or since rows were loaded"
-        elif not self._holds(ids):
+        elif not has_same_ids:
             problem = "with other ids than beforeForwardPass()"
-        elif switchers.get(self._key) is not self:
+        elif slots.switcher(self._key) is not self:
             problem = "after another switcher has replaced the rows: call it before that"
-        elif other := self._with_other_rows(switchers.values(), ids, variable):
+        elif other := self._with_other_rows(slots.switchers(), ids, variable):
             problem = (
                 f"after a step with other rows in {type(other).__name__}: call beforeForwardPass() of all "
                 "switchers with the same ids, in every batch"
@@ -213,10 +225,10 @@ class Switcher(ArrayViews):
 
     def _ids(self, positive: Any, negative: Any) -> Array:
         """Return ids in the order of their slots: all positive ids, then all negative ones."""
-        return row_ids(self.total_classes, *([positive] if negative is None else [positive, negative]))
+        return flat_ids(positive) if negative is None else flat_ids(positive, negative)
 
     def _holds(self, ids: Array) -> bool:
-        return self._batch is not None and np.array_equal(ids, self._batch.ids)
+        return self._batch is not None and self._batch.holds(ids)
 
     def _with_other_rows(self, switchers: Any, ids: Array, variable: nn.Parameter) -> Switcher | None:
         """Return a switcher of the variable that held other rows than this one in the optimizer's step."""

@@ -1,0 +1,117 @@
+"""Runs from a text file to a file of vectors, with flatbed and gensim in turns, and the quality of both.
+
+A run reads the text, counts its words, trains and writes the vectors. Imports of both libraries are not part
+of it. Each turn has its own seed, and its ratio compares two runs that followed each other.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import Options
+from benchmarks.quality import (
+    FIRST_SEED,
+    GENSIM,
+    OVERLAP,
+    Judge,
+    Sentences,
+    Task,
+    Text,
+    Trained,
+    divide,
+    sentences,
+)
+from benchmarks.rows import Row
+from flatbed.word2vec import Settings, Trainer, python_corpus, read_corpus
+
+FLATBED = "flatbed default"
+THREADS = 2
+TURNS = 5
+Run = Callable[[Path, Text, Task, int], Trained]
+
+
+def run_gensim(path: Path, text: Text, task: Task, seed: int) -> Trained:
+    """Use gensim's fastest way: `corpus_file`, which its workers read without Python's lock."""
+    from gensim.models import Word2Vec
+
+    begin, cpu = time.perf_counter(), time.process_time()
+    shape = {"vector_size": task.dim, "window": task.window, "min_count": task.min_count, "alpha": task.lr}
+    noise = {"negative": task.negatives, "sample": task.subsample, "min_alpha": 0.0001}
+    model = Word2Vec(sg=1, workers=THREADS, seed=seed, **shape, **noise)
+    model.build_vocab(corpus_file=str(path))
+    size = {"total_words": model.corpus_total_words, "total_examples": model.corpus_count}
+    model.train(corpus_file=str(path), epochs=task.epochs, **size)
+    model.wv.save_word2vec_format(str(path.with_suffix(".gensim")))
+    took = (time.perf_counter() - begin, time.process_time() - cpu)
+    rows = [model.wv.key_to_index[word] for word in text.words]
+    return Trained(torch.from_numpy(model.wv.vectors[rows]), torch.from_numpy(model.syn1neg[rows]), *took)
+
+
+def run_flatbed(path: Path, text: Text, task: Task, seed: int) -> Trained:
+    """Do what the command `flatbed word2vec` does with two threads."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    settings: dict[str, Any] = {**task._asdict(), "lr": None, "device": "cpu", "seed": seed}
+    trainer = Trainer(read_corpus(path), Settings(**settings, threads=THREADS))
+    trainer.run()
+    vectors = trainer.vectors()
+    vectors.save(path.with_suffix(".flatbed"))
+    took = (time.perf_counter() - begin, time.process_time() - cpu)
+    number = {word: i for i, word in enumerate(vectors.words)}
+    rows = [number[word] for word in text.words]
+    outputs: Any = trainer.model["outputs"]
+    return Trained(torch.from_numpy(vectors.matrix[rows]), outputs.read_rows(rows), *took)
+
+
+VARIANTS: dict[str, Run] = {GENSIM: run_gensim, FLATBED: run_flatbed}
+
+
+def python_sentences() -> Sentences:
+    """Return the paragraphs of Python's standard library, in random order."""
+    corpus = python_corpus()
+    parts = np.split(corpus.ids, corpus.ends[:-1])
+    order = np.random.default_rng(0).permutation(len(parts))
+    return [[corpus.words[i] for i in parts[number]] for number in order]
+
+
+TEXTS: dict[str, Callable[[], Sentences]] = {"english": sentences, "python": python_sentences}
+
+
+def run(options: Options) -> Iterator[Row]:
+    """Take `--steps` turns, by default 5, over each text."""
+    torch.set_num_threads(1)
+    task = Task(dim=100, epochs=1 if options.quick else 5)
+    for name, lines in TEXTS.items():
+        text = divide(lines()[: 2000 if options.quick else None], min_count=task.min_count)
+        judge = Judge(text, task)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "text.txt"
+            path.write_text("".join(" ".join(words) + "\n" for words in text.training), encoding="utf-8")
+            for turn in range(options.steps or TURNS):
+                yield from run_turn(judge, path, name, FIRST_SEED + turn, options)
+
+
+def run_turn(judge: Judge, path: Path, name: str, seed: int, options: Options) -> Iterator[Row]:
+    """Run and judge every variant once."""
+    task, text = judge.task, judge.text
+    n_words = sum(map(len, text.training))
+    setting = {"text": name, **{key: getattr(task, key) for key in ("dim", "window", "negatives", "epochs")}}
+    setting |= {"vocabulary": len(text.words), "text_words": n_words, "workers": THREADS, "seed": seed}
+    gensim_seconds = None
+    for variant, train in options.choose(VARIANTS).items():
+        trained = train(path, text, task, seed)
+        gensim_seconds = trained.seconds if variant == GENSIM else gensim_seconds
+        measured = {key: value for key, value in judge.judge(trained).items() if key != OVERLAP}
+        metrics = {
+            "words_per_s": n_words * task.epochs / trained.seconds,
+            "gensim_ratio": gensim_seconds and gensim_seconds / trained.seconds,
+            "cpu_seconds": trained.cpu_seconds,
+            **{key: value for key, value in measured.items() if np.isfinite(value)},
+        }
+        yield options.row("word2vec runs", variant, setting, metrics, n_samples=1, ok=True)
