@@ -21,7 +21,7 @@ from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill
 from flatbed.tables.storage.disk.format import RECORDS_AT
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, Sums, anonymous
-from flatbed.tables.storage.disk.threads import READ_PART, as_records, split
+from flatbed.tables.storage.disk.threads import MEMORY_PART, as_records, split
 
 MAGIC = b"flatbed-sums\r\n\x1a\n"
 CHUNK = 32 << 20
@@ -159,7 +159,7 @@ class RowChecks:
                 self._compare(at, records[at], sums[at])
 
         if len(fresh):
-            split(pool, compare, len(fresh), n_parts=nbytes * len(fresh) // READ_PART)
+            split(pool, compare, len(fresh), n_parts=nbytes * len(fresh) // MEMORY_PART)
             self._is_checked[fresh] = True
 
     def check_block(self, start: int, records: Records, *, changed: NDArray[np.int64]) -> None:
