@@ -28,24 +28,24 @@ def killed(folder: Path, n_kills: int, *, cache_rows: int) -> dict[str, int]:
     return seen
 
 
-def test_two_hundred_kills_while_training(tmp_path: Path) -> None:
-    seen = killed(tmp_path, 200, cache_rows=0)
-    assert seen["between checkpoints"] >= 50
-    assert seen["steps lost between checkpoints"] >= 30
-    assert seen["during a checkpoint"] >= 25
-    assert seen["checkpoints dropped"] >= 5
-    assert seen["checkpoints completed by recovery"] >= 5
-    assert seen["while opening"] >= 5
-    assert seen["gone on"] >= 80
-    assert seen["checkpoints completed"] >= 200
+def test_kills_while_training(tmp_path: Path) -> None:
+    seen = killed(tmp_path, 100, cache_rows=0)
+    assert seen["between checkpoints"] >= 25
+    assert seen["steps lost between checkpoints"] >= 15
+    assert seen["during a checkpoint"] >= 12
+    assert seen["checkpoints dropped"] >= 2
+    assert seen["checkpoints completed by recovery"] >= 2
+    assert seen["while opening"] >= 2
+    assert seen["gone on"] >= 40
+    assert seen["checkpoints completed"] >= 100
 
 
 def test_kills_while_training_with_a_cache_and_a_prefetcher(tmp_path: Path) -> None:
-    seen = killed(tmp_path, 120, cache_rows=150)
-    assert seen["rows that left the cache"] >= 500
-    assert seen["between checkpoints"] >= 30
-    assert seen["steps lost between checkpoints"] >= 18
-    assert seen["during a checkpoint"] >= 3
-    assert seen["while opening"] >= 3
-    assert seen["gone on"] >= 48
-    assert seen["checkpoints completed"] >= 120
+    seen = killed(tmp_path, 60, cache_rows=150)
+    assert seen["rows that left the cache"] >= 250
+    assert seen["between checkpoints"] >= 15
+    assert seen["steps lost between checkpoints"] >= 9
+    assert seen["during a checkpoint"] >= 1
+    assert seen["while opening"] >= 1
+    assert seen["gone on"] >= 24
+    assert seen["checkpoints completed"] >= 60

@@ -21,6 +21,7 @@ import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk import format as header
+from flatbed.tables.storage.disk import read_only as disk_read_only
 from flatbed.tables.storage.disk import storage as disk
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
@@ -263,7 +264,10 @@ def test_endless_json() -> None:
         {"scalars": 3},
     ],
 )
-def test_wrong_descriptions_in_a_whole_header_are_damage(meta: dict[str, Any], tmp_path: Path) -> None:
+def test_wrong_descriptions_in_a_whole_header_are_damage(
+    meta: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_read_only, "PATIENCE", 0.0)  # no other process is about to write
     path = tmp_path / "a.bed"
     emb = flatbed.Embedding(10, 4, storage="disk", path=path)
     emb.table.checkpoint()
