@@ -125,7 +125,7 @@ class TableModule(nn.Module):
             del destination[prefix + WEIGHT]
             return
         self.table._deferred_checks.check_graphs()
-        destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT).as_subclass(SavedWeight)
+        destination[prefix + WEIGHT] = SavedWeight.of(self.table, whole_field(self.table, WEIGHT))
 
     def _load_from_state_dict(
         self,
