@@ -52,6 +52,8 @@ class TableStorage:
         self.record = Record((config.weight,))
         self.scalars: dict[str, Any] = {}
         """Optimizer state that is one number per table, as it was saved."""
+        self.optimizer: str | None = None
+        """Class of the optimizer that the state is of; None if that is not known."""
         self.state_owned = True
         """True if the state belongs to an optimizer of this process. State that was loaded or copied does
         not: the first optimizer with the same fields continues with it."""
@@ -72,6 +74,7 @@ class TableStorage:
             storage, self.config = open_storage(config)
             self._storage, self.record = storage, storage.record
             self.adopt_state(storage.meta.get("scalars", {}))
+            self.optimizer = storage.meta.get("optimizer")
 
     # ---- states
 
@@ -305,7 +308,12 @@ class TableStorage:
     def _meta(self, scalars: Mapping[str, float] | None = None, **others: Any) -> dict[str, Any]:
         held = self.scalars if scalars is None else scalars
         numbers = {name: float(value) for name, value in held.items()}
-        return {"table": self.config.describe(), "scalars": numbers, **others}
+        return {
+            "table": self.config.describe(),
+            "scalars": numbers,
+            "optimizer": self.optimizer,
+            **others,
+        }
 
     def disk_storage(self) -> DiskStorage:
         """Return the storage of a disk table, laid out if needed."""
