@@ -376,27 +376,28 @@ class TableStorage:
         storage.prepare(self._meta(token=token), decision=decision, token=token)
 
     def has_token(self, token: str) -> bool:
-        """True if the file's checkpoint, or one that is prepared, was made with this token."""
+        """True if the file's checkpoint, or one that is prepared or kept, was made with this token."""
         if self._storage is None or self.in_memory:
             return False
         if isinstance(self._storage, ReadOnlyStorage):
             self._storage.refresh()
             return token == self._storage.meta.get("token")
         storage = cast(DiskStorage, self._storage)
-        return token in (storage.meta.get("token"), (storage.pending_meta or {}).get("token"))
+        is_there = token in (storage.meta.get("token"), (storage.pending_meta or {}).get("token"))
+        return is_there or storage.keeps(token)
 
     def check_name(self) -> None:
         """Raise if the file of a disk table was removed, renamed or replaced since it was opened."""
         cast(DiskStorage, self._storage).check_name()
 
-    def revert(self) -> dict[str, float]:
-        """Go back to the file's last checkpoint, and return the numbers of state that it holds."""
+    def revert(self, token: str) -> dict[str, float]:
+        """Go back to the file's checkpoint with this token, and return the numbers of state that it holds."""
         with self._lock:  # no other thread may make a cache meanwhile
             storage = cast(DiskStorage, self._storage)  # no layout, which would be another checkpoint
             storage.check_name()  # before anything is lost: opening it again would fail
             self.abandon_cache()
             storage.close()  # drops rows that changed since
-            self._storage = storage = DiskStorage.open(storage.path)
+            self._storage = storage = DiskStorage.open(storage.path, token=token)
             self.version += 1
         return dict(storage.meta.get("scalars", {}))
 
