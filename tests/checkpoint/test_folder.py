@@ -125,6 +125,33 @@ def test_copied_job_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.Monkey
         close(model)
 
 
+def test_copied_job_in_another_layout_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's journal names a folder that has gone on: the folder that is loaded decides instead."""
+    model, optimizer = build(tmp_path / "job")
+    save_checkpoint(tmp_path / "job" / "run", model, optimizer)
+    step(model, optimizer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStorage, "commit", lambda storage: None)
+        save_checkpoint(tmp_path / "job" / "run", model, optimizer, extra={"step": 1})
+    expected = snapshot(model, optimizer)
+    close(model)
+    shutil.copytree(tmp_path / "job", tmp_path / "copy")
+    shutil.move(tmp_path / "copy" / "run", tmp_path / "elsewhere")
+    model, optimizer = build(tmp_path / "job")
+    load_checkpoint(tmp_path / "job" / "run", model, optimizer)
+    step(model, optimizer, 2)
+    save_checkpoint(tmp_path / "job" / "run", model, optimizer)
+    close(model)
+    with pytest.warns(UserWarning, match=r"kept as .*kept-1.*load_checkpoint"):
+        model, optimizer = build(tmp_path / "copy")
+    with pytest.raises(FlatbedError, match="is not as it was"):
+        load_checkpoint(tmp_path / "job" / "run", model, optimizer)
+    assert load_checkpoint(tmp_path / "elsewhere", model, optimizer) == {"step": 1}
+    assert difference(snapshot(model, optimizer), expected) is None
+    assert not list((tmp_path / "copy").glob("*.journal*"))
+    close(model)
+
+
 def test_failed_save_leaves_the_versions_of_others(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, constant(1.0))
     first = current(tmp_path)

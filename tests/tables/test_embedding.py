@@ -217,6 +217,11 @@ IN_PLACE: dict[str, Callable[[Any], Any]] = {
     "data": lambda weight: weight.data.zero_(),
     "out": lambda weight: torch.add(weight, 1, out=weight),
     "init": nn.init.zeros_,
+    "init by name": lambda weight: nn.init.constant_(weight, 3.0),
+    "detached": lambda weight: weight.detach().fill_(3.0),
+    "part of detached": lambda weight: weight.detach().view(-1)[4:].zero_(),
+    "items of detached": lambda weight: weight.detach().__setitem__(2, 1.0),
+    "foreach": lambda weight: torch._foreach_mul_([weight.detach()], 2.0),
 }
 
 
@@ -257,8 +262,30 @@ def test_distributed_checkpoints_load_into_state_dicts(tmp_path: Path) -> None:
     dcp.save({"model": emb.state_dict()}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
     state = {"model": other.state_dict()}
     dcp.load(state, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    assert torch.equal(other.weight, emb.weight)  # as with torch's state dicts
     other.load_state_dict(state["model"])
     assert torch.equal(other.weight, emb.weight)
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_copies_into_detached_entries_of_a_state_dict_take_effect(storage: str, tmp_path: Path) -> None:
+    emb, values = made(storage, tmp_path), torch.rand(ROWS, DIM)
+    before = emb.read_rows(range(ROWS))
+    emb.state_dict()["weight"][3:5].detach().copy_(values[3:5])
+    before[3:5] = values[3:5]
+    assert torch.equal(emb.read_rows(range(ROWS)), before)
+    emb.state_dict()["weight"].detach()[:, 1].copy_(values[:, 1])
+    before[:, 1] = values[:, 1]
+    assert torch.equal(emb.read_rows(range(ROWS)), before)
+    emb.state_dict()["weight"].detach().copy_(values)
+    assert torch.equal(emb.read_rows(range(ROWS)), values)
+
+
+def test_arrays_of_a_state_dict_cannot_be_written() -> None:
+    weight = made().state_dict()["weight"]
+    for array in (weight.numpy(), weight.detach().numpy(), weight.cpu().numpy(), np.asarray(weight)):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "size", "both"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -490,3 +491,23 @@ def test_state_of_another_class_raises(load: Any, tmp_path: Path) -> None:
     with pytest.raises(FlatbedError, match=r"mu_product|Adam"):
         load(optim.NAdam, source, tmp_path)
     load(optim.Adam, source, tmp_path)
+
+
+def test_a_file_knows_the_class_of_its_state(tmp_path: Path) -> None:
+    """Adam's state fits AdamW and RAdam, as in torch; a table on disk says so."""
+
+    def trained(kind: Any) -> None:
+        emb = flatbed.Embedding(10, 4, storage="disk", path=tmp_path / "t.bed", seed=1)
+        optimizer = kind(emb.parameters(), lr=0.1)
+        emb(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        emb.table.close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trained(flatbed.optim.Adam)
+        trained(flatbed.optim.Adam)
+    with pytest.warns(UserWarning, match=r"state of Adam, and RAdam goes on.*drop_state"):
+        trained(flatbed.optim.RAdam)
+    with pytest.warns(UserWarning, match=r"state of RAdam, and Adam goes on"):
+        trained(flatbed.optim.Adam)

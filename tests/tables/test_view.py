@@ -118,6 +118,8 @@ def test_values_of_another_shape_are_refused() -> None:
     emb = made()
     with pytest.raises(ValueError, match=r"weights of shape \(12, 3\) cannot become \(4, 3\)"):
         emb.weight.data = torch.zeros(4, DIM)
+    with pytest.raises(flatbed.FlatbedError, match="copy_"):
+        emb.weight.set_(torch.zeros(12, DIM))
     with pytest.raises(RuntimeError):
         emb.weight.copy_(torch.zeros(5, DIM))
 

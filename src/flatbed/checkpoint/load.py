@@ -346,12 +346,12 @@ def _begin_table(
             "then in its place, or save with copy_disk_tables=True from now on"
         )
     table._storage.check_name()
-    return partial(_revert, table)
+    return partial(_revert, table, token)
 
 
-def _revert(table: Table) -> None:
+def _revert(table: Table, token: str) -> None:
     """Let a disk table go back to its file's checkpoint."""
-    scalars = table._storage.revert()
+    scalars = table._storage.revert(token)
     if table._owner is None:
         table._storage.adopt_state(scalars)
     else:

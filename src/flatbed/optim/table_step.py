@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -79,6 +80,13 @@ def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group:
             f"{sorted(known)}, expected {sorted(expected)}. Give it to the optimizer it was trained with, or "
             f"call table.drop_state() first to start again"
         )
+    trained_by = table._storage.optimizer
+    if not table._storage.state_owned and trained_by not in (None, spec.name):
+        warnings.warn(
+            f"table {name} holds the state of {trained_by}, and {spec.name} goes on with it: build "
+            f"{trained_by}, or call table.drop_state() first, if that is not meant",
+            stacklevel=4,
+        )
 
 
 class OptimizerTables:
@@ -104,7 +112,7 @@ class OptimizerTables:
         slot.table._attach(owner, state_fields(spec, group, slot.table))
         hidden = {name: 1.0 for name in rule.scalars if stepped and name.startswith("_")}
         shown = {name: value for name, value in state.get(slot.table, {}).items() if value is not None}
-        store.scalars = hidden | remembered | shown
+        store.scalars, store.optimizer = hidden | remembered | shown, spec.name
         self.slots.append(slot)
         self.publish(spec, slot, group, state)
 

@@ -134,7 +134,7 @@ class TableModule(nn.Module):
             return
         self.table._check_whole("state_dict")
         self.table._deferred_checks.check_graphs()
-        destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT).as_subclass(SavedWeight)
+        destination[prefix + WEIGHT] = SavedWeight.of(self.table, whole_field(self.table, WEIGHT))
 
     def _load_from_state_dict(
         self,

@@ -52,6 +52,8 @@ class TableStorage:
         self.record = Record((config.weight,))
         self.scalars: dict[str, Any] = {}
         """Optimizer state that is one number per table, as it was saved."""
+        self.optimizer: str | None = None
+        """Class of the optimizer that the state is of; None if that is not known."""
         self.state_owned = True
         """True if the state belongs to an optimizer of this process. State that was loaded or copied does
         not: the first optimizer with the same fields continues with it."""
@@ -72,6 +74,7 @@ class TableStorage:
             storage, self.config = open_storage(config)
             self._storage, self.record = storage, storage.record
             self.adopt_state(storage.meta.get("scalars", {}))
+            self.optimizer = storage.meta.get("optimizer")
 
     # ---- states
 
@@ -305,7 +308,12 @@ class TableStorage:
     def _meta(self, scalars: Mapping[str, float] | None = None, **others: Any) -> dict[str, Any]:
         held = self.scalars if scalars is None else scalars
         numbers = {name: float(value) for name, value in held.items()}
-        return {"table": self.config.describe(), "scalars": numbers, **others}
+        return {
+            "table": self.config.describe(),
+            "scalars": numbers,
+            "optimizer": self.optimizer,
+            **others,
+        }
 
     def disk_storage(self) -> DiskStorage:
         """Return the storage of a disk table, laid out if needed."""
@@ -368,27 +376,28 @@ class TableStorage:
         storage.prepare(self._meta(token=token), decision=decision, token=token)
 
     def has_token(self, token: str) -> bool:
-        """True if the file's checkpoint, or one that is prepared, was made with this token."""
+        """True if the file's checkpoint, or one that is prepared or kept, was made with this token."""
         if self._storage is None or self.in_memory:
             return False
         if isinstance(self._storage, ReadOnlyStorage):
             self._storage.refresh()
             return token == self._storage.meta.get("token")
         storage = cast(DiskStorage, self._storage)
-        return token in (storage.meta.get("token"), (storage.pending_meta or {}).get("token"))
+        is_there = token in (storage.meta.get("token"), (storage.pending_meta or {}).get("token"))
+        return is_there or storage.keeps(token)
 
     def check_name(self) -> None:
         """Raise if the file of a disk table was removed, renamed or replaced since it was opened."""
         cast(DiskStorage, self._storage).check_name()
 
-    def revert(self) -> dict[str, float]:
-        """Go back to the file's last checkpoint, and return the numbers of state that it holds."""
+    def revert(self, token: str) -> dict[str, float]:
+        """Go back to the file's checkpoint with this token, and return the numbers of state that it holds."""
         with self._lock:  # no other thread may make a cache meanwhile
             storage = cast(DiskStorage, self._storage)  # no layout, which would be another checkpoint
             storage.check_name()  # before anything is lost: opening it again would fail
             self.abandon_cache()
             storage.close()  # drops rows that changed since
-            self._storage = storage = DiskStorage.open(storage.path)
+            self._storage = storage = DiskStorage.open(storage.path, token=token)
             self.version += 1
         return dict(storage.meta.get("scalars", {}))
 

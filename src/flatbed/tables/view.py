@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -76,44 +76,78 @@ class WeightView(Tensor):
         found = self.numpy()
         return found.astype(found.dtype if dtype is None else dtype, copy=copy is True)
 
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Raise: torch calls no `__torch_function__` here."""
+        raise FlatbedError("a table's weights cannot be replaced: use emb.weight.copy_(values)")
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override,unused-ignore]
         return repr(self.detach().clone())
 
 
-class SavedWeight(Tensor):
-    """Weights in a state dict: a copy, which `load_state_dict` takes. In-place operations on it raise.
+Source: TypeAlias = "tuple[Table, Tensor]"
+"""A table, and a copy of all of its weights."""
 
-    Those on the entries of torch's state dicts would change the model. `detach` allows them, for
-    `torch.distributed.checkpoint`, which loads into entries, and for `load_state_dict(assign=True)`.
+
+class SavedWeight(Tensor):
+    """Weights in a state dict: a copy, which `load_state_dict` takes.
+
+    The entries of torch's state dicts share memory with the model, so that writing into them changes it.
+    Here `entry.detach().copy_(values)`, with which `torch.distributed.checkpoint` loads, also writes to the
+    table. All other in-place operations raise, also on parts. Parameters made of an entry
+    (`load_state_dict(assign=True)`) are free.
     """
 
+    _source: Source | None = None
     _is_detached = False
+
+    @staticmethod
+    def of(table: Table, whole: Tensor) -> SavedWeight:
+        """Guard a copy of all weights."""
+        return SavedWeight._part(whole, (table, whole))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, saved = getattr(func, "__name__", ""), args[0] if args else None
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        first = args[0] if args else kwargs.get("tensor")  # initialisers pass it by name
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        target = saved if in_place and func is not Tensor.requires_grad_ else (kwargs or {}).get("out")
+        target = first if in_place and func is not Tensor.requires_grad_ else kwargs.get("out")
         targets = target if isinstance(target, (list, tuple)) else (target,)
-        if any(isinstance(one, cls) and not one._is_detached for one in targets):
+        guarded = [one for one in targets if isinstance(one, cls) and one._is_guarded()]
+        if guarded and not (func is Tensor.copy_ and guarded[0]._is_detached):
             raise FlatbedError(
                 f"{name} was called on a table's weights in a state dict, which are a copy: write into "
                 f"emb.weight (a table on disk: emb.write_rows(ids, values)), or clone them and call "
                 f"load_state_dict"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
+        for one in guarded:
+            one._write_back()
+        if target is not None or result is first:
+            return result
+        source = first._source if isinstance(first, cls) and first._is_guarded() else None
+        with torch._C.DisableTorchFunctionSubclass():
             if func in DETACHING:
-                result = result.as_subclass(cls)
-                result._is_detached = True
-            if func in DETACHING or target is not None or result is saved:
-                return result
-            is_free = getattr(saved, "_is_detached", False)
+                return cls._part(result, source, is_detached=True)
             return tree_map_only(
                 Tensor,
-                lambda one: one.as_subclass(Tensor if is_free or not _shared(one, saved) else cls),
+                lambda one: (
+                    one.as_subclass(Tensor)
+                    if source is None or not _shared(one, first)
+                    else cls._part(one, source, is_detached=first._is_detached)
+                ),
                 result,
             )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return an array that cannot be written: a change would have no effect."""
+        found = self._plain().numpy(force=force)
+        found.flags.writeable = not self._is_guarded()
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        found = self.numpy()
+        return found.astype(found.dtype if dtype is None else dtype, copy=copy is True)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         plain = self._plain().clone()
@@ -122,9 +156,29 @@ class SavedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,unused-ignore]
 
+    @staticmethod
+    def _part(plain: Tensor, source: Source | None, *, is_detached: bool = False) -> SavedWeight:
+        part = plain.as_subclass(SavedWeight)
+        part._source, part._is_detached = source, is_detached
+        return part
+
+    def _is_guarded(self) -> bool:
+        return self._source is not None and not isinstance(self, nn.Parameter)
+
     def _plain(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(Tensor)
+
+    def _write_back(self) -> None:
+        """Write the rows of this part of the copy to the table."""
+        part = self._plain()
+        if self._source is None or part.numel() == 0:
+            return
+        table, whole = self._source
+        first = part.storage_offset()
+        last = first + sum((n - 1) * stride for n, stride in zip(part.shape, part.stride(), strict=True))
+        rows = range(first // whole.shape[1], last // whole.shape[1] + 1)
+        table.write_rows(rows, whole[rows.start : rows.stop])
 
 
 def _shared(one: Tensor, other: Any) -> bool:

@@ -57,7 +57,8 @@ def _weights(count: int) -> NDArray[np.uint64]:
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+        weights: NDArray[np.uint64] = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return weights
 
 
 # ---- files
@@ -112,7 +113,8 @@ def drop_sums(table: MappedFile, nbytes: int) -> Sums:
         return np.zeros(0 if table.rows is None else len(table.rows), np.uint32)
     table.write(sums_at(len(sums), nbytes), bytes(len(MAGIC)))
     table.sync()
-    return sums.copy()
+    copied: Sums = sums.copy()
+    return copied
 
 
 def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) -> Sums:

@@ -78,8 +78,8 @@ class Decision:
         if not places:
             raise FlatbedError(
                 f"a checkpoint was being made, and the folder of {self.path}, which says whether it was "
-                f"completed, is missing: put it back (or mount it), or make an empty folder of that name "
-                f"to go back to the checkpoint before"
+                f"completed, is missing: put it back (or mount it), or to {self.relative} as seen from the "
+                f"table's folder, or make an empty folder of that name to go back to the checkpoint before"
             )
         for place in places:
             found = _token_in(place)

@@ -163,8 +163,8 @@ if hasattr(os, "register_at_fork"):
 Opened: TypeAlias = tuple[OpenFiles, Identity, State]
 
 
-def open_files(path: Path) -> Opened:
-    """Lock a table's file and recover its last completed checkpoint."""
+def open_files(path: Path, token: str | None = None) -> Opened:
+    """Lock a table's file and recover its last completed checkpoint; one with this token is completed."""
     if not path.exists():
         raise FlatbedError(f"there is no table at {path}; check the path, or create one")
     with ExitStack() as undo:
@@ -172,7 +172,7 @@ def open_files(path: Path) -> Opened:
         undo.callback(os.close, descriptor)
         table = MappedFile(path)
         undo.callback(table.close)
-        identity, state = recover(table)
+        identity, state = recover(table, token)
         journal = _journal(table, identity)
         undo.pop_all()
     return OpenFiles(descriptor, table, journal), identity, state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +23,20 @@ from flatbed.tables.storage.disk.format import (
 from flatbed.tables.storage.disk.journal import Sealed, apply, read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile
 
+KEPT = ".kept-"  # and a number, after the name of a journal
+
 
 def journal_of(path: Path) -> Path:
     """Return the path of a table's journal."""
     return path.with_name(path.name + ".journal")
 
 
-def recover(table: MappedFile) -> tuple[Identity, State]:
+def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, State]:
     """Complete a sealed checkpoint or drop an unfinished one, and map the records.
 
     Everything is checked before anything is written. A sealed journal whose decision is another job's is
-    renamed instead of dropped.
+    renamed instead of dropped. A checkpoint with this `token` is known to be decided, also one of a journal
+    that was renamed before.
     """
     path = table.path
     head = np.zeros(RECORDS_AT, np.uint8)
@@ -45,10 +48,14 @@ def recover(table: MappedFile) -> tuple[Identity, State]:
     except DamagedFileError as error:
         state, why = None, str(error)
     journal, is_foreign = journal_of(path), False
+    if state is not None and token is not None and not os.path.lexists(journal):
+        kept = kept_journal(path, identity.table, base=state.word, token=token)
+        if kept is not None:
+            MappedFile.rename(kept, journal)
     if os.path.lexists(journal):
         with closing(MappedFile(journal)) as file:
             sealed = read_sealed(file)
-            is_wanted = False if sealed is None else _wanted(path, identity, state=state, sealed=sealed)
+            is_wanted = False if sealed is None else _wanted(path, identity, state, sealed, token)
             is_foreign = is_wanted is None
             if sealed is not None and is_wanted:
                 _check_rows(journal, identity, sealed=sealed, file=file)
@@ -73,22 +80,36 @@ def recover(table: MappedFile) -> tuple[Identity, State]:
     return identity, state
 
 
+def kept_journal(path: Path, table: str, *, base: str, token: str) -> Path | None:
+    """Find a sealed journal that was renamed, follows the checkpoint `base` and was prepared with `token`."""
+    prefix = journal_of(path).name + KEPT
+    for kept in sorted(other for other in path.parent.iterdir() if other.name.startswith(prefix)):
+        with suppress(FlatbedError), closing(MappedFile(kept, read_only=True)) as file:
+            sealed = read_sealed(file)
+            decision = None if sealed is None else sealed.decision
+            if sealed and decision and (sealed.table, sealed.base, decision.token) == (table, base, token):
+                return kept
+    return None
+
+
 def _keep_aside(journal: Path) -> None:
     """Rename a sealed journal of which no file here says whether it counts."""
     number = 1
-    while os.path.lexists(kept := journal.with_name(f"{journal.name}.kept-{number}")):
+    while os.path.lexists(kept := journal.with_name(f"{journal.name}{KEPT}{number}")):
         number += 1
     MappedFile.rename(journal, kept)
     MappedFile.sync_folder(journal.parent)
     warnings.warn(
         f"{journal} holds a checkpoint that flatbed.save_checkpoint prepared, and its folder has another "
-        f"one by now. The table is at the checkpoint before, and the journal is kept as {kept}: to use it, "
-        f"restore the folder of that time and give the journal its name back; otherwise delete it",
+        f"one by now. The table is at the checkpoint before, and the journal is kept as {kept}: "
+        f"flatbed.load_checkpoint takes it with the folder of that time; otherwise delete it",
         stacklevel=2,
     )
 
 
-def _wanted(path: Path, identity: Identity, *, state: State | None, sealed: Sealed) -> bool | None:
+def _wanted(
+    path: Path, identity: Identity, state: State | None, sealed: Sealed, token: str | None
+) -> bool | None:
     """True if a sealed journal is to be applied, None if another job's decision speaks against it.
 
     A journal of another table, or of another time, is an error.
@@ -104,7 +125,8 @@ def _wanted(path: Path, identity: Identity, *, state: State | None, sealed: Seal
         return True
     is_next = (state.generation + 1, state.word) == (new.generation, sealed.base)
     if is_next and not state.applying:
-        return sealed.decision is None or sealed.decision.outcome(path)
+        decision = sealed.decision
+        return decision is None or decision.token == token or decision.outcome(path)
     raise FlatbedError(
         f"{path} is at checkpoint {state.generation} ({state.word or 'unnamed'}), but {journal_of(path)} "
         f"holds checkpoint {new.generation} ({new.word or 'unnamed'}) after {sealed.base or 'an unnamed one'}"

@@ -34,6 +34,7 @@ from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, norm
 from flatbed.tables.storage.disk.journal import Decision, apply
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NotSynced, Records
 from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files, tell_at_exit
+from flatbed.tables.storage.disk.recovery import kept_journal
 from flatbed.tables.storage.disk.threads import Readers, as_records, submit, take
 
 T = TypeVar("T")
@@ -95,9 +96,12 @@ class DiskStorage:
         return cls(*Draft(path, record, state, fill=fill).publish())
 
     @classmethod
-    def open(cls, path: str | Path) -> DiskStorage:
-        """Open a table's file as its last completed checkpoint left it."""
-        return cls(*open_files(Path(os.path.realpath(path))))
+    def open(cls, path: str | Path, *, token: str | None = None) -> DiskStorage:
+        """Open a table's file as its last completed checkpoint left it.
+
+        A prepared checkpoint with this `token` is completed, whatever its decision's file says.
+        """
+        return cls(*open_files(Path(os.path.realpath(path)), token))
 
     def close(self) -> None:
         """Close the file. Rows changed since the last checkpoint are lost; a second call does nothing."""
@@ -129,6 +133,11 @@ class DiskStorage:
     def pending_meta(self) -> dict[str, Any] | None:
         """The `meta` of a checkpoint that was prepared, and neither committed nor aborted."""
         return None if self._sealed is None else normal(self._sealed.meta)
+
+    def keeps(self, token: str) -> bool:
+        """True if a checkpoint with this token was put aside when the file was opened, and can follow."""
+        found = kept_journal(self.path, self._files.journal.table, base=self._state.word, token=token)
+        return found is not None
 
     @property
     def generation(self) -> int:
