@@ -1,6 +1,6 @@
 """Rows of a disk table that changed since its last checkpoint, in a file next to it.
 
-    [seal: one page] [slots: a record each] [rows of the slots: int64 each] [state and decision: JSON]
+    [seal: one page] [entries: a record each] [rows of the entries: int64 each] [state and decision: JSON]
 
 Without a seal, the first page is zero, and recovery drops the file. With a durable seal, the file *is* the
 next checkpoint, and copying it to the table can be repeated.
@@ -41,13 +41,13 @@ from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records
 from flatbed.tables.storage.disk.threads import MEMORY_PART, CopyThreads, put, split, take
 from flatbed.tables.tensor_file import read_small
 
-SLOTS_AT = PAGE
+ENTRIES_AT = PAGE
 SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decision
 DECISION_LIMIT = 1 << 20
 HASHED = 16 << 20  # bytes under one checksum: part of the format
 CHUNK = 16 << 20
 CACHED = 512 << 10  # bytes that stay in a core's cache while they are copied and summed
-MOST_SLOTS = 2**31 - 2  # the slot map counts them in int32
+MOST_ENTRIES = 2**31 - 2  # the entry map counts them in int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _token_in(path: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Contents of a sealed journal besides its slots."""
+    """Contents of a sealed journal besides its entries."""
 
     table: str
     state: State
@@ -124,84 +124,84 @@ class Journal:
     def __init__(self, path: Path, table: str, *, nbytes: int, mode: int) -> None:
         self.path, self.table, self.nbytes = path, table, nbytes
         self._mode = mode  # of the table's file
-        self.n_slots = 0
-        self._n_lost = 0  # slots that no row refers to, after an interruption
+        self.n_entries = 0
+        self._n_lost = 0  # entries that no row refers to, after an interruption
         self._capacity = -1
         self._file: MappedFile | None = None
         self._is_named = False  # the file's name is durable
-        self._slot_of_row: NDArray[np.int32] | None = None  # counted from 1: 0 is "not changed"
-        self._row_of_slot: NDArray[np.int64] = np.empty(0, np.int64)
+        self._entry_of_row: NDArray[np.int32] | None = None  # counted from 1: 0 is "not changed"
+        self._row_of_entry: NDArray[np.int64] = np.empty(0, np.int64)
 
     def rows(self) -> NDArray[np.int64]:
-        """Return the changed rows in the order of their slots; -1 for a slot without a row."""
-        rows: NDArray[np.int64] = self._row_of_slot[: self.n_slots].copy()
-        if self._slot_of_row is not None:
-            rows[self._slot_of_row[rows] != np.arange(1, self.n_slots + 1)] = -1
+        """Return the changed rows in the order of their entries; -1 for a entry without a row."""
+        rows: NDArray[np.int64] = self._row_of_entry[: self.n_entries].copy()
+        if self._entry_of_row is not None:
+            rows[self._entry_of_row[rows] != np.arange(1, self.n_entries + 1)] = -1
         return rows
 
     @property
     def records(self) -> Records:
-        """Records of all slots."""
+        """Records of all entries."""
         if self._file is None or self._file.rows is None:
             return np.empty(0, f"V{self.nbytes}")
         return self._file.rows
 
-    def slots(self, ids: NDArray[np.int64] | slice) -> NDArray[np.int32] | None:
-        """Return the slots of rows, -1 for a row without one; None if no row has changed."""
-        if self._slot_of_row is None or not self.n_slots:
+    def entries(self, ids: NDArray[np.int64] | slice) -> NDArray[np.int32] | None:
+        """Return the entries of rows, -1 for a row without one; None if no row has changed."""
+        if self._entry_of_row is None or not self.n_entries:
             return None
-        slots: NDArray[np.int32] = self._slot_of_row[ids] - np.int32(1)
-        return slots
+        entries: NDArray[np.int32] = self._entry_of_row[ids] - np.int32(1)
+        return entries
 
     def has_room(self, n_others: int, *, n_rows: int) -> bool:
         """True if any `n_others` rows certainly fit. Needs no lock."""
-        return self.n_slots + n_others <= self._capacity or n_rows + self._n_lost <= self._capacity
+        return self.n_entries + n_others <= self._capacity or n_rows + self._n_lost <= self._capacity
 
     def put(self, ids: NDArray[np.int64], records: Records, *, n_rows: int, pool: CopyThreads) -> None:
         """Replace the records of unique rows; after an error for lack of space, nothing has changed."""
-        if self._slot_of_row is None:
-            self._slot_of_row = anonymous(n_rows)
-        slots = self._slot_of_row[ids].astype(np.int64) - 1
-        fresh = np.flatnonzero(slots < 0)
-        after = self.n_slots + len(fresh)
+        if self._entry_of_row is None:
+            self._entry_of_row = anonymous(n_rows)
+        entries = self._entry_of_row[ids].astype(np.int64) - 1
+        fresh = np.flatnonzero(entries < 0)
+        after = self.n_entries + len(fresh)
         self._grow(after, n_rows)
-        slots[fresh] = np.arange(self.n_slots, after)
-        # An interruption between these lines leaves slots that no row refers to; `rows` skips them.
+        entries[fresh] = np.arange(self.n_entries, after)
+        # An interruption between these lines leaves entries that no row refers to; `rows` skips them.
         self._n_lost += len(fresh)
-        self._row_of_slot[self.n_slots : after] = ids[fresh]
-        self.n_slots = after
+        self._row_of_entry[self.n_entries : after] = ids[fresh]
+        self.n_entries = after
         if self._file is not None:
-            put(self._file, slots, records=records, pool=pool)
-        self._slot_of_row[ids[fresh]] = slots[fresh] + 1
+            put(self._file, entries, records=records, pool=pool)
+        self._entry_of_row[ids[fresh]] = entries[fresh] + 1
         self._n_lost -= len(fresh)
 
     def take(
         self,
-        slots: NDArray[np.int32],
+        entries: NDArray[np.int32],
         *,
         into: Records,
         where: NDArray[np.int64] | None = None,
         pool: CopyThreads,
     ) -> None:
-        """Copy the records of slots."""
-        take(self.records, slots, into=into, where=where, pool=pool)
+        """Copy the records of entries."""
+        take(self.records, entries, into=into, where=where, pool=pool)
 
     def make_room(self, ids: NDArray[np.int64], *, also: int, n_rows: int) -> None:
-        """Reserve space for the records of these rows, and of `also` others without a slot."""
-        slots = self.slots(ids)
-        n_fresh = len(ids) if slots is None else int((slots < 0).sum())
-        self._grow(self.n_slots + n_fresh + also, n_rows)
+        """Reserve space for the records of these rows, and of `also` others without a entry."""
+        entries = self.entries(ids)
+        n_fresh = len(ids) if entries is None else int((entries < 0).sum())
+        self._grow(self.n_entries + n_fresh + also, n_rows)
 
     def _grow(self, needed: int, n_rows: int) -> None:
-        """Reserve space for `needed` slots and their seal; for twice the present number where it fits."""
+        """Reserve space for `needed` entries and their seal; for twice the present number where it fits."""
         if needed <= self._capacity:
             return
-        if needed > MOST_SLOTS:
+        if needed > MOST_ENTRIES:
             raise FlatbedError(f"{needed} rows changed since the last checkpoint; make one before going on")
         if self._file is None:
             self._file, self._is_named = MappedFile(self.path, create=True, mode=self._mode), False
         file = self._file
-        roomy = max(needed, min(max(2 * self._capacity, (1 << 20) // self.nbytes), n_rows, MOST_SLOTS))
+        roomy = max(needed, min(max(2 * self._capacity, (1 << 20) // self.nbytes), n_rows, MOST_ENTRIES))
         try:
             file.reserve(self._size(roomy))
             capacity = roomy
@@ -209,17 +209,17 @@ class Journal:
             file.reserve(self._size(needed))
             capacity = needed
         rows = np.empty(capacity, np.int64)
-        rows[: self.n_slots] = self._row_of_slot[: self.n_slots]
-        file.map(SLOTS_AT, self.nbytes, count=capacity)
-        self._row_of_slot, self._capacity = rows, capacity
+        rows[: self.n_entries] = self._row_of_entry[: self.n_entries]
+        file.map(ENTRIES_AT, self.nbytes, count=capacity)
+        self._row_of_entry, self._capacity = rows, capacity
 
-    def _size(self, n_slots: int) -> int:
-        return index_at(n_slots, self.nbytes) + 8 * n_slots + SEALED_ROOM
+    def _size(self, n_entries: int) -> int:
+        return index_at(n_entries, self.nbytes) + 8 * n_entries + SEALED_ROOM
 
     def seal(self, state: State, decision: Decision | None, *, base: str, n_rows: int) -> None:
-        """Make all slots, durably, the checkpoint `state`, which follows the one with the word `base`."""
+        """Make all entries, durably, the checkpoint `state`, which follows the one with the word `base`."""
         encode_state(state)  # raises if it will not fit into the table's header
-        self._grow(self.n_slots, n_rows)
+        self._grow(self.n_entries, n_rows)
         file = self._file
         if file is None:
             raise FlatbedError(f"{self.path} is closed")
@@ -238,8 +238,8 @@ class Journal:
             raise ValueError(
                 f"the path and the token of a decision take {len(about)} bytes, which is too many"
             )
-        at = index_at(self.n_slots, self.nbytes)
-        end = at + 8 * self.n_slots + len(about)
+        at = index_at(self.n_entries, self.nbytes)
+        end = at + 8 * self.n_entries + len(about)
         if not self._is_named:  # otherwise a sealed journal might have no name after a loss of power
             MappedFile.sync_folder(self.path.parent)
             self._is_named = True
@@ -248,9 +248,9 @@ class Journal:
         seal = {
             "table": self.table,
             "nbytes": self.nbytes,
-            "n_slots": self.n_slots,
+            "n_slots": self.n_entries,
             "sealed": len(about),
-            "digest": digest(file, SLOTS_AT, end),
+            "digest": digest(file, ENTRIES_AT, end),
         }
         file.write(0, encode(JOURNAL, seal, PAGE).ljust(PAGE, b"\0"))
         file.sync()
@@ -259,7 +259,7 @@ class Journal:
         """Remove the seal.
 
         A seal that reappears after a loss of power is harmless once its records are in the table. Either its
-        slots are unchanged, and are copied again, or they are not, and its checksum is wrong.
+        entries are unchanged, and are copied again, or they are not, and its checksum is wrong.
         """
         if self._file is not None and self._capacity >= 0:
             self._file.write(0, bytes(PAGE))
@@ -268,14 +268,14 @@ class Journal:
 
     def clear(self, *, same_rows: bool = True) -> None:
         """Forget all changed rows; the file keeps its space for the next ones."""
-        slots = self._slot_of_row if same_rows else None
-        if slots is not None:
-            slots[self._row_of_slot[: self.n_slots]] = 0
-        self._slot_of_row, self.n_slots, self._n_lost = slots, 0, 0
+        entries = self._entry_of_row if same_rows else None
+        if entries is not None:
+            entries[self._row_of_entry[: self.n_entries]] = 0
+        self._entry_of_row, self.n_entries, self._n_lost = entries, 0, 0
 
     def close(self, *, remove: bool) -> None:
         """Release memory and file; a sealed journal must not be removed."""
-        file, self._file, self._slot_of_row, self.n_slots = self._file, None, None, 0
+        file, self._file, self._entry_of_row, self.n_entries = self._file, None, None, 0
         if file is not None:
             file.close()
             if remove:
@@ -283,9 +283,9 @@ class Journal:
                     MappedFile.remove(self.path)
 
 
-def index_at(n_slots: int, nbytes: int) -> int:
-    """Return the offset of the rows of the slots."""
-    return -(-(SLOTS_AT + n_slots * nbytes) // PAGE) * PAGE
+def index_at(n_entries: int, nbytes: int) -> int:
+    """Return the offset of the rows of the entries."""
+    return -(-(ENTRIES_AT + n_entries * nbytes) // PAGE) * PAGE
 
 
 def digest(file: MappedFile, start: int, stop: int) -> str:
@@ -300,7 +300,7 @@ def digest(file: MappedFile, start: int, stop: int) -> str:
 
 
 def read_sealed(file: MappedFile) -> Sealed | None:
-    """Read a journal and map its slots; None without a complete seal."""
+    """Read a journal and map its entries; None without a complete seal."""
     page = np.zeros(PAGE, np.uint8)
     file.read(0, page)
     if not page[: len(JOURNAL)].any():
@@ -318,15 +318,15 @@ def read_sealed(file: MappedFile) -> Sealed | None:
 
 
 def _sealed(file: MappedFile, seal: dict[str, Any]) -> Sealed:
-    n_slots, nbytes, length = (int(seal[name]) for name in ("n_slots", "nbytes", "sealed"))
-    at = index_at(n_slots, nbytes)
-    end = at + 8 * n_slots + length
-    if min(n_slots, nbytes - 1, length) < 0 or end > file.size:
+    n_entries, nbytes, length = (int(seal[name]) for name in ("n_slots", "nbytes", "sealed"))
+    at = index_at(n_entries, nbytes)
+    end = at + 8 * n_entries + length
+    if min(n_entries, nbytes - 1, length) < 0 or end > file.size:
         raise DamagedFileError("it is shorter than its seal says")
-    file.map(SLOTS_AT, nbytes, count=n_slots)
-    if digest(file, SLOTS_AT, end) != seal["digest"]:
+    file.map(ENTRIES_AT, nbytes, count=n_entries)
+    if digest(file, ENTRIES_AT, end) != seal["digest"]:
         raise DamagedFileError("its checksum is wrong")
-    rows = np.empty(n_slots, np.int64)
+    rows = np.empty(n_entries, np.int64)
     text = np.empty(length, np.uint8)
     file.read(at, rows)
     file.read(end - length, text)
@@ -352,9 +352,9 @@ def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state
     def copy(part: slice) -> None:
         buffer = np.empty(at_once, records.dtype)
         for start in range(part.start, min(part.stop, len(some)), at_once):
-            slots = some[start : min(start + at_once, part.stop)]
-            copied = np.take(records, slots, out=buffer[: len(slots)], mode="clip")
-            at = rows[slots]
+            entries = some[start : min(start + at_once, part.stop)]
+            copied = np.take(records, entries, out=buffer[: len(entries)], mode="clip")
+            at = rows[entries]
             table.scatter(at, copied)
             if table.sums is not None:
                 table.scatter_sums(at, row_sums(copied))

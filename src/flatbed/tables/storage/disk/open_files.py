@@ -103,7 +103,7 @@ class OpenFiles:
         if self._has_told or self._lock_descriptor < 0 or not self.is_own_process() or self.keep_journal:
             return
         self._has_told = True
-        n_rows = self.journal.n_slots + self.count_cached()
+        n_rows = self.journal.n_entries + self.count_cached()
         if n_rows:
             note(
                 f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped "

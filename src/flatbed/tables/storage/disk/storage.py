@@ -147,7 +147,7 @@ class DiskStorage:
     @property
     def unsaved_rows(self) -> int:
         """Rows changed since the last completed checkpoint."""
-        return self._files.journal.n_slots
+        return self._files.journal.n_entries
 
     # ---- rows
 
@@ -167,12 +167,12 @@ class DiskStorage:
         with ExitStack() as reading:
             with self._use():
                 rows = self._rows(ids)
-                changed, slots = self._changed(rows)
+                changed, entries = self._changed(rows)
                 n = len(changed)
-                others = np.flatnonzero(slots < 0) if n else np.arange(len(rows))
+                others = np.flatnonzero(entries < 0) if n else np.arange(len(rows))
                 is_mixed = in_order and 0 < n < len(rows)
                 self._files.journal.take(
-                    slots[changed],
+                    entries[changed],
                     into=into if is_mixed else into[:n],
                     where=changed if is_mixed else None,
                     pool=pool,
@@ -238,8 +238,8 @@ class DiskStorage:
         """
         self._files.check()
         rows = self._rows(ids)
-        slots = self._files.journal.slots(rows)
-        return torch.from_numpy(np.ones(len(rows), np.bool_) if slots is None else slots < 0)
+        entries = self._files.journal.entries(rows)
+        return torch.from_numpy(np.ones(len(rows), np.bool_) if entries is None else entries < 0)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Copy consecutive records."""
@@ -248,9 +248,9 @@ class DiskStorage:
             # Not through the mapping, which is advised for random rows and reads nothing ahead.
             if self._files.table.read(RECORDS_AT + start * self.record.nbytes, out) < out.nbytes:
                 raise FlatbedError(f"{self.path} was cut short while it was open; restore it from a copy")
-            changed, slots = self._changed(slice(start, stop))
+            changed, entries = self._changed(slice(start, stop))
             self._checks.check_block(start, as_records(out), changed=changed)
-            as_records(out)[changed] = self._files.journal.records[slots[changed]]
+            as_records(out)[changed] = self._files.journal.records[entries[changed]]
         return torch.from_numpy(out)
 
     def write_(self, start: int, records: Tensor) -> None:
@@ -424,11 +424,11 @@ class DiskStorage:
         return rows
 
     def _changed(self, rows: NDArray[np.int64] | slice) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Positions of rows that are in the journal, and the slots of all rows (-1: none)."""
-        slots = self._files.journal.slots(rows)
-        if slots is None:
+        """Positions of rows that are in the journal, and the entries of all rows (-1: none)."""
+        entries = self._files.journal.entries(rows)
+        if entries is None:
             return np.empty(0, np.int64), np.empty(0, np.int32)
-        return np.flatnonzero(slots >= 0), slots
+        return np.flatnonzero(entries >= 0), entries
 
     @contextmanager
     def _use(self, *, change: bool = False) -> Iterator[None]:
