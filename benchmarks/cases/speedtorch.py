@@ -8,8 +8,8 @@ A skip-gram model trains rows of two embeddings under Adagrad. Ids are int32 arr
 The original copies rows and state of a batch by indexing, before the forward pass and after the step, and the
 model's inputs are static. It needs CuPy; its variants for torch do the same with tensors, and so does the
 variant here: like them it reaches the state through `optimizer.state_dict()`. `copies by hand` are the same
-copies through `optimizer.state`, without a class around them. `torch sparse` has all rows in `nn.Embedding(sparse=True)` on the device, and converts ids to
-int64 in every step.
+copies through `optimizer.state`, without a class around them. `torch sparse` has all rows in
+`nn.Embedding(sparse=True)` on the device, and converts ids to int64 in every step.
 """
 
 from __future__ import annotations
