@@ -208,7 +208,7 @@ def test_resume_refuses_other_settings_and_texts(tmp_path: Path) -> None:
     for options, match in (
         ({"dim": 8}, "other settings: dim=16 there and 8 here"),
         ({"seed": 5}, "seed=0 there and 5 here"),
-        ({"optimizer": "sgd", "batch_words": 512}, "lr=0.045 there and 0.025 here, optimizer=adamax"),
+        ({"optimizer": "sgd", "batch_words": 512}, "lr=0.06 there and 0.025 here, optimizer=adamax"),
     ):
         other = Trainer(corpus, Settings(**SMALL | options))
         with pytest.raises(FlatbedError, match=match):

@@ -29,8 +29,8 @@ from flatbed.word2vec.vectors import Vectors
 LAST_RATE = 1e-4
 """The last learning rate as a fraction of the first."""
 REPORTS, MOST_STEPS_PER_REPORT = 500, 50
-LEAST_STEPS, LEAST_WORDS = 100, 128
-"""An epoch of a small text has this many steps, with fewer words than suit the optimizer, but not less."""
+LEAST_WORDS = 128
+"""Words of a step in the smallest texts."""
 STEPS_PER_DRAIN = 32
 """With several threads, steps after which none is left unfinished: training can stop and resume there."""
 READ_WORDS = 8192
@@ -114,7 +114,7 @@ class Trainer:
         self._text = self.corpus.fingerprint()
         self._bags = make_bags(words, settings.buckets, settings.ngrams) if settings.buckets else None
         self.batch_words = settings.batch_words or min(
-            settings.words_per_step, max(LEAST_WORDS, len(self.corpus) // LEAST_STEPS)
+            settings.words_per_step, max(LEAST_WORDS, len(self.corpus) // settings.least_steps)
         )
         self._sampler = BatchSampler(
             self.corpus,

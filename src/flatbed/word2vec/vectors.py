@@ -125,10 +125,10 @@ class Vectors:
         first: dict[str, np.ndarray] = {}
         for word, row in pairs:
             first.setdefault(word, row)
-        if len(first) < len(pairs):
+        if n_repeated := len(pairs) - len(first):
             warnings.warn(
-                f"{len(pairs) - len(first):,} vectors of {path} were left out: their words had occurred before, "
-                "make them unique",
+                f"{n_repeated:,} vectors of {path} were left out: their words had occurred before. "
+                "Make the words unique",
                 stacklevel=2,
             )
         return cls(list(first), np.array(list(first.values()), np.float32).reshape(len(first), dim))
