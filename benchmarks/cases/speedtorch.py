@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
 TINY = Shape(400, 8, 8)
 SHAPES = {
-    "cpu": [Shape(50_000, 128, 64), Shape(50_000, 128, 512)],
+    "cpu": [Shape(50_000, 128, 16), Shape(50_000, 128, 64), Shape(50_000, 128, 512)],
     "cuda": [Shape(1_000_000, 128, 512), Shape(1_000_000, 128, 8192)],
 }
 Ids = dict[str, Any]
@@ -178,7 +178,8 @@ class ByHand(Slots):
             self.state(name)["sum"] = state
 
     def state(self, name: str) -> dict[str, Any]:
-        return self.optimizer.state[getattr(self.model, name).weight]
+        found: dict[str, Any] = self.optimizer.state[getattr(self.model, name).weight]
+        return found
 
     def after(self, ids: Ids) -> None:
         for name, own in ids.items():

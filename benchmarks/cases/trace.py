@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import harness, trainers
@@ -66,9 +65,9 @@ def trace(trainer: trainers.Trainer, device: torch.device) -> list[Interval]:
             trainer.update()
         harness.synchronize(device)
     events = profiler.events() or []
-    call = next(e for e in events if e.name == MARK and e.device_type == DeviceType.CPU)
+    call = next(e for e in events if e.name == MARK and e.device_type.name == "CPU")
     if on_gpu:
-        chosen = [e for e in events if e.device_type == DeviceType.CUDA and e.name != MARK]
+        chosen = [e for e in events if e.device_type.name == "CUDA" and e.name != MARK]
     else:
         chosen = [e for e in events if e.cpu_parent is not None and not _is_called_by_operator(e)]
     begin = call.time_range.start

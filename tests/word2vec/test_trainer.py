@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,17 @@ def test_sgd_takes_one_step_at_a_time() -> None:
     corpus, options = kinds_corpus(300), SMALL | {"optimizer": "sgd", "batch_words": 64}
     one, four = (trained(corpus, Settings(**options, threads=n)) for n in (1, 4))
     np.testing.assert_array_equal(one, four)
+
+
+def test_training_does_not_import_dynamo() -> None:
+    """The import takes a second, at every start."""
+    code = """
+import sys
+from flatbed.word2vec import Corpus, Settings, Trainer
+Trainer(Corpus.from_sentences([["a", "b"]] * 50), Settings(dim=4, device="cpu", subsample=0)).run()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_progress_and_learning_rate() -> None:
