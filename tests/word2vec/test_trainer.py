@@ -202,6 +202,17 @@ def test_an_interrupted_training_has_the_same_bits(options: dict[str, Any], tmp_
     whole.close()
 
 
+def test_resume_refuses_other_steps(tmp_path: Path) -> None:
+    """A small text has fewer words per step than the setting that the optimizer suggests."""
+    corpus, options = random_corpus(50, 20_000), {**SMALL, "batch_words": None}
+    trainer = Trainer(corpus, Settings(**options))
+    next(iter(trainer))
+    trainer.save(tmp_path / "run")
+    asked = Settings(**options | {"batch_words": trainer.settings.words_per_step})
+    with pytest.raises(FlatbedError, match=r"training of \d+ steps, and here are \d+: give its batch_words"):
+        Trainer(corpus, asked).resume(tmp_path / "run")
+
+
 def test_a_loop_that_was_left_continues() -> None:
     corpus = random_corpus(100, 3000)
     whole = trained(corpus, Settings(**SMALL))

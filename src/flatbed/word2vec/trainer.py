@@ -355,6 +355,11 @@ class Trainer:
             raise FlatbedError(f"{folder} has other settings: {', '.join(differences)}")
         if saved.text != self._text:
             raise FlatbedError(f"{folder} is from another text: give the same files in the same order")
+        if saved.n_steps != self.n_steps:  # steps of small texts have fewer words than the settings say
+            raise FlatbedError(
+                f"{folder} is from a training of {saved.n_steps:,} steps, and here are {self.n_steps:,}: "
+                "give its batch_words (--batch-words), or leave the option out as before"
+            )
         extra = load_checkpoint(folder, self.model, self.optimizer)
         self.step, self.words, self._n_pairs = extra["step"], extra["words"], extra["pairs"]
         flat = extra["losses"]
