@@ -1,18 +1,34 @@
-"""Charts of stored rows: lines where a setting is swept, bars otherwise. Needs matplotlib."""
+"""Charts of stored rows: lines where a setting is swept, timelines of traces, bars otherwise.
+
+A chart's title says what it shows: how fast flatbed is against the fastest variant without it. Needs
+matplotlib.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.report import COMPARED, describe_machine, format_value, label, merge_seeds, newest, split
-from benchmarks.rows import OURS, Row, is_ours, value_of
+from benchmarks.report import (
+    COMPARED,
+    SPLIT,
+    describe_machine,
+    format_value,
+    label,
+    merge_seeds,
+    newest,
+    split,
+)
+from benchmarks.rows import OURS, Row, is_ours, speedup, value_of
 
 COLORS = {True: "#e4572e", False: "#b8bec9"}
 """Of variants that use flatbed, and of others."""
 GROUPED = {"overlap": "model"}
 """Settings whose values have bars beside each other."""
+TIMELINE, CAPTURED = "timeline", "captured"
+UNITS = {"_ms": "ms, less is better", "_gb_per_s": "GB/s, more is better", "_per_s": "more is better"}
 BOUNDS = ("model_alone_ms", "table_alone_ms")
 N_SWEPT = 3
 """Different numbers of a setting that make it a sweep."""
@@ -31,26 +47,58 @@ def write_plot(rows: Sequence[Row], path: Path) -> None:
     subfigures = figure.subfigures(len(panels), 1, squeeze=False)
     for (subfigure,), (key, metrics) in zip(subfigures, panels.items(), strict=True):
         group = groups[key]
-        subfigure.suptitle(" ".join(key[1:]), x=0.01, ha="left", fontsize=13, weight="bold")
+        subfigure.suptitle(title_of(group, metrics[0]), x=0.01, ha="left", fontsize=13, weight="bold")
         subfigure.supxlabel(describe_machine(group[0]), x=0.99, ha="right", fontsize=8, color="#888888")
         axes = subfigure.subplots(1, len(metrics), squeeze=False)[0]
         for axis, metric in zip(axes, metrics, strict=True):
             shown = [row for row in group if metric in row["metrics"]]
             swept = swept_setting(shown)
-            if key[1] in GROUPED:
+            if metric == TIMELINE:
+                draw_timeline(axis, shown)
+            elif key[1] in GROUPED:
                 draw_groups(axis, shown, metric, GROUPED[key[1]])
             elif swept is None:
                 draw_bars(axis, shown, metric)
             else:
                 draw_lines(axis, shown, metric, swept)
-            axis.set_title(metric.replace("_", " "), loc="left", fontsize=10, color="#555555")
+            unit = next((text for suffix, text in UNITS.items() if metric.endswith(suffix)), "")
+            axis.set_title(
+                f"{label(metric)}, {unit}" if unit else label(metric),
+                loc="left",
+                fontsize=10,
+                color="#555555",
+            )
             axis.tick_params(axis="both", labelsize=8)
             axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(str(path), dpi=160, facecolor="white")
 
 
+def title_of(rows: Sequence[Row], metric: str) -> str:
+    """Say in one line what a chart of rows shows."""
+    first, setting = rows[0], rows[0]["setting"]
+    parts = [str(setting[name]) for name in SPLIT.get(first["benchmark"], ()) if name in setting]
+    subject = ", ".join([f"{first['benchmark']} {first['case']}", *parts])
+    if metric == TIMELINE:
+        counts = [(row["metrics"]["kernels"], row["variant"]) for row in rows]
+        (least, few), (most, many) = min(counts), max(counts)
+        return f"{subject}: {least:,} kernels with {few}, {most:,} with {many}"
+    has_captured_peer = any(CAPTURED in row["variant"] for row in rows if not is_ours(row))
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if is_ours(row) and (has_captured_peer or CAPTURED not in row["variant"]):
+            ratios.setdefault(row["variant"], []).append(speedup(row, rows, metric) or 0)
+    best = max(ratios, key=lambda name: median(ratios[name]), default="")
+    if not best or not min(ratios[best]):
+        return subject
+    low, high = (f"{bound(ratios[best]):.2g}" for bound in (min, max))
+    times = low if low == high else f"{low} to {high}"
+    return f"{subject}: {best} has {times} × the speed of the fastest variant without flatbed"
+
+
 def metrics_of(rows: Sequence[Row]) -> list[str]:
-    """List the metrics worth a panel: at most two."""
+    """List the metrics worth a panel: at most two; a trace has its timeline."""
+    if all(TIMELINE in row["metrics"] for row in rows):
+        return [TIMELINE]
     return [name for name in dict.fromkeys(m for row in rows for m in row["metrics"]) if name in COMPARED][:2]
 
 
@@ -86,6 +134,20 @@ def draw_bars(axis: Any, rows: Sequence[Row], metric: str) -> None:
     axis.set_yticks(range(len(rows)), names, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.35 * longest)
+
+
+def draw_timeline(axis: Any, rows: Sequence[Row]) -> None:
+    """Draw each kernel as a bar, a line per variant. Bars are at least as wide as can be seen."""
+    end = max(row["metrics"]["span_ms"] for row in rows)
+    for i, row in enumerate(rows):
+        bars = [(begin / 1e3, max(length / 1e3, end / 2000)) for begin, length in row["metrics"][TIMELINE]]
+        axis.broken_barh(bars, (i - 0.34, 0.68), color=COLORS[is_ours(row)])
+        text = f"{row['metrics']['kernels']:,} kernels, {row['metrics']['span_ms']:.2f} ms"
+        axis.text(row["metrics"]["span_ms"] + 0.01 * end, i, text, va="center", fontsize=9)
+    axis.set_yticks(range(len(rows)), [row["variant"] for row in rows], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.25 * end)
+    axis.set_xlabel("ms since the call of the update, under the profiler", fontsize=8, color="#888888")
 
 
 def draw_groups(axis: Any, rows: Sequence[Row], metric: str, by: str) -> None:

@@ -138,14 +138,21 @@ def is_comparable(other: Row, row: Row) -> bool:
     return same and setting and row["machine"]["device"] == other["machine"]["device"]
 
 
-def speedup(row: Row, rows: Iterable[Row], metric: str) -> float | None:
-    """Return how many times as fast a row is as the fastest correct variant without flatbed."""
-    others: list[float] = [
-        value_of(other["metrics"][metric])
+def fastest_peer(row: Row, rows: Iterable[Row], metric: str) -> Row | None:
+    """Return the fastest correct variant without flatbed in the setting of a row."""
+    others = [
+        other
         for other in rows
         if not is_ours(other) and other["ok"] and metric in other["metrics"] and is_comparable(other, row)
     ]
-    if not others or metric not in row["metrics"]:
+    fastest = min if metric.endswith("_ms") else max
+    return fastest(others, key=lambda other: value_of(other["metrics"][metric]), default=None)
+
+
+def speedup(row: Row, rows: Iterable[Row], metric: str) -> float | None:
+    """Return how many times as fast a row is as the fastest correct variant without flatbed."""
+    other = fastest_peer(row, rows, metric)
+    if other is None or metric not in row["metrics"]:
         return None
-    value: float = value_of(row["metrics"][metric])
-    return min(others) / value if metric.endswith("_ms") else value / max(others)
+    value, peer = (float(value_of(each["metrics"][metric])) for each in (row, other))
+    return peer / value if metric.endswith("_ms") else value / peer

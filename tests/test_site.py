@@ -31,6 +31,19 @@ def prose(page: Path) -> str:
     return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
 
 
+def test_code_is_narrow() -> None:
+    """Within 80 columns, so that a page shows all of it."""
+    wide = {
+        f"{page.name}: {line}"
+        for page in PAGES
+        if page.parent == DOCS or page.name == "README.md"
+        for block in FENCE.findall(page.read_text())
+        for line in block.splitlines()
+        if len(line) > 80
+    }
+    assert not wide
+
+
 # ---- links
 
 

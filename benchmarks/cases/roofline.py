@@ -47,8 +47,19 @@ PRECISIONS = {"fp32": Precision(torch.float32, False), "bf16-master": Precision(
 def with_captured_step(model: nn.Module, loss: Loss, name: str, max_norm: float, **more: Any) -> Trainer:
     """Use flatbed.optim with the step alone as a CUDA graph, which reads gradients where they are."""
     trainer = trainers.with_flatbed(model, loss, name, max_norm, **more)
-    graph, zero_grad = TorchGraph(lambda _: trainer.optimizer.step(), ()), trainer.optimizer.zero_grad
-    return Trainer(model, loss, trainer.optimizer, partial(graph, ()), partial(zero_grad, set_to_none=False))
+    return _captured(trainer)
+
+
+def with_captured_torch(model: nn.Module, loss: Loss, name: str, max_norm: float) -> Trainer:
+    """Use torch's fused optimizer and `clip_grad_norm_`, both in one CUDA graph."""
+    return _captured(trainers.with_torch(model, loss, name, max_norm, fused=True, capture=TorchGraph))
+
+
+def _captured(trainer: Trainer) -> Trainer:
+    """Capture the step alone. Gradients keep their addresses, which the graph has recorded."""
+    graph, zero_grad = TorchGraph(lambda _: trainer.step(), ()), trainer.optimizer.zero_grad
+    step, zero = partial(graph, ()), partial(zero_grad, set_to_none=False)
+    return Trainer(trainer.model, trainer.loss, trainer.optimizer, step, zero)
 
 
 def variants_of(model: Model, precision: Precision, *, on_gpu: bool) -> dict[str, Setup]:
@@ -56,6 +67,8 @@ def variants_of(model: Model, precision: Precision, *, on_gpu: bool) -> dict[str
     names = (FUSED,) if model.is_large else (trainers.LOOP, trainers.FOREACH, FUSED)
     found = {} if precision.master_weights else {name: trainers.VARIANTS[name] for name in names}
     found[OPTIM] = partial(trainers.with_flatbed, master_weights=precision.master_weights)
+    if on_gpu and not precision.master_weights:
+        found[f"{FUSED}, captured"] = with_captured_torch
     if on_gpu:
         found[f"{OPTIM}, captured"] = partial(with_captured_step, master_weights=precision.master_weights)
     return found

@@ -8,8 +8,8 @@ A skip-gram model trains rows of two embeddings under Adagrad. Ids are int32 arr
 The original copies rows and state of a batch by indexing, before the forward pass and after the step, and the
 model's inputs are static. It needs CuPy; its variants for torch do the same with tensors, and so does the
 variant here: like them it reaches the state through `optimizer.state_dict()`. `copies by hand` are the same
-copies through `optimizer.state`, without a class around them. `torch sparse` has all rows in `nn.Embedding(sparse=True)` on the device, and converts ids to
-int64 in every step.
+copies through `optimizer.state`, without a class around them. `torch sparse` has all rows in
+`nn.Embedding(sparse=True)` on the device, and converts ids to int64 in every step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
 TINY = Shape(400, 8, 8)
 SHAPES = {
-    "cpu": [Shape(50_000, 128, 64), Shape(50_000, 128, 512)],
+    "cpu": [Shape(50_000, 128, 16), Shape(50_000, 128, 64), Shape(50_000, 128, 512)],
     "cuda": [Shape(1_000_000, 128, 512), Shape(1_000_000, 128, 8192)],
 }
 Ids = dict[str, Any]
@@ -178,7 +178,8 @@ class ByHand(Slots):
             self.state(name)["sum"] = state
 
     def state(self, name: str) -> dict[str, Any]:
-        return self.optimizer.state[getattr(self.model, name).weight]
+        found: dict[str, Any] = self.optimizer.state[getattr(self.model, name).weight]
+        return found
 
     def after(self, ids: Ids) -> None:
         for name, own in ids.items():

@@ -24,6 +24,7 @@ from benchmarks.cases import (
     step,
     tables,
     topk,
+    trace,
     word2vec,
 )  # fmt: skip
 from benchmarks.cases import rows as random_rows
@@ -42,6 +43,7 @@ TINY = Model(
     models._squared_error,
     steps=2,
 )
+TINY_PARAMETERS = 6
 
 
 @pytest.fixture
@@ -100,6 +102,21 @@ def test_captured_steps_are_steps() -> None:
     """On a CPU, where a capture calls the function."""
     setup = trainers.CAPTURED[f"{trainers.OPTIM}, captured"]
     assert trainers.max_rel_error(setup, "adam", CPU) < trainers.TOLERANCE
+
+
+@pytest.mark.usefixtures("tiny")
+def test_trace(tmp_path: Path) -> None:
+    """A loop has an operator per parameter and more; the picture shows all of them."""
+    listed = check(trace.run(replace(FEW, cases=("linear100",))), "trace")
+    counts = {row["variant"]: row["metrics"]["kernels"] for row in listed}
+    assert [*counts] == list(trace.VARIANTS)
+    assert counts[trainers.LOOP] > 10 * TINY_PARAMETERS > counts["flatbed ContiguousParams"]
+    for row in listed:
+        intervals = row["metrics"]["timeline"]
+        assert len(intervals) == row["metrics"]["kernels"]
+        assert 1e3 * row["metrics"]["span_ms"] == pytest.approx(max(map(sum, intervals)), abs=0.2)
+    pytest.importorskip("matplotlib")
+    write_plot(listed, tmp_path / "trace.png")
 
 
 @pytest.mark.usefixtures("tiny")
@@ -272,7 +289,7 @@ def test_rows_are_printed_stored_and_drawn(tmp_path: Path, capsys: pytest.Captur
 def test_every_variant_passes_its_check_on_a_gpu(name: str, tmp_path: Path) -> None:
     """With captured variants, on tiny sizes."""
     path = tmp_path / "rows.json"
-    cases = ["linear100"] if name in ("step", "roofline") else []
+    cases = ["linear100"] if name in ("step", "roofline", "trace") else []
     words = [name, *cases, "--quick", "--device", "cuda", "--steps", "4", "--folder", str(tmp_path)]
     assert main([*words, "--json", str(path)]) == 0
     variants = {row["variant"] for row in rows.read_rows(path)}

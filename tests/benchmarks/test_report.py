@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import report, rows
+from benchmarks import plot, report, rows
 from benchmarks.__main__ import main
 from benchmarks.harness import Options
 from benchmarks.plot import write_plot
@@ -169,6 +169,32 @@ def test_pages_are_filled_once(tmp_path: Path) -> None:
     assert main(["fill", str(page)]) == 0
     assert "**cache step: zipf 1.05, " in page.read_text()
     assert "zipf 1.2" not in page.read_text()
+
+
+def test_pages_may_name_rows_and_pictures_to_come() -> None:
+    rows, picture = (
+        "<!-- rows none.json -->\n<!-- end rows -->",
+        "<!-- picture none.png x -->\n<!-- end picture -->",
+    )
+    assert "*Not measured yet.*" in report.filled(rows)
+    assert report.filled(picture) == picture
+    known = picture.replace("none.png x", "h200-rows.png rows by storage")
+    assert "![rows by storage](img/h200-rows.png)\n" in report.filled(known)
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        (
+            "h200-rows",
+            "rows random, host: flatbed has 1 to 2.1 × the speed of the fastest variant without flatbed",
+        ),
+        ("h200-step", "step train, resnet-like, adamw: flatbed.optim has"),
+    ],
+)
+def test_titles_of_charts_state_the_result(name: str, title: str) -> None:
+    groups = report.split(report.newest(read_rows(RESULTS / f"{name}.json"))).values()
+    assert any(title in plot.title_of(group, plot.metrics_of(group)[0]) for group in groups)
 
 
 def test_rows_are_shown_and_failures_end_with_an_error(

@@ -96,8 +96,20 @@ def test_python_source(tmp_path: Path) -> None:
     found = [path.relative_to(tmp_path).as_posix() for path in source_files(tmp_path)]
     assert found == ["a.py", "b.py", "pkg/c.py"]
     function, empty_class = ["def", "f", "x", "x", "append"], ["class", "A", "pass"]
-    wanted = [["name_", "café", "words2"], function, empty_class, function, empty_class]
-    assert text(python_corpus(folder=tmp_path)) == wanted
+    wanted = [["name_\ufffd", "café", "words2"], function, empty_class, function, empty_class]
+    with pytest.warns(UserWarning, match=r"^1 bytes are not in the encoding of their files .* # coding:"):
+        assert text(python_corpus(folder=tmp_path)) == wanted
+
+
+def test_python_source_has_the_encoding_that_it_declares(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes("# coding: latin-1\ncafé = caf\n".encode("latin-1"))
+    (tmp_path / "b.py").write_text("\ufeffcafé\n", encoding="utf-8")
+    (tmp_path / "c.py").write_text("# coding: unknown-9\nété\n", encoding="utf-8")
+    assert {"café": 2, "caf": 1, "été": 1}.items() <= count(python_corpus(folder=tmp_path)).items()
+
+
+def count(corpus: Corpus) -> dict[str, int]:
+    return dict(zip(corpus.words, corpus.counts.tolist(), strict=True))
 
 
 def test_the_library_of_this_python() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,17 @@ def test_sgd_takes_one_step_at_a_time() -> None:
     np.testing.assert_array_equal(one, four)
 
 
+def test_training_does_not_import_dynamo() -> None:
+    """The import takes a second, at every start."""
+    code = """
+import sys
+from flatbed.word2vec import Corpus, Settings, Trainer
+Trainer(Corpus.from_sentences([["a", "b"]] * 50), Settings(dim=4, device="cpu", subsample=0)).run()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_progress_and_learning_rate() -> None:
     """The rate of the optimizer falls linearly from the first step."""
     trainer = Trainer(kinds_corpus(300), Settings(**SMALL, lr=0.5))
@@ -189,6 +202,17 @@ def test_an_interrupted_training_has_the_same_bits(options: dict[str, Any], tmp_
     whole.close()
 
 
+def test_resume_refuses_other_steps(tmp_path: Path) -> None:
+    """A small text has fewer words per step than the setting that the optimizer suggests."""
+    corpus, options = random_corpus(50, 20_000), {**SMALL, "batch_words": None}
+    trainer = Trainer(corpus, Settings(**options))
+    next(iter(trainer))
+    trainer.save(tmp_path / "run")
+    asked = Settings(**options | {"batch_words": trainer.settings.words_per_step})
+    with pytest.raises(FlatbedError, match=r"training of \d+ steps, and here are \d+: give its batch_words"):
+        Trainer(corpus, asked).resume(tmp_path / "run")
+
+
 def test_a_loop_that_was_left_continues() -> None:
     corpus = random_corpus(100, 3000)
     whole = trained(corpus, Settings(**SMALL))
@@ -208,7 +232,7 @@ def test_resume_refuses_other_settings_and_texts(tmp_path: Path) -> None:
     for options, match in (
         ({"dim": 8}, "other settings: dim=16 there and 8 here"),
         ({"seed": 5}, "seed=0 there and 5 here"),
-        ({"optimizer": "sgd", "batch_words": 512}, "lr=0.045 there and 0.025 here, optimizer=adamax"),
+        ({"optimizer": "sgd", "batch_words": 512}, "lr=0.06 there and 0.025 here, optimizer=adamax"),
     ):
         other = Trainer(corpus, Settings(**SMALL | options))
         with pytest.raises(FlatbedError, match=match):

@@ -82,10 +82,19 @@ def test_the_first_vector_of_a_repeated_word_counts(binary: bool, tmp_path: Path
     content = (tmp_path / "v").read_bytes().replace("wörd2".encode(), "wörd0".encode())
     (tmp_path / "v").write_bytes(content)
     theirs = gensim.KeyedVectors.load_word2vec_format(str(tmp_path / "v"), binary=binary)
-    found = Vectors.load(tmp_path / "v")
+    with pytest.warns(UserWarning, match=r"1 vectors of .* were left out"):
+        found = Vectors.load(tmp_path / "v")
     assert found.words == ["wörd0", "wörd1", "wörd3"]
     np.testing.assert_array_equal(found.matrix, [theirs[word] for word in found.words])
     np.testing.assert_array_equal(found.matrix, some(4).matrix[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_words_that_are_not_utf_8_are_counted(binary: bool, tmp_path: Path) -> None:
+    some(4).save(tmp_path / "v", binary=binary)
+    (tmp_path / "v").write_bytes((tmp_path / "v").read_bytes().replace("wörd2".encode(), b"w\xf6rd2"))
+    with pytest.warns(UserWarning, match=r"1 bytes are not UTF-8 in .*v and were replaced by U\+FFFD"):
+        assert "w\ufffdrd2" in Vectors.load(tmp_path / "v")
 
 
 def test_rows_of_nan_are_no_neighbours() -> None:

@@ -143,8 +143,10 @@ def neighbors(
     n: Annotated[int, typer.Option("-n", min=1, help="Neighbours per word.")] = 8,
 ) -> None:
     """Show the words whose vectors have the most similar directions."""
-    with _errors():
+    with _errors(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         loaded = Vectors.load(vectors)
+    _print_warnings(caught)
     known = {word: loaded.neighbors(word, n) for word in words if word in loaded}
     if known:
         Console().print(_neighbors_table(known))
@@ -255,9 +257,13 @@ def _read(files: Sequence[Path], encoding: str, max_words: int | None) -> Corpus
             corpus = python_corpus(max_words=max_words, progress=update)
     name = f"{len(files)} files" if len(files) > 1 else files[0] if files else "Python's standard library"
     typer.echo(f"{name}: {len(corpus):,} words of text, {len(corpus.words):,} distinct")
+    _print_warnings(caught)
+    return corpus
+
+
+def _print_warnings(caught: Sequence[warnings.WarningMessage]) -> None:
     for warning in caught:
         typer.echo(f"Warning: {warning.message}", err=True)
-    return corpus
 
 
 # ---- training

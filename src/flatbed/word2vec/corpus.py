@@ -9,10 +9,12 @@ import os
 import re
 import sysconfig
 import threading
+import tokenize
 import warnings
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +26,7 @@ READ_CHARS = 1 << 20
 REPLACE = "flatbed.replace"
 """The name of `_replace` among the error handlers of Python's codecs."""
 
-IDENTIFIER = re.compile(r"[^\W\d]\w*")
+IDENTIFIER = re.compile(r"(?:[^\W\d]|\ufffd)(?:\w|\ufffd)*")  # bytes that were replaced do not split words
 BLANK_LINES = re.compile(r"\n\s*\n")
 SKIPPED_FOLDERS = {
     *("test", "tests", "idle_test", "idlelib", "turtledemo"),  # not installed on every machine
@@ -45,6 +47,19 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
 
 
 codecs.register_error(REPLACE, _replace)
+
+
+@contextmanager
+def warned_of_replaced_bytes(expected: str, remedy: str) -> Iterator[None]:
+    """Warn at the end if `REPLACE` has replaced bytes while this thread decoded a text."""
+    _replaced.n_bytes = 0
+    yield
+    if _replaced.n_bytes:
+        warnings.warn(
+            f"{_replaced.n_bytes:,} bytes are not {expected} and were replaced by U+FFFD: {remedy}",
+            stacklevel=4,
+        )
+
 
 ReadProgress = Callable[[int, int], None]
 
@@ -149,15 +164,8 @@ def read_corpus(
     except LookupError as error:
         raise ValueError(f"{error}: give the name of a codec of Python, such as latin-1") from error
     codec = "utf-8-sig" if codec == "utf-8" else codec  # drops a byte order mark
-    _replaced.n_bytes = 0
-    corpus = Corpus.from_sentences(_lines(files, codec, progress), max_words=max_words)
-    if _replaced.n_bytes:
-        warnings.warn(
-            f"{_replaced.n_bytes:,} bytes are not {encoding} and were replaced by U+FFFD: give the encoding "
-            "of the text, latin-1 for example",
-            stacklevel=2,
-        )
-    return corpus
+    with warned_of_replaced_bytes(encoding, "give the encoding of the text, latin-1 for example"):
+        return Corpus.from_sentences(_lines(files, codec, progress), max_words=max_words)
 
 
 def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> Iterator[list[str]]:
@@ -193,13 +201,16 @@ def python_corpus(
     """Read the identifiers and words in the source of Python's standard library, or of `folder`.
 
     A sentence is the text between blank lines: a function, a paragraph of a docstring. Identifiers are
-    neither split nor changed. `progress(files read, files in total)` is called after each file.
+    neither split nor changed. Files are decoded as they declare; other bytes become U+FFFD, and a warning
+    gives their number. `progress(files read, files in total)` is called after each file.
     """
     root = Path(folder or sysconfig.get_path("stdlib"))
     files = source_files(root)
     if not files:
         raise FileNotFoundError(f"there is no Python source in {root}: give text files")
-    return Corpus.from_sentences(_paragraphs(files, progress), max_words=max_words)
+    remedy = "declare the encoding of the source, # coding: latin-1 for example"
+    with warned_of_replaced_bytes("in the encoding of their files", remedy):
+        return Corpus.from_sentences(_paragraphs(files, progress), max_words=max_words)
 
 
 def source_files(root: Path) -> list[Path]:
@@ -213,9 +224,17 @@ def source_files(root: Path) -> list[Path]:
 
 def _paragraphs(files: list[Path], progress: ReadProgress | None) -> Iterator[list[str]]:
     for n_read, file in enumerate(files, start=1):
-        text = file.read_text(encoding="utf-8-sig", errors="ignore")
-        for paragraph in BLANK_LINES.split(text):
+        for paragraph in BLANK_LINES.split(file.read_text(encoding=_declared(file), errors=REPLACE)):
             if words := IDENTIFIER.findall(paragraph):
                 yield words
         if progress is not None:
             progress(n_read, len(files))
+
+
+def _declared(file: Path) -> str:
+    """Return the encoding that a Python file declares; utf-8 if it declares none, or one that is unknown."""
+    with file.open("rb") as opened:
+        try:
+            return tokenize.detect_encoding(opened.readline)[0]
+        except SyntaxError:
+            return "utf-8-sig"

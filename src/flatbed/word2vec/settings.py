@@ -23,6 +23,8 @@ class OptimizerDefaults:
 
     lr: float | None = None
     batch_words: int = 4096
+    least_steps: int = 100
+    """An epoch of a small text has this many steps, with fewer words than `batch_words`."""
     shared_negatives: int = 32
     """Negatives that the words of a block share."""
     can_lag: bool = False
@@ -32,9 +34,10 @@ class OptimizerDefaults:
 
 OPTIMIZER_DEFAULTS = {
     # A row's momentum is as old as the last step with the row: for a rare word, thousands of steps.
-    "adamax": OptimizerDefaults(0.045, can_lag=True, options={"betas": (0.0, 0.99)}),
+    "adamax": OptimizerDefaults(0.06, 8192, 60, can_lag=True, options={"betas": (0.0, 0.99)}),
+    "adamax, cbow": OptimizerDefaults(0.045, can_lag=True, options={"betas": (0.0, 0.99)}),
     # As in word2vec. In larger batches, or with older rows, frequent words diverge.
-    "sgd": OptimizerDefaults(0.025, 1024, 64),
+    "sgd": OptimizerDefaults(0.025, 1024, shared_negatives=64),
     "adagrad": OptimizerDefaults(0.1, can_lag=True),
     "adam": OptimizerDefaults(0.02, can_lag=True),
     "adamw": OptimizerDefaults(0.02, can_lag=True),
@@ -51,7 +54,7 @@ class Settings:
 
     >>> from flatbed.word2vec import Settings
     >>> Settings(optimizer="adamax", dim=100).learning_rate
-    0.045
+    0.06
     """
 
     dim: Annotated[int, "Size of a vector."] = 128
@@ -108,6 +111,11 @@ class Settings:
         return self.batch_words or self._defaults.batch_words
 
     @property
+    def least_steps(self) -> int:
+        """Steps in an epoch of a small text, which has fewer words per step."""
+        return self._defaults.least_steps
+
+    @property
     def n_parallel_steps(self) -> int:
         """Steps that are computed at the same time: `threads` on a CPU with tables in memory, otherwise 1."""
         is_parallel = self.torch_device.type == "cpu" and self.storage != "disk" and self._defaults.can_lag
@@ -131,7 +139,9 @@ class Settings:
 
     @property
     def _defaults(self) -> OptimizerDefaults:
-        return OPTIMIZER_DEFAULTS.get(self.optimizer.lower(), OptimizerDefaults())
+        name = self.optimizer.lower()
+        found = OPTIMIZER_DEFAULTS.get(name, OptimizerDefaults())
+        return OPTIMIZER_DEFAULTS.get(f"{name}, cbow", found) if self.cbow else found
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings of the result, for JSON: not device, threads, cache and paths."""

@@ -29,8 +29,8 @@ from flatbed.word2vec.vectors import Vectors
 LAST_RATE = 1e-4
 """The last learning rate as a fraction of the first."""
 REPORTS, MOST_STEPS_PER_REPORT = 500, 50
-LEAST_STEPS, LEAST_WORDS = 100, 128
-"""An epoch of a small text has this many steps, with fewer words than suit the optimizer, but not less."""
+LEAST_WORDS = 128
+"""Words of a step in the smallest texts."""
 STEPS_PER_DRAIN = 32
 """With several threads, steps after which none is left unfinished: training can stop and resume there."""
 READ_WORDS = 8192
@@ -114,7 +114,7 @@ class Trainer:
         self._text = self.corpus.fingerprint()
         self._bags = make_bags(words, settings.buckets, settings.ngrams) if settings.buckets else None
         self.batch_words = settings.batch_words or min(
-            settings.words_per_step, max(LEAST_WORDS, len(self.corpus) // LEAST_STEPS)
+            settings.words_per_step, max(LEAST_WORDS, len(self.corpus) // settings.least_steps)
         )
         self._sampler = BatchSampler(
             self.corpus,
@@ -225,7 +225,8 @@ class Trainer:
                 made_ahead[number + n] = following
 
         for number in range(self.step, min(self.step + n, end)):
-            begun[number] = self._begin_step(made_ahead.pop(number, None) or make(number))
+            batch = made_ahead.pop(number) if number in made_ahead else make(number)
+            begun[number] = self._begin_step(batch)
         last = None
         for number in range(self.step, end):
             last = pool.submit(train, number, last)
@@ -354,6 +355,11 @@ class Trainer:
             raise FlatbedError(f"{folder} has other settings: {', '.join(differences)}")
         if saved.text != self._text:
             raise FlatbedError(f"{folder} is from another text: give the same files in the same order")
+        if saved.n_steps != self.n_steps:  # steps of small texts have fewer words than the settings say
+            raise FlatbedError(
+                f"{folder} is from a training of {saved.n_steps:,} steps, and here are {self.n_steps:,}: "
+                "give its batch_words (--batch-words), or leave the option out as before"
+            )
         extra = load_checkpoint(folder, self.model, self.optimizer)
         self.step, self.words, self._n_pairs = extra["step"], extra["words"], extra["pairs"]
         flat = extra["losses"]

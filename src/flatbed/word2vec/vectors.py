@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from flatbed import FlatbedError
+from flatbed.word2vec.corpus import REPLACE, warned_of_replaced_bytes
 
 MAP_WORDS = 150
 """Words in the map: the most frequent."""
@@ -98,9 +100,11 @@ class Vectors:
     def load(cls, path: str | Path) -> Vectors:
         """Read word2vec's text or binary format, recognised by the contents.
 
-        For a word that occurs more than once, the first vector counts, as in gensim.
+        For a word that occurs more than once, the first vector counts, as in gensim. Bytes of words that are
+        not UTF-8 become U+FFFD. Warnings give the numbers of both.
         """
-        with Path(path).open("rb") as file:
+        remedy = "write the words as UTF-8"
+        with Path(path).open("rb") as file, warned_of_replaced_bytes(f"UTF-8 in {path}", remedy):
             try:
                 n_words, dim = (int(number) for number in file.readline().split())
             except ValueError as error:
@@ -121,6 +125,12 @@ class Vectors:
         first: dict[str, np.ndarray] = {}
         for word, row in pairs:
             first.setdefault(word, row)
+        if n_repeated := len(pairs) - len(first):
+            warnings.warn(
+                f"{n_repeated:,} vectors of {path} were left out: their words had occurred before. "
+                "Make the words unique",
+                stacklevel=2,
+            )
         return cls(list(first), np.array(list(first.values()), np.float32).reshape(len(first), dim))
 
 
@@ -133,7 +143,7 @@ def _is_text(line: bytes, dim: int) -> bool:
 
 def _read_text(file: BinaryIO, dim: int) -> Iterator[tuple[str, np.ndarray]]:
     for line in file:
-        word, *numbers = line.decode("utf-8", "replace").rstrip().split(" ")
+        word, *numbers = line.decode("utf-8", REPLACE).rstrip().split(" ")
         if len(numbers) != dim:
             raise ValueError(f"{word!r} has {len(numbers)}")
         yield word, np.array(numbers, np.float32)
@@ -146,7 +156,7 @@ def _read_binary(file: BinaryIO, n_words: int, dim: int) -> Iterator[tuple[str, 
         end = space + 1 + 4 * dim
         if space < 0 or len(content) < end:
             raise ValueError("it ends early")
-        word = content[begin:space].lstrip(b"\n").decode("utf-8", "replace")
+        word = content[begin:space].lstrip(b"\n").decode("utf-8", REPLACE)
         yield word, np.frombuffer(content[space + 1 : end], "<f4")
         begin = end
 
