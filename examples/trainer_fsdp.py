@@ -45,7 +45,7 @@ class Sums(Dataset[dict[str, Tensor]]):
         return {"x": self.x[index], "labels": self.x[index].sum(0, keepdim=True)}
 
 
-class PrintNorm(TrainerCallback):
+class PrintNorm(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Prints the loss and the norm that the optimizer measured."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

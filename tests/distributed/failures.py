@@ -19,6 +19,7 @@ from flatbed.distributed import peers, ranks
 from tests.distributed.processes import assert_raises, main
 
 AdamW = flatbed.optim.AdamW
+peers.PATIENCE = 3.0
 ODD = 1
 """The rank that differs."""
 
@@ -53,7 +54,7 @@ def message_of(action: Callable[[], Any]) -> str:
     begin = time.monotonic()
     with pytest.raises((flatbed.FlatbedError, ValueError)) as caught:
         action()
-    assert time.monotonic() - begin < 4 * peers.PATIENCE
+    assert time.monotonic() - begin < 30
     return str(caught.value)
 
 

@@ -193,6 +193,17 @@ def test_lbfgs_state_is_refused_by_name() -> None:
         flat.optimizer_state_dict(optimizer)
 
 
+@pytest.mark.parametrize("grads", ["follow", "bound"])
+def test_gradients_are_pickled_without_the_buffers(grads: Any) -> None:
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 1))
+    flat = FlatParams(model, grads=grads)
+    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    assert len(pickle.dumps(model[1].bias.grad)) < 5_000
+    assert torch.equal(pickle.loads(pickle.dumps(model[1].weight.grad)), model[1].weight.grad)
+
+
 def test_the_state_is_pickled_without_the_buffers() -> None:
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(20)])
     flat = FlatParams(model)

@@ -157,7 +157,6 @@ ELEMENTWISE: list[Any] = [
     IgnoresClosure,
     lambda p: NeedsMore(p, secret=1.0),
     NoClosure,
-    simple("Noisy", lambda self, p: p.grad + torch.randn(p.shape)),
 ]
 
 
@@ -171,7 +170,7 @@ def test_elementwise_optimizers_pass(make: OptimizerCase) -> None:
     torch.set_rng_state(state)
     optimizer.step()
     assert flat.is_valid()
-    assert "Noisy" in type(optimizer).__name__ or torch.equal(state, torch.get_rng_state())
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def too_small(self: Any, p: Any) -> torch.Tensor:
@@ -197,6 +196,7 @@ class Lookahead(torch.optim.Optimizer):
     ("make", "reason"),
     [
         (simple("Unrunnable", too_small), "too small for me"),
+        (simple("Noisy", lambda self, p: p.grad + torch.randn(p.shape)), "random"),
         (simple("Still", lambda self, p: 0 * p.grad), "moved nothing"),
         (lambda params: Lookahead(torch.optim.SGD(params, lr=0.1)), "Lookahead"),
     ],

@@ -178,10 +178,35 @@ def test_parameters_without_values() -> None:
         model = nn.Linear(3, 3)
         optimizer = flatbed.optim.Adam(model)
         model(torch.ones(2, 3)).sum().backward()
-        with pytest.raises(flatbed.FlatbedError, match=r"'weight' is a fake tensor.*materialize"):
+        with pytest.raises(flatbed.FlatbedError, match=r"a step under FakeTensorMode.*torch's optimizer"):
             optimizer.step()
         with pytest.raises(ValueError, match=r"fake tensor.*FakeTensorMode"):
             flatbed.FlatParams(model)
+
+
+def test_parameters_replaced_later() -> None:
+    """As `fully_shard` does: an optimizer of the old ones would train nothing, in silence."""
+    model = nn.Linear(3, 1)
+    optimizer = flatbed.optim.Adam(model)
+    optimizer.step()  # without any gradient: nothing to do, as in torch
+    model.weight, model.bias = (nn.Parameter(p.detach().clone()) for p in model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(flatbed.FlatbedError, match=r"'weight' of the model.*after fully_shard"):
+        optimizer.step()
+
+
+def test_tables_are_not_traced() -> None:
+    model = nn.Sequential(flatbed.Embedding(5, 3), nn.Linear(3, 1))
+    optimizer, ids = flatbed.optim.Adam(model), torch.tensor([1, 2])
+    with pytest.raises(flatbed.FlatbedError, match=r"torch\.export.*to_torch"):
+        torch.export.export(model, (ids,))
+    model(ids).sum().backward()
+    with FakeTensorMode():
+        with pytest.raises(flatbed.FlatbedError, match=r"a lookup under FakeTensorMode"):
+            model(ids)
+        with pytest.raises(flatbed.FlatbedError, match=r"a step under FakeTensorMode"):
+            optimizer.step()
+    optimizer.step()
 
 
 class Factored(torch.optim.SGD):

@@ -417,19 +417,21 @@ def test_state_dict_resumes_bitwise(storage: str, options: Any, tmp_path: Path) 
         assert torch.equal(*(m.emb.table.read_state(name, EVERY) for m in (model, twin)))
 
 
-@pytest.mark.parametrize("wrong", ["shape", "transposed", "missing", "groups", "option"])
+@pytest.mark.parametrize("wrong", ["shape", "transposed", "missing", "wrapper", "groups", "option"])
 def test_state_dict_that_does_not_fit_changes_nothing(wrong: str) -> None:
     ours, theirs = pair()
     optimizer = flatbed.optim.Adam(ours, lr=0.1)
     train(ours, optimizer)
     state = optimizer.state_dict()
-    of_table = state["state"][2]
+    of_table = state["state"][0]
     if wrong == "shape":
         of_table["exp_avg"] = torch.zeros(ROWS + 1, DIM)
     elif wrong == "transposed":
         of_table["exp_avg"] = torch.zeros(DIM, ROWS)
     elif wrong == "missing":
         del of_table["exp_avg_sq"]
+    elif wrong == "wrapper":
+        of_table["slow"] = torch.zeros(ROWS, DIM)
     elif wrong == "groups":
         state["param_groups"][0]["params"].pop()
     else:

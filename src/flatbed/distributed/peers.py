@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -22,7 +23,7 @@ from flatbed.errors import FlatbedError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-PATIENCE = 5.0
+PATIENCE = 10.0
 """Seconds until ranks raise because another rank has built an optimizer without shards instead."""
 WATCHED = 30.0
 """Seconds after its construction in which steps of an optimizer look for failures of other ranks."""
@@ -53,8 +54,9 @@ class Peers:
 
     @staticmethod
     def of_new_optimizer() -> Peers | None:
-        """The other ranks; None without any."""
-        return Peers() if world_size() > 1 and "fake" not in str(dist.get_backend()) else None
+        """The other ranks; None without any, and for backends without a store (MPI)."""
+        has_store = world_size() > 1 and str(dist.get_backend()) not in ("fake", "mpi")
+        return Peers() if has_store else None
 
     # ---- building
 
@@ -108,10 +110,10 @@ class Peers:
 
     def tell_whole(self, kind: str, n_params: int) -> None:
         """Tell ranks that may wait for this one that its optimizer has no shards."""
-        self._store.set(
-            f"{self._key}/whole/{self._rank}", json.dumps(f"{kind} of {n_params} whole parameters")
-        )
-        self._store.set(f"{self._key}/whole", "-")
+        told = json.dumps(f"{kind} of {n_params} whole parameters")
+        with suppress(dist.DistError):  # the rank that holds the store may have ended
+            self._store.set(f"{self._key}/whole/{self._rank}", told)
+            self._store.set(f"{self._key}/whole", "-")
 
     def tell_failure(self, error: Exception) -> None:
         """Tell ranks that wait for this one that it has failed to build the optimizer."""
@@ -126,7 +128,8 @@ class Peers:
         if self._is_built:
             return
         shown = json.dumps([self._rank, concerned, str(error)])
-        self._store.compare_set(f"{self._key}/failed", "", shown)
+        with suppress(dist.DistError):
+            self._store.compare_set(f"{self._key}/failed", "", shown)
 
     def _told(self, name: str) -> Any:
         key = f"{self._key}/{name}"
@@ -140,8 +143,11 @@ class Peers:
         now = time.monotonic()
         if now < self._next_check:
             return
-        told = self._told("failed")
         self._next_check = now + 1.0 if now < self._last_check else float("inf")
+        try:
+            told = self._told("failed")
+        except dist.DistError:  # the rank that holds the store has ended
+            self._next_check, told = float("inf"), None
         if told is not None and self._rank in told[1]:
             Meeting.missed = True
             raise FlatbedError(f"rank {told[0]} failed to build this optimizer: {told[2]}")
@@ -149,7 +155,8 @@ class Peers:
     def tell_step_failure(self, error: BaseException) -> None:
         """Tell ranks that wait for this one inside of a step that the step has failed."""
         shown = json.dumps([self._rank, f"{type(error).__name__}: {error}"])
-        self._store.compare_set(f"{self._key}/step/{self._n_steps}", "", shown)
+        with suppress(dist.DistError):
+            self._store.compare_set(f"{self._key}/step/{self._n_steps}", "", shown)
 
     def check_step(self, group: Any) -> None:
         """Raise if another rank of a process group has failed in the present step."""

@@ -132,7 +132,7 @@ class Buffer:
 
     def _make_views(self) -> None:
         self.grad = torch.zeros_like(self.data)
-        self.views = [view(self.grad, segment) for segment in self.segments]
+        self.views = [own_storage(view(self.grad, segment)) for segment in self.segments]
 
     def bind_grads(self) -> None:
         """Bound mode: make every gradient a view; existing gradients are copied, absent ones are zeros."""

@@ -8,6 +8,17 @@ import warnings
 
 import torch
 
+from flatbed.errors import FlatbedError
+
+
+def check_values_exist(doing: str) -> None:
+    """Raise under FakeTensorMode, where tensors have shapes and no values."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise FlatbedError(
+            f"{doing} under FakeTensorMode would read values, and fake tensors have none: call it outside of "
+            f"the mode. To estimate memory, use torch.nn.Embedding and torch's optimizer of the same name"
+        )
+
 
 def use_triton(device: torch.device) -> bool:
     """Return True for GPUs with Triton, and for the CPU under Triton's interpreter."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
-from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
+from flatbed.optim.optimizer import Optimizer
+from flatbed.optim.options import Extras, ParamsT
 from flatbed.optim.probe import StateSpec, probe_state
 from flatbed.rule import Group, Rule, Scalars, Tensors
 

@@ -4,58 +4,34 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from flatbed.distributed.dtensor import is_dtensor, local_of, reshard
+from flatbed.distributed.dtensor import is_dtensor, local_of
 from flatbed.distributed.meeting import RanksDiffer
 from flatbed.distributed.peers import Peers
 from flatbed.distributed.ranks import world_size
 from flatbed.distributed.shard_state import StateSharding, exchange
 from flatbed.errors import FlatbedError
-from flatbed.kernels.step import NORM, SKIPPED, Scaling, StepOptions, Stepper
-from flatbed.optim import checks
+from flatbed.kernels import check_values_exist
+from flatbed.kernels.step import NORM, SKIPPED, StepOptions, Stepper
+from flatbed.optim import checks, loss_scaling
 from flatbed.optim import state_dict as state_dicts
+from flatbed.optim.averages import put_averages, put_weights
+from flatbed.optim.options import OF_NORM, Extras, ParamsT
 from flatbed.optim.plan import Plan, StepGrads, StepStats, build_plan
 from flatbed.optim.state_builder import OptimizerSpec, describe, lacks_state, named_params, named_tables
 from flatbed.optim.table_step import OptimizerTables, TableSlot, check_table
 from flatbed.rule import Rule
 from flatbed.tables.grads import RowGrads
-from flatbed.tables.replicas import any_replica
 from flatbed.tables.table import Table
-
-OF_NORM = ("max_norm", "skip_nonfinite")
-ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]] | nn.Module
-
-
-class Extras(TypedDict, total=False):
-    """Options that every optimizer of flatbed has besides torch's."""
-
-    max_norm: float | None
-    """Clip the gradients to this norm, as `torch.nn.utils.clip_grad_norm_` does; `p.grad` is not clipped."""
-    skip_nonfinite: bool
-    """Skip steps whose gradient norm is not finite, and count them in `skipped_steps`."""
-    master_weights: bool
-    """Keep an fp32 copy of bf16 and fp16 parameters, and update that; state is then fp32 too."""
-    stochastic_rounding: bool
-    """Round bf16 parameters up or down at random, so that small updates are not lost."""
-    state_dtype: torch.dtype | None
-    """Dtype of the state; by default the parameter's, as in torch, or fp32 with `master_weights`."""
-    ema_decay: float | None
-    """Keep an exponential moving average of the parameters, for `ema_weights()`."""
-    per_row_steps: bool
-    """Count the steps of every row of a table separately, instead of one count for the table."""
-    norm_group: Any
-    """A process group whose ranks hold other parameters (pipeline stages) that the norm includes."""
-    shard_state: Any
-    """Divide the state among the ranks of DDP: True, or a process group, or a mesh of one dimension."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -264,20 +240,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Tell a GradScaler to leave unscaling and skipping to the step, instead of doing both before it.
-
-        As in torch, `fused=True` asks for that: the host then does not wait for the GPU. Without it,
-        frameworks that clip gradients or count skipped steps work as with torch's default. A GradScaler
-        cannot wait inside of a CUDA graph, it refuses fp16 gradients, and it knows nothing of other ranks.
-        """
-        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call,unused-ignore]
-        return (
-            any(group.get("fused") for group in self.param_groups)
-            or (has_cuda and torch.cuda.is_current_stream_capturing())
-            or (bool(self._tables.slots) and world_size() > 1)
-            or self._norm_group is not None
-            or any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
-        )
+        """Tell a GradScaler to leave unscaling and skipping to the step, instead of doing both before it."""
+        knows_others = (self._tables.slots and world_size() > 1) or self._norm_group is not None
+        return bool(knows_others) or loss_scaling.belongs_to_step(self.param_groups)
 
     # ---- what torch's optimizers do not have
 
@@ -336,33 +301,19 @@ class Optimizer(torch.optim.Optimizer):
             raise FlatbedError("there is no average: build the optimizer with ema_decay=0.999, for example")
         if self._averages_in_model:
             raise FlatbedError("ema_weights() inside ema_weights(): the model holds the averages already")
+        if model is None and self._module is not None:
+            model = self._module()
         with torch.no_grad():
             plan = self._current_plan()
             plan.masters.sync_written()
-            if model is None and self._module is not None:
-                model = self._module()
-            if plan.has_dtensors and model is None:
-                raise FlatbedError(
-                    "ema_weights() does not know the model whose shards it changes: call ema_weights(model)"
-                )
-            averaged = [(slot.param, slot.ema) for slot in plan.slots if slot.ema is not None]
-            trained = [param.detach().clone() for param, _ in averaged]
-            for param, average in averaged:
-                param.copy_(average)
-            exchange(plan.pieces)
-            if plan.has_dtensors and model is not None:
-                reshard(model)
+            trained = put_averages(plan, model)
         self._averages_in_model = True
         try:
             yield
         finally:
             self._averages_in_model = False
             with torch.no_grad():
-                for (param, _), value in zip(averaged, trained, strict=True):
-                    param.copy_(value)
-                exchange(plan.pieces)
-                if plan.has_dtensors and model is not None:
-                    reshard(model)
+                put_weights(plan, model, trained)
             plan.masters.record_versions()
 
     @torch.no_grad()
@@ -395,6 +346,7 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._averages_in_model:
             raise FlatbedError("the model holds averaged weights (`with ema_weights()`): step outside of it")
+        check_values_exist("a step")
         with torch.no_grad():
             plan = self._current_plan()
             tables = self._tables
@@ -404,6 +356,8 @@ class Optimizer(torch.optim.Optimizer):
                 plan = self._rebuild()
                 found = plan.collect_grads()
                 assert found is not None
+            if not (found.owners or any(packs)):
+                self._refuse_replaced_params()
             # Ranks without a gradient take part in the norm of all.
             if plan.slots or any(packs) or (self._options.needs_norm and plan.shard_groups.many):
                 try:
@@ -412,6 +366,17 @@ class Optimizer(torch.optim.Optimizer):
                     self._drop_plan()  # uploads may not have been issued
                     raise
         return loss
+
+    def _refuse_replaced_params(self) -> None:
+        """Raise if only parameters that are not the optimizer's have gradients: it would train nothing."""
+        model = None if self._module is None else self._module()
+        named = () if model is None else model.named_parameters()
+        name = next((name for name, p in named if p.grad is not None), None)
+        if name is not None:
+            raise FlatbedError(
+                f"no parameter of {type(self).__name__} has a gradient, but '{name}' of the model that it "
+                f"was built from has one: parameters were replaced. Build the optimizer after fully_shard"
+            )
 
     def _current_plan(self) -> Plan:
         """The plan, built again if groups, state or parameters have changed since."""
@@ -453,14 +418,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update(self, plan: Plan, found: StepGrads, packs: list[RowGrads | None]) -> None:
         """Update parameters and, if there are `packs`, tables; all are clipped by the norm of all."""
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        scaling = None
-        if scale is not None or found_inf is not None:
-            if self._tables.slots:
-                found_inf = any_replica(found_inf, [slot.table for slot in self._tables.slots])
-            if found_inf is not None and plan.shard_groups.many:
-                found_inf = plan.shard_groups.any(found_inf)
-            scaling = Scaling(scale, found_inf)
+        scaling = loss_scaling.scaling_of(
+            self, [slot.table for slot in self._tables.slots], plan.shard_groups
+        )
         if plan.masters.slots:
             plan.masters.sync_written()
         steppers: list[Stepper] = []
@@ -485,7 +445,7 @@ class Optimizer(torch.optim.Optimizer):
             tables = zip(self._tables.slots, packs, strict=True) if packs else ()
             rows = [slot.table.grad for slot, pack in tables if pack is not None]
             grads: list[Any] = [p.grad for p in found.owners]
-            _unscale_(scaling, [*map(local_of, grads), *rows])
+            loss_scaling.unscale_(scaling, [*map(local_of, grads), *rows])
 
     def _squares(self, plan: Plan, steppers: list[Stepper], *, several: bool) -> Tensor | None:
         """A vector whose sum is the squared norm of all gradients; None: a single stepper has its own."""
@@ -496,18 +456,6 @@ class Optimizer(torch.optim.Optimizer):
             return plan.shard_groups.total(squares)
         found = [values for held in squares for values in held.values()]
         return torch.cat([values.to(found[0].device) for values in found]) if several else None
-
-
-def _unscale_(scaling: Scaling, grads: list[Any]) -> None:
-    """Unscale gradients as torch's fused steps do; after an overflow they stay scaled."""
-    divisor: Any = scaling.scale
-    if scaling.found_inf is not None:
-        divisor = torch.where(scaling.found_inf.to(divisor.device) == 0, divisor, 1.0)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    for device, held in by_device.items():
-        torch._foreach_div_(held, divisor.squeeze().to(device))
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

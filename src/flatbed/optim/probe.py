@@ -215,22 +215,28 @@ def refuse_shape_readers(
         if all(map(torch.equal, apart, PARTS)) or not torch.cat(apart).isfinite().all():
             raise FlatbedError(f"{FLAT_STEPS} steps on a small problem moved nothing, or to NaN")
     except Exception as error:
-        warnings.warn(
-            f"flatbed could not find out whether {name} reads the shape of its parameters "
-            f"({type(error).__name__}: {error}); on a flat parameter it must not",
-            stacklevel=8,
-        )
+        _warn_of_unknown(name, f"{type(error).__name__}: {error}")
         return
     differs = any(
         (a - b).abs().max() > 1e-3 * (a - part).abs().max() + 4 * torch.finfo(a.dtype).eps * part.abs().max()
         for a, b, part in zip(apart, joined, PARTS, strict=True)
     )
-    if differs and all(map(torch.equal, apart, again)):  # with random updates the two cannot be compared
+    if differs and not all(map(torch.equal, apart, again)):
+        _warn_of_unknown(name, "its updates are random")
+    elif differs:
         raise FlatbedError(
             f"{name} updates a flat parameter differently from the parameters it consists of: it reads their "
             f"shape, norm or mean. Give it model.parameters() (flat.originals()), or use an elementwise "
             f"optimizer such as torch.optim.AdamW. No parameter was changed"
         )
+
+
+def _warn_of_unknown(name: str, reason: str) -> None:
+    warnings.warn(
+        f"flatbed could not find out whether {name} reads the shape of its parameters ({reason}); on a flat "
+        f"parameter it must not",
+        stacklevel=9,
+    )
 
 
 def _solve(

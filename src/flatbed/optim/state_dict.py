@@ -97,7 +97,9 @@ def load(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> N
         state_dict = state_dict if replaced is None else replaced
     spec, groups = optimizer._spec, _loaded_groups(optimizer, state_dict)
     tables = _tables_by_key(optimizer, state_dict) if with_tables else {}
-    of_tables = {key: _check_table_state(slot, state_dict["state"].get(key)) for key, slot in tables.items()}
+    of_tables = {
+        key: _check_table_state(spec, slot, state_dict["state"].get(key)) for key, slot in tables.items()
+    }
     _warn_of_losses(spec, state_dict)
     before = optimizer.state, optimizer.param_groups
     optimizer.state = defaultdict(dict, _dense_state(state_dict, _params_by_key(optimizer, state_dict)))
@@ -162,9 +164,15 @@ def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.to(device, copy=True)
 
 
-def _check_table_state(slot: TableSlot, held: Any) -> dict[str, Any]:
+def _check_table_state(spec: OptimizerSpec, slot: TableSlot, held: Any) -> dict[str, Any]:
     """A table's state in a checkpoint; raise if it does not fit the table."""
     table, found = slot.table, dict(held or {})
+    known = (*spec.rule.state, *spec.rule.scalars, MASTER, EMA)
+    if odd := [name for name in found if name not in known and not name.startswith("_")]:
+        raise FlatbedError(
+            f"the checkpoint's state of table {slot.name} has '{odd[0]}', which {spec.name} does not keep "
+            f"for tables: it belongs to another optimizer or to a wrapper. Build that one, or delete the key"
+        )
     missing = [name for name in table.scalars() if not name.startswith("_") and name not in found]
     if found and missing:
         raise FlatbedError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.kernels import use_triton
+from flatbed.kernels import check_values_exist, use_triton
 from flatbed.kernels.locations import NONE, UniqueRows, sentinel_of
 from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
@@ -29,6 +29,7 @@ def prepare_lookup(
     Ids out of range: those on the host raise here, those on a GPU raise later (`DeferredIdChecks`).
     For a bag of a table with a padding row, the first unique row is -1, in place of the padding row.
     """
+    check_values_exist("a lookup")
     if isinstance(table._rows, ShardedRowIO):
         return _prepare_sharded(table, table._rows, ids, for_bag=for_bag, records_grad=records_grad)
     given, store, checks = _as_ids(ids, for_bag=for_bag), table._storage, table._deferred_checks

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
+from flatbed.optim.optimizer import Optimizer
+from flatbed.optim.options import Extras, ParamsT
 from flatbed.optim.rules.moments import multiply_
 from flatbed.rule import Group, Rule, Scalars, Tensors
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from flatbed.optim.optimizer import Extras, Optimizer, ParamsT
+from flatbed.optim.optimizer import Optimizer
+from flatbed.optim.options import Extras, ParamsT
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 if TYPE_CHECKING:
