@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import torch
@@ -51,6 +53,24 @@ def any_rank(flag: Tensor) -> Tensor:
     return found.to(flag.device)
 
 
+class LostRankError(FlatbedError):
+    """A rank has ended or does not answer, so that no further collective can succeed."""
+
+
+@contextmanager
+def communicating(doing: str) -> Iterator[None]:
+    """Turn errors of collectives into a `LostRankError`."""
+    try:
+        yield
+    except FlatbedError:
+        raise
+    except RuntimeError as error:
+        raise LostRankError(
+            f"{doing} failed since another rank has ended or does not answer ({error}): see its error, and "
+            "start the run again"
+        ) from error
+
+
 class Ranks:
     """All ranks of the default process group, for work that all of them complete, or none."""
 
@@ -86,10 +106,41 @@ class Ranks:
 
     def agree(self, failure: BaseException | None, doing: str) -> None:
         """Raise on all ranks if one of them has failed. Waits for the last rank."""
-        if self.many and failure is None:
-            if bool(any_rank(torch.zeros(1, device=self._device))):
-                raise FlatbedError(f"{doing} failed on another rank: see its error")
-        elif failure is not None:
-            if self.many:
-                any_rank(torch.ones(1, device=self._device))
+        has_failed = failure is not None
+        if self.many and not isinstance(failure, LostRankError):
+            try:
+                with communicating(doing):
+                    has_failed = bool(any_rank(torch.full((1,), float(has_failed), device=self._device)))
+            except LostRankError:
+                if failure is None:
+                    raise
+        if failure is not None:
             raise failure
+        if has_failed:
+            raise FlatbedError(f"{doing} failed on another rank: see its error")
+
+
+class Lockstep:
+    """A `with` block of several steps on all ranks, which an error on one of them ends on all.
+
+    All ranks call `meet` equally often. Between two calls, collectives of other kinds may run.
+    """
+
+    def __init__(self, ranks: Ranks, doing: str) -> None:
+        self._ranks, self._doing = ranks, doing
+        self._is_over = False
+
+    def __enter__(self) -> Lockstep:
+        return self
+
+    def meet(self) -> None:
+        """Wait for all ranks; raise if one of them has failed since the last call."""
+        try:
+            self._ranks.agree(None, self._doing)
+        except BaseException:
+            self._is_over = True
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if not self._is_over:
+            self._ranks.agree(error, self._doing)
