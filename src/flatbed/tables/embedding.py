@@ -12,16 +12,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flatbed.cuda.host_memory import available_bytes
+from flatbed.distributed.row_shards import RowShards
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
 from flatbed.tables.config import Config, build_config, check_file, explained
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import gather, lookup, needs_grad, prepare_lookup
 from flatbed.tables.record import WEIGHT
+from flatbed.tables.sharding import divided
 from flatbed.tables.table import Table, make
 from flatbed.tables.view import SavedWeight, WeightView
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
 
@@ -98,10 +101,11 @@ class TableModule(nn.Module):
 
     def extra_repr(self) -> str:
         config = self.table._storage.config
-        parts = [f"{config.n_rows}, {config.dim}"]
+        parts = [f"{self.num_embeddings}, {config.dim}"]
         parts += [] if self.padding_idx is None else [f"padding_idx={self.padding_idx}"]
         parts += [f"storage={config.storage!r}"]
         parts += [] if config.path is None else [f"path='{config.path}'"]
+        parts += [] if config.n_shards == 1 else ["shard='row'"]
         parts += [] if config.dtype == torch.float32 else [f"dtype={config.dtype}"]
         parts += [] if config.cache_rows is None else [f"cache_rows={config.cache_rows}"]
         parts += [] if config.cache_bytes is None else [f"cache_bytes={config.cache_bytes}"]
@@ -177,10 +181,12 @@ torch_embedding: Any = nn.Embedding
 torch_embedding_bag: Any = nn.EmbeddingBag
 
 
-def _opened(config: Config, device: Any, *, replicate: bool, resume: bool | None) -> Table:
+def _opened(
+    config: Config, device: Any, *, replicate: bool, shards: RowShards | None, resume: bool | None
+) -> Table:
     """Make a table, or open its file. With ``resume=None``, an opened file is named once, on stderr."""
     check_file(config, resume)
-    table = make(config, device, replicate=replicate)
+    table = make(config, device, replicate=replicate, shards=shards)
     path = config.path
     if path is not None and resume is None and table._storage.is_allocated and path not in _announced:
         _announced.add(path)
@@ -206,6 +212,9 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
       generator, so that tables start different and `torch.manual_seed` makes them repeatable.
     - `replicate`: with several ranks, average gradients over them, so that replicas stay equal. With False
       the caller keeps replicas equal, or different.
+    - `shard`: "row" divides the rows among the ranks of the default process group, of `process_group`, or of
+      `mesh`, which has one dimension. Every rank builds, looks up and steps the table; ids differ. With one
+      rank the table is an ordinary one. Without `seed`, that of the first rank is used.
     - `cache_rows` or `cache_bytes`: size of the cache of records (weight and state) on the computing device;
       0 for none. By default four batches on a GPU, none on a CPU.
     - `cache_policy`: "lfu" evicts rows that were used least of late, "lru" rows not used for longest.
@@ -232,6 +241,9 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         seed: int | None = None,
         resume: bool | None = None,
         replicate: bool = True,
+        shard: str | None = None,
+        mesh: DeviceMesh | None = None,
+        process_group: Any = None,
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
         cache_policy: str = "lfu",
@@ -249,7 +261,8 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
             cache_bytes=cache_bytes,
             cache_policy=cache_policy,
         )
-        super().__init__(_opened(config, device, replicate=replicate, resume=resume))
+        config, shards = divided(config, shard, replicate=replicate, mesh=mesh, process_group=process_group)
+        super().__init__(_opened(config, device, replicate=replicate, shards=shards, resume=resume))
 
     @classmethod
     def from_pretrained(
@@ -315,6 +328,9 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         seed: int | None = None,
         resume: bool | None = None,
         replicate: bool = True,
+        shard: str | None = None,
+        mesh: DeviceMesh | None = None,
+        process_group: Any = None,
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
         cache_policy: str = "lfu",
@@ -333,7 +349,8 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
             cache_policy=cache_policy,
         )
         _check_mode(mode)
-        super().__init__(_opened(config, device, replicate=replicate, resume=resume))
+        config, shards = divided(config, shard, replicate=replicate, mesh=mesh, process_group=process_group)
+        super().__init__(_opened(config, device, replicate=replicate, shards=shards, resume=resume))
         self._set_options(mode=mode, include_last_offset=include_last_offset)
 
     def _set_options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flatbed.distributed.row_shards import RowShards
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
 from flatbed.tables import copying, exporting, replicas, retrieval, saving
@@ -37,17 +38,28 @@ class Table(TableParameter):
     """
 
     _storage: TableStorage
+    """The rows of this rank: all of them, unless ranks divide the table."""
+    _shards: RowShards | None
+    """The division of rows among ranks; None if this rank holds all of them."""
     _rows: RowIO
     _grads: GradAccumulator
     replicate: bool
 
-    def __new__(cls, config: Config, *, device: torch.device, replicate: bool = True) -> Table:
+    def __new__(
+        cls,
+        config: Config,
+        *,
+        device: torch.device,
+        replicate: bool = True,
+        shards: RowShards | None = None,
+    ) -> Table:
         """Use `flatbed.Embedding(rows, dim).table` or `flatbed.load_table(path)`."""
         empty = torch.empty(0, dtype=config.dtype, device=device)
         table = torch.Tensor._make_subclass(cls, empty, True)
         table._storage = TableStorage(config, device)
+        table._shards = shards
         table._rows = RowIO(table._storage)
-        table._grads = GradAccumulator(config.n_rows)
+        table._grads = GradAccumulator(table.num_embeddings)
         table.replicate = replicate
         table._owner_ref = None
         table._orphaned = table._orphaned_in_eval = False
@@ -76,7 +88,8 @@ class Table(TableParameter):
 
     @property
     def num_embeddings(self) -> int:
-        return self._storage.config.n_rows
+        """The number of rows, of all ranks together if they divide the table."""
+        return self._storage.config.n_rows if self._shards is None else self._shards.n_rows
 
     @property
     def embedding_dim(self) -> int:
@@ -89,7 +102,7 @@ class Table(TableParameter):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override,unused-ignore]
-        """Size of all records in bytes, padding included."""
+        """Size of all records in bytes, padding included; of all ranks together if they divide the table."""
         return self.num_embeddings * self._storage.record.nbytes
 
     @property
@@ -101,7 +114,8 @@ class Table(TableParameter):
         state = f", state {', '.join(self.state_names)}" if self.state_names else ""
         where = f'"{self._storage.config.path}"' if self._storage.config.path else self.storage
         config = self._storage.config
-        return f"Table({config.n_rows} × {config.dim}, {config.dtype}, {where}{state})"
+        part = f", rank {config.shard_rank} of {config.n_shards}" if config.n_shards > 1 else ""
+        return f"Table({self.num_embeddings} × {config.dim}, {config.dtype}, {where}{part}{state})"
 
     # ---- gradients
 
@@ -419,8 +433,8 @@ class Table(TableParameter):
         return copying.rebuild(cls, *parts)
 
 
-def make(config: Config, device: Any, *, replicate: bool) -> Table:
+def make(config: Config, device: Any, *, replicate: bool, shards: RowShards | None = None) -> Table:
     """Return a table that computes on `device`."""
     if not isinstance(replicate, bool):
         raise TypeError(f"replicate must be True or False; found {replicate!r}")
-    return Table(config, device=device_of(device), replicate=replicate)
+    return Table(config, device=device_of(device), replicate=replicate, shards=shards)
