@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import flatbed
+from flatbed.distributed.ranks import Lockstep, Ranks
 from flatbed.distributed.row_windows import row_windows, to_row_order
 from flatbed.tables import tensor_file
 from flatbed.tables.shared_file import writing_together
@@ -32,7 +33,7 @@ def windows_give_rows_in_order(_: Path) -> None:
             seen += segment
         every: list[list[int]] = [[] for _ in range(world)]
         dist.all_gather_object(every, seen)
-        assert sorted(sum(every, [])) == list(range(n_rows))
+        assert sorted(row for rows in every for row in rows) == list(range(n_rows))
 
 
 def write_parts(path: Path, weight: torch.Tensor, step_bytes: int, *, fail_at: int = -1) -> dict[str, int]:
@@ -40,7 +41,13 @@ def write_parts(path: Path, weight: torch.Tensor, step_bytes: int, *, fail_at: i
     entries = [TensorEntry("weight", weight.dtype, tuple(weight.shape)), TensorEntry("step", torch.int64, ())]
     rank, world = dist.get_rank(), dist.get_world_size()
     data = weight.view(torch.uint8).flatten()
-    with writing_together(path, entries, {"format": "pt"}, dist.group.WORLD) as (writer, meet):
+    with (
+        Lockstep(Ranks(), "saving") as lockstep,
+        writing_together(path, entries, {"format": "pt"}, group=dist.group.WORLD, lockstep=lockstep) as (
+            writer,
+            meet,
+        ),
+    ):
         if rank == 0:
             writer.write("step", 0, torch.tensor(7))
         for number, start in enumerate(range(0, len(data), step_bytes * world)):

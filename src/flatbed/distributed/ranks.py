@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
@@ -22,6 +22,11 @@ _meetings = count()
 def world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
     return int(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the number of this rank; 0 without a process group."""
+    return int(dist.get_rank()) if world_size() > 1 else 0
 
 
 def communication_device(device: torch.device) -> torch.device:
@@ -74,8 +79,9 @@ def communicating(doing: str) -> Iterator[None]:
 class Ranks:
     """All ranks of the default process group, for work that all of them complete, or none."""
 
-    def __init__(self) -> None:
-        self.many = world_size() > 1
+    def __init__(self, *, alone: bool = False) -> None:
+        """With `alone`, this rank works without the others."""
+        self.many = world_size() > 1 and not alone
         self.first = not self.many or dist.get_rank() == 0
         only_gpus = self.many and "gloo" not in str(dist.get_backend())
         self._device = torch.device("cuda" if only_gpus else "cpu")
@@ -104,6 +110,14 @@ class Ranks:
             dist.broadcast(drawn, 0)
         return bytes(drawn.tolist()).hex()
 
+    def of_first(self, value: str | None) -> str:
+        """Return the string that the first rank gives."""
+        held = [value]
+        if self.many:
+            with communicating("sending a name"):
+                dist.broadcast_object_list(held, src=0, device=self._device)
+        return str(held[0])
+
     def agree(self, failure: BaseException | None, doing: str) -> None:
         """Raise on all ranks if one of them has failed. Waits for the last rank."""
         has_failed = failure is not None
@@ -123,11 +137,14 @@ class Ranks:
 class Lockstep:
     """A `with` block of several steps on all ranks, which an error on one of them ends on all.
 
-    All ranks call `meet` equally often. Between two calls, collectives of other kinds may run.
+    All ranks call `meet` equally often: before every collective, and where none may go on without the others.
+    A rank that fails answers the next `meet` of the others when it leaves the block, so that they raise.
+    `undo` runs on every rank if the block raises.
     """
 
-    def __init__(self, ranks: Ranks, doing: str) -> None:
-        self._ranks, self._doing = ranks, doing
+    def __init__(self, ranks: Ranks, doing: str, undo: Callable[[], None] = lambda: None) -> None:
+        self.ranks, self.doing = ranks, doing
+        self._undo = undo
         self._is_over = False
 
     def __enter__(self) -> Lockstep:
@@ -136,11 +153,19 @@ class Lockstep:
     def meet(self) -> None:
         """Wait for all ranks; raise if one of them has failed since the last call."""
         try:
-            self._ranks.agree(None, self._doing)
+            self.ranks.agree(None, self.doing)
         except BaseException:
             self._is_over = True
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if not self._is_over:
-            self._ranks.agree(error, self._doing)
+        try:
+            if not self._is_over:
+                self._is_over = True
+                self.ranks.agree(error, self.doing)
+        except BaseException as found:
+            error = found
+            raise
+        finally:
+            if error is not None:
+                self._undo()

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from flatbed.distributed.ranks import Lockstep, Ranks, communicating
+from flatbed.distributed.ranks import Lockstep, communicating
 from flatbed.tables.checksum import SharedChecksums
 from flatbed.tables.tensor_file import (
     FileLayout,
@@ -24,18 +24,25 @@ from flatbed.tables.tensor_file import (
 
 @contextmanager
 def writing_together(
-    path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str], group: Any
+    path: Path,
+    entries: Sequence[TensorEntry],
+    metadata: Mapping[str, str],
+    *,
+    group: Any,
+    lockstep: Lockstep,
 ) -> Iterator[tuple[Writer, Callable[[], None]]]:
     """Write a safetensors file on all ranks. Its name appears when it is complete and durable.
 
-    Yields a writer, and a function that waits for all ranks, and raises if one has failed since the last
-    call: each rank calls it before a collective. Parts of a tensor that ranks write between two calls are in
-    rank order. The first rank has the checksums. `group` communicates on the host.
+    Yields a writer, and a function that ranks call instead of `lockstep.meet`. Parts of a tensor that ranks
+    write between two calls are in rank order. The first rank has the checksums. `group` communicates on the
+    host.
     """
-    ranks, doing = Ranks(), f"saving {path.name}"
-    layout, word = FileLayout.of(entries, metadata), ranks.token()[:8]
+    ranks, layout = lockstep.ranks, FileLayout.of(entries, metadata)
+    lockstep.meet()
+    with communicating(lockstep.doing):
+        word = ranks.token()[:8]
     sums = SharedChecksums(("", *layout.starts), group)
-    with Lockstep(ranks, doing) as lockstep, file_errors(path, layout.nbytes), ExitStack() as undo:
+    with file_errors(path, layout.nbytes), ExitStack() as undo:
         if ranks.first:
             descriptor = undo.enter_context(replacing(path, layout.nbytes, word))
             # The whole length first: network file systems fill pages beyond the end with zeros.
@@ -51,7 +58,7 @@ def writing_together(
 
         def meet() -> None:
             lockstep.meet()
-            with communicating(doing):
+            with communicating(lockstep.doing):
                 sums.share()
 
         with ThreadPoolExecutor(1) as pool:
