@@ -342,9 +342,9 @@ def _begin_table(
     config, n_ranks = table._storage.config, manifest["shards"].get(name, 1)
     if config.n_shards != n_ranks:
         raise FlatbedError(
-            f"the rows of {name} are not in {path}, but in the table's own files, one for each of the {n_ranks} "
-            f"ranks that saved it, and there are {config.n_shards}: load on {n_ranks} ranks and save with "
-            "copy_disk_tables=True; that loads on any number of ranks"
+            f"the rows of {name} are in the table's own files, of {n_ranks} ranks, and not in {path}; there "
+            f"are {config.n_shards} ranks: load on {n_ranks} and save with copy_disk_tables=True, for any "
+            "number"
         )
     is_same = table._storage.has_token(token)
     if config.read_only:

@@ -135,7 +135,7 @@ def save_checkpoint(
         lockstep.meet()
         name = ranks.of_first(version[0].name if version else None)
         checksums = {
-            file: saving.write(table, folder / name / file, lockstep)
+            file: saving.write_together(table, folder / name / file, lockstep)
             for table, file in _files(training, in_place).values()
             if file is not None and table._shards is not None
         }

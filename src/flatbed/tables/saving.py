@@ -79,7 +79,10 @@ def save(table: Table, path: Path) -> None:
     number.
     """
     with together(table, f"saving {path.name}") as lockstep:
-        write(table, path, lockstep)
+        if table._shards is None:
+            write(table, path)
+        else:
+            write_together(table, path, lockstep)
 
 
 @contextmanager
@@ -91,21 +94,25 @@ def together(table: Table, doing: str) -> Iterator[Lockstep]:
         yield lockstep
 
 
-def write(table: Table, path: Path, lockstep: Lockstep) -> dict[str, int]:
-    """Write a table's file, and return its checksums, which the first rank has."""
-    table._deferred_checks.check_graphs()
-    shards = table._shards
+def write(table: Table, path: Path) -> dict[str, int]:
+    """Write the file of a table that this rank holds, and return its checksums."""
     entries, metadata, scalars = _contents(table)
-    if shards is None:
-        with writing(path, entries, metadata) as writer:
-            _write_scalars(writer, scalars)
-            _write_rows(table, writer, _rows_in_order(table), path)
-        return writer.checksums
+    with writing(path, entries, metadata) as writer:
+        for key, value in scalars.items():
+            writer.write(key, 0, value)
+        _write_rows(table, writer, _rows_in_order(table), path)
+    return writer.checksums
+
+
+def write_together(table: Table, path: Path, lockstep: Lockstep) -> dict[str, int]:
+    """Write the file of a table whose rows ranks divide, and return its checksums on the first rank."""
+    assert table._shards is not None
+    shards, group = table._shards, table._shards.channel.group
     check_group(shards)
-    group = shards.channel.group
+    entries, metadata, scalars = _contents(table)
     with writing_together(path, entries, metadata, group=group, lockstep=lockstep) as (writer, meet):
-        if shards.rank == 0:
-            _write_scalars(writer, scalars)
+        for key, value in scalars.items() if shards.rank == 0 else ():
+            writer.write(key, 0, value)
         _write_rows(table, writer, _segments_in_order(table, shards, meet), path)
     return writer.checksums
 
@@ -122,6 +129,7 @@ def check_group(shards: RowShards) -> None:
 
 def _contents(table: Table) -> tuple[list[TensorEntry], dict[str, str], dict[str, Tensor]]:
     """Return the tensors of a table's file, its metadata, and the values of its 0-dim tensors."""
+    table._deferred_checks.check_graphs()
     store = table._storage
     store.ensure_layout()
     store.flush()
@@ -146,11 +154,6 @@ def _contents(table: Table) -> tuple[list[TensorEntry], dict[str, str], dict[str
         "scalars": json.dumps(keys),
     }
     return entries, metadata, {keys[name]: value for name, value in scalars.items()}
-
-
-def _write_scalars(writer: Writer, scalars: Mapping[str, Tensor]) -> None:
-    for key, value in scalars.items():
-        writer.write(key, 0, value)
 
 
 def _write_rows(
@@ -258,8 +261,8 @@ def _refuse_other_kinds(path: Path) -> None:
     """Raise for what users take for a table's file: folders, and files of numpy and torch."""
     if path.is_dir():
         raise FlatbedError(
-            f"{path} is a folder, and not a table's file: flatbed.load_checkpoint(folder, model) loads a "
-            "checkpoint"
+            f"{path} is a folder, and not a table's file: flatbed.load_checkpoint(folder, model) and "
+            "flatbed.load_table(folder, name=...) load checkpoints"
         )
     if not path.is_file():  # opening a pipe would wait for its writer
         return
