@@ -10,7 +10,11 @@ values follow over NCCL, or over gloo for tables that compute on the CPU.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 CPU = torch.device("cpu")
-OK, FAILED = 0, 1
+OK, FAILED, IDLE = range(3)
+"""States in a header: taking part, having failed, taking part without rows of its own."""
 PATIENCE = 2.0  # seconds that ranks wait for signs of life of the others, once an exchange has failed
 
 
@@ -76,34 +81,31 @@ class Exchanged:
     rows: Tensor
     """Rows of this rank's part that all ranks ask for, in rank order."""
     counts: list[int]
-    """Number of rows that each rank asks for; -1 for a rank that takes part without rows of its own."""
+    """Number of rows that each rank asks for."""
+    is_idle: bool = False
+    """True if no rank has anything to exchange."""
 
 
 class RowShards:
     """Placement of a table's rows on the ranks of a process group, and exchanges for this table."""
 
     def __init__(self, n_rows: int, group: Any) -> None:
+        if n_rows < dist.get_world_size(group):
+            raise ValueError(
+                f'shard="row" needs a row for each of the {dist.get_world_size(group)} ranks; found {n_rows}'
+            )
         self.channel = Channel.of(group)
         self.rank: int = dist.get_rank(group)
         self.n_ranks: int = dist.get_world_size(group)
-        self.number = self.channel.new_number()
         self.n_rows = n_rows
-        if n_rows < self.n_ranks:
-            raise ValueError(
-                f"a table with shard='row' has at least one row on each of the {self.n_ranks} ranks; found "
-                f"{n_rows} rows"
-            )
+        self.number = self.channel.count_table()
 
     # ---- placement
 
     def n_local(self, n_rows: int | None = None, rank: int | None = None) -> int:
-        """Return the number of rows of a rank, by default this one, if the table has `n_rows`."""
+        """Return the number of rows of a rank, by default this one, in a table of `n_rows`."""
         rank = self.rank if rank is None else rank
         return ((self.n_rows if n_rows is None else n_rows) - rank + self.n_ranks - 1) // self.n_ranks
-
-    def owners(self, rows: Tensor) -> Tensor:
-        """Return the ranks that hold these rows."""
-        return rows % self.n_ranks
 
     def to_local(self, rows: Tensor) -> Tensor:
         """Return the position of rows within their owners' parts."""
@@ -113,22 +115,82 @@ class RowShards:
         """Return the rows of the table at these positions of a rank's part, by default this rank's."""
         return rows * self.n_ranks + (self.rank if rank is None else rank)
 
+    def own(self, rows: Tensor) -> Tensor:
+        """Return the positions, within this rank's part, of those rows that this rank holds."""
+        return self.to_local(rows[rows % self.n_ranks == self.rank])
+
+    def route(self, rows: Tensor) -> Route:
+        """Sort rows by owner. Waits for the GPU, since the host needs the counts."""
+        owners = torch.where(rows < 0, self.n_ranks, rows % self.n_ranks)
+        counts = torch.bincount(owners, minlength=self.n_ranks + 1).tolist()[: self.n_ranks]
+        order = owners.argsort(stable=True)[: sum(counts)]
+        return Route(order, self.to_local(rows[order]), counts, len(rows))
+
+    # ---- exchanges: every rank makes the same calls in the same order
+
+    def describe(self, doing: str) -> str:
+        """Return what this rank does with which table, as errors and other ranks show it."""
+        return f"{doing} of table {self.number} ({self.n_rows} rows)"
+
+    def agree(self, doing: str, facts: Mapping[str, Any]) -> None:
+        """Raise on all ranks if facts differ between them."""
+        self.channel.announce(self.describe(doing), [0] * self.n_ranks, facts=facts)
+
+    @contextmanager
+    def failing_together(self, doing: str) -> Iterator[None]:
+        """Tell the other ranks of an exception in the body, which ends before the exchange of this name."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(FlatbedError):
+                self.channel.announce(self.describe(doing), [0] * self.n_ranks, failure=error)
+            raise
+
+    def exchange(
+        self, doing: str, route: Route, *, facts: Mapping[str, Any] | None = None, idle: bool = False
+    ) -> Exchanged:
+        """Ask the owners of rows for them. `idle`: this rank has no rows, and takes part for the others."""
+        counts, is_idle = self.channel.announce(self.describe(doing), route.counts, facts=facts, idle=idle)
+        if is_idle:
+            return Exchanged(route, route.rows, counts, is_idle=True)
+        return Exchanged(route, self.all_to_all(route.rows, route.counts, counts), counts)
+
+    def to_askers(self, exchanged: Exchanged, values: Tensor) -> Tensor:
+        """Send the values of rows that this rank was asked for; return those that it has asked for.
+
+        Values of the row -1 are zeros.
+        """
+        route = exchanged.route
+        found = self.all_to_all(values, exchanged.counts, route.counts)
+        whole = found.new_zeros((route.n_rows, *values.shape[1:]))
+        return whole.index_copy_(0, route.order, found)
+
+    def to_owners(self, exchanged: Exchanged, values: Tensor) -> Tensor:
+        """Send values, one for each row of the route, to the owners; return those for rows of this rank."""
+        route = exchanged.route
+        return self.all_to_all(values.index_select(0, route.order), route.counts, exchanged.counts)
+
+    def all_to_all(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send `counts[rank]` elements to each rank, and return `received[rank]` of each, in rank order."""
+        return self.channel.all_to_all(sent, counts, received, doing=self.describe("the exchange of rows"))
+
 
 class Channel:
-    """Headers between the ranks of a process group, on the host. All tables of the group share it.
+    """Headers and rows between the ranks of a process group. All tables of the group share it.
 
-    A channel belongs to one thread: ranks must use it in one order.
+    A channel is for one thread, since ranks must use it in one order.
     """
 
     def __init__(self, parent: Any) -> None:
         self.parent = parent
         self.ranks: list[int] = dist.get_process_group_ranks(parent)
-        self.rank: int = dist.get_rank(parent)
-        self.is_fake = "fake" in str(dist.get_backend(parent))
+        backend = str(dist.get_backend(parent))
+        self._gpus_reached = "nccl" in backend
+        self._is_fake = "fake" in backend
         self.group = dist.new_group(
             self.ranks,
             timeout=_timeout_of(parent),
-            backend="fake" if self.is_fake else "gloo",
+            backend="fake" if self._is_fake else "gloo",
             use_local_synchronization=True,
         )
         self.n_exchanges = 0
@@ -141,16 +203,156 @@ class Channel:
             _channels[parent] = Channel(parent)
         return _channels[parent]
 
-    def new_number(self) -> int:
-        """Count the tables of the group, which all ranks build in the same order."""
+    def count_table(self) -> int:
+        """Return the number of a new table, which all ranks build in the same order."""
         self._n_tables += 1
         return self._n_tables - 1
 
-    def first(self, value: int) -> int:
+    # ---- headers
+
+    def announce(
+        self,
+        doing: str,
+        counts: Sequence[int],
+        *,
+        facts: Mapping[str, Any] | None = None,
+        failure: BaseException | None = None,
+        idle: bool = False,
+    ) -> tuple[list[int], bool]:
+        """Tell each rank a count, and return the count that each rank tells, and True if all ranks are idle.
+
+        Raises on all ranks if one has failed, or if ranks do different things or hold different facts.
+        """
+        self.n_exchanges += 1
+        state = FAILED if failure is not None else IDLE if idle else OK
+        words = hashlib.sha256(repr((doing, self.n_exchanges, facts)).encode()).digest()
+        digest = int.from_bytes(words[:7], "little")
+        sent = torch.tensor([[state, digest, count] for count in counts])
+        found = sent.clone()  # what the fake backend receives
+        with self.named_errors(doing):
+            dist.all_to_all_single(found, sent, group=self.group)
+        states, digests, received = found.T.tolist()
+        if FAILED in states or set(digests) != {digest}:
+            self._raise_unequal(doing, facts, failure)
+        return received, set(states) == {IDLE}
+
+    def _raise_unequal(
+        self, doing: str, facts: Mapping[str, Any] | None, failure: BaseException | None
+    ) -> None:
+        """Raise an error that says what the ranks do, on all of them."""
+        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        shown = {name: str(value) for name, value in (facts or {}).items()}
+        held: list[Any] = [None] * len(self.ranks)
+        with self.named_errors(doing):
+            dist.all_gather_object(held, (doing, shown, reason), group=self.group)
+        if failure is not None:
+            raise failure
+        for rank, (what, _, why) in zip(self.ranks, held, strict=True):
+            if why is not None:
+                raise FlatbedError(f"rank {rank} failed in {what}: {why}")
+        for rank, (what, others, _) in zip(self.ranks, held, strict=True):
+            if what != held[0][0]:
+                raise FlatbedError(
+                    f"rank {self.ranks[0]} is in {held[0][0]}, and rank {rank} in {what}: make the same "
+                    f"lookups and steps, in the same order, on all ranks"
+                )
+            for name in {**held[0][1], **others}:
+                values = [one.get(name, "none") for one in (held[0][1], others)]
+                if values[0] != values[1]:
+                    raise FlatbedError(
+                        f"{name} differs between ranks: rank {self.ranks[0]} has {values[0]}, rank {rank} "
+                        f"has {values[1]}. Build the table and its optimizer alike on all ranks"
+                    )
+        raise FlatbedError(f"ranks have made different numbers of exchanges before {doing}")
+
+    # ---- values
+
+    def _device_for(self, device: torch.device) -> torch.device:
+        return device if self._gpus_reached and device.type == "cuda" else CPU
+
+    def _group_for(self, device: torch.device) -> Any:
+        return self.parent if device.type == "cuda" else self.group
+
+    def all_to_all(
+        self, sent: Tensor, counts: Sequence[int], received: Sequence[int], *, doing: str
+    ) -> Tensor:
+        """Send `counts[rank]` elements to each rank, and return `received[rank]` of each, in rank order."""
+        if self._is_fake:
+            return sent.clone()
+        device = self._device_for(sent.device)
+        held = sent.to(device).contiguous()
+        flat = held if held.dim() == 1 else held.view(torch.uint8)  # gloo knows few dtypes
+        found = flat.new_empty((sum(received), *flat.shape[1:]))
+        with self.named_errors(doing):
+            dist.all_to_all_single(found, flat, list(received), list(counts), group=self._group_for(device))
+        return found.view(sent.dtype).to(sent.device)
+
+    def gather(self, value: Tensor, *, doing: str) -> Tensor:
+        """Return the vectors of all ranks, of one length, in rank order: (n_ranks, n)."""
+        device = self._device_for(value.device)
+        held = value.reshape(-1).to(device)
+        found = held.repeat(len(self.ranks), 1)
+        with self.named_errors(doing):
+            dist.all_gather(list(found.unbind()), held, group=self._group_for(device))
+        return found.to(value.device)
+
+    def first(self, value: int, *, doing: str) -> int:
         """Return the number that the first rank gives."""
-        held = torch.tensor([value])
-        dist.broadcast(held, group_src=0, group=self.group)
-        return int(held)
+        return int(self.gather(torch.tensor([value]), doing=doing)[0])
+
+    # ---- failures
+
+    @contextmanager
+    def posting_failures(self) -> Iterator[None]:
+        """Leave the reason of an exception for the other ranks, which will miss this one."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(RuntimeError):
+                reason = f"{type(error).__name__}: {error}"
+                self._store.set(f"{self._key}/failure/{dist.get_rank()}", reason)
+            raise
+
+    @property
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_default_store()
+
+    @property
+    def _key(self) -> str:
+        return f"flatbed/{self.group.group_name}"
+
+    @contextmanager
+    def named_errors(self, doing: str) -> Iterator[None]:
+        """Name the ranks that are missing if a collective fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            missing, reasons = self._missing()
+            names = (
+                f"ranks {missing} have" if len(missing) > 1 else f"rank {missing[0]} has" if missing else ""
+            )
+            found = f"{names} not answered" if missing else "the ranks could not communicate"
+            why = "; ".join(reasons) or str(error).splitlines()[0]
+            raise FlatbedError(
+                f"{found} in {doing}, and rank {dist.get_rank()} cannot continue ({why}): see the errors of "
+                f"that rank, and start again from the last checkpoint"
+            ) from error
+
+    def _missing(self) -> tuple[list[int], list[str]]:
+        """Return the ranks that give no sign of life within `PATIENCE` seconds, and reasons they left."""
+        alive = {rank: f"{self._key}/alive/{self.n_exchanges}/{rank}" for rank in self.ranks}
+        failures = {rank: f"{self._key}/failure/{rank}" for rank in self.ranks}
+        try:
+            self._store.set(alive[dist.get_rank()], "")
+            deadline = time.monotonic() + PATIENCE
+            while not self._store.check(list(alive.values())) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            missing = [rank for rank, key in alive.items() if not self._store.check([key])]
+            held = [rank for rank, key in failures.items() if self._store.check([key])]
+            reasons = [f"rank {rank}: {self._store.get(failures[rank]).decode()}" for rank in held]
+        except RuntimeError:  # the process that hosts the store is gone
+            return [], []
+        return missing, reasons
 
 
 _channels: dict[Any, Channel] = {}

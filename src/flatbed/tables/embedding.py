@@ -290,7 +290,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         batch = prepare_lookup(table, input, records_grad=records_grad)
         if records_grad:
             return lookup(table, batch)
-        rows = table._rows.weights(batch.unique.rows)
+        rows = table._rows.lookup(batch)
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
@@ -390,7 +390,7 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         if len(batch.shape) not in (1, 2):
             raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(batch.shape)}")
         found = batch.unique
-        rows = gather(table, batch) if records_grad else table._rows.weights(found.rows)
+        rows = gather(table, batch) if records_grad else table._rows.lookup(batch)
         if offsets is not None:
             offsets = as_ids(offsets).to(device)
         if per_sample_weights is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.context
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,8 @@ from flatbed.tables.grads import GradAccumulator, RowGrad, RowGrads
 from flatbed.tables.ids import DeferredIdChecks, as_ids, as_values, check_range, most_used, to_device
 from flatbed.tables.parameter import TableParameter
 from flatbed.tables.record import Field
-from flatbed.tables.row_io import RowIO
+from flatbed.tables.row_io import RowIO, last_of_each
+from flatbed.tables.sharding import READ, WRITE, ShardedRowIO, exchange_grads
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table_storage import TableStorage
 from flatbed.tables.tensor_file import as_path
@@ -41,7 +43,10 @@ class Table(TableParameter):
     """The rows of this rank: all of them, unless ranks divide the table."""
     _shards: RowShards | None
     """The division of rows among ranks; None if this rank holds all of them."""
-    _rows: RowIO
+    _local_rows: RowIO
+    """Access to the rows of this rank."""
+    _rows: RowIO | ShardedRowIO
+    """Access to all rows: with several ranks that divide the table, a collective."""
     _grads: GradAccumulator
     replicate: bool
 
@@ -58,7 +63,9 @@ class Table(TableParameter):
         table = torch.Tensor._make_subclass(cls, empty, True)
         table._storage = TableStorage(config, device)
         table._shards = shards
-        table._rows = RowIO(table._storage)
+        table._local_rows = RowIO(table._storage)
+        table._rows = table._local_rows if shards is None else ShardedRowIO(table._local_rows, shards)
+        table._agreed = None
         table._grads = GradAccumulator(table.num_embeddings)
         table.replicate = replicate
         table._owner_ref = None
@@ -78,6 +85,8 @@ class Table(TableParameter):
     """The mode of the last lookup with gradient."""
     _deferred_checks: DeferredIdChecks
     _exchanges: int
+    _agreed: weakref.ref[Any] | None
+    """The optimizer that ranks have compared."""
     _prefetched: list[LookupBatch]
     """Lookups of the batches in hand that were prepared ahead of time."""
 
@@ -121,9 +130,17 @@ class Table(TableParameter):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override,unused-ignore]
-        """The gradient of the rows in `grad_rows`, (n, dim); with several ranks, the mean over them."""
+        """The gradient of the rows in `grad_rows`, (n, dim); with several ranks, the mean over them.
+
+        Of a table that ranks divide, these are rows that this rank holds, numbered within its part.
+        """
         # With several ranks all of them must take part in an exchange, also those without a gradient.
-        return RowGrad.of(self) if self._grads.parts or replicas.n_replicas(self) > 1 else None
+        return RowGrad.of(self) if self._grads.parts or self._n_ranks > 1 else None
+
+    @property
+    def _n_ranks(self) -> int:
+        """Number of ranks that take part in an exchange of gradients."""
+        return replicas.n_replicas(self) if self._shards is None else self._shards.n_ranks
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -155,7 +172,7 @@ class Table(TableParameter):
     def _row_grads(self, *, compact: bool = True) -> RowGrads:
         """Return all recorded gradients, each row once; without the row -1 if `compact`, which waits."""
         self._raise_bad_ids()
-        self._average_grads()
+        self._exchange_grads()
         grads = self._grads.compact() if compact else self._grads.packed()
         if grads is None:
             rows = torch.empty(0, dtype=torch.int64, device=self._storage.device)
@@ -163,9 +180,12 @@ class Table(TableParameter):
             return RowGrads(rows, torch.empty((0, self.embedding_dim), dtype=dtype, device=rows.device))
         return grads
 
-    def _average_grads(self) -> None:
-        """Average gradients over ranks, which must all call this."""
-        replicas.average_grads(self)
+    def _exchange_grads(self) -> None:
+        """Average gradients over ranks, which must all call this; owners keep those of their rows."""
+        if self._shards is None:
+            replicas.average_grads(self)
+        else:
+            exchange_grads(self, self._shards)
 
     def _record_grads(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
         """Record the gradients of a lookup. Called in backward, in any thread."""
@@ -252,7 +272,7 @@ class Table(TableParameter):
     def read_rows(self, ids: Any) -> Tensor:
         """Copy the weights of some rows to the computing device: ids of any shape → (*shape, dim)."""
         self._deferred_checks.check_graphs()
-        wanted = self._checked(ids)
+        wanted = self._checked(ids, READ)
         found = self._rows.weights(wanted.flatten())
         return found.reshape(*wanted.shape, self.embedding_dim)
 
@@ -261,22 +281,17 @@ class Table(TableParameter):
         if name not in self.state_names:
             found = ", ".join(self.state_names) or "none (an optimizer that has the table brings it)"
             raise KeyError(f"there is no state {name!r}; found {found}")
-        wanted = self._checked(ids)
+        wanted = self._checked(ids, READ)
         taken = self._rows.read_fields(wanted.flatten())[name]
         return taken.reshape(*wanted.shape, taken.shape[1])
 
     @torch.no_grad()
     def write_rows(self, ids: Any, values: Any) -> None:
         """Replace the weights of some rows: ids of any shape, values (*shape, dim). State stays as it is."""
-        wanted = self._checked(ids)
-        given = as_values(values, (*wanted.shape, self.embedding_dim))
-        rows, values = wanted.flatten(), given.reshape(-1, self.embedding_dim)
-        unique, inverse = torch.unique(rows, return_inverse=True)
-        if len(unique) != len(rows):  # the last one counts
-            last = torch.zeros_like(unique).scatter_reduce_(
-                0, inverse, torch.arange(len(rows), device=rows.device), "amax"
-            )
-            rows, values = unique, values[last.to(values.device)]
+        wanted = self._checked(ids, WRITE)
+        with self._failing_together(WRITE):
+            given = as_values(values, (*wanted.shape, self.embedding_dim))
+        rows, values = last_of_each(wanted.flatten(), given.reshape(-1, self.embedding_dim))
         self._rows.write_weights_(rows, values.to(self._storage.device, self._storage.config.dtype))
         self._orphaned = False  # the caller trains the rows
 
@@ -300,10 +315,15 @@ class Table(TableParameter):
         self._deferred_checks.check_graphs()
         return retrieval.topk(self._storage, queries, k, metric=metric, chunk_rows=chunk_rows)
 
-    def _checked(self, ids: Any) -> Tensor:
-        wanted = as_ids(ids)
-        check_range(wanted, self.num_embeddings)
-        return to_device(wanted, self._storage.device)
+    def _checked(self, ids: Any, doing: str) -> Tensor:
+        with self._failing_together(doing):
+            wanted = as_ids(ids)
+            check_range(wanted, self.num_embeddings)
+            return to_device(wanted, self._storage.device)
+
+    def _failing_together(self, doing: str) -> AbstractContextManager[None]:
+        """Tell the ranks that divide the table of an exception in the body of a `with` statement."""
+        return nullcontext() if self._shards is None else self._shards.failing_together(doing)
 
     # ---- the cache
 
