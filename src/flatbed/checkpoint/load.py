@@ -90,14 +90,13 @@ def load_checkpoint(
                 ("an optimizer", partial(load_all, training.optimizers, states)),
                 (f"model {type(model).__name__}", partial(model.load_state_dict, values, strict=False)),
                 *others,
-                *finishes,  # last: rows are not copied
             ]
-            for what, finish in parts:
-                with _naming(what, path):
-                    finish()
-            if random is not None:
-                set_rng_state(random)
+            _finish_all(parts, path)
             lockstep.meet()
+            _finish_all(finishes, path)  # last: rows are not copied
+            lockstep.meet()
+        if random is not None:
+            set_rng_state(random)
     return dict(manifest["extra"])
 
 
@@ -162,6 +161,12 @@ def _put_back(model: nn.Module, before: Mapping[str, Any]) -> None:
         elif isinstance(value, Tensor) and isinstance(old, Tensor) and value.shape == old.shape:
             with torch.no_grad():
                 value.copy_(old)
+
+
+def _finish_all(parts: Sequence[tuple[str, Finish]], path: Path) -> None:
+    for what, finish in parts:
+        with _naming(what, path):
+            finish()
 
 
 @contextmanager

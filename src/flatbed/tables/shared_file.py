@@ -55,6 +55,7 @@ def writing_together(
             # Without read access: network file systems then write those bytes alone, and no page around them.
             descriptor = os.open(draft_of(path, word), os.O_WRONLY | getattr(os, "O_BINARY", 0))
             undo.callback(os.close, descriptor)
+        lockstep.meet()  # from here on the first rank may fail, and remove the file
 
         def meet() -> None:
             lockstep.meet()
