@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,10 @@ CPU = torch.device("cpu")
 OK, FAILED, IDLE = range(3)
 """States in a header: taking part, having failed, taking part without rows of its own."""
 PATIENCE = 2.0  # seconds that ranks wait for signs of life of the others, once an exchange has failed
+
+
+class ExchangeError(FlatbedError):
+    """An exchange between ranks has failed. The other ranks raise, too."""
 
 
 def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
@@ -115,9 +119,9 @@ class RowShards:
         """Return the rows of the table at these positions of a rank's part, by default this rank's."""
         return rows * self.n_ranks + (self.rank if rank is None else rank)
 
-    def own(self, rows: Tensor) -> Tensor:
-        """Return the positions, within this rank's part, of those rows that this rank holds."""
-        return self.to_local(rows[rows % self.n_ranks == self.rank])
+    def is_own(self, rows: Tensor) -> Tensor:
+        """Return a mask of the rows that this rank holds."""
+        return rows % self.n_ranks == self.rank
 
     def route(self, rows: Tensor) -> Route:
         """Sort rows by owner. Waits for the GPU, since the host needs the counts."""
@@ -125,6 +129,17 @@ class RowShards:
         counts = torch.bincount(owners, minlength=self.n_ranks + 1).tolist()[: self.n_ranks]
         order = owners.argsort(stable=True)[: sum(counts)]
         return Route(order, self.to_local(rows[order]), counts, len(rows))
+
+    def resize(self, n_rows: int, resize_part: Callable[[int], None]) -> None:
+        """Change the number of rows on all ranks; `resize_part` changes that of this rank's part."""
+        doing = "a change of size"
+        self.agree(doing, {"num_embeddings": n_rows})
+        if n_rows < self.n_rows:
+            raise ValueError(f"a table can only grow; found {n_rows} rows asked of {self.n_rows}")
+        with self.failing_together(doing):
+            resize_part(self.n_local(n_rows))
+        self.agree(doing, {})
+        self.n_rows = n_rows
 
     # ---- exchanges: every rank makes the same calls in the same order
 
@@ -138,11 +153,13 @@ class RowShards:
 
     @contextmanager
     def failing_together(self, doing: str) -> Iterator[None]:
-        """Tell the other ranks of an exception in the body, which ends before the exchange of this name."""
+        """Tell the other ranks, which are in the exchange of this name, of an exception in the body."""
         try:
             yield
+        except ExchangeError:
+            raise
         except Exception as error:
-            with suppress(FlatbedError):
+            with suppress(ExchangeError):
                 self.channel.announce(self.describe(doing), [0] * self.n_ranks, failure=error)
             raise
 
@@ -249,21 +266,21 @@ class Channel:
             raise failure
         for rank, (what, _, why) in zip(self.ranks, held, strict=True):
             if why is not None:
-                raise FlatbedError(f"rank {rank} failed in {what}: {why}")
+                raise ExchangeError(f"rank {rank} failed in {what}: {why}")
         for rank, (what, others, _) in zip(self.ranks, held, strict=True):
             if what != held[0][0]:
-                raise FlatbedError(
+                raise ExchangeError(
                     f"rank {self.ranks[0]} is in {held[0][0]}, and rank {rank} in {what}: make the same "
                     f"lookups and steps, in the same order, on all ranks"
                 )
             for name in {**held[0][1], **others}:
                 values = [one.get(name, "none") for one in (held[0][1], others)]
                 if values[0] != values[1]:
-                    raise FlatbedError(
+                    raise ExchangeError(
                         f"{name} differs between ranks: rank {self.ranks[0]} has {values[0]}, rank {rank} "
                         f"has {values[1]}. Build the table and its optimizer alike on all ranks"
                     )
-        raise FlatbedError(f"ranks have made different numbers of exchanges before {doing}")
+        raise ExchangeError(f"ranks have made different numbers of exchanges before {doing}")
 
     # ---- values
 
@@ -295,6 +312,10 @@ class Channel:
         with self.named_errors(doing):
             dist.all_gather(list(found.unbind()), held, group=self._group_for(device))
         return found.to(value.device)
+
+    def share_flag_(self, flag: Tensor) -> None:
+        """Set a flag if any rank has set its own."""
+        flag.copy_(self.gather(flag, doing="the check for overflows").max().reshape(flag.shape))
 
     def first(self, value: int, *, doing: str) -> int:
         """Return the number that the first rank gives."""
@@ -333,7 +354,7 @@ class Channel:
             )
             found = f"{names} not answered" if missing else "the ranks could not communicate"
             why = "; ".join(reasons) or str(error).splitlines()[0]
-            raise FlatbedError(
+            raise ExchangeError(
                 f"{found} in {doing}, and rank {dist.get_rank()} cannot continue ({why}): see the errors of "
                 f"that rank, and start again from the last checkpoint"
             ) from error
@@ -362,6 +383,7 @@ def _timeout_of(group: Any) -> Any:
     """Return the timeout of a process group's collectives; None for torch's default."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
-        if hasattr(options, "_timeout"):
-            return options._timeout
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
     return None

@@ -251,16 +251,17 @@ class TableStepper:
 
     def squares(self, options: StepOptions) -> dict[int, Tensor]:
         """Return a vector whose sum is the squared norm, the same on ranks that divide tables."""
-        by_channel: dict[Channel | None, list[Tensor]] = {}
+        whole: list[Tensor] = []
+        divided: dict[Channel, list[Tensor]] = {}
         for slot, pack in zip(self.slots, self.packs, strict=True):
+            shards = slot.table._shards
             if pack is not None:
-                shards = slot.table._shards
-                by_channel.setdefault(None if shards is None else shards.channel, []).append(pack.grads)
-        found = [self._squares(by_channel.pop(None, []))]
-        for channel, grads in by_channel.items():
-            own = self._squares(grads).sum(dtype=torch.float64)
+                (whole if shards is None else divided.setdefault(shards.channel, [])).append(pack.grads)
+        found = [self._squares(whole)]
+        for channel, grads in divided.items():
+            own = self._squares(grads).sum()
             found.append(channel.gather(own, doing="the norm of gradients").flatten())
-        return {0: torch.cat(found) if by_channel else found[0]}
+        return {0: torch.cat(found) if divided else found[0]}
 
     def _squares(self, grads: list[Tensor]) -> Tensor:
         if self._kernels is not None and grads:

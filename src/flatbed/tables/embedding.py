@@ -20,6 +20,7 @@ from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import gather, lookup, needs_grad, prepare_lookup
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.sharding import divided
+from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.table import Table, make
 from flatbed.tables.view import SavedWeight, WeightView
 
@@ -97,7 +98,10 @@ class TableModule(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all weights again, as `init` says, from another seed."""
-        self.table._storage.draw_again()
+        seed, shards = int(torch.randint(1 << 62, (), device="cpu")), self.table._shards
+        if shards is not None:
+            seed = shards.channel.first(seed, doing=shards.describe("new weights"))
+        self.table._storage.draw_again(seed)
 
     def extra_repr(self) -> str:
         config = self.table._storage.config
@@ -128,6 +132,7 @@ class TableModule(nn.Module):
         if isinstance(destination, DenseStateDict):
             del destination[prefix + WEIGHT]
             return
+        self.table._check_whole("state_dict")
         self.table._deferred_checks.check_graphs()
         destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT).as_subclass(SavedWeight)
 
@@ -276,8 +281,11 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         return cast("Self", _pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
 
     def to_torch(self) -> nn.Embedding:
-        """Copy the weights into an nn.Embedding, in host memory unless the table is on a GPU."""
-        weights, freeze = whole_field(self.table, WEIGHT), not self.table.requires_grad
+        """Copy the weights into an nn.Embedding, in host memory unless the table is on a GPU.
+
+        If ranks divide the table, all of them call this, and each gets all rows.
+        """
+        weights, freeze = all_weights(self.table), not self.table.requires_grad
         made = nn.Embedding.from_pretrained(weights, freeze, self.padding_idx)  # type: ignore[no-untyped-call,unused-ignore]
         return cast(nn.Embedding, made.train(self.training))
 
@@ -366,9 +374,9 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         return cast("Self", _pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
 
     def to_torch(self) -> nn.EmbeddingBag:
-        """Copy the weights into an nn.EmbeddingBag, in host memory unless the table is on a GPU."""
+        """Copy the weights into an nn.EmbeddingBag: see `Embedding.to_torch`."""
         made = nn.EmbeddingBag.from_pretrained(
-            whole_field(self.table, WEIGHT),
+            all_weights(self.table),
             freeze=not self.table.requires_grad,
             mode=self.mode,
             include_last_offset=self.include_last_offset,
@@ -387,8 +395,6 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         records_grad = needs_grad(table, training=self.training)
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
         device = table._storage.device
-        if len(batch.shape) not in (1, 2):
-            raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(batch.shape)}")
         found = batch.unique
         rows = gather(table, batch) if records_grad else table._rows.lookup(batch)
         if offsets is not None:
@@ -432,6 +438,8 @@ def _pretrained(cls: Any, embeddings: Any, freeze: bool, **options: Any) -> Any:
     path = options.get("path")
     if path is not None and Path(path).exists():
         raise FlatbedError(f"{path} exists, and from_pretrained would overwrite it: choose another path")
+    if path is not None:
+        options["resume"] = False
     module = cls(
         *weights.shape, init="zeros", **{"dtype": weights.dtype, "device": weights.device, **options}
     )
@@ -441,6 +449,24 @@ def _pretrained(cls: Any, embeddings: Any, freeze: bool, **options: Any) -> Any:
 
 def whole_field(table: Table, name: str) -> Tensor:
     """A field of all rows as one contiguous tensor; on the GPU for tables that live there."""
+    table._check_whole("all rows as one tensor")
+    whole = _empty_field(table, name)
+    for start, stop in table._storage.field_blocks(name):
+        whole[start:stop] = table._storage.read_field(name, start, stop)
+    return whole
+
+
+def all_weights(table: Table) -> Tensor:
+    """The weights of all rows as one tensor. If ranks divide the table, this is a collective."""
+    if table._shards is None:
+        return whole_field(table, WEIGHT)
+    whole = _empty_field(table, WEIGHT)
+    for start, stop in row_blocks(0, table.num_embeddings, table._storage.record.nbytes):
+        whole[start:stop] = table._rows.weights(torch.arange(start, stop, device=table._storage.device))
+    return whole
+
+
+def _empty_field(table: Table, name: str) -> Tensor:
     store = table._storage
     field = store.record[name]
     nbytes = table.num_embeddings * field.nbytes
@@ -451,17 +477,16 @@ def whole_field(table: Table, name: str) -> Tensor:
             f"free: write it to a file with table.save(path) or flatbed.save_checkpoint instead"
         )
     device = store.device if on_gpu else torch.device("cpu")
-    whole = torch.empty((table.num_embeddings, field.count), dtype=field.dtype, device=device)
-    for start, stop in store.field_blocks(name):
-        whole[start:stop] = store.read_field(name, start, stop)
-    return whole
+    return torch.empty((table.num_embeddings, field.count), dtype=field.dtype, device=device)
 
 
 @torch.no_grad()
 def write_field(table: Table, name: str, values: Tensor) -> None:
-    """The inverse of `whole_field`."""
+    """Replace a field of all rows; each rank writes the rows that it holds."""
+    config = table._storage.config
+    own = values[config.shard_rank :: config.n_shards]
     for start, stop in table._storage.field_blocks(name):
-        table._storage.write_field(name, start, values[start:stop].detach())
+        table._storage.write_field(name, start, own[start:stop].detach())
 
 
 def named_tables(module: nn.Module) -> Iterator[tuple[str, Table]]:

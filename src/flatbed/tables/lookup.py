@@ -31,7 +31,7 @@ def prepare_lookup(
     """
     if isinstance(table._rows, ShardedRowIO):
         return _prepare_sharded(table, table._rows, ids, for_bag=for_bag, records_grad=records_grad)
-    given, store, checks = as_ids(ids), table._storage, table._deferred_checks
+    given, store, checks = _as_ids(ids, for_bag=for_bag), table._storage, table._deferred_checks
     n_rows, padding_idx = store.config.n_rows, store.config.padding_idx
     capturing = is_capturing(store.device)
     is_checked = given.device.type == "cpu" and not capturing
@@ -84,7 +84,7 @@ def _prepare_sharded(
     with access.shards.failing_together(LOOKUP):
         if is_capturing(store.device):
             raise FlatbedError("a lookup in a table that ranks divide cannot be part of a CUDA graph")
-        given = as_ids(ids)
+        given = _as_ids(ids, for_bag=for_bag)
         check_range(given, n_rows)
         keys = _keys(given.flatten(), n_rows, store.device, is_checked=True)
         found = unique(keys if lead is None else _with_lead(keys, lead), n_rows)
@@ -93,6 +93,13 @@ def _prepare_sharded(
         found = UniqueRows(found.rows, found.inverse[1:])
     exchanged = access.exchange(LOOKUP, route, admits=records_grad)
     return LookupBatch(given.shape, keys, found, exchanged=exchanged)
+
+
+def _as_ids(ids: Any, *, for_bag: bool) -> Tensor:
+    found = as_ids(ids)
+    if for_bag and found.dim() not in (1, 2):
+        raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(found.shape)}")
+    return found
 
 
 def _keys(ids: Tensor, n_rows: int, device: torch.device, *, is_checked: bool) -> Tensor:

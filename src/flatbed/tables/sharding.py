@@ -131,7 +131,7 @@ def exchange_grads(table: Table, shards: RowShards) -> None:
     if exchanged.is_idle:
         return
     grads = shards.to_owners(exchanged, sent.grads)
-    pairs = zip(exchanged.rows.split(exchanged.counts), grads.split(exchanged.counts), strict=True)
+    pairs = zip(*(torch.split(held, exchanged.counts) for held in (exchanged.rows, grads)), strict=True)
     parts = [RowGrads(*pair) for pair in pairs if len(pair[0])]
     total = merge(parts, table._storage.config.n_rows) if parts else RowGrads(exchanged.rows, grads)
     mean = RowGrads(total.rows, total.grads / shards.n_ranks, shared=True)

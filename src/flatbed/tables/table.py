@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.context
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -137,11 +138,6 @@ class Table(TableParameter):
         # With several ranks all of them must take part in an exchange, also those without a gradient.
         return RowGrad.of(self) if self._grads.parts or self._n_ranks > 1 else None
 
-    @property
-    def _n_ranks(self) -> int:
-        """Number of ranks that take part in an exchange of gradients."""
-        return replicas.n_replicas(self) if self._shards is None else self._shards.n_ranks
-
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
@@ -163,6 +159,11 @@ class Table(TableParameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    @property
+    def _n_ranks(self) -> int:
+        """Number of ranks that take part in an exchange of gradients."""
+        return replicas.n_replicas(self) if self._shards is None else self._shards.n_ranks
 
     @property
     def grad_rows(self) -> Tensor | None:
@@ -266,6 +267,7 @@ class Table(TableParameter):
     @property
     def weight(self) -> Tensor:
         """All weights as one tensor, without a copy, for reading and for initialization."""
+        self._check_whole("emb.weight")
         self._deferred_checks.check_graphs()
         return WeightView.of(self)
 
@@ -305,7 +307,8 @@ class Table(TableParameter):
           not depend on it.
 
         Returns values, in fp32 at least, and ids, as torch.topk does. Of equal scores the lowest id is the
-        first. The row `padding_idx` is left out.
+        first. The row `padding_idx` is left out. If ranks divide the table, all of them call this, each with
+        queries of its own, and `k`, `metric` and the dtype of queries are the same.
 
         >>> import flatbed, torch
         >>> emb = flatbed.Embedding.from_pretrained(torch.tensor([[0.0, 1.0], [2.0, 0.0], [3.0, 3.0]]))
@@ -313,13 +316,22 @@ class Table(TableParameter):
         (tensor([[3., 2.]]), tensor([[2, 1]]))
         """
         self._deferred_checks.check_graphs()
-        return retrieval.topk(self._storage, queries, k, metric=metric, chunk_rows=chunk_rows)
+        search = retrieval.topk if self._shards is None else partial(retrieval.sharded_topk, self._shards)
+        return search(self._storage, queries, k, metric=metric, chunk_rows=chunk_rows)
 
     def _checked(self, ids: Any, doing: str) -> Tensor:
         with self._failing_together(doing):
             wanted = as_ids(ids)
             check_range(wanted, self.num_embeddings)
             return to_device(wanted, self._storage.device)
+
+    def _check_whole(self, what: str) -> None:
+        """Raise if ranks divide the rows."""
+        if self._shards is not None:
+            raise FlatbedError(
+                f"{what} needs all rows of a table, and {self._shards.n_ranks} ranks divide this one: use "
+                f"flatbed.save_checkpoint, table.export, read_rows or write_rows, which all ranks call"
+            )
 
     def _failing_together(self, doing: str) -> AbstractContextManager[None]:
         """Tell the ranks that divide the table of an exception in the body of a `with` statement."""
@@ -334,6 +346,9 @@ class Table(TableParameter):
         cache of no given size stays as large as it is.
         """
         rows, counts = most_used(as_ids(ids).cpu().flatten(), counts, self.num_embeddings)
+        if self._shards is not None:
+            is_own = self._shards.is_own(rows)
+            rows, counts = self._shards.to_local(rows[is_own]), counts[is_own]
         sized = self._storage.config.is_cache_sized
         cache = self._storage.cache_for(len(rows)) if sized else self._storage.cache
         if cache is None:
@@ -359,7 +374,11 @@ class Table(TableParameter):
 
         For a table on disk this is also a checkpoint: save the model that belongs to it right after.
         """
-        self._storage.resize(as_integer("num_embeddings", num_embeddings))
+        n_rows = as_integer("num_embeddings", num_embeddings)
+        if self._shards is None:
+            self._storage.resize(n_rows)
+        else:
+            self._shards.resize(n_rows, self._storage.resize)
         self._grads.n_rows = self.num_embeddings
 
     def scalars(self) -> dict[str, float]:
@@ -375,6 +394,7 @@ class Table(TableParameter):
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, block by block."""
+        self._check_whole("table.save")
         path = as_path(path)
         if is_disk_table(path):
             raise FlatbedError(
@@ -385,6 +405,7 @@ class Table(TableParameter):
 
     def load(self, path: str | Path) -> None:
         """Read a file of `save`, from a table of any storage. Nothing changes if it does not fit."""
+        self._check_whole("table.load")
         saving.load(self, as_path(path))
 
     def export(self, path: str | Path, *, shard_bytes: int | None = None) -> None:
@@ -394,9 +415,11 @@ class Table(TableParameter):
         - ``"items"``, without a suffix: a new folder as Hugging Face writes it. It holds `model.safetensors`,
           or shards of at most `shard_bytes` (5 GB) with consecutive rows and `model.safetensors.index.json`.
         - Other suffixes raise.
+
+        If ranks divide the table, all of them call this, and the first rank writes.
         """
         self._deferred_checks.check_graphs()
-        exporting.export(self._storage, as_path(path), shard_bytes=shard_bytes)
+        exporting.export(self, as_path(path), shard_bytes=shard_bytes)
 
     def close(self, *, discard: bool = False) -> None:
         """Release memory and files. A disk table whose rows changed is checkpointed first.
@@ -437,6 +460,7 @@ class Table(TableParameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         if id(self) not in memo:
+            self._check_whole("a copy")
             memo[id(self)] = copying.copy(self)
         return cast(Table, memo[id(self)])
 
@@ -446,6 +470,7 @@ class Table(TableParameter):
                 "a table cannot be sent to another process (a spawned DataLoader worker, for example): look "
                 "rows up in the training process, and let workers hand out ids"
             )
+        self._check_whole("a pickle")
         return type(self)._rebuild, copying.parts(self)
 
     @classmethod
