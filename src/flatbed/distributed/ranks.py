@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatbed.distributed.row_shards import ExchangeError
 from flatbed.errors import FlatbedError
 
 PATIENCE = 30.0  # seconds that the first rank waits for others; training keeps them within a step
@@ -58,21 +59,17 @@ def any_rank(flag: Tensor) -> Tensor:
     return found.to(flag.device)
 
 
-class LostRankError(FlatbedError):
-    """A rank has ended or does not answer, so that no further collective can succeed."""
-
-
 @contextmanager
 def communicating(doing: str) -> Iterator[None]:
-    """Turn errors of collectives into a `LostRankError`."""
+    """Turn an error of a collective, which other ranks miss, into an `ExchangeError`."""
     try:
         yield
-    except FlatbedError:
+    except ExchangeError:
         raise
     except RuntimeError as error:
-        raise LostRankError(
+        raise ExchangeError(
             f"{doing} failed since another rank has ended or does not answer ({error}): see its error, and "
-            "start the run again"
+            "start again from the last checkpoint"
         ) from error
 
 
@@ -119,13 +116,16 @@ class Ranks:
         return str(held[0])
 
     def agree(self, failure: BaseException | None, doing: str) -> None:
-        """Raise on all ranks if one of them has failed. Waits for the last rank."""
+        """Raise on all ranks if one of them has failed. Waits for the last rank.
+
+        After an `ExchangeError` no rank waits: all have one, or have ended.
+        """
         has_failed = failure is not None
-        if self.many and not isinstance(failure, LostRankError):
+        if self.many and not isinstance(failure, ExchangeError):
             try:
                 with communicating(doing):
                     has_failed = bool(any_rank(torch.full((1,), float(has_failed), device=self._device)))
-            except LostRankError:
+            except ExchangeError:
                 if failure is None:
                     raise
         if failure is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatbed.distributed.ranks import Lockstep, Ranks, communicating, world_size
+from flatbed.distributed.ranks import Lockstep, Ranks, world_size
 from flatbed.distributed.row_shards import RowShards
 from flatbed.distributed.row_windows import row_windows, to_row_order
 from flatbed.errors import DamagedFileError, FlatbedError
@@ -183,7 +183,7 @@ def _segments_in_order(
         local = window.local_rows(shards.rank)
         records = storage.read(local.start, local.stop).cpu()
         meet()
-        with communicating("saving a table"):
+        with shards.channel.named_errors("saving a table"):
             records = to_row_order(records, window, shards.channel.group)
         yield window.segment(shards.rank), records, len(window.rows)
 
