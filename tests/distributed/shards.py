@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flatbed
@@ -57,11 +58,12 @@ def train(
     output: Output = plain,
     accumulate: bool = False,
     unused: int | None = None,
+    steps: int = STEPS,
     **options: Any,
 ) -> list[Tensor]:
     """Train as one rank, or as one process that takes the batches of all ranks. Returns the outputs."""
     optimizer, outputs = make(module, lr=0.05, **options), []
-    for step in range(STEPS):
+    for step in range(steps):
         for rank in ranks:
             if rank == unused:
                 if len(ranks) == 1:
@@ -89,7 +91,7 @@ def assert_as_one_process(
     folder: Path, make: Any, *, kind: Any = flatbed.Embedding, output: Output = plain, **options: Any
 ) -> None:
     """Train a sharded table and, in every process, one that holds all rows: they end with the same bits."""
-    training = ("accumulate", "unused", "per_row_steps", "betas", "momentum", "weight_decay")
+    training = ("steps", "accumulate", "unused", "per_row_steps", "betas", "momentum", "weight_decay")
     how = {name: options.pop(name) for name in training if name in options}
     own: dict[str, Any] = {}
     other: dict[str, Any] = {}
@@ -155,7 +157,7 @@ def caches(folder: Path) -> None:
         assert_as_one_process(folder, flatbed.optim.Adam, storage="disk", **options)
     if world == 2 and not torch.cuda.is_available():
         with interpreted_kernels():
-            assert_as_one_process(folder, flatbed.optim.Adam, cache_rows=5)
+            assert_as_one_process(folder, flatbed.optim.Adam, cache_rows=5, steps=2)
     path = folder / f"warm-{world}.bed"
     emb = flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=path, cache_rows=4)
     emb.table.warm(EVERY.repeat(2))
@@ -173,6 +175,8 @@ def lookups_without_gradient(_: Path) -> None:
         assert torch.equal(emb(ids), whole(ids))
         assert emb(torch.empty(0, dtype=torch.int64)).shape == (0, DIM)
         assert torch.equal(emb(7), whole(7))
+    with torch.inference_mode():
+        assert torch.equal(emb(ids), whole(ids))
     emb.requires_grad_(False)
     assert not emb(ids).requires_grad
     bag = flatbed.EmbeddingBag(ROWS, DIM, PADDING, seed=3, shard="row")
@@ -202,6 +206,28 @@ def reads_and_writes(_: Path) -> None:
     emb.reset_parameters()
     assert not torch.equal(emb.read_rows(EVERY), weights)
     assert_equal_on_all_ranks(emb.read_rows(EVERY))
+
+
+def gradients_of_own_rows(_: Path) -> None:
+    """After an exchange, `table.grad` has the mean over ranks for the rows that this rank holds."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    emb = flatbed.Embedding(ROWS, DIM, shard="row", init="zeros")
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    (emb([3, 4, 5, 6, 20 + rank // 2]) * (rank + 1)).sum().backward()
+    assert emb.table.grad is not None
+    total = world * (world + 1) / 2
+    grads = dict(zip(emb.table.grad_rows.tolist(), emb.table.grad[:, 0].tolist(), strict=True))
+    assert {row: grads[row] for row in grads if row < 20} == {
+        row: total / world for row in (3, 4, 5, 6) if row % world == rank
+    }
+    emb.table.grad *= 0.5
+    emb([3]).sum().backward()  # accumulated
+    optimizer.step()
+    assert emb.read_rows([3, 4])[:, 0].tolist() == [-total / world / 2 - 1, -total / world / 2]
+    assert emb.table.grad_rows is not None
+    optimizer.zero_grad()
+    optimizer.step()  # no rank has a gradient
+    assert emb.read_rows([4])[0, 0] == -total / world / 2
 
 
 def exports(folder: Path) -> None:
@@ -288,6 +314,24 @@ def norms_beside_ddp(_: Path) -> None:
             assert_equal_on_all_ranks(model.head.weight.detach())
         torch.testing.assert_close(model.emb.read_rows(EVERY), whole.emb.read_rows(EVERY))
     assert_raises(lambda: nn.utils.clip_grad_norm_(model.emb.parameters(), 1.0), "max_norm=")
+
+
+def norms_beside_fsdp2(_: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, whole = Model(shard="row"), Model(replicate=False)
+    fully_shard(model, ignored_params=set(flatbed.tables(model)))
+    optimizers = [flatbed.optim.AdamW(one, lr=0.05, max_norm=0.5) for one in (model, whole)]
+    for step in range(STEPS):
+        model(ids_of(step, rank)).pow(2).sum().backward()
+        for other in range(world):
+            (whole(ids_of(step, other)).pow(2).sum() / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        norms = [optimizer.grad_norm for optimizer in optimizers]
+        torch.testing.assert_close(*norms)
+        assert_equal_on_all_ranks(norms[0].reshape(1))
+    torch.testing.assert_close(model.emb.read_rows(EVERY), whole.emb.read_rows(EVERY))
 
 
 def overflows(_: Path) -> None:
@@ -411,7 +455,7 @@ def ranks_in_another_order(_: Path) -> None:
 
 
 def refused(folder: Path) -> None:
-    world = dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     emb = flatbed.Embedding(ROWS, DIM, shard="row")
     optimizer = flatbed.optim.Adam(emb, lr=0.1)
     table = emb.table
@@ -425,6 +469,8 @@ def refused(folder: Path) -> None:
     ]
     for action in actions:
         assert_raises(action, "ranks divide this one")
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    assert_raises(lambda: flatbed.Embedding(ROWS, DIM, shard="row", process_group=alone), "replicate=False")
     with pytest.raises(ValueError, match="replicate=False"):
         flatbed.Embedding(ROWS, DIM, shard="row", replicate=False)
     with pytest.raises(ValueError, match="a row for each"):
@@ -448,12 +494,23 @@ def files_of_ranks(folder: Path) -> None:
         flatbed.save_checkpoint(folder / f"files-{world}", emb, optimizer)
         emb.table.close()
     dist.barrier()
+    if rank == 0:
+        path.with_name(f"{path.name}.0-of-{world}").rename(folder / "away")
+    dist.barrier()
+    again = lambda: flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=path, seed=1)  # noqa: E731
+    assert_raises(again, "a file to continue from differs")
+    dist.barrier()
+    if rank == 0:
+        (folder / "away").rename(path.with_name(f"{path.name}.0-of-{world}"))
+    dist.barrier()
     assert sorted(one.name for one in folder.glob(f"{path.name}*")) == [
         f"{path.name}.{one}-of-{world}" for one in range(world)
     ]
     (folder / f"other.bed.{rank}-of-9").touch()
     (folder / "plain.bed").touch()
     dist.barrier()
+    with pytest.raises(flatbed.FlatbedError, match=f"rank 0 of {world}"):
+        flatbed.load_table(f"{path}.0-of-{world}", read_only=True)
     for name, found in (("other.bed", "on 9 ranks"), ("plain.bed", "on 1 ranks")):
         with pytest.raises(flatbed.FlatbedError, match=found):
             flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=folder / name)
@@ -466,10 +523,12 @@ SCENARIOS = [
     caches,
     lookups_without_gradient,
     reads_and_writes,
+    gradients_of_own_rows,
     exports,
     search,
     growth,
     norms_beside_ddp,
+    norms_beside_fsdp2,
     overflows,
     several_tables_and_groups,
     bad_ids_on_one_rank,

@@ -60,6 +60,11 @@ def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
             f"rank {dist.get_rank()} is not part of the process group that the rows are divided over, whose "
             f"ranks are {dist.get_process_group_ranks(group)}: build the table on those ranks only"
         )
+    if dist.get_world_size(group) == 1 and dist.get_world_size() > 1:
+        raise FlatbedError(
+            "the process group that the rows are divided over has one rank, and the default one has "
+            f"{dist.get_world_size()}: build a table that this rank trains alone with replicate=False"
+        )
     return group if dist.get_world_size(group) > 1 else None
 
 
@@ -353,7 +358,7 @@ class Channel:
                 f"ranks {missing} have" if len(missing) > 1 else f"rank {missing[0]} has" if missing else ""
             )
             found = f"{names} not answered" if missing else "the ranks could not communicate"
-            why = "; ".join(reasons) or str(error).splitlines()[0]
+            why = "; ".join(reasons) or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
             raise ExchangeError(
                 f"{found} in {doing}, and rank {dist.get_rank()} cannot continue ({why}): see the errors of "
                 f"that rank, and start again from the last checkpoint"
