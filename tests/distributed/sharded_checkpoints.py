@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 import flatbed
 from flatbed.checkpoint import load as loading
 from flatbed.tables import saving, tensor_file
+from flatbed.tables.storage import base
 from flatbed.tables.storage.disk import DiskStorage
 from tests.distributed.processes import main
 
@@ -256,9 +258,59 @@ def a_rank_that_fails_to_load(folder: Path) -> None:
     flatbed.load_checkpoint(place / "run", model, optimizers)
 
 
+# ---- memory
+
+
+class Peak:
+    """Measures the largest growth of this process's own memory in a `with` block."""
+
+    def __enter__(self) -> Peak:
+        self._before, self._is_over, self.nbytes = self._now(), threading.Event(), 0
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    @staticmethod
+    def _now() -> int:
+        status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["RssAnon"].split()[0]) << 10
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.001):
+            self.nbytes = max(self.nbytes, self._now() - self._before)
+
+
+def memory_stays_small(folder: Path) -> None:
+    """Part of a rank: 38 MB. It is saved in segments of 1 MiB, and loaded in blocks of 2 MiB."""
+    world, _ = world_and_rank()
+    if world != 2 or sys.platform != "linux":
+        return
+    emb = flatbed.Embedding(100_000, 64, seed=1, shard="row")
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    emb(torch.arange(10)).sum().backward()
+    optimizer.step()
+    place = meeting_place(folder)
+    flatbed.save_checkpoint(place / "first", flatbed.Embedding(10, 4, shard="row"))  # imports modules
+    with (
+        mock.patch.object(saving, "SEGMENT_BYTES", 1 << 20),
+        mock.patch.object(base, "CHUNK_BYTES", 1 << 21),
+        mock.patch.object(tensor_file, "BLOCK_BYTES", 1 << 20),
+    ):
+        with Peak() as saved:
+            flatbed.save_checkpoint(place / "run", emb, optimizer)
+        with Peak() as loaded:
+            flatbed.load_checkpoint(place / "run", emb, optimizer)
+    assert saved.nbytes < 12 << 20, saved.nbytes
+    assert loaded.nbytes < 12 << 20, loaded.nbytes
+
+
 SCENARIOS = [
     *(goes_on_with_other_ranks, files_do_not_depend_on_ranks, disk_tables_stay_in_their_files),
-    *(a_rank_that_fails_to_save, a_rank_that_fails_to_load),
+    *(a_rank_that_fails_to_save, a_rank_that_fails_to_load, memory_stays_small),
 ]
 
 if __name__ == "__main__":

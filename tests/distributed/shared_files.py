@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import flatbed
 from flatbed.distributed.ranks import Lockstep, Ranks
-from flatbed.distributed.row_windows import row_windows, to_row_order
+from flatbed.distributed.row_windows import RowOrder, row_windows
 from flatbed.tables import tensor_file
 from flatbed.tables.shared_file import writing_together
 from flatbed.tables.tensor_file import TensorEntry, check_tensors, writing
@@ -26,6 +26,7 @@ def windows_give_rows_in_order(_: Path) -> None:
     for n_rows, segment_rows in SIZES:
         rows = torch.arange(n_rows * 3).to(torch.uint8).reshape(n_rows, 3)
         mine, seen = rows[rank::world], []
+        to_row_order = RowOrder(dist.group.WORLD, segment_rows, 3)
         for window in row_windows(n_rows, world, segment_rows):
             local, segment = window.local_rows(rank), window.segment(rank)
             found = to_row_order(mine[local.start : local.stop], window)
