@@ -45,9 +45,9 @@ def row_windows(n_rows: int, n_ranks: int, segment_rows: int) -> Iterator[RowWin
 
 
 class RowOrder:
-    """Exchanges local rows for rows in row order. All windows use its buffers: new ones would fragment memory.
+    """Exchanges local rows for rows in row order, over a group that communicates on the host.
 
-    `group` communicates on the host.
+    All windows use its buffers: new ones would fragment memory.
     """
 
     def __init__(self, group: Any, segment_rows: int, nbytes: int) -> None:
