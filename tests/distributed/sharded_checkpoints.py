@@ -17,9 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import flatbed
 from flatbed.checkpoint import load as loading
+from flatbed.distributed.dtensor import whole
 from flatbed.tables import saving, tensor_file
 from flatbed.tables.storage import base
 from flatbed.tables.storage.disk import DiskStorage
@@ -149,6 +151,59 @@ def files_do_not_depend_on_ranks(folder: Path) -> None:
         model.items.table.load(place / "items.safetensors")
         model.items.table.save(place / "again.safetensors")
         assert (place / "again.safetensors").read_bytes() == (place / "items.safetensors").read_bytes()
+
+
+class Mixed(nn.Module):
+    """A table that ranks divide beside parameters of FSDP2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.items = flatbed.Embedding(ROWS, DIM, seed=1, shard="row")
+        self.one = nn.Linear(DIM, 7)  # rows that no number of ranks divides evenly
+        self.two = nn.Linear(7, 5)
+        tables = set(flatbed.tables(self))
+        fully_shard(self.two)
+        fully_shard(self, ignored_params=tables)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.two(self.one(self.items(ids)))
+        return found
+
+
+def goes_on_beside_fsdp(folder: Path) -> None:
+    world, rank = world_and_rank()
+    model = Mixed()
+    optimizers = [
+        flatbed.optim.Adam([*model.items.parameters(), *model.one.parameters()], lr=0.1, max_norm=1.0),
+        torch.optim.SGD(model.two.parameters(), lr=0.1, momentum=0.9),
+    ]
+
+    def found() -> dict[str, Tensor]:
+        values = {name: whole(p.detach()) for name, p in model.named_parameters() if name != "items.weight"}
+        values["items"] = model.items.read_rows(range(ROWS))
+        for number, optimizer in enumerate(optimizers):
+            for name, param in model.named_parameters():
+                if name != "items.weight" and param in optimizer.state:
+                    for key, value in optimizer.state[param].items():
+                        values[f"{number}.{name}.{key}"] = whole(value)
+        return {name: value.clone() for name, value in values.items()}
+
+    if (folder / "fsdp").exists():
+        flatbed.load_checkpoint(folder / "fsdp", model, optimizers)
+        assert difference(found(), torch.load(folder / "fsdp.pt")) is None
+    for number in range(STEPS):
+        model(batch(world, number, rank)).sin().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    values = found()
+    assert len(values) > 10
+    dist.barrier()  # the file of the ranks before was read
+    if rank == 0:
+        torch.save(values, folder / "fsdp.pt")
+    flatbed.save_checkpoint(folder / "fsdp", model, optimizers)
+    assert difference(found(), values) is None
 
 
 # ---- disk tables in place
@@ -309,7 +364,8 @@ def memory_stays_small(folder: Path) -> None:
 
 
 SCENARIOS = [
-    *(goes_on_with_other_ranks, files_do_not_depend_on_ranks, disk_tables_stay_in_their_files),
+    *(goes_on_with_other_ranks, goes_on_beside_fsdp, files_do_not_depend_on_ranks),
+    disk_tables_stay_in_their_files,
     *(a_rank_that_fails_to_save, a_rank_that_fails_to_load, memory_stays_small),
 ]
 
