@@ -206,6 +206,35 @@ def goes_on_beside_fsdp(folder: Path) -> None:
     assert difference(found(), values) is None
 
 
+def goes_on_with_divided_state(folder: Path) -> None:
+    """State of shard_state=True, of parameters that every rank holds."""
+    world, rank = world_and_rank()
+    torch.manual_seed(5)
+    model = nn.Linear(33, 70)
+    optimizer = flatbed.optim.AdamW(model, lr=0.1, shard_state=True)
+
+    def found() -> dict[str, Tensor]:
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for name, param in model.named_parameters():
+            for key, value in optimizer.state[param].items():
+                values[f"{name}.{key}"] = whole(value).clone()
+        return values
+
+    if (folder / "state").exists():
+        flatbed.load_checkpoint(folder / "state", model, optimizer)
+        assert difference(found(), torch.load(folder / "state.pt")) is None
+    for number in range(STEPS):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.1 * number + world)
+        optimizer.step()
+    values = found()
+    assert len(values) == 8
+    dist.barrier()  # the file of the ranks before was read
+    if rank == 0:
+        torch.save(values, folder / "state.pt")
+    flatbed.save_checkpoint(folder / "state", model, optimizer)
+
+
 # ---- disk tables in place
 
 
@@ -310,6 +339,24 @@ def a_rank_that_fails_to_load(folder: Path) -> None:
             ):
                 flatbed.load_checkpoint(place / "run", model, optimizers)
             assert difference(contents(model), trained) is None
+    (version,) = (place / "run").glob("v*")
+    for number in range(3):  # some rank compares the checksum of each tensor
+        file = version / f"table-{number}.safetensors"
+        good = file.read_bytes()
+        dist.barrier()
+        for at in (10, len(good) // 4, len(good) // 2, -1000):
+            if rank == 0:
+                bad = bytearray(good)
+                bad[at] ^= 4
+                file.write_bytes(bad)
+            dist.barrier()
+            with pytest.raises(flatbed.FlatbedError, match=rf"{file.name} is .*damaged"):
+                flatbed.load_checkpoint(place / "run", model, optimizers)
+        dist.barrier()
+        if rank == 0:
+            file.write_bytes(good)
+        dist.barrier()
+    assert difference(contents(model), trained) is None
     flatbed.load_checkpoint(place / "run", model, optimizers)
 
 
@@ -365,7 +412,7 @@ def memory_stays_small(folder: Path) -> None:
 
 SCENARIOS = [
     *(goes_on_with_other_ranks, goes_on_beside_fsdp, files_do_not_depend_on_ranks),
-    disk_tables_stay_in_their_files,
+    *(goes_on_with_divided_state, disk_tables_stay_in_their_files),
     *(a_rank_that_fails_to_save, a_rank_that_fails_to_load, memory_stays_small),
 ]
 
