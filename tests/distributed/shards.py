@@ -351,10 +351,14 @@ class Model(nn.Module):
 
 def norms_beside_ddp(_: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    for make in (flatbed.optim.SGD, flatbed.optim.Adam):
+    sgd, adam = flatbed.optim.SGD, flatbed.optim.Adam
+    for make, options in ((sgd, {}), (adam, {}), (adam, {"shard_state": True})):
         model, whole = Model(shard="row"), Model(replicate=False)
         called = DDP(model)
-        optimizers = [make(one, lr=0.05, max_norm=0.5) for one in (model, whole)]
+        optimizers = [
+            make(model, lr=0.05, max_norm=0.5, **options),
+            make(whole, lr=0.05, max_norm=0.5),
+        ]
         for step in range(STEPS):
             called(ids_of(step, rank)).pow(2).sum().backward()
             for other in range(world):
