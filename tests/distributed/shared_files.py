@@ -93,6 +93,13 @@ def a_rank_without_space_ends_the_file_on_all(folder: Path) -> None:
     assert os.listdir(place) == ["table"]
 
 
+def a_folder_that_one_rank_does_not_see(folder: Path) -> None:
+    place = folder / f"seen-by-{dist.get_rank()}"
+    place.mkdir(exist_ok=True)
+    with pytest.raises(flatbed.FlatbedError, match=r"rank \d does not find.*all ranks see"):
+        write_parts(place / "table", torch.ones(100, 5), 100)
+
+
 def every_write_counts(folder: Path) -> None:
     """The checksums of a rank's bytes find an error of any rank."""
     path, real = folder / f"wrong-{dist.get_world_size()}", tensor_file.write_at
@@ -110,7 +117,8 @@ def every_write_counts(folder: Path) -> None:
 
 
 SCENARIOS = [windows_give_rows_in_order, files_are_those_of_one_process]
-SCENARIOS += [a_rank_without_space_ends_the_file_on_all, every_write_counts]
+SCENARIOS += [a_rank_without_space_ends_the_file_on_all, a_folder_that_one_rank_does_not_see]
+SCENARIOS += [every_write_counts]
 
 if __name__ == "__main__":
     main(SCENARIOS)

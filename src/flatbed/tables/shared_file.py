@@ -9,7 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from flatbed.distributed.ranks import Lockstep, communicating
+from flatbed.distributed.ranks import Lockstep, communicating, rank
+from flatbed.errors import FlatbedError
 from flatbed.tables.checksum import SharedChecksums
 from flatbed.tables.tensor_file import (
     FileLayout,
@@ -52,8 +53,7 @@ def writing_together(
             write_at(descriptor, 0, header)
         lockstep.meet()
         if not ranks.first:
-            # Without read access: network file systems then write those bytes alone, and no page around them.
-            descriptor = os.open(draft_of(path, word), os.O_WRONLY | getattr(os, "O_BINARY", 0))
+            descriptor = _opened(draft_of(path, word))
             undo.callback(os.close, descriptor)
         lockstep.meet()  # from here on the first rank may fail, and remove the file
 
@@ -66,3 +66,15 @@ def writing_together(
             yield Writer(descriptor, layout.starts, pool, sums), meet
         os.fsync(descriptor)
         meet()
+
+
+def _opened(draft: Path) -> int:
+    """Open the file that the first rank has made."""
+    try:
+        # Without read access: network file systems then write those bytes alone, and no page around them.
+        return os.open(draft, os.O_WRONLY | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError as error:
+        raise FlatbedError(
+            f"rank {rank()} does not find the file that the first rank has made in {draft.parent}: save to a "
+            "folder that all ranks see"
+        ) from error
