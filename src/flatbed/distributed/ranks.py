@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flatbed.distributed.meeting import Meeting
+from flatbed.distributed.row_shards import Channel, ExchangeError
 from flatbed.errors import FlatbedError
 
 PATIENCE = 30.0  # seconds that the first rank waits for others; training keeps them within a step
@@ -19,6 +21,11 @@ LONG = 1800.0  # seconds that others wait for the first rank, which may be evalu
 def world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
     return int(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the number of this rank; 0 without a process group."""
+    return int(dist.get_rank()) if world_size() > 1 else 0
 
 
 def communication_device(device: torch.device) -> torch.device:
@@ -50,11 +57,28 @@ def any_rank(flag: Tensor) -> Tensor:
     return found.to(flag.device)
 
 
+@contextmanager
+def communicating(doing: str) -> Iterator[None]:
+    """Turn an error of a collective into an `ExchangeError`, which names missing ranks where it can."""
+    channel = Channel.known(dist.group.WORLD)
+    try:
+        with nullcontext() if channel is None else channel.named_errors(doing):
+            yield
+    except ExchangeError:
+        raise
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"{doing} failed, since another rank has ended or does not answer: see its error, and start "
+            f"again from the last checkpoint ({str(error).splitlines()[0]})"
+        ) from error
+
+
 class Ranks:
     """All ranks of the default process group, for work that all of them complete, or none."""
 
-    def __init__(self) -> None:
-        self.many = world_size() > 1
+    def __init__(self, *, alone: bool = False) -> None:
+        """With `alone`, this rank works without the others."""
+        self.many = world_size() > 1 and not alone
         self.first = not self.many or dist.get_rank() == 0
         only_gpus = self.many and "gloo" not in str(dist.get_backend())
         self._device = torch.device("cuda" if only_gpus else "cpu")
@@ -83,12 +107,76 @@ class Ranks:
             dist.broadcast(drawn, 0)
         return bytes(drawn.tolist()).hex()
 
+    def of_first(self, value: str | None) -> str:
+        """Return the string that the first rank gives."""
+        held = [value]
+        if self.many:
+            with communicating("sending a name"):
+                dist.broadcast_object_list(held, src=0, device=self._device)
+        return str(held[0])
+
     def agree(self, failure: BaseException | None, doing: str) -> None:
-        """Raise on all ranks if one of them has failed. Waits for the last rank."""
-        if self.many and failure is None:
-            if bool(any_rank(torch.zeros(1, device=self._device))):
-                raise FlatbedError(f"{doing} failed on another rank: see its error")
-        elif failure is not None:
-            if self.many:
-                any_rank(torch.ones(1, device=self._device))
+        """Raise on all ranks if one of them has failed. Waits for the last rank.
+
+        After an `ExchangeError` no rank waits: all have one, or have ended.
+        """
+        reasons: list[str | None] = []
+        if self.many and not isinstance(failure, ExchangeError):
+            try:
+                with communicating(doing):
+                    reasons = self._reasons(failure)
+            except ExchangeError:
+                if failure is None:
+                    raise
+        if failure is not None:
             raise failure
+        for number, reason in enumerate(reasons):
+            if reason is not None:
+                raise FlatbedError(f"{doing} failed on rank {number} ({reason})")
+
+    def _reasons(self, failure: BaseException | None) -> list[str | None]:
+        """Exchange why ranks have failed; nothing if none has."""
+        flag = torch.full((1,), float(failure is not None), device=self._device)
+        if not bool(any_rank(flag)):
+            return []
+        reasons: list[str | None] = [None] * world_size()
+        own = None if failure is None else f"{type(failure).__name__}: {failure}"
+        dist.all_gather_object(reasons, own)
+        return reasons
+
+
+class Lockstep:
+    """A `with` block of several steps on all ranks, which an error on one of them ends on all.
+
+    All ranks call `meet` equally often: before every collective, and where none may go on without the others.
+    A rank that fails answers the next `meet` of the others when it leaves the block, so that they raise.
+    `undo` runs on every rank if the block raises.
+    """
+
+    def __init__(self, ranks: Ranks, doing: str, undo: Callable[[], None] = lambda: None) -> None:
+        self.ranks, self.doing = ranks, doing
+        self._undo = undo
+        self._is_over = False
+
+    def __enter__(self) -> Lockstep:
+        return self
+
+    def meet(self) -> None:
+        """Wait for all ranks; raise if one of them has failed since the last call."""
+        try:
+            self.ranks.agree(None, self.doing)
+        except BaseException:
+            self._is_over = True
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if not self._is_over:
+                self._is_over = True
+                self.ranks.agree(error, self.doing)
+        except BaseException as found:
+            error = found
+            raise
+        finally:
+            if error is not None:
+                self._undo()

@@ -173,8 +173,8 @@ def part_of(config: Config, rank: int, n_ranks: int, n_rows: int) -> Config:
         if match is not None and int(match["n"] or 1) != n_ranks:
             raise FlatbedError(
                 f"{file.name} is the file of a table on {match['n'] or 1} ranks, and there are {n_ranks}: "
-                f"start as many, move it to another number with flatbed.save_checkpoint and "
-                f"flatbed.load_checkpoint, or choose another path"
+                f"start as many, or choose another path. To keep the rows, let as many ranks save them with "
+                f"flatbed.save_checkpoint(..., copy_disk_tables=True), and load that"
             )
     return replace(config, n_rows=n_rows, path=path, shard_rank=rank, n_shards=n_ranks)
 
