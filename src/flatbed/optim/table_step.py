@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.ranks import world_size
+from flatbed.distributed.row_shards import Channel
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.locations import RecordLocation
@@ -163,13 +164,13 @@ class OptimizerTables:
             table = slot.table
             table._grads.check_capture(capturing)
             if several:
-                table._average_grads()
+                table._exchange_grads()
             if not table._needs_grad:
                 table._grads.clear()
             packs.append(table._grads.packed())
         for slot, pack in zip(self.slots, packs, strict=True):
             if pack is not None and slot.table._storage.config.storage == "disk":
-                slot.table._rows.reserve_space(pack)
+                slot.table._local_rows.reserve_space(pack)
         return packs
 
     def _refuse_local_norms(self, options: StepOptions) -> None:
@@ -249,12 +250,25 @@ class TableStepper:
         return self._kernels is not None and self._kernels.coefficients.captured
 
     def squares(self, options: StepOptions) -> dict[int, Tensor]:
-        grads = [pack.grads for pack in self.packs if pack is not None]
-        if self._kernels is not None:
-            return {0: self._kernels.squares(grads)}
+        """Return a vector whose sum is the squared norm, the same on ranks that divide tables."""
+        whole: list[Tensor] = []
+        divided: dict[Channel, list[Tensor]] = {}
+        for slot, pack in zip(self.slots, self.packs, strict=True):
+            shards = slot.table._shards
+            if pack is not None:
+                (whole if shards is None else divided.setdefault(shards.channel, [])).append(pack.grads)
+        found = [self._squares(whole)]
+        for channel, grads in divided.items():
+            own = self._squares(grads).sum()
+            found.append(channel.gather(own, doing="the norm of gradients").flatten())
+        return {0: torch.cat(found) if divided else found[0]}
+
+    def _squares(self, grads: list[Tensor]) -> Tensor:
+        if self._kernels is not None and grads:
+            return self._kernels.squares(grads)
         squares = [torch.linalg.vector_norm(g).double().square() for g in grads if g.numel()]
         zero = torch.zeros(1, dtype=torch.float64, device=self.device)
-        return {0: torch.stack(squares) if squares else zero}
+        return torch.stack(squares) if squares else zero
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         """Update the rows that have a gradient."""
@@ -282,7 +296,7 @@ class TableStepper:
         self.packs = []
 
     def _launch(self, kernels: TritonRows, index: int, pack: RowGrads, options: StepOptions) -> None:
-        store, access = self.slots[index].table._storage, self.slots[index].table._rows
+        store, access = self.slots[index].table._storage, self.slots[index].table._local_rows
         location, batch = access.location_for(pack.batch, update=True), pack.batch
         if location is not None:
             weights = None if batch is None else batch.weights
@@ -328,7 +342,7 @@ def _table_layout(rule: Rule, slot: TableSlot, group: Group) -> TableLayout:
 
 def _update_in_chunks(slot: TableSlot, pack: RowGrads, update: Update, seeds: Any) -> None:
     """Read, update and write rows in torch operations."""
-    access = slot.table._rows
+    access = slot.table._local_rows
     before = {name: float(value) for name, value in slot.table._storage.scalars.items()}
     after: Mapping[str, float] = before
     # Whole vectors, so that a row's bits do not depend on where the chunks end.

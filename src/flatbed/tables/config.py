@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import glob
 import inspect
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,6 +44,10 @@ class Config:
     """Names in `describe` that a file at `path` must agree with, since the user gave them."""
     read_only: bool = False
     """The file of a disk table is neither locked nor changed."""
+    shard_rank: int = 0
+    n_shards: int = 1
+    """Ranks that the rows are divided among. `n_rows` and `path` are those of the rank `shard_rank`, which
+    holds every n-th row; `padding_idx` and first weights are those of the row in the whole table."""
 
     def __post_init__(self) -> None:
         if self.n_rows < 1 or self.dim < 1:
@@ -87,15 +93,24 @@ class Config:
         return self.cache_rows is not None or self.cache_bytes is not None
 
     @property
+    def local_padding_idx(self) -> int | None:
+        """The position of the padding row among the rows that are held here, if it is one of them."""
+        if self.padding_idx is None or self.padding_idx % self.n_shards != self.shard_rank:
+            return None
+        return self.padding_idx // self.n_shards
+
+    @property
     def weight(self) -> Field:
         return Field(WEIGHT, self.dtype, self.dim)
 
     def describe(self) -> dict[str, Any]:
         """Return what a file stores besides records, as JSON values."""
+        shard = {} if self.n_shards == 1 else {"shard": [self.shard_rank, self.n_shards]}
         return {
             "init": initializers.describe(self.init),
             "seed": self.seed,
             "padding_idx": self.padding_idx,
+            **shard,
         }
 
 
@@ -141,6 +156,28 @@ def build_config(
     empty = torch.empty((0, config.dim), dtype=config.dtype, device="cpu")
     initializers.fill_(empty, first_row=0, init=config.init, seed=config.seed)  # raises if init does not fit
     return with_cache(config, cache_rows, cache_bytes, cache_policy)
+
+
+def part_of(config: Config, rank: int, n_ranks: int, n_rows: int) -> Config:
+    """Return the config of a rank's part of a table, whose file has the rank in its name.
+
+    Raises if the table was made with another number of ranks: its rows would begin again.
+    """
+    if config.path is None:
+        return replace(config, n_rows=n_rows, shard_rank=rank, n_shards=n_ranks)
+    name = config.path.name
+    path = config.path if n_ranks == 1 else config.path.with_name(f"{name}.{rank}-of-{n_ranks}")
+    found = re.compile(rf"{re.escape(name)}(\.\d+-of-(?P<n>\d+))?")
+    for file in config.path.parent.glob(f"{glob.escape(name)}*"):
+        match = found.fullmatch(file.name)
+        if match is not None and int(match["n"] or 1) != n_ranks:
+            raise FlatbedError(
+                f"{file.name} is the file of a table on {match['n'] or 1} ranks, and there are {n_ranks}: "
+                f"start as many, move it to another number with flatbed.save_checkpoint and "
+                f"flatbed.load_checkpoint, or choose another path"
+            )
+    asked = config.asked | {"shard"}
+    return replace(config, n_rows=n_rows, path=path, shard_rank=rank, n_shards=n_ranks, asked=asked)
 
 
 def check_file(config: Config, resume: bool | None) -> None:

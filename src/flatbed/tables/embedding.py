@@ -12,16 +12,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flatbed.cuda.host_memory import available_bytes
+from flatbed.distributed.row_shards import RowShards
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
 from flatbed.tables.config import Config, build_config, check_file, explained
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import gather, lookup, needs_grad, prepare_lookup
 from flatbed.tables.record import WEIGHT
+from flatbed.tables.sharding import divided
+from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.table import Table, make
 from flatbed.tables.view import SavedWeight, WeightView
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
 
@@ -94,14 +98,18 @@ class TableModule(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all weights again, as `init` says, from another seed."""
-        self.table._storage.draw_again()
+        seed, shards = int(torch.randint(1 << 62, (), device="cpu")), self.table._shards
+        if shards is not None:
+            seed = shards.channel.first(seed, doing=shards.describe("new weights"))
+        self.table._storage.draw_again(seed)
 
     def extra_repr(self) -> str:
         config = self.table._storage.config
-        parts = [f"{config.n_rows}, {config.dim}"]
+        parts = [f"{self.num_embeddings}, {config.dim}"]
         parts += [] if self.padding_idx is None else [f"padding_idx={self.padding_idx}"]
         parts += [f"storage={config.storage!r}"]
         parts += [] if config.path is None else [f"path='{config.path}'"]
+        parts += [] if config.n_shards == 1 else ["shard='row'"]
         parts += [] if config.dtype == torch.float32 else [f"dtype={config.dtype}"]
         parts += [] if config.cache_rows is None else [f"cache_rows={config.cache_rows}"]
         parts += [] if config.cache_bytes is None else [f"cache_bytes={config.cache_bytes}"]
@@ -124,6 +132,7 @@ class TableModule(nn.Module):
         if isinstance(destination, DenseStateDict):
             del destination[prefix + WEIGHT]
             return
+        self.table._check_whole("state_dict")
         self.table._deferred_checks.check_graphs()
         destination[prefix + WEIGHT] = whole_field(self.table, WEIGHT).as_subclass(SavedWeight)
 
@@ -177,10 +186,12 @@ torch_embedding: Any = nn.Embedding
 torch_embedding_bag: Any = nn.EmbeddingBag
 
 
-def _opened(config: Config, device: Any, *, replicate: bool, resume: bool | None) -> Table:
+def _opened(
+    config: Config, device: Any, *, replicate: bool, shards: RowShards | None, resume: bool | None
+) -> Table:
     """Make a table, or open its file. With ``resume=None``, an opened file is named once, on stderr."""
     check_file(config, resume)
-    table = make(config, device, replicate=replicate)
+    table = make(config, device, replicate=replicate, shards=shards)
     path = config.path
     if path is not None and resume is None and table._storage.is_allocated and path not in _announced:
         _announced.add(path)
@@ -206,6 +217,9 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
       generator, so that tables start different and `torch.manual_seed` makes them repeatable.
     - `replicate`: with several ranks, average gradients over them, so that replicas stay equal. With False
       the caller keeps replicas equal, or different.
+    - `shard`: "row" divides the rows among the ranks of the default process group, of `process_group`, or of
+      `mesh`, which has one dimension. Every rank builds, looks up and steps the table; ids differ. With one
+      rank the table is an ordinary one. Without `seed`, that of the first rank is used.
     - `cache_rows` or `cache_bytes`: size of the cache of records (weight and state) on the computing device;
       0 for none. By default four batches on a GPU, none on a CPU.
     - `cache_policy`: "lfu" evicts rows that were used least of late, "lru" rows not used for longest.
@@ -232,6 +246,9 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         seed: int | None = None,
         resume: bool | None = None,
         replicate: bool = True,
+        shard: str | None = None,
+        mesh: DeviceMesh | None = None,
+        process_group: Any = None,
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
         cache_policy: str = "lfu",
@@ -249,7 +266,8 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
             cache_bytes=cache_bytes,
             cache_policy=cache_policy,
         )
-        super().__init__(_opened(config, device, replicate=replicate, resume=resume))
+        config, shards = divided(config, shard, replicate=replicate, mesh=mesh, process_group=process_group)
+        super().__init__(_opened(config, device, replicate=replicate, shards=shards, resume=resume))
 
     @classmethod
     def from_pretrained(
@@ -263,8 +281,11 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         return cast("Self", _pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
 
     def to_torch(self) -> nn.Embedding:
-        """Copy the weights into an nn.Embedding, in host memory unless the table is on a GPU."""
-        weights, freeze = whole_field(self.table, WEIGHT), not self.table.requires_grad
+        """Copy the weights into an nn.Embedding, in host memory unless the table is on a GPU.
+
+        If ranks divide the table, all of them call this, and each gets all rows.
+        """
+        weights, freeze = all_weights(self.table), not self.table.requires_grad
         made = nn.Embedding.from_pretrained(weights, freeze, self.padding_idx)  # type: ignore[no-untyped-call,unused-ignore]
         return cast(nn.Embedding, made.train(self.training))
 
@@ -277,7 +298,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         batch = prepare_lookup(table, input, records_grad=records_grad)
         if records_grad:
             return lookup(table, batch)
-        rows = table._rows.weights(batch.unique.rows)
+        rows = table._rows.lookup(batch)
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
@@ -315,6 +336,9 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         seed: int | None = None,
         resume: bool | None = None,
         replicate: bool = True,
+        shard: str | None = None,
+        mesh: DeviceMesh | None = None,
+        process_group: Any = None,
         cache_rows: int | None = None,
         cache_bytes: int | None = None,
         cache_policy: str = "lfu",
@@ -333,7 +357,8 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
             cache_policy=cache_policy,
         )
         _check_mode(mode)
-        super().__init__(_opened(config, device, replicate=replicate, resume=resume))
+        config, shards = divided(config, shard, replicate=replicate, mesh=mesh, process_group=process_group)
+        super().__init__(_opened(config, device, replicate=replicate, shards=shards, resume=resume))
         self._set_options(mode=mode, include_last_offset=include_last_offset)
 
     def _set_options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:
@@ -349,9 +374,9 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         return cast("Self", _pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
 
     def to_torch(self) -> nn.EmbeddingBag:
-        """Copy the weights into an nn.EmbeddingBag, in host memory unless the table is on a GPU."""
+        """Copy the weights into an nn.EmbeddingBag: see `Embedding.to_torch`."""
         made = nn.EmbeddingBag.from_pretrained(
-            whole_field(self.table, WEIGHT),
+            all_weights(self.table),
             freeze=not self.table.requires_grad,
             mode=self.mode,
             include_last_offset=self.include_last_offset,
@@ -370,10 +395,8 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         records_grad = needs_grad(table, training=self.training)
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
         device = table._storage.device
-        if len(batch.shape) not in (1, 2):
-            raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(batch.shape)}")
         found = batch.unique
-        rows = gather(table, batch) if records_grad else table._rows.weights(found.rows)
+        rows = gather(table, batch) if records_grad else table._rows.lookup(batch)
         if offsets is not None:
             offsets = as_ids(offsets).to(device)
         if per_sample_weights is not None:
@@ -415,6 +438,8 @@ def _pretrained(cls: Any, embeddings: Any, freeze: bool, **options: Any) -> Any:
     path = options.get("path")
     if path is not None and Path(path).exists():
         raise FlatbedError(f"{path} exists, and from_pretrained would overwrite it: choose another path")
+    if path is not None:
+        options["resume"] = False
     module = cls(
         *weights.shape, init="zeros", **{"dtype": weights.dtype, "device": weights.device, **options}
     )
@@ -424,6 +449,24 @@ def _pretrained(cls: Any, embeddings: Any, freeze: bool, **options: Any) -> Any:
 
 def whole_field(table: Table, name: str) -> Tensor:
     """A field of all rows as one contiguous tensor; on the GPU for tables that live there."""
+    table._check_whole("all rows as one tensor")
+    whole = _empty_field(table, name)
+    for start, stop in table._storage.field_blocks(name):
+        whole[start:stop] = table._storage.read_field(name, start, stop)
+    return whole
+
+
+def all_weights(table: Table) -> Tensor:
+    """The weights of all rows as one tensor. If ranks divide the table, this is a collective."""
+    if table._shards is None:
+        return whole_field(table, WEIGHT)
+    whole = _empty_field(table, WEIGHT)
+    for start, stop in row_blocks(0, table.num_embeddings, table._storage.record.nbytes):
+        whole[start:stop] = table._rows.weights(torch.arange(start, stop, device=table._storage.device))
+    return whole
+
+
+def _empty_field(table: Table, name: str) -> Tensor:
     store = table._storage
     field = store.record[name]
     nbytes = table.num_embeddings * field.nbytes
@@ -434,17 +477,16 @@ def whole_field(table: Table, name: str) -> Tensor:
             f"free: write it to a file with table.save(path) or flatbed.save_checkpoint instead"
         )
     device = store.device if on_gpu else torch.device("cpu")
-    whole = torch.empty((table.num_embeddings, field.count), dtype=field.dtype, device=device)
-    for start, stop in store.field_blocks(name):
-        whole[start:stop] = store.read_field(name, start, stop)
-    return whole
+    return torch.empty((table.num_embeddings, field.count), dtype=field.dtype, device=device)
 
 
 @torch.no_grad()
 def write_field(table: Table, name: str, values: Tensor) -> None:
-    """The inverse of `whole_field`."""
+    """Replace a field of all rows; each rank writes the rows that it holds."""
+    config = table._storage.config
+    own = values[config.shard_rank :: config.n_shards]
     for start, stop in table._storage.field_blocks(name):
-        table._storage.write_field(name, start, values[start:stop].detach())
+        table._storage.write_field(name, start, own[start:stop].detach())
 
 
 def named_tables(module: nn.Module) -> Iterator[tuple[str, Table]]:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,9 +20,12 @@ from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.config import as_integer
 from flatbed.tables.record import NAMES, WEIGHT
+from flatbed.tables.sharding import READ
 from flatbed.tables.storage.base import row_blocks
-from flatbed.tables.table_storage import TableStorage
 from flatbed.tables.tensor_file import TensorEntry, replacing, sync_folder, write_at, write_text, writing
+
+if TYPE_CHECKING:
+    from flatbed.tables.table import Table
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of a shard, as in Hugging Face's libraries."""
@@ -30,9 +33,12 @@ FILES = (".npy", ".safetensors")
 FORMAT = {"format": "pt"}  # the metadata that Hugging Face's libraries ask for
 
 
-def export(store: TableStorage, path: Path, *, shard_bytes: Any = None) -> None:
-    """Write a .npy file, a .safetensors file, or a folder of shards, by the suffix of `path`."""
-    config = store.config
+def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
+    """Write a .npy file, a .safetensors file, or a folder of shards, by the suffix of `path`.
+
+    If ranks divide the table, all of them call this, and the first rank writes.
+    """
+    config = table._storage.config
     if path.suffix in FILES and shard_bytes is not None:
         raise ValueError(
             f"shard_bytes is for folders; found {path.name}: leave it out, or give a folder's name"
@@ -48,61 +54,83 @@ def export(store: TableStorage, path: Path, *, shard_bytes: Any = None) -> None:
         raise ValueError(f"shard_bytes must hold a row of {config.weight.nbytes} bytes; found {shard_bytes}")
     if path.suffix == ".npy" and config.dtype == torch.bfloat16:
         raise FlatbedError(f"numpy has no bfloat16, and {path.name} could not be read: export safetensors")
-    store.ensure_layout()
-    with progress(f"exporting {path.name}", config.n_rows, "rows") as advance:
+    if table._shards is not None and table._shards.rank > 0:
+        _serve(table, shard_rows if path.suffix not in FILES else table.num_embeddings)
+        return
+    table._storage.ensure_layout()
+    with (
+        table._failing_together(READ),
+        progress(f"exporting {path.name}", table.num_embeddings, "rows") as advance,
+    ):
         if path.suffix == ".npy":
-            _write_npy(store, path, advance)
+            _write_npy(table, path, advance)
         elif path.suffix == ".safetensors":
-            _write_rows(store, path, WEIGHT, range(config.n_rows), advance)
+            _write_rows(table, path, WEIGHT, range(table.num_embeddings), advance)
         else:
-            _write_shards(store, path, shard_rows, advance)
+            _write_shards(table, path, shard_rows, advance)
 
 
-def _blocks(store: TableStorage, rows: range) -> Iterator[tuple[int, Tensor]]:
+def _bounds(table: Table, rows: range) -> Iterator[tuple[int, int]]:
+    return row_blocks(rows.start, rows.stop, table._storage.record.nbytes)
+
+
+def _shards_of(n_rows: int, shard_rows: int) -> list[range]:
+    return [range(first, min(first + shard_rows, n_rows)) for first in range(0, n_rows, shard_rows)]
+
+
+def _serve(table: Table, shard_rows: int) -> None:
+    """Take part in the reads of the rank that writes."""
+    for rows in _shards_of(table.num_embeddings, shard_rows):
+        for _ in _bounds(table, rows):
+            table.read_rows([])
+
+
+def _blocks(table: Table, rows: range) -> Iterator[tuple[int, Tensor]]:
     """Yield (first byte, weights) of consecutive rows of a file with these rows."""
-    size = store.config.weight.nbytes
-    for first, last in row_blocks(rows.start, rows.stop, store.record.nbytes):
-        yield (first - rows.start) * size, store.read_field(WEIGHT, first, last)
+    size = table._storage.config.weight.nbytes
+    for first, last in _bounds(table, rows):
+        if table._shards is None:
+            weights = table._storage.read_field(WEIGHT, first, last)
+        else:
+            weights = table.read_rows(torch.arange(first, last, device="cpu")).cpu()
+        yield (first - rows.start) * size, weights
 
 
-def _write_npy(store: TableStorage, path: Path, advance: Callable[[int], None]) -> None:
-    config, header = store.config, io.BytesIO()
-    shape = (config.n_rows, config.dim)
+def _write_npy(table: Table, path: Path, advance: Callable[[int], None]) -> None:
+    config, header = table._storage.config, io.BytesIO()
+    shape = (table.num_embeddings, config.dim)
     about = {"descr": np.dtype(NAMES[config.dtype]).str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, about)
     begin = header.getbuffer()
-    with replacing(path, len(begin) + config.n_rows * config.weight.nbytes) as descriptor:
+    with replacing(path, len(begin) + table.num_embeddings * config.weight.nbytes) as descriptor:
         write_at(descriptor, 0, begin)
-        for offset, weights in _blocks(store, range(config.n_rows)):
+        for offset, weights in _blocks(table, range(table.num_embeddings)):
             write_at(descriptor, len(begin) + offset, weights.view(torch.uint8).flatten().numpy().data)
             advance(len(weights))
 
 
-def _write_rows(
-    store: TableStorage, path: Path, name: str, rows: range, advance: Callable[[int], None]
-) -> None:
+def _write_rows(table: Table, path: Path, name: str, rows: range, advance: Callable[[int], None]) -> None:
     """Write some rows to a safetensors file, as a tensor of this name."""
-    entry = TensorEntry(name, store.config.dtype, (len(rows), store.config.dim))
+    entry = TensorEntry(name, table._storage.config.dtype, (len(rows), table.embedding_dim))
     with writing(path, [entry], FORMAT) as writer:
-        for offset, weights in _blocks(store, rows):
+        for offset, weights in _blocks(table, rows):
             writer.write(name, offset, weights)
             advance(len(weights))
 
 
-def _write_shards(store: TableStorage, path: Path, shard_rows: int, advance: Callable[[int], None]) -> None:
+def _write_shards(table: Table, path: Path, shard_rows: int, advance: Callable[[int], None]) -> None:
     """Write `weight` to one file, or `weight.00001`, … to a file each. The index names the file of each."""
-    n_rows = store.config.n_rows
-    shards = [range(first, min(first + shard_rows, n_rows)) for first in range(0, n_rows, shard_rows)]
+    shards = _shards_of(table.num_embeddings, shard_rows)
     with _new_folder(path) as folder:
         if len(shards) == 1:
-            _write_rows(store, folder / "model.safetensors", WEIGHT, shards[0], advance)
+            _write_rows(table, folder / "model.safetensors", WEIGHT, shards[0], advance)
             return
         files = {}
         for number, rows in enumerate(shards, start=1):
             name = f"{WEIGHT}.{number:05}"
             files[name] = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            _write_rows(store, folder / files[name], name, rows, advance)
-        total = n_rows * store.config.weight.nbytes
+            _write_rows(table, folder / files[name], name, rows, advance)
+        total = table.num_embeddings * table._storage.config.weight.nbytes
         index = {"metadata": {"total_size": total}, "weight_map": files}
         write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 

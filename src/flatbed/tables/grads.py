@@ -178,12 +178,21 @@ class RowGrad(Tensor):
 
         def values(grad: RowGrad) -> Tensor:
             grad.check()
+            if name in _NORMS and grad._table._shards is not None:
+                raise FlatbedError(
+                    "the gradient of a table that ranks divide is that of this rank's rows, and so would be "
+                    "its norm: clip by max_norm= of the optimizer, which adds up the squares of all ranks"
+                )
             packed = grad._table._row_grads(compact=name not in _ELEMENTWISE)
             found[id(packed.grads)] = grad
             return packed.grads
 
         plain_args, plain_kwargs = tree_map_only(RowGrad, values, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
+        if name == _CHECK_OVERFLOW:  # a GradScaler must find the same on all ranks
+            shards = [grad._table._shards for grad in found.values()]
+            for channel in dict.fromkeys(one.channel for one in shards if one is not None):
+                channel.share_flag_(plain_args[1])
         if name in ("zero_", "_foreach_zero_"):
             for grad in found.values():
                 grad._table.grad = None
@@ -204,9 +213,13 @@ _ATTRIBUTES = {
 
 _WITHOUT_EFFECT = (Tensor.detach_, Tensor.requires_grad_)
 
+_CHECK_OVERFLOW = "_amp_foreach_non_finite_check_and_unscale_"
+_NORMS = {"linalg_vector_norm", "norm", "_foreach_norm"}
+
 _ELEMENTWISE = {
+    *_NORMS,
     *("mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "nan_to_num_", "zero_"),
-    *("linalg_vector_norm", "norm", "_foreach_norm", "_foreach_mul_", "_foreach_div_", "_foreach_zero_"),
-    *("_foreach_clamp_min_", "_foreach_clamp_max_", "_amp_foreach_non_finite_check_and_unscale_"),
+    *("_foreach_mul_", "_foreach_div_", "_foreach_zero_"),
+    *("_foreach_clamp_min_", "_foreach_clamp_max_", _CHECK_OVERFLOW),
 }
 """Operations that may see extra rows of zeros: removing those would wait for the GPU."""

@@ -21,6 +21,7 @@ from flatbed.tables.record import DTYPES, NAMES
 CHUNK = 1 << 17  # elements drawn at once: long enough that threads seldom compete for the interpreter lock
 MOST_THREADS = 8  # on 16 cores, 16 threads took longer than 8
 BLOCK = 8  # 32-bit words per step of the Philox counter
+SKIPPED_WORDS = 1024  # of 64 bits per row: as many are drawn in the time of two calls
 TAIL = 7.0  # bound of a draw in standard deviations: sqrt(2 ln 2**33) is 6.8
 
 Words: TypeAlias = NDArray[np.uint32]
@@ -122,12 +123,13 @@ def fill_(
     out: Tensor,
     *,
     first_row: int,
+    stride: int = 1,
     init: Init,
     seed: int,
     padding_idx: int | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill consecutive rows of a table: `out` is (n, dim) on the CPU, with any stride between rows.
+    """Fill every `stride`-th row of a table from `first_row` on: `out` is (n, dim) on the CPU.
 
     A row depends only on `seed` (any integer), its number and `dim`. Values are drawn in float32 and rounded
     to the dtype. Several threads call `advance` with the number of rows that are done.
@@ -142,18 +144,18 @@ def fill_(
         target = (out.view(torch.int16) if out.dtype is torch.bfloat16 else out).numpy()
 
         def filler() -> Callable[[int], None]:
-            draw = _Draw(init, dim, key(seed))
+            draw = _Draw(init, dim, key(seed), stride)
 
             def fill_rows(start: int) -> None:
                 stop = min(start + rows, n_rows)
-                _store_(target[start:stop], draw(first_row + start, stop - start), out.dtype)
+                _store_(target[start:stop], draw(first_row + start * stride, stop - start), out.dtype)
                 _tell(advance, stop - start)
 
             return fill_rows
 
         _in_threads(filler, range(0, n_rows, rows))
-    if padding_idx is not None and first_row <= padding_idx < first_row + n_rows:
-        out[padding_idx - first_row].zero_()
+    if padding_idx is not None and padding_idx in range(first_row, first_row + n_rows * stride, stride):
+        out[(padding_idx - first_row) // stride].zero_()
 
 
 def key(seed: int) -> int:
@@ -168,15 +170,13 @@ class _Draw:
     Each thread has its own, with buffers that it reuses: allocation would serialise the threads.
     """
 
-    def __init__(self, init: Normal | Uniform, dim: int, key: int) -> None:
-        self.init, self.dim, self.key = init, dim, key
+    def __init__(self, init: Normal | Uniform, dim: int, key: int, stride: int = 1) -> None:
+        self.init, self.dim, self.key, self.stride = init, dim, key, stride
         self._memory: dict[str, NDArray[Any]] = {}
 
     def __call__(self, first_row: int, n_rows: int) -> Values:
         """Return (n_rows, dim) of float32, valid until the next call."""
-        blocks = -(-self.dim // BLOCK)
-        source = np.random.Philox(counter=first_row * blocks, key=self.key)
-        words = source.random_raw(n_rows * blocks * (BLOCK // 2)).view(np.uint32).reshape(n_rows, -1)
+        words = self._words(first_row, n_rows)
         if isinstance(self.init, Normal):
             values = self._normal(words)
             values *= np.float32(self.init.std)
@@ -188,6 +188,20 @@ class _Draw:
             values += low
             np.minimum(values, np.nextafter(high, low), out=values)  # low + u * width may round up to high
         return values[:, : self.dim]
+
+    def _words(self, first_row: int, n_rows: int) -> Words:
+        """Draw the random words of every `stride`-th row."""
+        blocks, stride = -(-self.dim // BLOCK), self.stride
+        source = np.random.Philox(counter=first_row * blocks, key=self.key)
+        n_words = blocks * (BLOCK // 2)
+        if stride * n_words <= SKIPPED_WORDS:  # faster than a call for each row
+            drawn = source.random_raw(n_rows * stride * n_words).view(np.uint32)
+            return drawn.reshape(n_rows, stride, -1)[:, 0]
+        words = np.empty((n_rows, n_words), np.uint64)
+        for row in words:
+            row[:] = source.random_raw(n_words)
+            source.advance((stride - 1) * blocks)
+        return words.view(np.uint32)
 
     def _empty(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
         size = math.prod(shape)

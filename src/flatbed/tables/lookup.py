@@ -15,6 +15,7 @@ from flatbed.kernels.locations import NONE, UniqueRows, sentinel_of
 from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.ids import as_ids, check_range, to_device
+from flatbed.tables.sharding import LOOKUP, ShardedRowIO
 from flatbed.tables.table import Table
 
 _reshape = torch.ops.aten._unsafe_view.default  # without a view, which users could not change in place
@@ -28,7 +29,9 @@ def prepare_lookup(
     Ids out of range: those on the host raise here, those on a GPU raise later (`DeferredIdChecks`).
     For a bag of a table with a padding row, the first unique row is -1, in place of the padding row.
     """
-    given, store, checks = as_ids(ids), table._storage, table._deferred_checks
+    if isinstance(table._rows, ShardedRowIO):
+        return _prepare_sharded(table, table._rows, ids, for_bag=for_bag, records_grad=records_grad)
+    given, store, checks = _as_ids(ids, for_bag=for_bag), table._storage, table._deferred_checks
     n_rows, padding_idx = store.config.n_rows, store.config.padding_idx
     capturing = is_capturing(store.device)
     is_checked = given.device.type == "cpu" and not capturing
@@ -65,6 +68,40 @@ def prepare_lookup(
     return LookupBatch(given.shape, keys, found, cache, admission)
 
 
+def _prepare_sharded(
+    table: Table, access: ShardedRowIO, ids: Any, *, for_bag: bool, records_grad: bool
+) -> LookupBatch:
+    """Check ids, find their unique rows, and ask the owners for them. A collective.
+
+    Ids on a GPU are checked at once, too: the host needs the number of rows of each owner.
+    """
+    store, n_rows = table._storage, table.num_embeddings
+    lead = store.config.padding_idx if for_bag else None
+    if isinstance(ids, Tensor) and lead is None:
+        for batch in table._prefetched:
+            if batch.exchanged is not None and batch.matches(ids):
+                return replace(batch, shape=ids.shape)
+    with access.shards.failing_together(LOOKUP):
+        if is_capturing(store.device):
+            raise FlatbedError("a lookup in a table that ranks divide cannot be part of a CUDA graph")
+        given = _as_ids(ids, for_bag=for_bag)
+        check_range(given, n_rows)
+        keys = _keys(given.flatten(), n_rows, store.device, is_checked=True)
+        found = unique(keys if lead is None else _with_lead(keys, lead), n_rows)
+        route = access.shards.route(found.rows)
+    if lead is not None:
+        found = UniqueRows(found.rows, found.inverse[1:])
+    exchanged = access.exchange(LOOKUP, route, admits=records_grad)
+    return LookupBatch(given.shape, keys, found, exchanged=exchanged)
+
+
+def _as_ids(ids: Any, *, for_bag: bool) -> Tensor:
+    found = as_ids(ids)
+    if for_bag and found.dim() not in (1, 2):
+        raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(found.shape)}")
+    return found
+
+
 def _keys(ids: Tensor, n_rows: int, device: torch.device, *, is_checked: bool) -> Tensor:
     """Return ids, (n,), on the computing device, in the dtype that kernels sort fastest."""
     if is_checked:
@@ -81,7 +118,7 @@ def _with_lead(keys: Tensor, padding_idx: int) -> Tensor:
 
 def _check_capture(table: Table, ids: Tensor) -> None:
     store = table._storage
-    if not store.is_allocated or store.relayout_pending or table._rows.location_for() is None:
+    if not store.is_allocated or store.relayout_pending or table._local_rows.location_for() is None:
         raise FlatbedError(
             "a lookup of this table cannot be part of a CUDA graph"
             + (
@@ -106,8 +143,8 @@ class LookupFunction(torch.autograd.Function):
         store = table._storage
         out = None if batch.cache is None or batch.cache is not store.cache else batch.cache.lookup(batch)
         if out is None:
-            rows = table._rows.weights(batch.unique.rows)
-            if use_triton(rows.device):
+            rows = table._rows.lookup(batch)
+            if use_triton(rows.device) and batch.exchanged is None:
                 batch.weights, batch.generation = rows, store.generation
             out = rows.index_select(0, batch.unique.inverse)
         return out if len(batch.shape) == 1 else _reshape(out, (*batch.shape, store.config.dim))
@@ -127,6 +164,8 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
+        if isinstance(table._rows, ShardedRowIO):
+            return table._rows.lookup(batch)
         return table._rows.weights(batch.unique.rows, batch)
 
     @staticmethod

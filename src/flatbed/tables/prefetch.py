@@ -51,16 +51,17 @@ class RowPrefetch:
         # In training, on a GPU or under Triton's interpreter, rows are admitted to a cache. The mode of this
         # thread counts: the loader thread has one of its own.
         on_gpu = store.device.type == "cuda" or use_triton(store.device)
-        self._admits = torch.is_grad_enabled() and on_gpu
+        self._admits = torch.is_grad_enabled() and on_gpu and table._shards is None
         is_cached = self._admits and store.config.cache_rows != 0
         self.reads_disk = store.config.storage == "disk" and (is_cached or not self._admits)
+        self.reads_disk = self.reads_disk and table._shards is None  # other ranks hold most of the rows
         """True if `read` takes long enough for a thread of its own."""
         self._training_stream: torch.cuda.Stream | None = None
 
     def check(self, ids: list[Tensor]) -> PrefetchRequest:
         """Check ids, which are on the host, and find the rows that `read` has to read. Loader thread."""
         request = PrefetchRequest([as_ids(one).flatten() for one in ids])
-        n_rows = self.store.config.n_rows
+        n_rows = self.table.num_embeddings
         try:
             for one in request.ids:
                 check_range(one, n_rows)
@@ -135,7 +136,7 @@ class RowPrefetch:
         if request.error is not None:
             for ids in request.ids:
                 try:
-                    check_range(ids, self.store.config.n_rows)
+                    check_range(ids, self.table.num_embeddings)
                 except IndexError as error:
                     raise IndexError(f"the lookups of {self.table!r}: {error}") from None
         if self.store.device.type == "cuda":

@@ -47,10 +47,15 @@ def average_grads(table: Table) -> None:
 
 
 def any_replica(flag: Tensor | None, tables: Sequence[Table]) -> Tensor | None:
-    """Return an overflow flag that is set if any rank has set its own: all replicas must skip together."""
+    """Return an overflow flag that is set if any rank has set its own: all ranks must skip together."""
     if world_size() == 1 or not any(table.replicate for table in tables):
         return flag
-    return any_rank(torch.zeros(1, device=tables[0]._storage.device) if flag is None else flag)
+    found = torch.zeros(1, device=tables[0]._storage.device) if flag is None else flag.clone()
+    if any(table.replicate and table._shards is None for table in tables):
+        found = any_rank(found)
+    for channel in dict.fromkeys(table._shards.channel for table in tables if table._shards is not None):
+        channel.share_flag_(found)
+    return found
 
 
 def _mean(table: Table, packed: RowGrads | None, sizes: list[int], device: torch.device) -> RowGrads:
@@ -73,7 +78,7 @@ def _compare_rows(table: Table, rows: Tensor, device: torch.device) -> None:
     """Raise if a sample of the rows of this step differs between ranks: replicas would drift apart."""
     stride = -(-len(rows) // SAMPLE)
     table._exchanges += 1
-    records = table._rows.gather(rows[table._exchanges % stride :: stride]).cpu()
+    records = table._local_rows.gather(rows[table._exchanges % stride :: stride]).cpu()
     digest = hashlib.sha256(records.contiguous().numpy().tobytes()).digest()
     digests = all_gather(torch.tensor(list(digest), dtype=torch.uint8, device=device))
     if any(not torch.equal(one, digests[0]) for one in digests):

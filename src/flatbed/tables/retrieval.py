@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flatbed.cuda.streams import stream_for
+from flatbed.distributed.row_shards import RowShards
 from flatbed.kernels import rows as ops
 from flatbed.progress import progress
 from flatbed.tables.config import as_integer
@@ -34,6 +35,8 @@ COPIED_BYTES = 1 << 27  # of rows at once, if they are copied
 IN_PLACE_BYTES = 1 << 30  # of rows at once, if they are not
 MAX_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
 MAX_QUERIES = 4096  # per product
+TOPK = "topk"  # the name of the exchange in errors
+NO_ROW = (1 << 63) - 1  # sorts after all rows of equal score
 AHEAD = 2  # blocks that are being copied to the GPU while one is used
 
 
@@ -41,18 +44,17 @@ def topk(
     store: TableStorage, queries: Any, k: Any, *, metric: str = "dot", chunk_rows: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Find the k rows with the greatest scores: queries (*shape, dim) → values and ids, (*shape, k)."""
-    config, device = store.config, store.device
+    config, device, padding_idx = store.config, store.device, store.config.local_padding_idx
     given = _checked_queries(queries, config.dim)
-    k = _checked_k(k, config.n_rows - (config.padding_idx is not None))
-    if metric not in METRICS:
-        raise ValueError(f"metric must be one of {', '.join(METRICS)}; found {metric!r}")
+    k = _checked_k(k, config.n_rows - (padding_idx is not None))
+    _check_metric(metric)
     dtype = torch.promote_types(torch.promote_types(given.dtype, config.dtype), torch.float32)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         # A copy, since queries may be a view of a table's weights.
         wanted = given.detach().reshape(-1, config.dim).to(device, dtype, copy=True)
         if metric == "cosine":
             wanted = functional.normalize(wanted, eps=EPS)
-        searches = [Search(part, k, metric, config.padding_idx) for part in torch.split(wanted, MAX_QUERIES)]
+        searches = [Search(part, k, metric, padding_idx) for part in torch.split(wanted, MAX_QUERIES)]
         max_rows = MAX_SCORES[device.type] // len(searches[0].queries)
         block_rows = None if chunk_rows is None else _checked_chunk(chunk_rows)
         with progress(f"top {k} of {config.n_rows:,} rows", config.n_rows, "rows") as advance:
@@ -65,6 +67,51 @@ def topk(
         ids = torch.cat([search.ids for search in searches], 1).T.contiguous()
     shape = (*given.shape[:-1], k)
     return values.view(shape), ids.view(shape)
+
+
+def sharded_topk(
+    shards: RowShards, store: TableStorage, queries: Any, k: Any, *, metric: str, chunk_rows: Any
+) -> tuple[Tensor, Tensor]:
+    """Find the k rows with the greatest scores over the rows of all ranks. A collective.
+
+    Every rank has queries of its own, or none. It compares the queries of all ranks with its own rows, and
+    returns its best rows to the rank that asked.
+    """
+    config, n_ranks = store.config, shards.n_ranks
+    with shards.failing_together(TOPK):
+        given = _checked_queries(queries, config.dim, may_be_empty=True)
+        k = _checked_k(k, shards.n_rows - (config.padding_idx is not None))
+        _check_metric(metric)
+    flat = given.detach().reshape(-1, config.dim).to(store.device)
+    n_own = [len(flat)] * n_ranks
+    facts = {"k": k, "metric": metric, "dtype of queries": flat.dtype}
+    counts, _ = shards.channel.announce(shards.describe(TOPK), n_own, facts=facts)
+    asked = shards.all_to_all(flat.repeat(n_ranks, 1), n_own, counts)
+    with shards.channel.posting_failures():
+        values, ids = _best_of_part(store, asked, k, metric=metric, chunk_rows=chunk_rows)
+    ids = torch.where(ids < NO_ROW, shards.to_global(ids), NO_ROW)
+    values, ids = (shards.all_to_all(part, counts, n_own) for part in (values, ids))
+    # (ranks * queries, k) → (queries, ranks * k)
+    values, ids = (torch.cat(part.view(n_ranks, -1, k).unbind(), 1) for part in (values, ids))
+    ids, order = ids.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    shape = (*given.shape[:-1], k)
+    return values[:, :k].reshape(shape), ids.gather(1, order[:, :k]).view(shape)
+
+
+def _best_of_part(
+    store: TableStorage, queries: Tensor, k: int, *, metric: str, chunk_rows: Any
+) -> tuple[Tensor, Tensor]:
+    """Find the best rows of this rank, (n, k). `NO_ROW` fills the rest, if it has fewer."""
+    config = store.config
+    n_found = min(k, config.n_rows - (config.local_padding_idx is not None))
+    dtype = torch.promote_types(torch.promote_types(queries.dtype, config.dtype), torch.float32)
+    values = torch.full((len(queries), k), -torch.inf, dtype=dtype, device=store.device)
+    ids = torch.full((len(queries), k), NO_ROW, device=store.device)
+    if n_found and len(queries):
+        found = topk(store, queries, n_found, metric=metric, chunk_rows=chunk_rows)
+        values[:, :n_found], ids[:, :n_found] = found
+    return values, ids
 
 
 class Search:
@@ -226,7 +273,7 @@ def _parts(rows: Tensor, first: int, max_rows: int) -> Iterator[tuple[Tensor, in
 # ---- arguments
 
 
-def _checked_queries(queries: Any, dim: int) -> Tensor:
+def _checked_queries(queries: Any, dim: int, *, may_be_empty: bool = False) -> Tensor:
     try:
         given = queries if isinstance(queries, Tensor) else torch.as_tensor(queries, device="cpu")
     except (TypeError, ValueError, RuntimeError):
@@ -238,9 +285,14 @@ def _checked_queries(queries: Any, dim: int) -> Tensor:
         raise TypeError(f"queries must be floating point numbers; found {given.dtype}: convert with .float()")
     if given.dim() < 1 or given.shape[-1] != dim:
         raise ValueError(f"queries must be (n, {dim}), as rows are; found shape {tuple(given.shape)}")
-    if not given.numel():
+    if not given.numel() and not may_be_empty:
         raise ValueError(f"there must be at least one query; found shape {tuple(given.shape)}")
     return given
+
+
+def _check_metric(metric: str) -> None:
+    if metric not in METRICS:
+        raise ValueError(f"metric must be one of {', '.join(METRICS)}; found {metric!r}")
 
 
 def _checked_k(k: Any, n_rows: int) -> int:

@@ -51,6 +51,10 @@ class RowIO:
 
     # ---- reading
 
+    def lookup(self, batch: LookupBatch) -> Tensor:
+        """Read the weights of a batch's unique rows."""
+        return self.weights(batch.unique.rows)
+
     def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
         """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
         field = self.store.config.weight
@@ -139,3 +143,13 @@ class RowIO:
         beginnings = torch.zeros((len(rows), store.record.padded), dtype=torch.uint8, device=store.device)
         beginnings[:, : field.nbytes].view(field.dtype).copy_(values)
         ops.scatter_(location, rows, beginnings)
+
+
+def last_of_each(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return unique rows and their values; of several values for a row, the last one."""
+    unique, inverse = torch.unique(rows, return_inverse=True)
+    if len(unique) == len(rows):
+        return rows, values
+    positions = torch.arange(len(rows), device=rows.device)
+    last = torch.zeros_like(unique).scatter_reduce_(0, inverse, positions, "amax")
+    return unique, values[last.to(values.device)]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing.context
 import weakref
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from flatbed.distributed.row_shards import RowShards
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
 from flatbed.tables import copying, exporting, replicas, retrieval, saving
@@ -20,7 +23,8 @@ from flatbed.tables.grads import GradAccumulator, RowGrad, RowGrads
 from flatbed.tables.ids import DeferredIdChecks, as_ids, as_values, check_range, most_used, to_device
 from flatbed.tables.parameter import TableParameter
 from flatbed.tables.record import Field
-from flatbed.tables.row_io import RowIO
+from flatbed.tables.row_io import RowIO, last_of_each
+from flatbed.tables.sharding import READ, WRITE, ShardedRowIO, exchange_grads
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table_storage import TableStorage
 from flatbed.tables.tensor_file import as_path
@@ -37,17 +41,33 @@ class Table(TableParameter):
     """
 
     _storage: TableStorage
-    _rows: RowIO
+    """The rows of this rank: all of them, unless ranks divide the table."""
+    _shards: RowShards | None
+    """The division of rows among ranks; None if this rank holds all of them."""
+    _local_rows: RowIO
+    """Access to the rows of this rank."""
+    _rows: RowIO | ShardedRowIO
+    """Access to all rows: with several ranks that divide the table, a collective."""
     _grads: GradAccumulator
     replicate: bool
 
-    def __new__(cls, config: Config, *, device: torch.device, replicate: bool = True) -> Table:
+    def __new__(
+        cls,
+        config: Config,
+        *,
+        device: torch.device,
+        replicate: bool = True,
+        shards: RowShards | None = None,
+    ) -> Table:
         """Use `flatbed.Embedding(rows, dim).table` or `flatbed.load_table(path)`."""
         empty = torch.empty(0, dtype=config.dtype, device=device)
         table = torch.Tensor._make_subclass(cls, empty, True)
         table._storage = TableStorage(config, device)
-        table._rows = RowIO(table._storage)
-        table._grads = GradAccumulator(config.n_rows)
+        table._shards = shards
+        table._local_rows = RowIO(table._storage)
+        table._rows = table._local_rows if shards is None else ShardedRowIO(table._local_rows, shards)
+        table._agreed = None
+        table._grads = GradAccumulator(table.num_embeddings)
         table.replicate = replicate
         table._owner_ref = None
         table._orphaned = table._orphaned_in_eval = False
@@ -66,6 +86,8 @@ class Table(TableParameter):
     """The mode of the last lookup with gradient."""
     _deferred_checks: DeferredIdChecks
     _exchanges: int
+    _agreed: weakref.ref[Any] | None
+    """The optimizer that ranks have compared."""
     _prefetched: list[LookupBatch]
     """Lookups of the batches in hand that were prepared ahead of time."""
 
@@ -76,7 +98,8 @@ class Table(TableParameter):
 
     @property
     def num_embeddings(self) -> int:
-        return self._storage.config.n_rows
+        """The number of rows, of all ranks together if they divide the table."""
+        return self._storage.config.n_rows if self._shards is None else self._shards.n_rows
 
     @property
     def embedding_dim(self) -> int:
@@ -89,7 +112,7 @@ class Table(TableParameter):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override,unused-ignore]
-        """Size of all records in bytes, padding included."""
+        """Size of all records in bytes, padding included; of all ranks together if they divide the table."""
         return self.num_embeddings * self._storage.record.nbytes
 
     @property
@@ -101,15 +124,19 @@ class Table(TableParameter):
         state = f", state {', '.join(self.state_names)}" if self.state_names else ""
         where = f'"{self._storage.config.path}"' if self._storage.config.path else self.storage
         config = self._storage.config
-        return f"Table({config.n_rows} × {config.dim}, {config.dtype}, {where}{state})"
+        part = f", rank {config.shard_rank} of {config.n_shards}" if config.n_shards > 1 else ""
+        return f"Table({self.num_embeddings} × {config.dim}, {config.dtype}, {where}{part}{state})"
 
     # ---- gradients
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override,unused-ignore]
-        """The gradient of the rows in `grad_rows`, (n, dim); with several ranks, the mean over them."""
+        """The gradient of the rows in `grad_rows`, (n, dim); with several ranks, the mean over them.
+
+        Of a table that ranks divide, these are rows that this rank holds, numbered within its part.
+        """
         # With several ranks all of them must take part in an exchange, also those without a gradient.
-        return RowGrad.of(self) if self._grads.parts or replicas.n_replicas(self) > 1 else None
+        return RowGrad.of(self) if self._grads.parts or self._n_ranks > 1 else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -134,6 +161,11 @@ class Table(TableParameter):
         self.grad = None
 
     @property
+    def _n_ranks(self) -> int:
+        """Number of ranks that take part in an exchange of gradients."""
+        return replicas.n_replicas(self) if self._shards is None else self._shards.n_ranks
+
+    @property
     def grad_rows(self) -> Tensor | None:
         """The rows that `grad` is the gradient of."""
         return None if self.grad is None else self._row_grads().rows
@@ -141,7 +173,7 @@ class Table(TableParameter):
     def _row_grads(self, *, compact: bool = True) -> RowGrads:
         """Return all recorded gradients, each row once; without the row -1 if `compact`, which waits."""
         self._raise_bad_ids()
-        self._average_grads()
+        self._exchange_grads()
         grads = self._grads.compact() if compact else self._grads.packed()
         if grads is None:
             rows = torch.empty(0, dtype=torch.int64, device=self._storage.device)
@@ -149,9 +181,12 @@ class Table(TableParameter):
             return RowGrads(rows, torch.empty((0, self.embedding_dim), dtype=dtype, device=rows.device))
         return grads
 
-    def _average_grads(self) -> None:
-        """Average gradients over ranks, which must all call this."""
-        replicas.average_grads(self)
+    def _exchange_grads(self) -> None:
+        """Average gradients over ranks, which must all call this; owners keep those of their rows."""
+        if self._shards is None:
+            replicas.average_grads(self)
+        else:
+            exchange_grads(self, self._shards)
 
     def _record_grads(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
         """Record the gradients of a lookup. Called in backward, in any thread."""
@@ -232,13 +267,14 @@ class Table(TableParameter):
     @property
     def weight(self) -> Tensor:
         """All weights as one tensor, without a copy, for reading and for initialization."""
+        self._check_whole("emb.weight")
         self._deferred_checks.check_graphs()
         return WeightView.of(self)
 
     def read_rows(self, ids: Any) -> Tensor:
         """Copy the weights of some rows to the computing device: ids of any shape → (*shape, dim)."""
         self._deferred_checks.check_graphs()
-        wanted = self._checked(ids)
+        wanted = self._checked(ids, READ)
         found = self._rows.weights(wanted.flatten())
         return found.reshape(*wanted.shape, self.embedding_dim)
 
@@ -247,22 +283,17 @@ class Table(TableParameter):
         if name not in self.state_names:
             found = ", ".join(self.state_names) or "none (an optimizer that has the table brings it)"
             raise KeyError(f"there is no state {name!r}; found {found}")
-        wanted = self._checked(ids)
+        wanted = self._checked(ids, READ)
         taken = self._rows.read_fields(wanted.flatten())[name]
         return taken.reshape(*wanted.shape, taken.shape[1])
 
     @torch.no_grad()
     def write_rows(self, ids: Any, values: Any) -> None:
         """Replace the weights of some rows: ids of any shape, values (*shape, dim). State stays as it is."""
-        wanted = self._checked(ids)
-        given = as_values(values, (*wanted.shape, self.embedding_dim))
-        rows, values = wanted.flatten(), given.reshape(-1, self.embedding_dim)
-        unique, inverse = torch.unique(rows, return_inverse=True)
-        if len(unique) != len(rows):  # the last one counts
-            last = torch.zeros_like(unique).scatter_reduce_(
-                0, inverse, torch.arange(len(rows), device=rows.device), "amax"
-            )
-            rows, values = unique, values[last.to(values.device)]
+        wanted = self._checked(ids, WRITE)
+        with self._failing_together(WRITE):
+            given = as_values(values, (*wanted.shape, self.embedding_dim))
+        rows, values = last_of_each(wanted.flatten(), given.reshape(-1, self.embedding_dim))
         self._rows.write_weights_(rows, values.to(self._storage.device, self._storage.config.dtype))
         self._orphaned = False  # the caller trains the rows
 
@@ -276,7 +307,8 @@ class Table(TableParameter):
           not depend on it.
 
         Returns values, in fp32 at least, and ids, as torch.topk does. Of equal scores the lowest id is the
-        first. The row `padding_idx` is left out.
+        first. The row `padding_idx` is left out. If ranks divide the table, all of them call this, each with
+        queries of its own, and `k`, `metric` and the dtype of queries are the same.
 
         >>> import flatbed, torch
         >>> emb = flatbed.Embedding.from_pretrained(torch.tensor([[0.0, 1.0], [2.0, 0.0], [3.0, 3.0]]))
@@ -284,12 +316,26 @@ class Table(TableParameter):
         (tensor([[3., 2.]]), tensor([[2, 1]]))
         """
         self._deferred_checks.check_graphs()
-        return retrieval.topk(self._storage, queries, k, metric=metric, chunk_rows=chunk_rows)
+        search = retrieval.topk if self._shards is None else partial(retrieval.sharded_topk, self._shards)
+        return search(self._storage, queries, k, metric=metric, chunk_rows=chunk_rows)
 
-    def _checked(self, ids: Any) -> Tensor:
-        wanted = as_ids(ids)
-        check_range(wanted, self.num_embeddings)
-        return to_device(wanted, self._storage.device)
+    def _checked(self, ids: Any, doing: str) -> Tensor:
+        with self._failing_together(doing):
+            wanted = as_ids(ids)
+            check_range(wanted, self.num_embeddings)
+            return to_device(wanted, self._storage.device)
+
+    def _check_whole(self, what: str) -> None:
+        """Raise if ranks divide the rows."""
+        if self._shards is not None:
+            raise FlatbedError(
+                f"{what} needs all rows of a table, and {self._shards.n_ranks} ranks divide this one: use "
+                f"flatbed.save_checkpoint, table.export, read_rows or write_rows, which all ranks call"
+            )
+
+    def _failing_together(self, doing: str) -> AbstractContextManager[None]:
+        """Tell the ranks that divide the table of an exception in the body of a `with` statement."""
+        return nullcontext() if self._shards is None else self._shards.failing_together(doing)
 
     # ---- the cache
 
@@ -300,6 +346,9 @@ class Table(TableParameter):
         cache of no given size stays as large as it is.
         """
         rows, counts = most_used(as_ids(ids).cpu().flatten(), counts, self.num_embeddings)
+        if self._shards is not None:
+            is_own = self._shards.is_own(rows)
+            rows, counts = self._shards.to_local(rows[is_own]), counts[is_own]
         sized = self._storage.config.is_cache_sized
         cache = self._storage.cache_for(len(rows)) if sized else self._storage.cache
         if cache is None:
@@ -325,7 +374,11 @@ class Table(TableParameter):
 
         For a table on disk this is also a checkpoint: save the model that belongs to it right after.
         """
-        self._storage.resize(as_integer("num_embeddings", num_embeddings))
+        n_rows = as_integer("num_embeddings", num_embeddings)
+        if self._shards is None:
+            self._storage.resize(n_rows)
+        else:
+            self._shards.resize(n_rows, self._storage.resize)
         self._grads.n_rows = self.num_embeddings
 
     def scalars(self) -> dict[str, float]:
@@ -341,6 +394,7 @@ class Table(TableParameter):
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, block by block."""
+        self._check_whole("table.save")
         path = as_path(path)
         if is_disk_table(path):
             raise FlatbedError(
@@ -351,6 +405,7 @@ class Table(TableParameter):
 
     def load(self, path: str | Path) -> None:
         """Read a file of `save`, from a table of any storage. Nothing changes if it does not fit."""
+        self._check_whole("table.load")
         saving.load(self, as_path(path))
 
     def export(self, path: str | Path, *, shard_bytes: int | None = None) -> None:
@@ -360,9 +415,11 @@ class Table(TableParameter):
         - ``"items"``, without a suffix: a new folder as Hugging Face writes it. It holds `model.safetensors`,
           or shards of at most `shard_bytes` (5 GB) with consecutive rows and `model.safetensors.index.json`.
         - Other suffixes raise.
+
+        If ranks divide the table, all of them call this, and the first rank writes.
         """
         self._deferred_checks.check_graphs()
-        exporting.export(self._storage, as_path(path), shard_bytes=shard_bytes)
+        exporting.export(self, as_path(path), shard_bytes=shard_bytes)
 
     def close(self, *, discard: bool = False) -> None:
         """Release memory and files. A disk table whose rows changed is checkpointed first.
@@ -403,6 +460,7 @@ class Table(TableParameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         if id(self) not in memo:
+            self._check_whole("a copy")
             memo[id(self)] = copying.copy(self)
         return cast(Table, memo[id(self)])
 
@@ -412,6 +470,7 @@ class Table(TableParameter):
                 "a table cannot be sent to another process (a spawned DataLoader worker, for example): look "
                 "rows up in the training process, and let workers hand out ids"
             )
+        self._check_whole("a pickle")
         return type(self)._rebuild, copying.parts(self)
 
     @classmethod
@@ -419,8 +478,8 @@ class Table(TableParameter):
         return copying.rebuild(cls, *parts)
 
 
-def make(config: Config, device: Any, *, replicate: bool) -> Table:
+def make(config: Config, device: Any, *, replicate: bool, shards: RowShards | None = None) -> Table:
     """Return a table that computes on `device`."""
     if not isinstance(replicate, bool):
         raise TypeError(f"replicate must be True or False; found {replicate!r}")
-    return Table(config, device=device_of(device), replicate=replicate)
+    return Table(config, device=device_of(device), replicate=replicate, shards=shards)

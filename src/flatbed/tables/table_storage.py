@@ -486,9 +486,9 @@ class TableStorage:
         storage.check()
         storage.record.view(storage.memory[start:stop], name).copy_(values)
 
-    def draw_again(self) -> None:
+    def draw_again(self, seed: int) -> None:
         """Replace all weights by first weights of another seed. State stays."""
-        config = replace(self.config, seed=int(torch.randint(1 << 62, (), device=CPU)))
+        config = replace(self.config, seed=seed)
         if not self.is_allocated and self.in_memory:
             self.config = config
         else:  # the seed stays: it is that of the file, and rows that are added later are drawn from it

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flatbed.distributed.row_shards import Exchanged
 from flatbed.kernels.cache import COUNTS, CacheIndex
 from flatbed.kernels.locations import RecordLocation, UniqueRows
 
@@ -108,6 +109,8 @@ class LookupBatch:
     weights: Tensor | None = None
     """The weights of the unique rows, if the lookup has read them, and the table's generation then."""
     generation: tuple[int, int] = (-1, -1)
+    exchanged: Exchanged | None = None
+    """Of a table that ranks divide: the rows that ranks have asked each other for. Values are read later."""
 
     def matches(self, ids: Tensor) -> bool:
         """Return True if the batch was made of these ids, and their memory has not changed since."""

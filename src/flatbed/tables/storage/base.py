@@ -96,7 +96,12 @@ def initial_rows(config: Config, record: Record) -> Fill:
     def fill(start: int, stop: int, records: Tensor) -> None:
         weights = record.view(records, WEIGHT)
         initializers.fill_(
-            weights, first_row=start, init=config.init, seed=config.seed, padding_idx=config.padding_idx
+            weights,
+            first_row=config.shard_rank + start * config.n_shards,
+            stride=config.n_shards,
+            init=config.init,
+            seed=config.seed,
+            padding_idx=config.padding_idx,
         )
         fill_state(record, records)
 

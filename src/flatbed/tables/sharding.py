@@ -1,0 +1,159 @@
+"""Tables whose rows are divided among ranks: building them, collective access to all rows, gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flatbed.distributed.row_shards import Exchanged, Route, RowShards, group_of
+from flatbed.kernels.rows import to_int32_keys
+from flatbed.tables.cache.base import LookupBatch
+from flatbed.tables.config import Config, part_of
+from flatbed.tables.grads import GradAccumulator, RowGrads, merge
+from flatbed.tables.row_io import RowIO, last_of_each
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from flatbed.tables.table import Table
+
+LOOKUP, READ, WRITE, GRADIENTS = "a lookup", "a read", "a write", "the gradients"
+"""Exchanges by their names in errors."""
+
+
+def divided(
+    config: Config,
+    shard: str | None,
+    *,
+    replicate: bool,
+    mesh: DeviceMesh | None = None,
+    process_group: Any = None,
+) -> tuple[Config, RowShards | None]:
+    """Return the config of this rank's rows, and their division; None if this rank holds all rows.
+
+    With several ranks this is a collective. They must agree on all options; the first rank's seed is used
+    if none was given.
+    """
+    if shard not in (None, "row"):
+        raise ValueError(f'shard must be "row" or None; found {shard!r}')
+    if shard is None:
+        if mesh is not None or process_group is not None:
+            raise ValueError('mesh and process_group are for shard="row"; found shard=None')
+        return config, None
+    if not replicate:
+        raise ValueError('shard="row" divides one table, and replicate=False asks for several: leave it out')
+    group = group_of(mesh, process_group)
+    if group is None:
+        return part_of(config, 0, 1, config.n_rows), None
+    shards = RowShards(config.n_rows, group)
+    with shards.failing_together("building"):
+        part = part_of(config, shards.rank, shards.n_ranks, shards.n_local())
+    given = {**config.describe(), "dim": config.dim, "dtype": config.dtype, "storage": config.storage}
+    if "seed" not in config.asked:
+        given["seed"] = "drawn"
+    shards.agree("building", {"num_embeddings": config.n_rows, **given})
+    return replace(part, seed=shards.channel.first(part.seed, doing=shards.describe("building"))), shards
+
+
+class ShardedRowIO:
+    """Access to the rows of all ranks, as `RowIO` has to those of one.
+
+    Every method is a collective: all ranks call it, with rows that may differ or be none.
+    """
+
+    def __init__(self, local: RowIO, shards: RowShards) -> None:
+        self.local, self.shards, self.store = local, shards, local.store
+
+    def exchange(self, doing: str, route: Route, *, admits: bool = False) -> Exchanged:
+        """Tell owners which rows are needed. With `admits`, the owners bring them into their caches."""
+        exchanged = self.shards.exchange(doing, route)
+        with self.shards.channel.posting_failures():
+            cache = self.store.cache_for(len(exchanged.rows)) if admits else None
+            if cache is not None:
+                cache.admit(to_int32_keys(exchanged.rows, self.store.config.n_rows))
+        return exchanged
+
+    def lookup(self, batch: LookupBatch) -> Tensor:
+        """Read the weights of a batch's unique rows, which ranks have exchanged."""
+        assert batch.exchanged is not None
+        field = self.store.config.weight
+        return self._gather(batch.exchanged, field.nbytes).view(field.dtype)
+
+    def weights(self, rows: Tensor) -> Tensor:
+        """Read the weights of rows, (n,) → (n, dim), on the computing device."""
+        field = self.store.config.weight
+        exchanged = self.exchange(READ, self.shards.route(rows))
+        return self._gather(exchanged, field.nbytes).view(field.dtype)
+
+    def read_fields(self, rows: Tensor) -> dict[str, Tensor]:
+        """Read all fields of rows in range, as tensors of their own on the computing device."""
+        record = self.store.record
+        records = self._gather(self.exchange(READ, self.shards.route(rows)), record.nbytes)
+        return {f.name: record.view(records, f.name).contiguous() for f in record.fields}
+
+    def _gather(self, exchanged: Exchanged, nbytes: int) -> Tensor:
+        with self.shards.channel.posting_failures():
+            held = self.local.gather(exchanged.rows, nbytes)
+        return self.shards.to_askers(exchanged, held)
+
+    def write_weights_(self, rows: Tensor, values: Tensor) -> None:
+        """Replace the weights of unique rows. Of several ranks that write a row, the last one counts."""
+        exchanged = self.exchange(WRITE, self.shards.route(rows))
+        received = self.shards.to_owners(exchanged, values)
+        with self.shards.channel.posting_failures():
+            self.local.write_weights_(*last_of_each(exchanged.rows, received))
+
+
+@torch.no_grad()
+def exchange_grads(table: Table, shards: RowShards) -> None:
+    """Replace recorded gradients by those of this rank's rows: the mean over all ranks. A collective.
+
+    If any rank has a gradient, all ranks have one afterwards, some of them without rows: a step counts on
+    all ranks, or on none.
+    """
+    pending, device = table._grads, table._storage.device
+    own = GradAccumulator(pending.n_rows, [part for part in pending.parts if not part.shared])
+    dtype = torch.promote_types(table._storage.config.dtype, torch.float32)
+    packed = own.compact()
+    if packed is None:
+        sent = RowGrads(
+            torch.empty(0, dtype=torch.int64, device=device),
+            torch.empty((0, table.embedding_dim), dtype=dtype, device=device),
+        )
+    else:
+        sent = RowGrads(packed.rows, packed.grads.to(dtype))
+    facts = _facts(table)
+    exchanged = shards.exchange(GRADIENTS, shards.route(sent.rows), facts=facts, idle=packed is None)
+    table._agreed = table._owner_ref
+    if exchanged.is_idle:
+        return
+    grads = shards.to_owners(exchanged, sent.grads)
+    pairs = zip(*(torch.split(held, exchanged.counts) for held in (exchanged.rows, grads)), strict=True)
+    parts = [RowGrads(*pair) for pair in pairs if len(pair[0])]
+    total = merge(parts, table._storage.config.n_rows) if parts else RowGrads(exchanged.rows, grads)
+    mean = RowGrads(total.rows, total.grads / shards.n_ranks, shared=True)
+    pending.parts = [*(part for part in pending.parts if part.shared), mean]
+
+
+def _facts(table: Table) -> dict[str, Any] | None:
+    """Return what ranks compare at the first step of an optimizer: its class, its options, the state."""
+    owner = table._owner
+    if table._agreed is not None and table._agreed() is owner:
+        return None
+    if owner is None:
+        return {"optimizer": "none"}
+    config = table._storage.config
+    group = next(group for group in owner.param_groups if any(p is table for p in group["params"]))
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    return {
+        "optimizer": type(owner).__name__,
+        "options of the step": getattr(owner, "_options", None),
+        **{f"the option {name}": float(v) if isinstance(v, Tensor) else v for name, v in options.items()},
+        **{name: value for name, value in config.describe().items() if name != "shard"},
+        "state": table._storage.record.describe(),
+        "scalars": sorted(table.scalars().items()),
+        "requires_grad": table._needs_grad,
+    }

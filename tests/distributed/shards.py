@@ -1,0 +1,481 @@
+"""Scenarios of `shard="row"`: N ranks train one table as one process with N backward passes would."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import flatbed
+import tests.conftest  # noqa: F401  # kernels that can be interpreted
+from tests.distributed.processes import assert_equal_on_all_ranks, assert_raises, main
+
+ROWS, DIM, STEPS, PADDING = 23, 16, 4, 6  # whole vectors: torch rounds what is left over differently
+EVERY = torch.arange(ROWS)
+numbers = count()
+
+
+def ids_of(step: int, rank: int, *, empty: bool = True) -> Tensor:
+    """Ids of a rank's batch, with repeats; now and then none."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    n = 0 if empty and (step + rank) % 3 == 1 else 4
+    return torch.randint(ROWS, (n, 3), generator=generator)
+
+
+def weights_for(step: int, rank: int) -> Tensor:
+    """Gradients whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(1000 + 100 * step + rank)
+    return torch.randint(-8, 8, (4, 3, DIM), generator=generator).float() / 8
+
+
+Output = Callable[[nn.Module, Tensor], Tensor]
+
+
+def plain(module: nn.Module, ids: Tensor) -> Tensor:
+    return module(ids)  # type: ignore[no-any-return]
+
+
+def train(
+    module: Any,
+    make: Any,
+    ranks: list[int],
+    *,
+    output: Output = plain,
+    accumulate: bool = False,
+    unused: int | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """Train as one rank, or as one process that takes the batches of all ranks. Returns the outputs."""
+    optimizer, outputs = make(module, lr=0.05, **options), []
+    for step in range(STEPS):
+        for rank in ranks:
+            if rank == unused:
+                if len(ranks) == 1:
+                    output(module, EVERY[:0].view(0, 3))  # the other ranks look rows up
+                continue
+            ids = ids_of(step, rank)
+            out = output(module, ids)
+            outputs.append(out.detach())
+            loss = (out * weights_for(step, rank)[: len(ids)] if accumulate else out.pow(2)).sum()
+            (loss / len(ranks)).backward()
+        if not accumulate or step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return outputs
+
+
+def everything(module: Any) -> dict[str, Tensor]:
+    table = module.table
+    state = {name: table.read_state(name, EVERY) for name in table.state_names}
+    scalars = {name: torch.tensor(value) for name, value in table.scalars().items()}
+    return {"weight": module.read_rows(EVERY), **state, **scalars}
+
+
+def assert_as_one_process(
+    folder: Path, make: Any, *, kind: Any = flatbed.Embedding, output: Output = plain, **options: Any
+) -> None:
+    """Train a sharded table and, in every process, one that holds all rows: they end with the same bits."""
+    training = ("accumulate", "unused", "per_row_steps", "betas", "momentum", "weight_decay")
+    how = {name: options.pop(name) for name in training if name in options}
+    own: dict[str, Any] = {}
+    other: dict[str, Any] = {}
+    if options.get("storage") == "disk":
+        number = f"{dist.get_world_size()}-{next(numbers)}"
+        own = {"path": folder / f"{number}.bed"}
+        other = {"path": folder / f"{number}-{dist.get_rank()}.whole"}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sharded = kind(ROWS, DIM, PADDING, seed=3, shard="row", **own, **options)
+    whole = kind(ROWS, DIM, PADDING, seed=3, replicate=False, **other, **options)
+    assert sharded.table.shape == whole.table.shape
+    outputs = train(sharded, make, [rank], output=output, **how)
+    expected = train(whole, make, list(range(world)), output=output, **how)
+    if "unused" not in how:
+        assert all(map(torch.equal, outputs, expected[rank::world]))
+    left, right = everything(sharded), everything(whole)
+    assert list(left) == list(right)
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), (name, value - right[name])
+    for table in (sharded.table, whole.table):
+        table.close(discard=True)
+
+
+def every_storage_and_optimizer(folder: Path) -> None:
+    optim = flatbed.optim
+    rprop = lambda params, lr, **options: optim.from_torch(torch.optim.Rprop, params, lr=lr, **options)  # noqa: E731
+    for storage in ("host", "disk", "device"):
+        assert_as_one_process(folder, optim.Adam, storage=storage)
+    assert_as_one_process(folder, optim.SGD, momentum=0.9, weight_decay=0.1)
+    assert_as_one_process(folder, optim.SGD, storage="disk")
+    for make in (optim.Adagrad, optim.SparseAdam, optim.RowwiseAdagrad, rprop):
+        assert_as_one_process(folder, make)
+    assert_as_one_process(folder, optim.Adam, per_row_steps=True, storage="device")
+
+
+def bags_accumulation_and_unused_tables(folder: Path) -> None:
+    adam = flatbed.optim.Adam
+    bag = flatbed.EmbeddingBag
+    for mode in ("mean", "sum"):
+        assert_as_one_process(folder, adam, kind=bag, mode=mode)
+    offsets: Output = lambda module, ids: module(ids.flatten(), torch.arange(0, ids.numel(), 3))  # noqa: E731
+    assert_as_one_process(folder, flatbed.optim.SGD, kind=bag, output=offsets)
+    assert_as_one_process(folder, flatbed.optim.SGD, accumulate=True)
+    assert_as_one_process(folder, adam, accumulate=True, storage="disk")
+    for unused in (0, dist.get_world_size() - 1):
+        assert_as_one_process(folder, adam, unused=unused)
+    assert_as_one_process(folder, adam, dtype=torch.bfloat16)
+    assert_as_one_process(folder, adam, dtype=torch.float64, kind=bag)
+
+
+@contextmanager
+def interpreted_kernels() -> Iterator[None]:
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
+def caches(folder: Path) -> None:
+    world = dist.get_world_size()
+    for options in ({"cache_rows": 5}, {"cache_rows": 2, "cache_policy": "lru"}):
+        assert_as_one_process(folder, flatbed.optim.Adam, storage="disk", **options)
+    if world == 2 and not torch.cuda.is_available():
+        with interpreted_kernels():
+            assert_as_one_process(folder, flatbed.optim.Adam, cache_rows=5)
+    path = folder / f"warm-{world}.bed"
+    emb = flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=path, cache_rows=4)
+    emb.table.warm(EVERY.repeat(2))
+    emb.table.warm([0, 1], counts=[3, 1])
+    emb(EVERY)
+    assert emb.table.cache_stats().hits > 0
+    emb.table.close(discard=True)
+
+
+def lookups_without_gradient(_: Path) -> None:
+    emb = flatbed.Embedding(ROWS, DIM, PADDING, seed=3, shard="row")
+    whole = flatbed.Embedding(ROWS, DIM, PADDING, seed=3)
+    ids = ids_of(0, dist.get_rank())
+    with torch.no_grad():
+        assert torch.equal(emb(ids), whole(ids))
+        assert emb(torch.empty(0, dtype=torch.int64)).shape == (0, DIM)
+        assert torch.equal(emb(7), whole(7))
+    emb.requires_grad_(False)
+    assert not emb(ids).requires_grad
+    bag = flatbed.EmbeddingBag(ROWS, DIM, PADDING, seed=3, shard="row")
+    with torch.no_grad():
+        assert torch.equal(
+            bag(EVERY.view(1, -1)), flatbed.EmbeddingBag(ROWS, DIM, PADDING, seed=3)(EVERY.view(1, -1))
+        )
+
+
+def reads_and_writes(_: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    emb = flatbed.Embedding(ROWS, DIM, shard="row", init="zeros")
+    emb.write_rows([rank, 10 + rank, 10 + rank], torch.full((3, DIM), 1.0 + rank))
+    found = emb.read_rows(EVERY)
+    assert found[:world, 0].tolist() == found[10 : 10 + world, 0].tolist() == [1.0 + r for r in range(world)]
+    emb.write_rows([5], torch.full((1, DIM), float(rank)))  # the last rank counts
+    emb.write_rows(EVERY[: 0 if rank else 2], torch.full((0 if rank else 2, DIM), 9.0))
+    assert emb.read_rows([5])[0, 0] == world - 1
+    assert emb.read_rows([[0], [1]]).tolist() == [[[9.0] * DIM]] * 2
+    assert emb.read_rows(EVERY[: rank * 3]).shape == (rank * 3, DIM)
+    weights = torch.randn(ROWS, DIM)
+    made = flatbed.Embedding.from_pretrained(weights, shard="row")
+    assert torch.equal(made.read_rows(EVERY), weights)
+    emb.load_state_dict({"weight": weights})
+    assert torch.equal(emb.read_rows(EVERY), weights)
+    assert torch.equal(emb.to_torch().weight, weights)
+    emb.reset_parameters()
+    assert not torch.equal(emb.read_rows(EVERY), weights)
+    assert_equal_on_all_ranks(emb.read_rows(EVERY))
+
+
+def exports(folder: Path) -> None:
+    weights = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
+    emb = flatbed.Embedding.from_pretrained(weights, shard="row")
+    path = folder / f"exported-{dist.get_world_size()}"
+    emb.table.export(path.with_suffix(".npy"))
+    emb.table.export(path.with_suffix(".safetensors"))
+    emb.table.export(path, shard_bytes=7 * DIM * 4)
+    dist.barrier()
+    assert np.array_equal(np.load(path.with_suffix(".npy")), weights.numpy())
+    assert torch.equal(load_file(path.with_suffix(".safetensors"))["weight"], weights)
+    parts = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
+    assert torch.equal(torch.cat([tensor for part in parts for tensor in part.values()]), weights)
+    with pytest.raises(flatbed.FlatbedError, match="not an empty folder"):
+        emb.table.export(path)  # told to the ranks that only read
+    assert torch.equal(emb.read_rows(EVERY), weights)
+
+
+def search(_: Path) -> None:
+    rank = dist.get_rank()
+    weights = torch.randint(-3, 4, (ROWS, DIM), generator=torch.Generator().manual_seed(1)).float()
+    emb = flatbed.Embedding.from_pretrained(weights, padding_idx=4, shard="row")
+    whole = flatbed.Embedding.from_pretrained(weights, padding_idx=4)
+    queries = torch.randint(-3, 4, (2 + rank, DIM), generator=torch.Generator().manual_seed(2 + rank)).float()
+    for k in (1, 5, ROWS - 1):
+        for found, expected in zip(emb.topk(queries, k), whole.topk(queries, k), strict=True):
+            assert torch.equal(found, expected)
+    values, ids = emb.topk(queries, 3, metric="cosine")
+    torch.testing.assert_close(values, whole.topk(queries, 3, metric="cosine")[0])
+    assert ids.shape == (2 + rank, 3)
+    assert emb.topk(queries[: 2 * rank], 2)[0].shape == (min(2 * rank, 2 + rank), 2)
+    assert_raises_on_one(0, lambda bad: emb.topk(queries, ROWS if bad else 1), ValueError, "k must be")
+
+
+def growth(folder: Path) -> None:
+    for options in ({}, {"storage": "disk", "path": folder / f"growth-{dist.get_world_size()}.bed"}):
+        emb = flatbed.Embedding(ROWS, DIM, seed=5, shard="row", **options)
+        optimizer = flatbed.optim.SGD(emb, lr=1.0)
+        before = emb.read_rows(EVERY)
+        emb.table.resize(ROWS + 9)
+        assert emb.num_embeddings == ROWS + 9
+        whole = flatbed.Embedding(ROWS + 9, DIM, seed=5)
+        assert torch.equal(emb.read_rows(range(ROWS + 9)), whole.read_rows(range(ROWS + 9)))
+        assert torch.equal(emb.read_rows(EVERY), before)
+        emb([ROWS + 8]).sum().backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match="only grow"):
+            emb.table.resize(ROWS)
+        emb.table.close(discard=True)
+
+
+# ---- beside dense parameters
+
+
+class Model(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.emb = flatbed.Embedding(ROWS, DIM, PADDING, seed=3, **options)
+        self.head = nn.Linear(DIM, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.emb(ids))
+        return out
+
+
+def norms_beside_ddp(_: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for make in (flatbed.optim.SGD, flatbed.optim.Adam):
+        model, whole = Model(shard="row"), Model(replicate=False)
+        called = DDP(model)
+        optimizers = [make(one, lr=0.05, max_norm=0.5) for one in (model, whole)]
+        for step in range(STEPS):
+            called(ids_of(step, rank)).pow(2).sum().backward()
+            for other in range(world):
+                (whole(ids_of(step, other)).pow(2).sum() / world).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            norms = [optimizer.grad_norm for optimizer in optimizers]
+            torch.testing.assert_close(*norms)
+            assert_equal_on_all_ranks(norms[0].reshape(1))
+            assert_equal_on_all_ranks(model.head.weight.detach())
+        torch.testing.assert_close(model.emb.read_rows(EVERY), whole.emb.read_rows(EVERY))
+    assert_raises(lambda: nn.utils.clip_grad_norm_(model.emb.parameters(), 1.0), "max_norm=")
+
+
+def overflows(_: Path) -> None:
+    """An overflow on one rank stops all of them."""
+    rank = dist.get_rank()
+    model = Model(shard="row")
+    called = DDP(model)
+    optimizer = flatbed.optim.Adam(model, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        before = model.emb.read_rows(EVERY)
+        loss = called(torch.tensor([rank, 5])).pow(2).sum()
+        extra = model.emb(torch.tensor([9])).sum()
+        loss = loss + extra * (float("inf") if step == 1 and rank == 0 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(before, model.emb.read_rows(EVERY)) == (step == 1)
+        assert scaler.get_scale() == (8.0 if step < 1 else 4.0)
+    assert model.emb.table.scalars() == {"step": 3.0}
+
+
+def several_tables_and_groups(_: Path) -> None:
+    """Two tables in one optimizer; a mesh, and a process group of some ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    users, items = (
+        flatbed.Embedding(ROWS, DIM, shard="row", mesh=mesh),
+        flatbed.Embedding(40, DIM, shard="row"),
+    )
+    optimizer = flatbed.optim.Adam([users.table, items.table], lr=0.1, max_norm=1.0)
+    before = users.read_rows(EVERY), items.read_rows(range(40))
+    for _ in range(2):
+        (users([rank, 3]) * items([39, rank])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(users.read_rows(EVERY), before[0])
+    assert not torch.equal(items.read_rows(range(40)), before[1])
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        pair = flatbed.Embedding(ROWS, DIM, shard="row", process_group=group, seed=1)
+        assert "rank" in repr(pair.table)
+        assert torch.equal(pair.read_rows(EVERY), flatbed.Embedding(ROWS, DIM, seed=1).read_rows(EVERY))
+    if world > 2 and rank >= 2:
+        with pytest.raises((ValueError, flatbed.FlatbedError)):
+            flatbed.Embedding(ROWS, DIM, shard="row", process_group=group)
+
+
+# ---- failures
+
+
+def assert_raises_on_one(
+    culprit: int, action: Callable[[bool], Any], error: type[Exception], message: str
+) -> None:
+    """One rank raises its own error, the others one that names the rank and the reason."""
+    if dist.get_rank() == culprit:
+        with pytest.raises(error, match=message):
+            action(True)
+    else:
+        assert_raises(lambda: action(False), f"rank {culprit} failed", error.__name__, message)
+
+
+def bad_ids_on_one_rank(_: Path) -> None:
+    culprit = dist.get_world_size() - 1
+    emb = flatbed.Embedding(ROWS, DIM, shard="row")
+    bag = flatbed.EmbeddingBag(ROWS, DIM, shard="row")
+    optimizer = flatbed.optim.SGD([emb.table, bag.table], lr=0.1)
+    for bad in ([ROWS], [-1]):
+        for action in (emb, emb.read_rows, lambda ids: bag(ids, [0])):
+            call = lambda is_bad, bad=bad, action=action: action(bad if is_bad else [1])  # noqa: E731
+            assert_raises_on_one(culprit, call, IndexError, "out of range")
+    assert_raises_on_one(culprit, lambda bad: emb([0.5] if bad else [1]), TypeError, "integers")
+    assert_raises_on_one(culprit, lambda bad: bag([[[1]]] if bad else [[1]]), ValueError, "bags are")
+    values = torch.zeros(1, DIM)
+    assert_raises_on_one(
+        culprit, lambda bad: emb.write_rows([ROWS if bad else 1], values), IndexError, "range"
+    )
+    assert_raises_on_one(culprit, lambda bad: emb.write_rows([1], values[:, bad:]), ValueError, "shape")
+    emb([1, 2]).sum().backward()  # ranks can continue
+    optimizer.step()
+
+
+def ranks_that_differ(folder: Path) -> None:
+    rank = dist.get_rank()
+    options: list[tuple[str, dict[str, Any]]] = [
+        ("seed", {"seed": rank}),
+        ("init", {"init": float(rank)}),
+        ("dtype", {"dtype": torch.float64 if rank else torch.float32}),
+        ("padding_idx", {"padding_idx": rank}),
+    ]
+    for name, given in options:
+        assert_raises(
+            lambda given=given: flatbed.Embedding(ROWS, DIM, shard="row", **given), f"{name} differs"
+        )
+    assert_raises(lambda: flatbed.Embedding(ROWS, DIM + rank, shard="row"), "dim differs")
+    assert_raises(lambda: flatbed.Embedding(ROWS + rank, DIM, shard="row"), "rows")
+    makers = [
+        ("optimizer", lambda emb: (flatbed.optim.Adam if rank else flatbed.optim.SGD)(emb, lr=0.1)),
+        ("lr", lambda emb: flatbed.optim.SGD(emb, lr=0.1 + rank)),
+        ("options", lambda emb: flatbed.optim.SGD(emb, lr=0.1, max_norm=1.0 + rank)),
+    ]
+    for name, make in makers:
+        emb = flatbed.Embedding(ROWS, DIM, shard="row")
+        optimizer, before = make(emb), emb.read_rows(EVERY)
+        for _ in range(2):
+            emb([rank]).sum().backward()
+            assert_raises(optimizer.step, name, "differs between ranks")
+        assert torch.equal(emb.read_rows(EVERY), before)
+
+
+def ranks_in_another_order(_: Path) -> None:
+    rank = dist.get_rank()
+    first, second = (flatbed.Embedding(ROWS, DIM, shard="row") for _ in range(2))
+    optimizer = flatbed.optim.SGD([first.table, second.table], lr=0.1)
+    assert_raises(lambda: (first if rank else second)([1]), "a lookup of table", "same order")
+    assert_raises(lambda: first([1]) if rank else first.read_rows([1]), "a read", "a lookup", "same order")
+    first([1]).sum().backward()
+    assert_raises(lambda: first([1]) if rank else optimizer.step(), "the gradients", "a lookup")
+    assert_raises(lambda: first.topk(torch.ones(1, DIM), 1 + rank), "k differs")
+
+
+def refused(folder: Path) -> None:
+    world = dist.get_world_size()
+    emb = flatbed.Embedding(ROWS, DIM, shard="row")
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    table = emb.table
+    actions: list[Callable[[], Any]] = [
+        lambda: emb.weight,
+        lambda: nn.init.normal_(table),
+        emb.state_dict,
+        optimizer.state_dict,
+        lambda: copy.deepcopy(emb),
+        lambda: pickle.dumps(emb),
+    ]
+    for action in actions:
+        assert_raises(action, "ranks divide this one")
+    with pytest.raises(ValueError, match="replicate=False"):
+        flatbed.Embedding(ROWS, DIM, shard="row", replicate=False)
+    with pytest.raises(ValueError, match="a row for each"):
+        flatbed.Embedding(world - 1, DIM, shard="row")
+    with pytest.raises(ValueError, match="shard"):
+        flatbed.Embedding(ROWS, DIM, shard="column")
+    with pytest.raises(ValueError, match="process_group"):
+        flatbed.Embedding(ROWS, DIM, process_group=dist.group.WORLD)
+
+
+def files_of_ranks(folder: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    path = folder / f"files-{world}.bed"
+    for n_steps in range(2):
+        emb = flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=path, seed=1, resume=n_steps > 0)
+        optimizer = flatbed.optim.Adam(emb, lr=0.1)
+        emb(EVERY).sum().backward()
+        optimizer.step()
+        assert emb.table.scalars()["step"] == n_steps + 1
+        emb.table.close()
+    dist.barrier()
+    assert sorted(one.name for one in folder.glob(f"{path.name}*")) == [
+        f"{path.name}.{one}-of-{world}" for one in range(world)
+    ]
+    (folder / f"other.bed.{rank}-of-9").touch()
+    (folder / "plain.bed").touch()
+    dist.barrier()
+    for name, found in (("other.bed", "on 9 ranks"), ("plain.bed", "on 1 ranks")):
+        with pytest.raises(flatbed.FlatbedError, match=found):
+            flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=folder / name)
+    dist.barrier()
+
+
+SCENARIOS = [
+    every_storage_and_optimizer,
+    bags_accumulation_and_unused_tables,
+    caches,
+    lookups_without_gradient,
+    reads_and_writes,
+    exports,
+    search,
+    growth,
+    norms_beside_ddp,
+    overflows,
+    several_tables_and_groups,
+    bad_ids_on_one_rank,
+    ranks_that_differ,
+    ranks_in_another_order,
+    refused,
+    files_of_ranks,
+]
+
+if __name__ == "__main__":
+    main(SCENARIOS)
