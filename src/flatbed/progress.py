@@ -1,4 +1,4 @@
-"""A progress bar for long operations: shown after two seconds, and only on a terminal."""
+"""A progress bar for long operations: shown after two seconds, on a terminal, by the first rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE = 2.0  # seconds before a bar appears
 @contextmanager
 def progress(description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """Yield `advance(n)`, which counts `unit`s, for example "rows"; "bytes" are shown as MB and GB."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or not _is_first_rank():
         yield lambda n: None
         return
     begin, done = time.monotonic(), 0
@@ -38,6 +38,12 @@ def progress(description: str, total: int, unit: str) -> Iterator[Callable[[int]
     finally:
         for bar in bars:
             bar.stop()
+
+
+def _is_first_rank() -> bool:
+    import torch.distributed as dist
+
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def _bar(unit: str) -> Progress:

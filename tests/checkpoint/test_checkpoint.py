@@ -19,9 +19,9 @@ from torch import nn
 
 import flatbed
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
+from flatbed.checkpoint.load_table import load_table
 from flatbed.errors import FlatbedError
 from flatbed.tables.embedding import Embedding, tables
-from flatbed.tables.loading import load_table
 from flatbed.tables.storage.disk import storage
 from tests.tables.training import Expected, Model, Operations, build, close, difference, snapshot, step
 
@@ -624,3 +624,43 @@ def test_closing_a_table_completes_an_interrupted_save(
     model, optimizer = build(tmp_path)
     load_checkpoint(tmp_path / "saved", model, optimizer)
     assert difference(snapshot(model, optimizer), before) is None
+
+
+# ---- one table of a folder
+
+
+def test_load_table_reads_one_table_of_a_folder(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path, ("host", "device"))
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer, keep=2)
+    expected = {name: getattr(model, name).table.read_rows(range(20)) for name in ("first", "second")}
+    save_checkpoint(tmp_path / "saved", model, optimizer, keep=2)
+    versions = sorted((tmp_path / "saved").glob("v*"))
+    for name, rows in expected.items():
+        for folder in (tmp_path / "saved", *versions):
+            table = load_table(folder, name=name)
+            assert torch.equal(table.read_rows(range(20)), rows)
+            assert table.state_names == ("exp_avg", "exp_avg_sq")
+        assert torch.equal(load_table(folder, name=f"{name}.weight").read_rows(range(20)), rows)
+    on_disk = load_table(tmp_path / "saved", name="second", storage="disk", to=tmp_path / "second.bed")
+    assert torch.equal(on_disk.read_rows(range(20)), expected["second"])
+    on_disk.close()
+
+
+def test_load_table_of_a_folder_needs_a_name_that_is_there(tmp_path: Path) -> None:
+    model, optimizer = build(tmp_path, ("host", "disk"))
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    for name in (None, "third"):
+        with pytest.raises(FlatbedError, match=r"first, second.*name"):
+            load_table(tmp_path / "saved", name=name)
+    with pytest.raises(FlatbedError, match=r"own file.*copy_disk_tables"):
+        load_table(tmp_path / "saved", name="second")
+    with pytest.raises(ValueError, match="name is for folders"):
+        load_table(current(tmp_path / "saved") / "table-0.safetensors", name="first")
+    file = current(tmp_path / "saved") / "table-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(flatbed.errors.DamagedFileError, match="table-0"):
+        load_table(tmp_path / "saved", name="first")
+    alone = Embedding(5, 2)
+    save_checkpoint(tmp_path / "alone", alone)
+    assert torch.equal(load_table(tmp_path / "alone").read_rows(range(5)), alone.table.read_rows(range(5)))

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 import flatbed
+from flatbed.checkpoint.load_table import load_table
 from flatbed.errors import FlatbedError
 from flatbed.tables import tensor_file
 from flatbed.tables.embedding import Embedding
-from flatbed.tables.loading import load_table
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage import base
 from flatbed.tables.table import Table
@@ -545,7 +545,7 @@ import sys, torch
 from pathlib import Path
 from flatbed.tables.storage import base
 from flatbed.tables.embedding import Embedding
-from flatbed.tables.loading import load_table
+from flatbed.checkpoint.load_table import load_table
 
 base.CHUNK_BYTES = 4 << 20
 folder, doing = Path(sys.argv[1]), sys.argv[2]

@@ -206,10 +206,10 @@ def read_manifest(path: Path, token: str | None = None) -> dict[str, Any]:
 
 def _check_manifest(found: dict[str, Any]) -> None:
     """Raise unless a manifest has the expected types, and names files of its own folder alone."""
-    for key, default in (("files", {}), ("schedulers", []), ("scaler", None), ("rng", [])):
+    for key, default in (("files", {}), ("shards", {}), ("schedulers", []), ("scaler", None), ("rng", [])):
         found.setdefault(key, default)  # manifests of earlier versions lack them
     kinds = {"token": str, "model": dict, "tables": dict, "extra": dict, "n_optimizers": int, "files": dict}
-    kinds |= {"schedulers": list, "rng": list, "scaler": (dict, type(None))}  # type: ignore[dict-item]
+    kinds |= {"shards": dict, "schedulers": list, "rng": list, "scaler": (dict, type(None))}  # type: ignore[dict-item]
     for key, kind in kinds.items():
         if not isinstance(found[key], kind):
             raise TypeError(f"{key} is {found[key]!r}")
@@ -218,14 +218,23 @@ def _check_manifest(found: dict[str, Any]) -> None:
             raise ValueError(f"{name!r} is no file of a checkpoint")
 
 
-def check_files(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise unless all files of a version are as they were written."""
+def check_files(path: Path, manifest: Mapping[str, Any], rank: int = 0, n_ranks: int = 1) -> None:
+    """Raise unless all files of a version are as they were written. Ranks check tensors in turn."""
+    n_tensors = 0
     for name, checksums in manifest["files"].items():
         if name == OPTIMIZERS:
             if zlib.crc32(_read(path / name)) != checksums:
                 raise damaged(path / name, ValueError("its checksum is wrong"))
-        else:
+        elif n_ranks == 1 or not isinstance(checksums, dict):
             check_tensors(path / name, checksums)
+        else:
+            mine = {
+                key: value
+                for number, (key, value) in enumerate(checksums.items(), start=n_tensors)
+                if key == "" or number % n_ranks == rank
+            }
+            check_tensors(path / name, mine)
+            n_tensors += len(checksums)
 
 
 def read_json(file: Path) -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -37,7 +36,7 @@ from flatbed.checkpoint.state import (
     unpack,
     unpacked_state,
 )
-from flatbed.distributed.ranks import world_size
+from flatbed.distributed.ranks import Lockstep, Ranks, rank, world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
 from flatbed.tables.storage.disk import ReadOnlyStorage
@@ -66,35 +65,53 @@ def load_checkpoint(
     What is not passed is left out: without optimizers, tables are loaded without their state. With
     optimizers, a warning names a scheduler or scaler that is left out.
     `folder` may be a version in the folder that ``keep=`` has kept. With torch.distributed, all ranks call
-    this.
+    this, and all raise if one of them cannot load. Their number may differ from that at the save: each rank
+    reads the rows that it holds of tables with ``shard="row"``.
     """
-    folder, training = as_folder(folder), Training.of(model, optimizer, scheduler, scaler)
-    with reading(folder) as (path, token), ExitStack() as undo:
+    folder, training, ranks = as_folder(folder), Training.of(model, optimizer, scheduler, scaler), Ranks()
+    ranks.meet("flatbed.load_checkpoint")
+    with Lockstep(ranks, "loading a checkpoint") as lockstep, ExitStack() as undo:
+        path, token = _enter_version(folder, lockstep, undo)
         manifest = read_manifest(path, token)
-        check_files(path, manifest)
+        check_files(path, manifest, rank(), world_size())
         values = _model_values(path, manifest, training.model)
         states = _optimizer_states(path, manifest, training.optimizers)
         others = _other_states(path, manifest, training)
         random = _random_state(path, manifest) if rng else None
         names = _same_names(path, "tables", manifest["tables"], training.tables)
         finishes = [
-            (f"table {name}", _begin_table(path, name, training, file=file, token=token, undo=undo))
-            for name, file in ((name, manifest["tables"][name]) for name in names)
+            (f"table {name}", _begin_table(path, name, training, manifest=manifest, undo=undo))
+            for name in names
         ]
         _warn_of_other_classes(path, training.optimizers)
+        lockstep.meet()
         with _put_back_after_errors(training):
             parts: list[tuple[str, Finish]] = [
                 ("an optimizer", partial(load_all, training.optimizers, states)),
                 (f"model {type(model).__name__}", partial(model.load_state_dict, values, strict=False)),
                 *others,
-                *finishes,  # last: rows are not copied
             ]
-            for what, finish in parts:
-                with _naming(what, path):
-                    finish()
-            if random is not None:
-                set_rng_state(random)
+            _finish_all(parts, path)
+            lockstep.meet()
+            _finish_all(finishes, path)  # last: rows are not copied
+            lockstep.meet()
+        if random is not None:
+            set_rng_state(random)
     return dict(manifest["extra"])
+
+
+def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[Path, str]:
+    """Return the version to read and its token, the same on all ranks, and keep it until `undo` closes."""
+    ranks, first = lockstep.ranks, ""
+    if ranks.first:
+        path, token = undo.enter_context(reading(folder))
+        first = path.name
+    lockstep.meet()
+    name = ranks.of_first(first)
+    if not ranks.first:
+        is_version = folder.name == name  # also the first rank was given one
+        path, token = undo.enter_context(reading(folder if is_version else folder / name))
+    return path, token
 
 
 @contextmanager
@@ -144,6 +161,12 @@ def _put_back(model: nn.Module, before: Mapping[str, Any]) -> None:
         elif isinstance(value, Tensor) and isinstance(old, Tensor) and value.shape == old.shape:
             with torch.no_grad():
                 value.copy_(old)
+
+
+def _finish_all(parts: Sequence[tuple[str, Finish]], path: Path) -> None:
+    for what, finish in parts:
+        with _naming(what, path):
+            finish()
 
 
 @contextmanager
@@ -289,7 +312,7 @@ def _random_state(path: Path, manifest: Mapping[str, Any]) -> Any:
                 f"{path} holds the random states of {len(saved)} ranks; found {world_size()}: save with "
                 "rng=True, on as many ranks, or load without it"
             )
-        state = unpack(saved[dist.get_rank() if world_size() > 1 else 0], tensors)
+        state = unpack(saved[rank()], tensors)
         check_rng_state(state)
     return state
 
@@ -307,10 +330,10 @@ def _reading_state(path: Path) -> Iterator[dict[str, Tensor]]:
 
 
 def _begin_table(
-    path: Path, name: str, training: Training, *, file: Any, token: str, undo: ExitStack
+    path: Path, name: str, training: Training, *, manifest: Mapping[str, Any], undo: ExitStack
 ) -> Finish:
     """Check that a table fits, do what can fail, and return the function that does the rest."""
-    table = training.tables[name]
+    table, file, token = training.tables[name], manifest["tables"][name], manifest["token"]
     if file is not None:
         found = saving.inspect(path / file)
         with_state = bool(training.optimizers)
@@ -321,7 +344,14 @@ def _begin_table(
             f"the rows of {name} are not in {path}, but in the table's own file: build it with "
             f'storage="disk" and that path, or save with copy_disk_tables=True'
         )
-    config, is_same = table._storage.config, table._storage.has_token(token)
+    config, n_ranks = table._storage.config, manifest["shards"].get(name, 1)
+    if config.n_shards != n_ranks:
+        raise FlatbedError(
+            f"the rows of {name} are in the table's own files, of {n_ranks} ranks, and not in {path}; there "
+            f"are {config.n_shards} ranks: load on {n_ranks} and save with copy_disk_tables=True, for any "
+            "number"
+        )
+    is_same = table._storage.has_token(token)
     if config.read_only:
         if not is_same:
             raise FlatbedError(

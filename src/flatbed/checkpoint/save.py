@@ -7,8 +7,8 @@ import math
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from flatbed.checkpoint import folder as folders
 from flatbed.checkpoint.folder import CURRENT, MANIFEST, OPTIMIZERS
 from flatbed.checkpoint.state import Packer, dense_state, optimizer_parts, packed_state, rng_state
-from flatbed.distributed.ranks import Ranks, world_size
+from flatbed.distributed.ranks import Lockstep, Ranks, world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
 from flatbed.tables.embedding import named_tables
@@ -100,7 +100,8 @@ def save_checkpoint(
     last `keep` versions stay in the folder. A table on disk keeps its rows in its own file, which then holds
     the checkpoint of this folder and no older one; ``copy_disk_tables=True`` writes them to the folder, like
     those of other tables. Saves of several processes to one folder wait for each other. With
-    torch.distributed, all ranks call this, and the first one writes, to a folder that all of them see.
+    torch.distributed, all ranks call this, with a folder that all of them see. The first one writes, except
+    for tables with ``shard="row"``: all ranks write those together, in files that any number of ranks loads.
     """
     folder, ranks = folders.as_folder(folder), Ranks()
     training = Training.of(model, optimizer, scheduler, scaler)
@@ -124,23 +125,36 @@ def save_checkpoint(
         for path in version:
             shutil.rmtree(path, ignore_errors=True)
 
-    with ExitStack() as held:
+    with ExitStack() as held, Lockstep(ranks, "saving a checkpoint", undo) as lockstep:
         held.callback(_release, prepared)
-        with _on_all_ranks(ranks, undo):
-            if ranks.first:
-                held.enter_context(folders.saving(folder))
-                version.append(folders.make_version(folder, token))
-                _write(version[0], training, token, in_place=in_place, others=others)
-            for table in in_place:
-                storage = table._storage.disk_storage()
-                prepared.append(storage)
-                table._storage.prepare_checkpoint(decision=folder / CURRENT, token=token)
-        with _on_all_ranks(ranks, undo):
-            if ranks.first:
-                kept = _write_current(folder, version[0].name, token, keep=keep)
-        with _on_all_ranks(ranks, lambda: None):
-            for storage in prepared:
-                storage.commit()
+        manifest: dict[str, Any] = {}
+        if ranks.first:
+            held.enter_context(folders.saving(folder))
+            version.append(folders.make_version(folder, token))
+            manifest = _write_alone(version[0], training, token, in_place=in_place, others=others)
+        lockstep.meet()
+        name = ranks.of_first(version[0].name if version else None)
+        checksums = {
+            file: saving.write_together(table, folder / name / file, lockstep)
+            for table, file in _files(training, in_place).values()
+            if file is not None and table._shards is not None
+        }
+        if ranks.first:
+            manifest["files"] |= checksums
+            write_text(version[0] / MANIFEST, folders.write_checksum(manifest))
+            sync_folder(folder)
+        for table in in_place:
+            storage = table._storage.disk_storage()
+            prepared.append(storage)
+            table._storage.prepare_checkpoint(decision=folder / CURRENT, token=token)
+        lockstep.meet()
+        if ranks.first:
+            kept = _write_current(folder, name, token, keep=keep)
+        lockstep.meet()
+        version.clear()  # nothing to undo
+        for storage in prepared:
+            storage.commit()
+        lockstep.meet()
         if ranks.first:
             folders.remove_others(folder, kept)
 
@@ -160,21 +174,6 @@ def _warn_of_left_out_optimizers(training: Training) -> None:
 def _release(prepared: Iterable[DiskStorage]) -> None:
     for storage in prepared:
         storage.release()
-
-
-@contextmanager
-def _on_all_ranks(ranks: Ranks, undo: Callable[[], None]) -> Iterator[None]:
-    """Let all ranks succeed, or all of them undo and raise."""
-    failure: BaseException | None = None
-    try:
-        yield
-    except BaseException as error:
-        failure = error
-    try:
-        ranks.agree(failure, "saving a checkpoint")
-    except BaseException:
-        undo()
-        raise
 
 
 def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -224,10 +223,18 @@ def _check_replicas(tables: Sequence[Table]) -> None:
         )
 
 
-def _write(
+def _files(training: Training, in_place: Sequence[Table]) -> dict[str, tuple[Table, str | None]]:
+    """Return the file of each table in a version's folder; None for tables whose rows stay in their own."""
+    return {
+        key: (table, None if any(table is one for one in in_place) else f"table-{number}.safetensors")
+        for number, (key, table) in enumerate(training.tables.items())
+    }
+
+
+def _write_alone(
     path: Path, training: Training, token: str, *, in_place: Sequence[Table], others: Mapping[str, Any]
-) -> None:
-    """Write all files of a version."""
+) -> dict[str, Any]:
+    """Write what the first rank writes alone, and return the list of contents."""
     files: dict[str, Any] = {}
     packer = Packer(tied=True)
     model = {name: packer.pack(value, name) for name, value in dense_state(training.model).items()}
@@ -243,12 +250,10 @@ def _write(
     text = json.dumps(optimizers)
     write_text(path / OPTIMIZERS, text)
     files[OPTIMIZERS] = zlib.crc32(text.encode())
-    tables: dict[str, str | None] = {}
-    for number, (key, table) in enumerate(training.tables.items()):
-        tables[key] = None
-        if not any(table is one for one in in_place):
-            tables[key] = name = f"table-{number}.safetensors"
-            files[name] = saving.save(table, path / name)
+    tables = _files(training, in_place)
+    for table, file in tables.values():
+        if file is not None and table._shards is None:
+            files[file] = saving.write(table, path / file)
     packer = Packer()
     schedulers = [packed_state(s, packer, f"scheduler {n}") for n, s in enumerate(training.schedulers)]
     scaler = None if training.scaler is None else packed_state(training.scaler, packer, "scaler")
@@ -256,21 +261,25 @@ def _write(
     if packer.tensors:
         name = "state.safetensors"
         files[name] = write_tensors(path / name, packer.tensors, {"format": "pt"})
-    manifest = {
+    shards = {
+        key: table._shards.n_ranks
+        for key, (table, file) in tables.items()
+        if file is None and table._shards is not None
+    }
+    return {
         "format": folders.FORMAT,
         "version": folders.FORMAT_VERSION,
         "token": token,
         "model": model,
         "n_optimizers": len(training.optimizers),
-        "tables": tables,
+        "tables": {key: file for key, (_, file) in tables.items()},
+        **({"shards": shards} if shards else {}),  # tables that ranks divide, in a file of each rank
         "schedulers": schedulers,
         "scaler": scaler,
         "rng": rng,
         "extra": others["extra"],
         "files": files,
     }
-    write_text(path / MANIFEST, folders.write_checksum(manifest))
-    sync_folder(path.parent)
 
 
 def _write_current(folder: Path, version: str, token: str, *, keep: int) -> list[str]:

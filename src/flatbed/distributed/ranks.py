@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import torch
@@ -20,6 +22,11 @@ _meetings = count()
 def world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
     return int(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the number of this rank; 0 without a process group."""
+    return int(dist.get_rank()) if world_size() > 1 else 0
 
 
 def communication_device(device: torch.device) -> torch.device:
@@ -51,11 +58,30 @@ def any_rank(flag: Tensor) -> Tensor:
     return found.to(flag.device)
 
 
+class LostRankError(FlatbedError):
+    """A rank has ended or does not answer, so that no further collective can succeed."""
+
+
+@contextmanager
+def communicating(doing: str) -> Iterator[None]:
+    """Turn errors of collectives into a `LostRankError`."""
+    try:
+        yield
+    except FlatbedError:
+        raise
+    except RuntimeError as error:
+        raise LostRankError(
+            f"{doing} failed since another rank has ended or does not answer ({error}): see its error, and "
+            "start the run again"
+        ) from error
+
+
 class Ranks:
     """All ranks of the default process group, for work that all of them complete, or none."""
 
-    def __init__(self) -> None:
-        self.many = world_size() > 1
+    def __init__(self, *, alone: bool = False) -> None:
+        """With `alone`, this rank works without the others."""
+        self.many = world_size() > 1 and not alone
         self.first = not self.many or dist.get_rank() == 0
         only_gpus = self.many and "gloo" not in str(dist.get_backend())
         self._device = torch.device("cuda" if only_gpus else "cpu")
@@ -84,12 +110,62 @@ class Ranks:
             dist.broadcast(drawn, 0)
         return bytes(drawn.tolist()).hex()
 
+    def of_first(self, value: str | None) -> str:
+        """Return the string that the first rank gives."""
+        held = [value]
+        if self.many:
+            with communicating("sending a name"):
+                dist.broadcast_object_list(held, src=0, device=self._device)
+        return str(held[0])
+
     def agree(self, failure: BaseException | None, doing: str) -> None:
         """Raise on all ranks if one of them has failed. Waits for the last rank."""
-        if self.many and failure is None:
-            if bool(any_rank(torch.zeros(1, device=self._device))):
-                raise FlatbedError(f"{doing} failed on another rank: see its error")
-        elif failure is not None:
-            if self.many:
-                any_rank(torch.ones(1, device=self._device))
+        has_failed = failure is not None
+        if self.many and not isinstance(failure, LostRankError):
+            try:
+                with communicating(doing):
+                    has_failed = bool(any_rank(torch.full((1,), float(has_failed), device=self._device)))
+            except LostRankError:
+                if failure is None:
+                    raise
+        if failure is not None:
             raise failure
+        if has_failed:
+            raise FlatbedError(f"{doing} failed on another rank: see its error")
+
+
+class Lockstep:
+    """A `with` block of several steps on all ranks, which an error on one of them ends on all.
+
+    All ranks call `meet` equally often: before every collective, and where none may go on without the others.
+    A rank that fails answers the next `meet` of the others when it leaves the block, so that they raise.
+    `undo` runs on every rank if the block raises.
+    """
+
+    def __init__(self, ranks: Ranks, doing: str, undo: Callable[[], None] = lambda: None) -> None:
+        self.ranks, self.doing = ranks, doing
+        self._undo = undo
+        self._is_over = False
+
+    def __enter__(self) -> Lockstep:
+        return self
+
+    def meet(self) -> None:
+        """Wait for all ranks; raise if one of them has failed since the last call."""
+        try:
+            self.ranks.agree(None, self.doing)
+        except BaseException:
+            self._is_over = True
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if not self._is_over:
+                self._is_over = True
+                self.ranks.agree(error, self.doing)
+        except BaseException as found:
+            error = found
+            raise
+        finally:
+            if error is not None:
+                self._undo()

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from flatbed.distributed.ranks import Lockstep, Ranks, communicating, world_size
+from flatbed.distributed.row_shards import RowShards
+from flatbed.distributed.row_windows import row_windows, to_row_order
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables import initializers as initial
 from flatbed.tables.config import Config
 from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
+from flatbed.tables.shared_file import writing_together
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import is_disk_table
-from flatbed.tables.tensor_file import RESERVED, TensorEntry, entries_of, opened, writing
+from flatbed.tables.tensor_file import RESERVED, TensorEntry, Writer, entries_of, opened, writing
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
@@ -32,6 +36,8 @@ OTHER_KINDS = [
     (b"PK\x03\x04", "torch.save", "torch.load(path)"),
 ]
 """First bytes of files that are no tables, their kind, and how to read them."""
+SEGMENT_BYTES = 1 << 24
+"""Bytes of records that a rank exchanges at a time: it holds them as read, received, in order and copied."""
 DAMAGE = (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
 
 
@@ -66,22 +72,77 @@ class TableFile:
 # ---- writing
 
 
-def save(table: Table, path: Path) -> dict[str, int]:
+def save(table: Table, path: Path) -> None:
     """Write a table's weights ("weight", (rows, dim)), state by name, and numbers of state (0-dim).
 
-    Returns the file's checksums.
+    If ranks divide the rows, all of them call this. They write one file, whose bytes do not depend on their
+    number.
     """
+    with together(table, f"saving {path.name}") as lockstep:
+        if table._shards is None:
+            write(table, path)
+        else:
+            write_together(table, path, lockstep)
+
+
+@contextmanager
+def together(table: Table, doing: str) -> Iterator[Lockstep]:
+    """Do something on all ranks if they divide the rows of a table, and otherwise on this one."""
+    ranks = Ranks(alone=table._shards is None)
+    ranks.meet(doing)
+    with Lockstep(ranks, doing) as lockstep:
+        yield lockstep
+
+
+def write(table: Table, path: Path) -> dict[str, int]:
+    """Write the file of a table that this rank holds, and return its checksums."""
+    entries, metadata, scalars = _contents(table)
+    with writing(path, entries, metadata) as writer:
+        for key, value in scalars.items():
+            writer.write(key, 0, value)
+        _write_rows(table, writer, _rows_in_order(table), path)
+    return writer.checksums
+
+
+def write_together(table: Table, path: Path, lockstep: Lockstep) -> dict[str, int]:
+    """Write the file of a table whose rows ranks divide, and return its checksums on the first rank."""
+    assert table._shards is not None
+    shards, group = table._shards, table._shards.channel.group
+    check_group(shards)
+    entries, metadata, scalars = _contents(table)
+    with writing_together(path, entries, metadata, group=group, lockstep=lockstep) as (writer, meet):
+        for key, value in scalars.items() if shards.rank == 0 else ():
+            writer.write(key, 0, value)
+        _write_rows(table, writer, _segments_in_order(table, shards, meet), path)
+    return writer.checksums
+
+
+def check_group(shards: RowShards) -> None:
+    """Raise unless the rows are divided among all ranks of the default process group."""
+    n_ranks = world_size()
+    if shards.channel.ranks != list(range(n_ranks)):
+        raise FlatbedError(
+            f"the rows of the table are divided among the ranks {shards.channel.ranks} of {n_ranks}, and a "
+            "file is written by all of them: build the table without process_group and mesh"
+        )
+
+
+def _contents(table: Table) -> tuple[list[TensorEntry], dict[str, str], dict[str, Tensor]]:
+    """Return the tensors of a table's file, its metadata, and the values of its 0-dim tensors."""
     table._deferred_checks.check_graphs()
     store = table._storage
-    storage, record, config = store.ensure_layout(), store.record, store.config
+    store.ensure_layout()
+    store.flush()
+    n_rows, record = table.num_embeddings, store.record
+    config = replace(store.config, n_rows=n_rows, shard_rank=0, n_shards=1)
     scalars = {name: scalar_tensor(value) for name, value in table.scalars().items()}
     taken = {RESERVED, *(field.name for field in record.fields)}
     keys = {name: f"scalar.{name}" if name in taken else name for name in scalars}
-    entries = [TensorEntry(field.name, field.dtype, (config.n_rows, field.count)) for field in record.fields]
+    entries = [TensorEntry(field.name, field.dtype, (n_rows, field.count)) for field in record.fields]
     entries += [TensorEntry(keys[name], value.dtype, ()) for name, value in scalars.items()]
     about = {
         **config.describe(),
-        "num_embeddings": config.n_rows,
+        "num_embeddings": n_rows,
         "embedding_dim": config.dim,
         "dtype": NAMES[config.dtype],
     }
@@ -92,17 +153,39 @@ def save(table: Table, path: Path) -> dict[str, int]:
         "fields": json.dumps(record.describe()),
         "scalars": json.dumps(keys),
     }
-    with writing(path, entries, metadata) as writer:
-        for name, value in scalars.items():
-            writer.write(keys[name], 0, value)
-        store.flush()
-        with progress(f"saving {path.name}", config.n_rows, "rows") as advance:
-            for first, last in row_blocks(0, config.n_rows, record.nbytes):
-                records = storage.read(first, last).cpu()
-                for field in record.fields:
-                    writer.write(field.name, first * field.nbytes, record.view(records, field.name))
-                advance(last - first)
-    return writer.checksums
+    return entries, metadata, {keys[name]: value for name, value in scalars.items()}
+
+
+def _write_rows(
+    table: Table, writer: Writer, blocks: Iterable[tuple[range, Tensor, int]], path: Path
+) -> None:
+    """Write blocks of (rows, records, number of rows that all ranks have written with it)."""
+    record = table._storage.record
+    with progress(f"saving {path.name}", table.num_embeddings, "rows") as advance:
+        for rows, records, n_done in blocks:
+            for field in record.fields:
+                writer.write(field.name, rows.start * field.nbytes, record.view(records, field.name))
+            advance(n_done)
+
+
+def _rows_in_order(table: Table) -> Iterator[tuple[range, Tensor, int]]:
+    storage, nbytes = table._storage.ensure_layout(), table._storage.record.nbytes
+    for first, last in row_blocks(0, table.num_embeddings, nbytes):
+        yield range(first, last), storage.read(first, last).cpu(), last - first
+
+
+def _segments_in_order(
+    table: Table, shards: RowShards, meet: Callable[[], None]
+) -> Iterator[tuple[range, Tensor, int]]:
+    """Yield this rank's segment of each window of rows; `meet` waits for the other ranks."""
+    storage, nbytes = table._storage.ensure_layout(), table._storage.record.nbytes
+    for window in row_windows(shards.n_rows, shards.n_ranks, max(1, SEGMENT_BYTES // nbytes)):
+        local = window.local_rows(shards.rank)
+        records = storage.read(local.start, local.stop).cpu()
+        meet()
+        with communicating("saving a table"):
+            records = to_row_order(records, window, shards.channel.group)
+        yield window.segment(shards.rank), records, len(window.rows)
 
 
 def scalar_tensor(value: float) -> Tensor:
@@ -121,11 +204,15 @@ def load(table: Table, path: Path) -> None:
     """Read a file into a table of any storage; nothing changes if it does not fit.
 
     Weights and state are converted if their dtypes differ. A file without state, such as one of torch
-    with nothing but "weight", leaves the table's state as it is.
+    with nothing but "weight", leaves the table's state as it is. If ranks divide the rows, all of them call
+    this, and each one reads its own.
     """
-    found = inspect(path)
-    check_fit(table, found)
-    read_into(table, found)
+    with ExitStack() as undo, together(table, f"loading {path.name}") as lockstep:
+        found = inspect(path)
+        check_fit(table, found)
+        finish = begin_read(table, found, undo=undo)
+        lockstep.meet()
+        finish()
 
 
 def read_into(table: Table, found: TableFile) -> None:
@@ -174,8 +261,8 @@ def _refuse_other_kinds(path: Path) -> None:
     """Raise for what users take for a table's file: folders, and files of numpy and torch."""
     if path.is_dir():
         raise FlatbedError(
-            f"{path} is a folder, and not a table's file: flatbed.load_checkpoint(folder, model) loads a "
-            "checkpoint"
+            f"{path} is a folder, and not a table's file: flatbed.load_checkpoint(folder, model) and "
+            "flatbed.load_table(folder, name=...) load checkpoints"
         )
     if not path.is_file():  # opening a pipe would wait for its writer
         return
@@ -205,18 +292,18 @@ def _weights_of_torch(path: Path, found: Mapping[str, TensorEntry], n_tensors: i
 
 def check_fit(table: Table, found: TableFile, *, with_state: bool = True) -> None:
     """Raise unless a file can be read into a table."""
-    config, (n_rows, dim) = table._storage.config, (found.n_rows, found.record.weight.count)
-    if (n_rows, dim) != (config.n_rows, config.dim):
+    ours, theirs = (table.num_embeddings, table.embedding_dim), (found.n_rows, found.record.weight.count)
+    if ours != theirs:
         raise FlatbedError(
-            f"{found.path} holds a table of {n_rows} × {dim}, and this one is of "
-            f"{config.n_rows} × {config.dim}: make one of the file's size (flatbed.load_table does)"
+            f"{found.path} holds a table of {theirs[0]} × {theirs[1]}, and this one is of "
+            f"{ours[0]} × {ours[1]}: make one of the file's size (flatbed.load_table does)"
         )
-    ours = _counts(table._storage.record.state, table.scalars())
-    theirs = _counts(found.record.state, found.scalars)
-    if with_state and table._owner is not None and theirs and ours != theirs:
+    kept = _counts(table._storage.record.state, table.scalars())
+    held = _counts(found.record.state, found.scalars)
+    if with_state and table._owner is not None and held and kept != held:
         raise FlatbedError(
-            f"{found.path} holds the optimizer state {_listed(theirs)}, and {type(table._owner).__name__} "
-            f"keeps {_listed(ours)}: build the optimizer that the table was trained with, or load the file "
+            f"{found.path} holds the optimizer state {_listed(held)}, and {type(table._owner).__name__} "
+            f"keeps {_listed(kept)}: build the optimizer that the table was trained with, or load the file "
             f"before an optimizer has the table, and call table.drop_state()"
         )
 
@@ -249,9 +336,12 @@ def begin_read(
     if not state:
         parts = {WEIGHT: parts[WEIGHT]}
 
+    rank, n_ranks = store.config.shard_rank, store.config.n_shards
+
     def fill(start: int, stop: int, records: Tensor) -> None:
-        for name, rows in parts.items():
-            record.view(records, name).copy_(rows[start:stop])
+        first, last = start * n_ranks + rank, (stop - 1) * n_ranks + rank + 1
+        for name, rows in parts.items():  # a slice refers to the mapped file, without a copy
+            record.view(records, name).copy_(rows[first:last][::n_ranks])
 
     replace = store.begin_replace(
         record, fill, fields=parts, scalars=scalars, doing=f"loading {found.path.name}", undo=undo

@@ -14,7 +14,6 @@ import shutil
 import stat
 import struct
 import sys
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,17 +24,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
+from flatbed.tables.checksum import Checksum, Checksums, SharedChecksums
 
 BLOCK_BYTES = 1 << 26
 SYNC_BYTES = 1 << 28  # written between syncs, so that a long save answers Control-C
 MANY_BYTES = 1 << 20  # from which a thread for the checksum pays off
-SUM_BYTES = 4096  # under one sum of a checksum: part of the format of checkpoints
 RESERVED = "__metadata__"  # key of the header that is no tensor
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -73,62 +71,31 @@ class TensorEntry:
         return self.dtype.itemsize * prod(self.shape)
 
 
-class Checksum:
-    """CRC-32 of the sums of pages, of bytes given in order: 14 GB/s on a core, where zlib.crc32 does 0.9.
-
-    It finds any changed bit or word, and pages that are zero, stale or in another place.
-    """
-
-    def __init__(self) -> None:
-        self._crc = 0
-        self._rest = b""
-
-    def update(self, data: memoryview) -> None:
-        """Add bytes."""
-        if self._rest:
-            n_missing = SUM_BYTES - len(self._rest)
-            self._rest, data = self._rest + bytes(data[:n_missing]), data[n_missing:]
-            if len(self._rest) < SUM_BYTES:
-                return
-            self._add(memoryview(self._rest))
-        n_whole = len(data) // SUM_BYTES * SUM_BYTES
-        self._add(data[:n_whole])
-        self._rest = bytes(data[n_whole:])
-
-    def _add(self, pages: memoryview) -> None:
-        words = np.frombuffer(pages, np.uint64).reshape(-1, SUM_BYTES // 8)
-        self._crc = zlib.crc32(words.sum(1).data, self._crc)
-
-    @property
-    def value(self) -> int:
-        """Return the checksum of all bytes so far."""
-        return zlib.crc32(self._rest, self._crc)
-
-
 class Writer:
-    """A file that is being written: every entry in full, its parts in order."""
+    """A file that is being written: every entry in full, its parts in order, here or by other ranks."""
 
     def __init__(
-        self, descriptor: int, header: bytes, starts: Mapping[str, int], pool: ThreadPoolExecutor
+        self,
+        descriptor: int,
+        starts: Mapping[str, int],
+        pool: ThreadPoolExecutor,
+        sums: Checksums | SharedChecksums,
     ) -> None:
         self._descriptor = descriptor
-        self._pool = pool
         self._starts = starts
-        self._checksums = {name: Checksum() for name in ("", *starts)}  # "" is the header
-        self._checksums[""].update(memoryview(header))
+        self._pool = pool
+        self._sums = sums
         self._n_unsynced = 0
-        write_at(descriptor, 0, memoryview(header))
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
         """Write a part of a tensor, on any device, from a byte of it on."""
         data = values.detach().contiguous().reshape(-1).cpu().view(torch.uint8).numpy().data
-        update, at = self._checksums[name].update, self._starts[name] + offset
         if len(data) < MANY_BYTES:
-            update(data)
-            write_at(self._descriptor, at, data)
+            self._sums.add(name, offset, data)
+            write_at(self._descriptor, self._starts[name] + offset, data)
         else:
-            adding = self._pool.submit(update, data)
-            write_at(self._descriptor, at, data)
+            adding = self._pool.submit(self._sums.add, name, offset, data)
+            write_at(self._descriptor, self._starts[name] + offset, data)
             adding.result()
         self._n_unsynced += len(data)
         if self._n_unsynced >= SYNC_BYTES:
@@ -138,35 +105,54 @@ class Writer:
     @property
     def checksums(self) -> dict[str, int]:
         """Return the checksums of the header ("") and of all tensors, for `check_tensors`."""
-        return {name: checksum.value for name, checksum in self._checksums.items()}
+        return self._sums.values
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """The header of a file, and where its tensors are."""
+
+    header: bytes
+    starts: dict[str, int]
+    nbytes: int
+
+    @staticmethod
+    def of(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> FileLayout:
+        """Lay out tensors one after the other."""
+        if sys.byteorder != "little":
+            raise FlatbedError("safetensors files are little-endian, and this machine is not: save elsewhere")
+        header: dict[str, Any] = {RESERVED: dict(metadata)}
+        end = 0
+        # Wide numbers first, as in the library, so that every tensor is aligned to its element size.
+        for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+            if entry.name == RESERVED:
+                raise FlatbedError(f"a tensor named '{RESERVED}' cannot be saved: rename it")
+            if entry.dtype not in KINDS:
+                raise FlatbedError(f"'{entry.name}' is of {entry.dtype}, which safetensors cannot hold")
+            offsets = [end, end + entry.nbytes]
+            header[entry.name] = {
+                "dtype": KINDS[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": offsets,
+            }
+            end += entry.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        first = 8 + len(text)
+        starts = {entry.name: first + header[entry.name]["data_offsets"][0] for entry in entries}
+        return FileLayout(struct.pack("<Q", len(text)) + text, starts, first + end)
 
 
 @contextmanager
 def writing(path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> Iterator[Writer]:
     """Write a safetensors file. Its name appears when it is complete and durable."""
-    if sys.byteorder != "little":
-        raise FlatbedError("safetensors files are little-endian, and this machine is not: save elsewhere")
-    header: dict[str, Any] = {RESERVED: dict(metadata)}
-    end = 0
-    # Wide numbers first, as in the library, so that every tensor is aligned to its element size.
-    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
-        if entry.name == RESERVED:
-            raise FlatbedError(f"a tensor named '{RESERVED}' cannot be saved: rename it")
-        if entry.dtype not in KINDS:
-            raise FlatbedError(f"'{entry.name}' is of {entry.dtype}, which safetensors cannot hold")
-        offsets = [end, end + entry.nbytes]
-        header[entry.name] = {
-            "dtype": KINDS[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": offsets,
-        }
-        end += entry.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    first = 8 + len(text)
-    starts = {entry.name: first + header[entry.name]["data_offsets"][0] for entry in entries}
-    with replacing(path, first + end) as descriptor, ThreadPoolExecutor(1) as pool:
-        yield Writer(descriptor, struct.pack("<Q", len(text)) + text, starts, pool)
+    layout = FileLayout.of(entries, metadata)
+    sums = Checksums(("", *layout.starts))  # "" is the header
+    with replacing(path, layout.nbytes) as descriptor, ThreadPoolExecutor(1) as pool:
+        header = memoryview(layout.header)
+        sums.add("", 0, header)
+        write_at(descriptor, 0, header)
+        yield Writer(descriptor, layout.starts, pool, sums)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, int]:
@@ -293,34 +279,50 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 @contextmanager
-def replacing(path: Path, nbytes: int) -> Iterator[int]:
-    """Yield a descriptor for `nbytes` bytes of a temporary file, which is renamed to `path` at the end."""
+def replacing(path: Path, nbytes: int, word: str | None = None) -> Iterator[int]:
+    """Yield a descriptor for `nbytes` bytes of a temporary file, which is renamed to `path` at the end.
+
+    Its name is `draft_of(path, word)`, with a random word by default.
+    """
     folder = path.parent
     if not folder.is_dir():
         raise FlatbedError(f"there is no folder {folder} to write {path.name} to: make it first")
     _remove_leftovers(path)
     if nbytes > shutil.disk_usage(folder).free:
         raise _no_space(path, nbytes)
-    draft = folder / f".{path.name}.{secrets.token_hex(4)}.part"
-    try:
-        descriptor = _make(draft)
+    draft = draft_of(path, secrets.token_hex(4) if word is None else word)
+    with file_errors(path, nbytes):
         try:
-            with suppress(FileNotFoundError):
-                os.chmod(draft, stat.S_IMODE(path.stat().st_mode))
-            yield descriptor
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(draft, path)
-    except BaseException as error:
-        with suppress(OSError):
-            draft.unlink()
-        if not isinstance(error, OSError):
+            descriptor = _make(draft)
+            try:
+                with suppress(FileNotFoundError):
+                    os.chmod(draft, stat.S_IMODE(path.stat().st_mode))
+                yield descriptor
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(draft, path)
+        except BaseException:
+            with suppress(OSError):
+                draft.unlink()
             raise
+    sync_folder(folder)
+
+
+@contextmanager
+def file_errors(path: Path, nbytes: int) -> Iterator[None]:
+    """Turn errors of the system while a file is written into a `FlatbedError`."""
+    try:
+        yield
+    except OSError as error:
         if error.errno in FULL:
             raise _no_space(path, nbytes) from error
         raise FlatbedError(f"writing {path} failed: {error.strerror or error}") from error
-    sync_folder(folder)
+
+
+def draft_of(path: Path, word: str) -> Path:
+    """Return the temporary name of a file that is being written; `word` has eight letters."""
+    return path.with_name(f".{path.name}.{word}.part")
 
 
 def write_text(path: Path, text: str) -> None:

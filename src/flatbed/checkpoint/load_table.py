@@ -1,42 +1,51 @@
-"""Making tables from files."""
+"""Making tables from their files, and from folders of checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flatbed.checkpoint.folder import CURRENT, MANIFEST, read_manifest, reading
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import Config
-from flatbed.tables.record import Record
+from flatbed.tables.record import WEIGHT, Record
 from flatbed.tables.saving import TableFile, inspect, read_into
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table import Table, make
-from flatbed.tables.tensor_file import as_path
+from flatbed.tables.tensor_file import as_path, check_tensors
 
 
 def load_table(
     path: str | Path,
     *,
+    name: str | None = None,
     storage: str | None = None,
     to: str | Path | None = None,
     device: Any = None,
     replicate: bool = True,
     read_only: bool = False,
 ) -> Table:
-    """A new table from any table file.
+    """A new table from any table file, or from a folder of `save_checkpoint`.
 
     The file of a table with ``storage="disk"`` is opened in place, as its last checkpoint left it. A file of
     `table.save`, or a safetensors file of torch with a tensor "weight" (rows, dim) alone, is copied into a
     table of any storage, "host" by default; with ``storage="disk"``, `to` names its file. The first optimizer
     that keeps the file's state continues with it.
 
+    In a folder, `name` says which table, "items" or "items.weight" for example; it is needed if there are
+    several. The table is whole, whatever the number of ranks that saved it.
+
     ``read_only=True`` opens the file of a disk table for serving: without lock or write access, in several
     processes at once, also while another process trains it. Its rows are those of the last completed
     checkpoint, and follow later ones.
     """
     path, target = as_path(path).absolute(), None if to is None else as_path(to, "to").absolute()
+    if name is not None and not path.is_dir():
+        raise ValueError(f"name is for folders of flatbed.save_checkpoint, and {path} is none: leave it out")
     if is_disk_table(path):
         if storage not in (None, "disk") or target is not None:
             raise ValueError(
@@ -53,10 +62,36 @@ def load_table(
         raise ValueError(f'`to` names the new file of storage="disk"; found storage={storage!r}, to={to}')
     if target is not None and target.exists():
         raise FlatbedError(f"{target} exists already: load it, choose another path, or delete it first")
-    found = inspect(path)
-    table = make(found.config(storage, target), device, replicate=replicate)
-    read_into(table, found)
+    with _in_checkpoint(path, name) if _is_checkpoint(path) else nullcontext(path) as file:
+        found = inspect(file)
+        table = make(found.config(storage, target), device, replicate=replicate)
+        read_into(table, found)
     return table
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / CURRENT).exists() or (path / MANIFEST).exists()
+
+
+@contextmanager
+def _in_checkpoint(folder: Path, name: str | None) -> Iterator[Path]:
+    """Yield the file of a table in a checkpoint, checked; saves of other processes do not remove it."""
+    with reading(folder) as (version, token):
+        manifest = read_manifest(version, token)
+        tables = manifest["tables"]
+        wanted = [key for key in tables if name in (None, key, key.removesuffix(f".{WEIGHT}"))]
+        if len(wanted) != 1:
+            found = ", ".join(key.removesuffix(f".{WEIGHT}") for key in tables) or "none"
+            raise FlatbedError(f"{version} holds the tables {found}; found name={name!r}: give one of these")
+        file = tables[wanted[0]]
+        if file is None:
+            raise FlatbedError(
+                f"the rows of {wanted[0]} are in the table's own file, and not in {version}: load that file, "
+                "or save with copy_disk_tables=True"
+            )
+        if file in manifest["files"]:
+            check_tensors(version / file, manifest["files"][file])
+        yield version / file
 
 
 def _config_of_disk_table(path: Path, *, read_only: bool) -> Config:

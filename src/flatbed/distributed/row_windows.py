@@ -1,0 +1,62 @@
+"""Rows that are dealt out to ranks in turn, brought into row order window by window.
+
+Row r belongs to rank r % n_ranks, as its local row r // n_ranks. A window is a run of consecutive rows, and
+is divided into one segment per rank. An all-to-all gives each rank the rows of its segment, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def local_rows(rows: range, rank: int, n_ranks: int) -> range:
+    """Return the local numbers of a rank's rows among consecutive rows."""
+    return range(-((rank - rows.start) // n_ranks), -((rank - rows.stop) // n_ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class RowWindow:
+    """Consecutive rows, divided into segments of equal length; the last ones may be shorter or empty."""
+
+    rows: range
+    n_ranks: int
+
+    def segment(self, rank: int) -> range:
+        """Return the rows that a rank has after `to_row_order`."""
+        length = -(-len(self.rows) // self.n_ranks)
+        return self.rows[rank * length : (rank + 1) * length]
+
+    def local_rows(self, rank: int) -> range:
+        """Return the local numbers of the rows that a rank has before."""
+        return local_rows(self.rows, rank, self.n_ranks)
+
+
+def row_windows(n_rows: int, n_ranks: int, segment_rows: int) -> Iterator[RowWindow]:
+    """Divide all rows into windows with segments of `segment_rows`."""
+    step = n_ranks * segment_rows
+    for start in range(0, n_rows, step):
+        yield RowWindow(range(start, min(start + step, n_rows)), n_ranks)
+
+
+def to_row_order(records: Tensor, window: RowWindow, group: Any = None) -> Tensor:
+    """Exchange the records of a rank's local rows in a window for those of its segment.
+
+    `records` is (n, nbytes) on a device of the group. All ranks call this with the same window.
+    """
+    rank, n_ranks = dist.get_rank(group), window.n_ranks
+    segment = window.segment(rank)
+    # Local rows are ascending: those of each segment are consecutive.
+    n_sent = [len(local_rows(window.segment(peer), rank, n_ranks)) for peer in range(n_ranks)]
+    n_received = [len(local_rows(segment, peer, n_ranks)) for peer in range(n_ranks)]
+    received = records.new_empty((len(segment), records.shape[1]))
+    dist.all_to_all_single(received, records.contiguous(), n_received, n_sent, group=group)
+    ordered = torch.empty_like(received)
+    for peer, part in enumerate(received.split(n_received)):
+        ordered[(peer - segment.start) % n_ranks :: n_ranks] = part
+    return ordered

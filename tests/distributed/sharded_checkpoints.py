@@ -1,0 +1,268 @@
+"""Checkpoints of tables whose rows ranks divide: one number of ranks saves, another goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import flatbed
+from flatbed.checkpoint import load as loading
+from flatbed.tables import saving, tensor_file
+from flatbed.tables.storage.disk import DiskStorage
+from tests.distributed.processes import main
+
+ROWS, BAGS = 101, 30
+DIM = 32  # whole vectors of the CPU: bits of other rows depend on how many are updated at once
+STEPS = 2  # between two checkpoints
+
+
+class Towers(nn.Module):
+    """Tables of three storages, dtypes and kinds, and a dense layer."""
+
+    def __init__(self, folder: Path, world: int, *, rows: int = ROWS) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        shard: Any = {"shard": "row"}
+        file: Any = {"storage": "disk", "path": folder / f"users-{world}.bed"}
+        self.items = flatbed.Embedding(rows, DIM, seed=1, padding_idx=5, **shard)
+        self.users = flatbed.Embedding(rows, 2 * DIM, seed=2, dtype=torch.bfloat16, **file, **shard)
+        self.tags = flatbed.EmbeddingBag(BAGS, DIM, seed=3, storage="device", mode="sum", **shard)
+        self.dense = nn.Linear(2, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.items(ids).sin().sum() + self.users(ids).float().sin().sum()
+        return found + self.tags((ids % BAGS).reshape(-1, 4)).sin().sum()
+
+
+def build(folder: Path, world: int) -> tuple[Towers, list[Any]]:
+    model = Towers(folder, world)
+    tables = flatbed.tables(model)
+    kinds = [
+        flatbed.optim.Adam(tables[:2], lr=0.1),
+        flatbed.optim.Adagrad(tables[2:], lr=0.1, initial_accumulator_value=0.5),
+        torch.optim.SGD(model.dense.parameters(), lr=0.1, momentum=0.9),
+    ]
+    return model, kinds
+
+
+def batch(world: int, number: int, rank: int) -> Tensor:
+    draw = torch.Generator().manual_seed(1000 * world + 10 * number + rank)
+    return torch.randint(ROWS, (8,), generator=draw)
+
+
+def train(model: Towers, optimizers: Sequence[Any], *, world: int, ranks: Sequence[int]) -> None:
+    """Make steps with the batches of these ranks, whose mean gradient counts."""
+    for number in range(STEPS):
+        for rank in ranks:
+            model(batch(world, number, rank)).backward()
+        if len(ranks) > 1:  # one process for all ranks
+            for table in flatbed.tables(model):
+                table.grad = table.grad / len(ranks)
+        for param in model.dense.parameters():
+            param.grad = torch.full_like(param, 0.1 * number + world)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def contents(model: Towers) -> dict[str, Tensor]:
+    """All rows, state and step counts. A collective."""
+    found = {name: value.detach().clone() for name, value in model.dense.named_parameters()}
+    for name in ("items", "users", "tags"):
+        table = getattr(model, name).table
+        rows = range(table.num_embeddings)
+        found[name] = table.read_rows(rows)
+        for state in table.state_names:
+            found[f"{name}.{state}"] = table.read_state(state, rows)
+        for scalar, value in table.scalars().items():
+            found[f"{name}.{scalar}"] = torch.tensor(value)
+    return found
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
+    """The name of a tensor that is not the same, bit by bit."""
+    if one.keys() != other.keys():
+        return f"{one.keys() ^ other.keys()}"
+    return next((name for name, value in one.items() if not torch.equal(value, other[name])), None)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    (version,) = folder.glob("v*")
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(version.glob("*.safetensors"))
+    }
+
+
+def world_and_rank() -> tuple[int, int]:
+    return dist.get_world_size(), dist.get_rank()
+
+
+def meeting_place(folder: Path) -> Path:
+    """A folder that one group of ranks has for itself."""
+    place = folder / f"place-{sys._getframe(1).f_code.co_name}-{dist.get_world_size()}"
+    if dist.get_rank() == 0:
+        place.mkdir()
+    dist.barrier()
+    return place
+
+
+# ---- there and back
+
+
+def goes_on_with_other_ranks(folder: Path) -> None:
+    world, rank = world_and_rank()
+    model, optimizers = build(folder, world)
+    if (folder / "run").exists():
+        step = flatbed.load_checkpoint(folder / "run", model, optimizers)["world"]
+        assert difference(contents(model), torch.load(folder / f"{step}.pt")) is None
+    train(model, optimizers, world=world, ranks=[rank])
+    found = contents(model)
+    if rank == 0:
+        torch.save(found, folder / f"{world}.pt")
+    flatbed.save_checkpoint(folder / "run", model, optimizers, extra={"world": world}, copy_disk_tables=True)
+    assert difference(contents(model), found) is None, "a save must not change what it saves"
+
+
+def files_do_not_depend_on_ranks(folder: Path) -> None:
+    world, rank = world_and_rank()
+    with mock.patch.object(saving, "SEGMENT_BYTES", 1 << 12):  # several windows
+        model, optimizers = build(meeting_place(folder), world)
+        place = folder / f"same-{world}"
+        flatbed.save_checkpoint(place, model, optimizers, copy_disk_tables=True)
+        model.items.table.save(place / "items.safetensors")
+        train(model, optimizers, world=world, ranks=[rank])
+        model.items.table.load(place / "items.safetensors")
+        model.items.table.save(place / "again.safetensors")
+        assert (place / "again.safetensors").read_bytes() == (place / "items.safetensors").read_bytes()
+
+
+# ---- disk tables in place
+
+
+def disk_tables_stay_in_their_files(folder: Path) -> None:
+    world, rank = world_and_rank()
+    place = meeting_place(folder)
+    model, optimizers = build(place, world)
+    train(model, optimizers, world=world, ranks=[rank])
+    flatbed.save_checkpoint(place / "run", model, optimizers)
+    saved = contents(model)
+    name = f"users-{world}.bed" + (f".{rank}-of-{world}" if world > 1 else "")
+    size = (place / name).stat().st_size
+    train(model, optimizers, world=world, ranks=[rank])
+    assert 0 < model.users.table._storage.unsaved_rows < ROWS // world, "changed rows alone"
+    flatbed.load_checkpoint(place / "run", model, optimizers)
+    assert difference(contents(model), saved) is None
+    model.users.table.close()
+    model, optimizers = build(place, world)
+    flatbed.load_checkpoint(place / "run", model, optimizers)
+    assert difference(contents(model), saved) is None
+    assert (place / name).stat().st_size == size
+    if world > 1:
+        elsewhere = Towers(folder, 10 * world)
+        with pytest.raises(flatbed.FlatbedError, match=r"own file|another file"):
+            flatbed.load_checkpoint(place / "run", elsewhere)
+    refuse_another_number(folder)
+
+
+def refuse_another_number(folder: Path) -> None:
+    """The rows are in files of other ranks: loading says so."""
+    world, _ = world_and_rank()
+    for other in folder.glob("place-disk_tables_stay_in_their_files-*"):
+        if int(other.name.rpartition("-")[2]) != world:
+            model = Towers(meeting_place(folder), world)
+            with pytest.raises(flatbed.FlatbedError, match=r"ranks.*copy_disk_tables"):
+                flatbed.load_checkpoint(other / "run", model)
+            return
+
+
+# ---- one rank fails
+
+
+def every_rank_raises(what: str, own: str, failing: Any) -> pytest.RaisesExc[Any]:
+    return pytest.raises(
+        flatbed.FlatbedError, match=own if dist.get_rank() == failing else f"{what} failed on"
+    )
+
+
+def a_rank_that_fails_to_save(folder: Path) -> None:
+    world, rank = world_and_rank()
+    place = meeting_place(folder)
+    model, optimizers = build(place, world)
+    flatbed.save_checkpoint(place / "run", model, optimizers, extra={"step": 0}, copy_disk_tables=True)
+    saved = contents(model)
+    train(model, optimizers, world=world, ranks=[rank])
+    trained = contents(model)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for failing in {0, world - 1}:
+        for patched in (
+            mock.patch.object(tensor_file, "write_at", full),
+            mock.patch.object(DiskStorage, "read", full),
+            mock.patch.object(os, "fsync", full),
+        ):
+            with (
+                patched if rank == failing else nullcontext(),
+                every_rank_raises("saving a checkpoint", "free some space|No space", failing),
+            ):
+                flatbed.save_checkpoint(place / "run", model, optimizers, copy_disk_tables=True)
+            dist.barrier()
+            assert len(list((place / "run").glob("v*"))) == 1
+            dist.barrier()
+    assert difference(contents(model), trained) is None
+    assert flatbed.load_checkpoint(place / "run", model, optimizers) == {"step": 0}
+    assert difference(contents(model), saved) is None
+    flatbed.save_checkpoint(place / "run", model, optimizers, extra={"step": 1}, copy_disk_tables=True)
+    assert flatbed.load_checkpoint(place / "run", model, optimizers) == {"step": 1}
+
+
+def a_rank_that_fails_to_load(folder: Path) -> None:
+    world, rank = world_and_rank()
+    place = meeting_place(folder)
+    model, optimizers = build(place, world)
+    flatbed.save_checkpoint(place / "run", model, optimizers, copy_disk_tables=True)
+    train(model, optimizers, world=world, ranks=[rank])
+    trained = contents(model)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise flatbed.FlatbedError("no memory")
+
+    for failing in {0, world - 1}:
+        for patched in (
+            mock.patch.object(saving, "begin_read", fail),
+            mock.patch.object(loading, "load_all", fail),
+            mock.patch.object(DiskStorage, "draft", fail),
+        ):
+            with (
+                patched if rank == failing else nullcontext(),
+                every_rank_raises("loading a checkpoint", "no memory", failing),
+            ):
+                flatbed.load_checkpoint(place / "run", model, optimizers)
+            assert difference(contents(model), trained) is None
+    flatbed.load_checkpoint(place / "run", model, optimizers)
+
+
+SCENARIOS = [
+    *(goes_on_with_other_ranks, files_do_not_depend_on_ranks, disk_tables_stay_in_their_files),
+    *(a_rank_that_fails_to_save, a_rank_that_fails_to_load),
+]
+
+if __name__ == "__main__":
+    import torch._dynamo  # which torch.optim would import in every process
+
+    warnings.simplefilter("ignore")
+    main(SCENARIOS)

@@ -1,0 +1,115 @@
+"""Rows in row order, and a file that all ranks write together."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flatbed
+from flatbed.distributed.ranks import Lockstep, Ranks
+from flatbed.distributed.row_windows import row_windows, to_row_order
+from flatbed.tables import tensor_file
+from flatbed.tables.shared_file import writing_together
+from flatbed.tables.tensor_file import TensorEntry, check_tensors, writing
+from tests.distributed.processes import main
+
+SIZES = [(4, 1), (5, 2), (17, 3), (64, 4), (101, 7), (101, 1000)]  # rows, rows of a segment
+
+
+def windows_give_rows_in_order(_: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for n_rows, segment_rows in SIZES:
+        rows = torch.arange(n_rows * 3).to(torch.uint8).reshape(n_rows, 3)
+        mine, seen = rows[rank::world], []
+        for window in row_windows(n_rows, world, segment_rows):
+            local, segment = window.local_rows(rank), window.segment(rank)
+            found = to_row_order(mine[local.start : local.stop], window)
+            assert torch.equal(found, rows[segment.start : segment.stop]), window
+            seen += segment
+        every: list[list[int]] = [[] for _ in range(world)]
+        dist.all_gather_object(every, seen)
+        assert sorted(row for rows in every for row in rows) == list(range(n_rows))
+
+
+def write_parts(path: Path, weight: torch.Tensor, step_bytes: int, *, fail_at: int = -1) -> dict[str, int]:
+    """Write a tensor in parts that ranks have in turn."""
+    entries = [TensorEntry("weight", weight.dtype, tuple(weight.shape)), TensorEntry("step", torch.int64, ())]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = weight.view(torch.uint8).flatten()
+    with (
+        Lockstep(Ranks(), "saving") as lockstep,
+        writing_together(path, entries, {"format": "pt"}, group=dist.group.WORLD, lockstep=lockstep) as (
+            writer,
+            meet,
+        ),
+    ):
+        if rank == 0:
+            writer.write("step", 0, torch.tensor(7))
+        for number, start in enumerate(range(0, len(data), step_bytes * world)):
+            meet()
+            if number == fail_at and rank == world - 1:
+                raise OSError(28, "No space left on device")
+            at = min(start + rank * step_bytes, len(data))
+            writer.write("weight", at, data[at : at + step_bytes])
+    return writer.checksums
+
+
+def files_are_those_of_one_process(folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n_rows, step_bytes in ((3, 5), (40, 1000), (1000, 4096), (1000, 4099), (3001, 20_000), (3, 10**6)):
+        weight = torch.randn(n_rows, 5, generator=generator)
+        path = folder / f"{dist.get_world_size()}-{n_rows}-{step_bytes}"
+        checksums = write_parts(path, weight, step_bytes)
+        if dist.get_rank() == 0:
+            alone = path.with_suffix(".alone")
+            entries = [TensorEntry("weight", weight.dtype, (n_rows, 5)), TensorEntry("step", torch.int64, ())]
+            with writing(alone, entries, {"format": "pt"}) as writer:
+                writer.write("step", 0, torch.tensor(7))
+                writer.write("weight", 0, weight)
+            assert checksums == writer.checksums
+            assert path.read_bytes() == alone.read_bytes()
+            check_tensors(path, checksums)
+
+
+def a_rank_without_space_ends_the_file_on_all(folder: Path) -> None:
+    place = folder / f"failing-{dist.get_world_size()}"
+    with suppress(FileExistsError):
+        place.mkdir()
+    dist.barrier()
+    for fail_at in (0, 1, 3):
+        own = dist.get_rank() == dist.get_world_size() - 1
+        with pytest.raises(flatbed.FlatbedError, match="free some space" if own else "another rank"):
+            write_parts(place / "table", torch.ones(100, 5), 100, fail_at=fail_at)
+        dist.barrier()  # the first rank has removed its draft
+        assert os.listdir(place) == []
+        dist.barrier()
+    write_parts(place / "table", torch.ones(100, 5), 100)
+    assert os.listdir(place) == ["table"]
+
+
+def every_write_counts(folder: Path) -> None:
+    """The checksums of a rank's bytes find an error of any rank."""
+    path, real = folder / f"wrong-{dist.get_world_size()}", tensor_file.write_at
+
+    def other(descriptor: int, offset: int, data: memoryview) -> None:
+        real(descriptor, offset, memoryview(bytes(data[:-1]) + bytes([data[-1] ^ 1])) if len(data) else data)
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        tensor_file.write_at = other
+    checksums = write_parts(path, torch.ones(1000, 5), 1000)
+    tensor_file.write_at = real
+    if dist.get_rank() == 0:
+        with pytest.raises(flatbed.errors.DamagedFileError, match="weight"):
+            check_tensors(path, checksums)
+
+
+SCENARIOS = [windows_give_rows_in_order, files_are_those_of_one_process]
+SCENARIOS += [a_rank_without_space_ends_the_file_on_all, every_write_counts]
+
+if __name__ == "__main__":
+    main(SCENARIOS)
