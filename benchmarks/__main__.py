@@ -22,7 +22,7 @@ from benchmarks.rows import Row, read_rows, write_rows
 
 BENCHMARKS = (
     *("step", "roofline", "fsdp", "tables", "rows", "cache", "overlap", "topk", "data", "speedtorch"),
-    "word2vec",
+    *("shards", "word2vec"),
 )
 
 
