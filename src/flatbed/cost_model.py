@@ -108,5 +108,6 @@ def assumptions() -> str:
     """Describe the constants."""
     return (
         f"{RANKS_PER_HOST} ranks per host; NVLink {NVLINK // GB}, network {NIC // GB}, bus {BUS // GB} GB/s "
-        f"per rank; host memory {HOST_MEMORY // GB} GB/s per host; kernels {1e3 * FIXED_SECONDS:g} ms"
+        f"per rank; host memory {HOST_MEMORY // GB} GB/s per host; {HEADERS_PER_STEP} headers of "
+        f"{1e6 * HEADER_SECONDS:g} µs per other rank; kernels {1e3 * FIXED_SECONDS:g} ms"
     )
