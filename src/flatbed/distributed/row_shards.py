@@ -60,6 +60,11 @@ def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
             f"rank {dist.get_rank()} is not part of the process group that the rows are divided over, whose "
             f"ranks are {dist.get_process_group_ranks(group)}: build the table on those ranks only"
         )
+    if dist.get_world_size(group) == 1 and dist.get_world_size() > 1:
+        raise FlatbedError(
+            "the process group that the rows are divided over has one rank, and the default one has "
+            f"{dist.get_world_size()}: build a table that this rank trains alone with replicate=False"
+        )
     return group if dist.get_world_size(group) > 1 else None
 
 

@@ -52,6 +52,7 @@ def divided(
     with shards.failing_together("building"):
         part = part_of(config, shards.rank, shards.n_ranks, shards.n_local())
     given = {**config.describe(), "dim": config.dim, "dtype": config.dtype, "storage": config.storage}
+    given["a file to continue from"] = part.path is not None and part.path.exists()
     if "seed" not in config.asked:
         given["seed"] = "drawn"
     shards.agree("building", {"num_embeddings": config.n_rows, **given})
