@@ -1,0 +1,159 @@
+"""Scenarios of `shard="row"` beside other ways to divide work: each ends as one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import flatbed
+from tests.distributed.processes import assert_equal_on_all_ranks, main
+from tests.distributed.shards import EVERY, PADDING, ROWS, ids_of, interpreted_kernels
+
+DIM, STEPS = 16, 4
+
+
+class Model(nn.Module):
+    """A divided table, a replicated one, a bag over the rows of the divided one, and dense layers."""
+
+    def __init__(self, *, recompute: bool = False, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.items = flatbed.Embedding(ROWS, DIM, PADDING, seed=3, **options)
+        self.words = flatbed.Embedding(ROWS, DIM, seed=4, replicate=options.get("replicate", True))
+        self.bag = flatbed.EmbeddingBag.from_table(self.items.table, mode="sum")
+        self.head = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 2))
+        self.recompute = recompute
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = checkpoint(self.rows, ids, use_reentrant=False) if self.recompute else self.rows(ids)
+        out: Tensor = self.head(rows)
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look rows up in the table twice."""
+        rows: Tensor = self.items(ids) + self.words(ids) + self.bag(ids).unsqueeze(1)
+        return rows
+
+
+Wrap = Callable[[Model], nn.Module]
+
+
+def alone(model: Model) -> nn.Module:
+    return model
+
+
+def train(
+    model: Model,
+    ranks: list[int],
+    *,
+    wrap: Wrap = alone,
+    accumulate: bool = False,
+    scaled: bool = False,
+    steps: int = STEPS,
+    make: Any = flatbed.optim.Adam,
+    **options: Any,
+) -> list[Tensor]:
+    """Train as one rank, or as one process with the batches of all ranks. Returns the norms."""
+    called: Any = wrap(model)
+    optimizer, norms = make(model, lr=0.05, max_norm=0.5, **options), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+    for step in range(steps):
+        waits = accumulate and step % 2 == 0
+        for rank in ranks:
+            loss = called(ids_of(step, rank)).pow(2).sum() / len(ranks)
+            with called.no_sync() if waits and isinstance(called, DDP) else nullcontext():
+                scaler.scale(loss).backward()
+        if waits:
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm.clone())
+    return norms
+
+
+def assert_as_one_process(wrap: Wrap, **options: Any) -> None:
+    """Clipped results are equal up to rounding, and norms have the same bits on all ranks."""
+    recompute, own = options.pop("recompute", False), options.pop("table", {})
+    model = Model(recompute=recompute, shard="row", **own)
+    norms = train(model, [dist.get_rank()], wrap=wrap, **options)
+    whole = Model(replicate=False)
+    options.pop("shard_state", None)
+    expected = train(whole, [*range(dist.get_world_size())], **options)
+    for norm, other in zip(norms, expected, strict=True):
+        assert_equal_on_all_ranks(norm.reshape(1))
+        torch.testing.assert_close(norm, other, rtol=1e-5, atol=1e-6)
+    for name in ("items", "words"):
+        rows = getattr(model, name).read_rows(EVERY)
+        assert_equal_on_all_ranks(rows)
+        torch.testing.assert_close(rows, getattr(whole, name).read_rows(EVERY), rtol=1e-4, atol=1e-5)
+    assert model.items.table.scalars() == whole.items.table.scalars()
+
+
+def ddp_of(**options: Any) -> Wrap:
+    """Wrap a model, and see that DDP leaves the table's rows as they are."""
+
+    def wrap(model: Model) -> nn.Module:
+        before = model.items.read_rows(EVERY)
+        called = DDP(model, **options)
+        assert torch.equal(before, model.items.read_rows(EVERY))
+        return called
+
+    return wrap
+
+
+def ddp(_: Path) -> None:
+    assert_as_one_process(ddp_of())
+    assert_as_one_process(ddp_of(), accumulate=True, scaled=True)
+    assert_as_one_process(ddp_of(find_unused_parameters=True))
+    assert_as_one_process(ddp_of(static_graph=True), make=flatbed.optim.SGD)
+    assert_as_one_process(ddp_of(gradient_as_bucket_view=True), make=flatbed.optim.SGD)
+
+
+def state_divided_among_ranks(_: Path) -> None:
+    assert_as_one_process(ddp_of(), shard_state=True)
+
+
+def fsdp_over(mesh: Any) -> Wrap:
+    def wrap(model: Model) -> nn.Module:
+        fully_shard(model, mesh=mesh, ignored_params=set(flatbed.tables(model)))
+        return model
+
+    return wrap
+
+
+def fsdp2(_: Path) -> None:
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    assert_as_one_process(fsdp_over(mesh))
+    assert_as_one_process(fsdp_over(mesh), accumulate=True, scaled=True)
+    if world == 4:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        assert_as_one_process(fsdp_over(grid))
+
+
+def recomputed_lookups(_: Path) -> None:
+    assert_as_one_process(ddp_of(), recompute=True)
+
+
+def interpreted_caches(_: Path) -> None:
+    if dist.get_world_size() == 2 and not torch.cuda.is_available():
+        with interpreted_kernels():
+            cache = {"cache_rows": 4, "cache_policy": "lru"}
+            assert_as_one_process(ddp_of(), table=cache, accumulate=True, steps=2)
+
+
+SCENARIOS = [ddp, state_divided_among_ranks, fsdp2, recomputed_lookups, interpreted_caches]
+
+if __name__ == "__main__":
+    main(SCENARIOS)
