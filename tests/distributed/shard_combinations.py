@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import flatbed
-from tests.distributed.processes import assert_equal_on_all_ranks, main
+from tests.distributed.processes import assert_equal_on_all_ranks, assert_raises, main
 from tests.distributed.shards import EVERY, PADDING, ROWS, ids_of, interpreted_kernels
 
 DIM, STEPS = 16, 4
@@ -59,7 +59,6 @@ def train(
     wrap: Wrap = alone,
     accumulate: bool = False,
     scaled: bool = False,
-    steps: int = STEPS,
     make: Any = flatbed.optim.Adam,
     **options: Any,
 ) -> list[Tensor]:
@@ -67,7 +66,7 @@ def train(
     called: Any = wrap(model)
     optimizer, norms = make(model, lr=0.05, max_norm=0.5, **options), []
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
-    for step in range(steps):
+    for step in range(STEPS):
         waits = accumulate and step % 2 == 0
         for rank in ranks:
             loss = called(ids_of(step, rank)).pow(2).sum() / len(ranks)
@@ -84,8 +83,7 @@ def train(
 
 def assert_as_one_process(wrap: Wrap, **options: Any) -> None:
     """Clipped results are equal up to rounding, and norms have the same bits on all ranks."""
-    recompute, own = options.pop("recompute", False), options.pop("table", {})
-    model = Model(recompute=recompute, shard="row", **own)
+    model = Model(recompute=options.pop("recompute", False), shard="row")
     norms = train(model, [dist.get_rank()], wrap=wrap, **options)
     whole = Model(replicate=False)
     options.pop("shard_state", None)
@@ -146,14 +144,70 @@ def recomputed_lookups(_: Path) -> None:
     assert_as_one_process(ddp_of(), recompute=True)
 
 
+def groups_of_some_ranks(_: Path) -> None:
+    """Ranks may be part of different numbers of process groups. A norm of some ranks alone is refused."""
+    rank = dist.get_rank()
+    alone = dist.new_group([0])
+    pair = dist.new_group([0, 1])
+    emb = flatbed.Embedding(ROWS, DIM, shard="row", seed=1)
+    assert torch.equal(emb.read_rows([3]), flatbed.Embedding(ROWS, DIM, seed=1).read_rows([3]))
+    if dist.get_world_size() == 2:
+        return
+    if rank < 2:
+        assert_raises(
+            lambda: flatbed.Embedding(ROWS, DIM, shard="row", process_group=pair), "numbers of process groups"
+        )
+    if rank == 0:
+        dist.destroy_process_group(alone)
+    if rank < 2:
+        some = flatbed.Embedding(ROWS, DIM, shard="row", process_group=pair)
+        optimizer = flatbed.optim.SGD(some, lr=0.1, max_norm=1.0)
+        some([1]).sum().backward()
+        assert_raises(optimizer.step, "2 of 4 ranks")
+
+
+def learning_rates_that_differ_later(_: Path) -> None:
+    emb = flatbed.Embedding(ROWS, DIM, shard="row")
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    for step in range(2):
+        emb([1]).sum().backward()
+        if step:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + dist.get_rank())
+            assert_raises(optimizer.step, "lr differs")
+        else:
+            optimizer.step()
+
+
 def interpreted_caches(_: Path) -> None:
-    if dist.get_world_size() == 2 and not torch.cuda.is_available():
-        with interpreted_kernels():
-            cache = {"cache_rows": 4, "cache_policy": "lru"}
-            assert_as_one_process(ddp_of(), table=cache, accumulate=True, steps=2)
+    """Rows are evicted between lookup and step, which clips the gradients of two backward passes."""
+    if dist.get_world_size() > 2 or torch.cuda.is_available():
+        return
+    rank, batches = dist.get_rank(), [[1, 2, 2], [9, 4, 1]]
+    with interpreted_kernels():
+        emb = flatbed.Embedding(ROWS, DIM, seed=3, shard="row", cache_rows=2, cache_policy="lru")
+        bag = flatbed.EmbeddingBag.from_table(emb.table, mode="sum")
+        whole = flatbed.Embedding(ROWS, DIM, seed=3, replicate=False)
+        optimizers = [flatbed.optim.SGD(one, lr=0.1, max_norm=0.5) for one in (emb, whole)]
+        emb(batches[rank]).pow(2).sum().backward()
+        bag([batches[1 - rank]]).sum().backward()
+        for batch in batches:
+            (whole(batch).pow(2).sum() / 2).backward()
+            (whole(batch).sum() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert emb.table.cache_stats().misses > 0
+        torch.testing.assert_close(emb.read_rows(EVERY), whole.read_rows(EVERY))
 
 
-SCENARIOS = [ddp, state_divided_among_ranks, fsdp2, recomputed_lookups, interpreted_caches]
+SCENARIOS = [
+    groups_of_some_ranks,  # before all others: the first table of a process group makes another one
+    learning_rates_that_differ_later,
+    ddp,
+    state_divided_among_ranks,
+    fsdp2,
+    recomputed_lookups,
+    interpreted_caches,
+]
 
 if __name__ == "__main__":
     main(SCENARIOS)

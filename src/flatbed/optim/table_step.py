@@ -181,6 +181,14 @@ class OptimizerTables:
                 f"max_norm and skip_nonfinite with table {local[0]} (replicate=False): the norm would differ "
                 f"between ranks, and with it the replicas. Give the table an optimizer of its own"
             )
+        for slot in self.slots:
+            shards = slot.table._shards
+            if options.needs_norm and shards is not None and shards.n_ranks < world_size():
+                raise FlatbedError(
+                    f"max_norm and skip_nonfinite with table {slot.name}, which {shards.n_ranks} of "
+                    f"{world_size()} ranks divide: the norm would differ between ranks. Divide the table "
+                    f"among all ranks, or give it an optimizer of its own without max_norm"
+                )
 
     def set_grads(
         self,
