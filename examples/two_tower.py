@@ -56,7 +56,8 @@ class TwoTowers(nn.Module):
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         """Score all items of the batch for all users of the batch."""
-        return self.queries(users) @ self.items(items).T
+        scores: Tensor = self.queries(users) @ self.items(items).T
+        return scores
 
 
 @torch.no_grad()
@@ -82,7 +83,7 @@ def train(model: TwoTowers, optimizer: torch.optim.Optimizer, steps: range, *, r
         logits = score(users[own], items[own])
         logits = logits - log_share[items[own]].to(logits.device)
         loss = cross_entropy(logits, torch.arange(len(logits), device=logits.device))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
@@ -92,10 +93,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=100, help="steps in all, with those of the checkpoint")
     options = parser.parse_args()
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(device)
     rank, world = 0, 1
     if dist.is_torchelastic_launched():
-        dist.init_process_group("nccl" if device != "cpu" else "gloo")
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
         rank, world = dist.get_rank(), dist.get_world_size()
     model = TwoTowers(device)
     optimizer = flatbed.optim.Adam(model, lr=0.01, max_norm=1.0)

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from threading import Barrier
 from typing import Any
 from unittest.mock import patch
@@ -74,9 +75,7 @@ def run_world(options: Options) -> Iterator[Row]:
         known = {name + mode: steps_of(table, mode) for name, table in made.items() for mode in MODES}
         chosen = options.choose(known)
         results = {
-            name + mode: checker.check(
-                FlatbedTable, lambda table, mode=mode: steps_of(table, mode), shard=shard
-            )
+            name + mode: checker.check(FlatbedTable, partial(steps_of, mode=mode), shard=shard)
             for name, shard in ((WHOLE, None), (DIVIDED, "row"))
             for mode in MODES
             if name + mode in chosen
@@ -134,7 +133,7 @@ class Share:
         return Batch(of_ranks[self.rank], torch.cat(rows), n_asked, torch.cat(repeats).float())
 
     def _asked_of_us(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        rows, repeats = ids.unique(return_counts=True)
+        rows, repeats = torch.unique(ids, return_counts=True)
         is_ours = rows % self.n_ranks == self.rank
         return rows[is_ours] // self.n_ranks, repeats[is_ours]
 
@@ -192,6 +191,11 @@ def one_of_many(rank: int, n_ranks: int) -> Iterator[StandIn]:
         dist.destroy_process_group()
 
 
+def take_step(table: FlatbedTable, others: StandIn, batch: Batch) -> Tensor:
+    """Take this rank's part of a step."""
+    return table.step(others.take(batch))
+
+
 def sum_of(rows: Tensor) -> Tensor:
     """Return a loss whose gradient is one."""
     return rows.sum()
@@ -209,9 +213,9 @@ def run_share(options: Options) -> Iterator[Row]:
             with one_of_many(share.rank, n_ranks) as others:
                 table = FlatbedTable(spec, device, shard="row")
                 table.model = sum_of
-                steps = each(lambda batch, table=table, others=others: table.step(others.take(batch)))
                 counts: list[Any] = []
-                chosen = options.choose({DIVIDED: counted(steps, table, counts)})
+                steps = counted(each(partial(take_step, table, others)), table, counts)
+                chosen = options.choose({DIVIDED: steps})
                 found = time_in_turns(chosen, share.draw, plan, options)
                 table.close()
             harness.free_memory(device)
@@ -251,7 +255,7 @@ def share_is_right(n_ranks: int, options: Options) -> bool:
         table = FlatbedTable(spec, device, shard="row")
         table.model = sum_of
         for batch in batches:
-            table.step(others.take(batch))
+            take_step(table, others, batch)
         local = torch.arange(spec.n_rows // n_ranks)
         n_asked = torch.zeros(n_ranks, dtype=torch.int64)
         n_asked[0] = len(local)  # by the first rank, and by no other
@@ -289,16 +293,16 @@ def header_times(n_ranks: int, *, n: int) -> tuple[list[float], float]:
     store, ready = dist.HashStore(), Barrier(n_ranks)  # type: ignore[attr-defined,unused-ignore]
 
     def exchange(rank: int) -> tuple[list[float], float]:
-        group = dist.ProcessGroupGloo(store, rank, n_ranks, timedelta(seconds=60))  # type: ignore[attr-defined,unused-ignore]
+        group: Any = dist.ProcessGroupGloo(store, rank, n_ranks, timedelta(seconds=60))  # type: ignore[attr-defined,unused-ignore]
         sent, found = torch.zeros(2, n_ranks, 3, dtype=torch.int64)
         for _ in range(5):
             group.alltoall_base(found, sent, [], []).wait()
         ready.wait()
-        begin, walls = time.process_time(), []
-        for _ in range(n):
-            walls.append(
-                harness.wall_ms(lambda: group.alltoall_base(found, sent, [], []).wait(), sent.device)
-            )
+        begin = time.process_time()
+        walls = [
+            harness.wall_ms(lambda: group.alltoall_base(found, sent, [], []).wait(), sent.device)
+            for _ in range(n)
+        ]
         ready.wait()
         return walls, 1e3 * (time.process_time() - begin) / n / n_ranks
 
@@ -327,7 +331,7 @@ def run_balance(options: Options) -> Iterator[Row]:
                 )
 
 
-def rows_asked(n_rows: int, n_ids: int, exponent: float | None) -> Ids:
+def rows_asked(n_rows: int, n_ids: int, exponent: float | None) -> Any:
     """Return the share of batches that have each row: an owner is asked once per batch and row."""
     weights = np.arange(1, n_rows + 1, dtype=np.float64) ** -(exponent or 0.0)
     return -np.expm1(n_ids * np.log1p(-weights / weights.sum()))
