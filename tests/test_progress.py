@@ -4,6 +4,7 @@ import sys
 import threading
 
 import pytest
+import torch.distributed as dist
 
 from flatbed import progress as module
 from flatbed.progress import progress
@@ -39,6 +40,16 @@ def test_shows_nothing_when_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None
     with progress("moving", 10, "rows") as advance:
         advance(5)
     assert stream.getvalue() == ""
+
+
+def test_shows_the_bar_of_the_first_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for rank in (0, 1):
+        stream = terminal(monkeypatch, patience=0.0)
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        with progress("moving", 10, "rows") as advance:
+            advance(5)
+        assert (stream.getvalue() == "") == (rank > 0)
 
 
 def test_shows_nothing_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:

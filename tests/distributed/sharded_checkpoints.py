@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,10 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import flatbed
 from flatbed.checkpoint import load as loading
+from flatbed.distributed.dtensor import whole
 from flatbed.tables import saving, tensor_file
+from flatbed.tables.storage import base
 from flatbed.tables.storage.disk import DiskStorage
 from tests.distributed.processes import main
 
@@ -149,6 +153,88 @@ def files_do_not_depend_on_ranks(folder: Path) -> None:
         assert (place / "again.safetensors").read_bytes() == (place / "items.safetensors").read_bytes()
 
 
+class Mixed(nn.Module):
+    """A table that ranks divide beside parameters of FSDP2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.items = flatbed.Embedding(ROWS, DIM, seed=1, shard="row")
+        self.one = nn.Linear(DIM, 7)  # rows that no number of ranks divides evenly
+        self.two = nn.Linear(7, 5)
+        tables = set(flatbed.tables(self))
+        fully_shard(self.two)
+        fully_shard(self, ignored_params=tables)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.two(self.one(self.items(ids)))
+        return found
+
+
+def goes_on_beside_fsdp(folder: Path) -> None:
+    world, rank = world_and_rank()
+    model = Mixed()
+    optimizers = [
+        flatbed.optim.Adam([*model.items.parameters(), *model.one.parameters()], lr=0.1, max_norm=1.0),
+        torch.optim.SGD(model.two.parameters(), lr=0.1, momentum=0.9),
+    ]
+
+    def found() -> dict[str, Tensor]:
+        values = {name: whole(p.detach()) for name, p in model.named_parameters() if name != "items.weight"}
+        values["items"] = model.items.read_rows(range(ROWS))
+        for number, optimizer in enumerate(optimizers):
+            for name, param in model.named_parameters():
+                if name != "items.weight" and param in optimizer.state:
+                    for key, value in optimizer.state[param].items():
+                        values[f"{number}.{name}.{key}"] = whole(value)
+        return {name: value.clone() for name, value in values.items()}
+
+    if (folder / "fsdp").exists():
+        flatbed.load_checkpoint(folder / "fsdp", model, optimizers)
+        assert difference(found(), torch.load(folder / "fsdp.pt")) is None
+    for number in range(STEPS):
+        model(batch(world, number, rank)).sin().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    values = found()
+    assert len(values) > 10
+    dist.barrier()  # the file of the ranks before was read
+    if rank == 0:
+        torch.save(values, folder / "fsdp.pt")
+    flatbed.save_checkpoint(folder / "fsdp", model, optimizers)
+    assert difference(found(), values) is None
+
+
+def goes_on_with_divided_state(folder: Path) -> None:
+    """State of shard_state=True, of parameters that every rank holds."""
+    world, rank = world_and_rank()
+    torch.manual_seed(5)
+    model = nn.Linear(33, 70)
+    optimizer = flatbed.optim.AdamW(model, lr=0.1, shard_state=True)
+
+    def found() -> dict[str, Tensor]:
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for name, param in model.named_parameters():
+            for key, value in optimizer.state[param].items():
+                values[f"{name}.{key}"] = whole(value).clone()
+        return values
+
+    if (folder / "state").exists():
+        flatbed.load_checkpoint(folder / "state", model, optimizer)
+        assert difference(found(), torch.load(folder / "state.pt")) is None
+    for number in range(STEPS):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.1 * number + world)
+        optimizer.step()
+    values = found()
+    assert len(values) == 8
+    dist.barrier()  # the file of the ranks before was read
+    if rank == 0:
+        torch.save(values, folder / "state.pt")
+    flatbed.save_checkpoint(folder / "state", model, optimizer)
+
+
 # ---- disk tables in place
 
 
@@ -253,12 +339,81 @@ def a_rank_that_fails_to_load(folder: Path) -> None:
             ):
                 flatbed.load_checkpoint(place / "run", model, optimizers)
             assert difference(contents(model), trained) is None
+    (version,) = (place / "run").glob("v*")
+    for number in range(3):  # some rank compares the checksum of each tensor
+        file = version / f"table-{number}.safetensors"
+        good = file.read_bytes()
+        dist.barrier()
+        for at in (10, len(good) // 4, len(good) // 2, -1000):
+            if rank == 0:
+                bad = bytearray(good)
+                bad[at] ^= 4
+                file.write_bytes(bad)
+            dist.barrier()
+            with pytest.raises(flatbed.FlatbedError, match=rf"{file.name} is .*damaged"):
+                flatbed.load_checkpoint(place / "run", model, optimizers)
+        dist.barrier()
+        if rank == 0:
+            file.write_bytes(good)
+        dist.barrier()
+    assert difference(contents(model), trained) is None
     flatbed.load_checkpoint(place / "run", model, optimizers)
 
 
+# ---- memory
+
+
+class Peak:
+    """Measures the largest growth of this process's own memory in a `with` block."""
+
+    def __enter__(self) -> Peak:
+        self._before, self._is_over, self.nbytes = self._now(), threading.Event(), 0
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    @staticmethod
+    def _now() -> int:
+        status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["RssAnon"].split()[0]) << 10
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.001):
+            self.nbytes = max(self.nbytes, self._now() - self._before)
+
+
+def memory_stays_small(folder: Path) -> None:
+    """Part of a rank: 38 MB. It is saved in segments of 1 MiB, and loaded in blocks of 2 MiB."""
+    world, _ = world_and_rank()
+    if world != 2 or sys.platform != "linux":
+        return
+    emb = flatbed.Embedding(100_000, 64, seed=1, shard="row")
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    emb(torch.arange(10)).sum().backward()
+    optimizer.step()
+    place = meeting_place(folder)
+    flatbed.save_checkpoint(place / "first", flatbed.Embedding(10, 4, shard="row"))  # imports modules
+    with (
+        mock.patch.object(saving, "SEGMENT_BYTES", 1 << 20),
+        mock.patch.object(base, "CHUNK_BYTES", 1 << 21),
+        mock.patch.object(tensor_file, "BLOCK_BYTES", 1 << 20),
+    ):
+        with Peak() as saved:
+            flatbed.save_checkpoint(place / "run", emb, optimizer)
+        with Peak() as loaded:
+            flatbed.load_checkpoint(place / "run", emb, optimizer)
+    assert saved.nbytes < 12 << 20, saved.nbytes
+    assert loaded.nbytes < 12 << 20, loaded.nbytes
+
+
 SCENARIOS = [
-    *(goes_on_with_other_ranks, files_do_not_depend_on_ranks, disk_tables_stay_in_their_files),
-    *(a_rank_that_fails_to_save, a_rank_that_fails_to_load),
+    *(goes_on_with_other_ranks, goes_on_beside_fsdp, files_do_not_depend_on_ranks),
+    *(goes_on_with_divided_state, disk_tables_stay_in_their_files),
+    *(a_rank_that_fails_to_save, a_rank_that_fails_to_load, memory_stays_small),
 ]
 
 if __name__ == "__main__":

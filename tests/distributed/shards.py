@@ -554,6 +554,8 @@ def files_of_ranks(folder: Path) -> None:
         emb(EVERY).sum().backward()
         optimizer.step()
         assert emb.table.scalars()["step"] == n_steps + 1
+        assert_raises(emb.table.close, "save again")
+        flatbed.save_checkpoint(folder / f"files-{world}", emb, optimizer)
         emb.table.close()
     dist.barrier()
     if rank == 0:

@@ -30,12 +30,15 @@ from flatbed.checkpoint.state import (
     check_rng_state,
     check_same,
     dense_state,
+    divided_like,
+    divided_state,
     load_all,
     plain_state,
     set_rng_state,
     unpack,
     unpacked_state,
 )
+from flatbed.distributed.dtensor import Sharding, local_of
 from flatbed.distributed.ranks import Lockstep, Ranks, rank, world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
@@ -141,6 +144,9 @@ def _copied(value: Any, *, to_host: bool = False) -> Any:
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
+            sharding = Sharding.of(leaf)
+            if sharding is not None:  # stays on the device of its mesh
+                return sharding.wrap(local_of(leaf).detach().clone())
             is_empty = leaf.is_meta or nn.parameter.is_lazy(leaf)
             return leaf if is_empty else leaf.detach().to("cpu" if to_host else leaf.device, copy=True)
         try:
@@ -220,6 +226,7 @@ def _model_values(path: Path, manifest: Mapping[str, Any], model: nn.Module) -> 
         if not isinstance(saved, Tensor) or saved.shape != mine.shape:
             found = tuple(saved.shape) if isinstance(saved, Tensor) else saved
             raise FlatbedError(f"'{name}' is {found} in {path}, and {tuple(mine.shape)} in the model")
+        values[name] = divided_like(saved, mine)
     return values
 
 
@@ -253,11 +260,11 @@ def _optimizer_states(
             about = kept[number]
             state = unpack(about["state"], tensors)
             check_same(optimizer, state, about["shapes"], where=f"{path} (optimizer {number})")
+            states.append(divided_state(optimizer, state))
         except FlatbedError:
             raise
         except DAMAGE as error:
             raise damaged(file, error) from error
-        states.append(state)
     return states
 
 

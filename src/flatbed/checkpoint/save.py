@@ -10,17 +10,19 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatbed.checkpoint import folder as folders
 from flatbed.checkpoint.folder import CURRENT, MANIFEST, OPTIMIZERS
 from flatbed.checkpoint.state import Packer, dense_state, optimizer_parts, packed_state, rng_state
-from flatbed.distributed.ranks import Lockstep, Ranks, world_size
+from flatbed.distributed.dtensor import Sharding, whole
+from flatbed.distributed.ranks import Lockstep, Ranks, communicating, world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
 from flatbed.tables.embedding import named_tables
@@ -113,7 +115,7 @@ def save_checkpoint(
     if ranks.many:
         _check_replicas([t for t in training.tables.values() if t not in in_place])
     ranks.meet("flatbed.save_checkpoint")
-    others = {"extra": checked, "rng": _rng_of_all_ranks(ranks) if rng else []}
+    random = _rng_of_all_ranks(ranks) if rng else []
     token = ranks.token()
     prepared: list[DiskStorage] = []
     version: list[Path] = []
@@ -127,22 +129,18 @@ def save_checkpoint(
 
     with ExitStack() as held, Lockstep(ranks, "saving a checkpoint", undo) as lockstep:
         held.callback(_release, prepared)
-        manifest: dict[str, Any] = {}
         if ranks.first:
             held.enter_context(folders.saving(folder))
             version.append(folders.make_version(folder, token))
-            manifest = _write_alone(version[0], training, token, in_place=in_place, others=others)
         lockstep.meet()
         name = ranks.of_first(version[0].name if version else None)
-        checksums = {
-            file: saving.write_together(table, folder / name / file, lockstep)
-            for table, file in _files(training, in_place).values()
-            if file is not None and table._shards is not None
-        }
+        model_values, files = _write_dense(folder / name, training, lockstep)
+        for table, file in _files(training, in_place).values():
+            if file is not None and table._shards is not None:
+                files[file] = saving.write_together(table, folder / name / file, lockstep)
         if ranks.first:
-            manifest["files"] |= checksums
-            write_text(version[0] / MANIFEST, folders.write_checksum(manifest))
-            sync_folder(folder)
+            contents = {"token": token, "model": model_values, "extra": checked}
+            _write_alone(version[0], training, contents, in_place=in_place, rng=random, files=files)
         for table in in_place:
             storage = table._storage.disk_storage()
             prepared.append(storage)
@@ -231,25 +229,61 @@ def _files(training: Training, in_place: Sequence[Table]) -> dict[str, tuple[Tab
     }
 
 
-def _write_alone(
-    path: Path, training: Training, token: str, *, in_place: Sequence[Table], others: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write what the first rank writes alone, and return the list of contents."""
+def _write_dense(path: Path, training: Training, lockstep: Lockstep) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write model and optimizers without tables; returns the model's encoded values, and checksums.
+
+    The first rank writes. All ranks call this, since they exchange their parts of DTensors.
+    """
     files: dict[str, Any] = {}
+
+    def write(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        if lockstep.ranks.first:
+            files[name] = write_tensors(path / name, tensors, metadata, whole=partial(_whole, lockstep))
+        else:
+            for tensor in tensors.values():
+                _whole(lockstep, tensor)
+
     packer = Packer(tied=True)
     model = {name: packer.pack(value, name) for name, value in dense_state(training.model).items()}
     # Ties are named in the metadata, as safetensors.torch.save_model does.
-    metadata = {"format": "pt", **packer.ties}
-    files["model.safetensors"] = write_tensors(path / "model.safetensors", packer.tensors, metadata)
+    write("model.safetensors", packer.tensors, {"format": "pt", **packer.ties})
     optimizers = []
     for number, optimizer in enumerate(training.optimizers):
         about, tensors = optimizer_parts(optimizer)
-        name = f"optimizer-{number}.safetensors"
-        files[name] = write_tensors(path / name, tensors, {"format": "pt"})
+        write(f"optimizer-{number}.safetensors", tensors, {"format": "pt"})
         optimizers.append(about)
-    text = json.dumps(optimizers)
-    write_text(path / OPTIMIZERS, text)
-    files[OPTIMIZERS] = zlib.crc32(text.encode())
+    if lockstep.ranks.first:
+        text = json.dumps(optimizers)
+        write_text(path / OPTIMIZERS, text)
+        files[OPTIMIZERS] = zlib.crc32(text.encode())
+    return model, files
+
+
+def _whole(lockstep: Lockstep, tensor: Tensor) -> Tensor:
+    """Return all elements of a tensor. All ranks call this for a DTensor."""
+    sharding = Sharding.of(tensor)
+    if sharding is None:
+        return tensor.detach()
+    if sharding.mesh.size() != world_size():
+        raise FlatbedError(
+            f"a parameter is divided among {sharding.mesh.size()} of {world_size()} ranks, and a checkpoint "
+            "holds what all ranks share: save it with torch.distributed.checkpoint"
+        )
+    lockstep.meet()
+    with communicating(lockstep.doing):
+        return whole(tensor.detach())
+
+
+def _write_alone(
+    path: Path,
+    training: Training,
+    contents: Mapping[str, Any],
+    *,
+    in_place: Sequence[Table],
+    rng: Any,
+    files: dict[str, Any],
+) -> None:
+    """Write what the first rank writes alone: whole tables, other state, and the list of contents."""
     tables = _files(training, in_place)
     for table, file in tables.values():
         if file is not None and table._shards is None:
@@ -257,7 +291,7 @@ def _write_alone(
     packer = Packer()
     schedulers = [packed_state(s, packer, f"scheduler {n}") for n, s in enumerate(training.schedulers)]
     scaler = None if training.scaler is None else packed_state(training.scaler, packer, "scaler")
-    rng = packer.pack(others["rng"], "rng")
+    packed_rng = packer.pack(rng, "rng")
     if packer.tensors:
         name = "state.safetensors"
         files[name] = write_tensors(path / name, packer.tensors, {"format": "pt"})
@@ -266,20 +300,20 @@ def _write_alone(
         for key, (table, file) in tables.items()
         if file is None and table._shards is not None
     }
-    return {
+    manifest = {
         "format": folders.FORMAT,
         "version": folders.FORMAT_VERSION,
-        "token": token,
-        "model": model,
+        **contents,
         "n_optimizers": len(training.optimizers),
         "tables": {key: file for key, (_, file) in tables.items()},
         **({"shards": shards} if shards else {}),  # tables that ranks divide, in a file of each rank
         "schedulers": schedulers,
         "scaler": scaler,
-        "rng": rng,
-        "extra": others["extra"],
+        "rng": packed_rng,
         "files": files,
     }
+    write_text(path / MANIFEST, folders.write_checksum(manifest))
+    sync_folder(path.parent)
 
 
 def _write_current(folder: Path, version: str, token: str, *, keep: int) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flatbed.distributed.dtensor import Sharding, is_dtensor, local_of
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.optim.optimizer import Optimizer as FlatbedOptimizer
 from flatbed.tables.embedding import DenseStateDict
@@ -71,7 +72,8 @@ class Packer:
 
     def _tensor(self, value: Tensor, name: str) -> Any:
         check_plain(value, name)
-        place = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        local = local_of(value)
+        place = (value.device, local.data_ptr(), value.dtype, tuple(value.shape), value.stride())
         if self._tied and value.numel() and place in self._places:
             self.ties[name] = self._places[place]
             return {"$tensor": self._places[place]}
@@ -80,7 +82,8 @@ class Packer:
         self._places[place] = name
         self.tensors[name] = value
         # Kernels need state with the strides of its parameter, for example channels_last.
-        dense = not value.is_contiguous() and torch.empty_like(value).stride() == value.stride()
+        is_whole = local is value
+        dense = is_whole and not value.is_contiguous() and torch.empty_like(value).stride() == value.stride()
         return {"$tensor": name, "stride": list(value.stride())} if dense else {"$tensor": name}
 
 
@@ -140,6 +143,27 @@ def plain_state(optimizer: Optimizer) -> dict[str, Any]:
 def shapes_of(optimizer: Optimizer) -> list[list[list[int]]]:
     """Return the shapes of an optimizer's parameters by group."""
     return [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def divided_like(value: Any, like: Any) -> Any:
+    """Return this rank's part of a whole tensor as a DTensor, if `like` is one of that shape."""
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.shape != like.shape:
+        return value
+    sharding = Sharding.of(like)
+    return value if sharding is None else sharding.wrap(sharding.part_of(value))
+
+
+def divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Divide the state of DTensors like these. Optimizers of flatbed do so themselves."""
+    if isinstance(optimizer, FlatbedOptimizer):
+        return state
+    held = {}
+    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        for key, param in zip(saved["params"], own["params"], strict=True):
+            if is_dtensor(param) and key in state["state"]:
+                entry = state["state"][key].items()
+                held[key] = {name: divided_like(value, param) for name, value in entry}
+    return {**state, "state": {**state["state"], **held}}
 
 
 def check_same(optimizer: Optimizer, state: Any, shapes: Any, *, where: str) -> None:

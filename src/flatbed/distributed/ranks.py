@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatbed.distributed.row_shards import Channel, ExchangeError
 from flatbed.errors import FlatbedError
 
 PATIENCE = 30.0  # seconds that the first rank waits for others; training keeps them within a step
@@ -58,21 +59,19 @@ def any_rank(flag: Tensor) -> Tensor:
     return found.to(flag.device)
 
 
-class LostRankError(FlatbedError):
-    """A rank has ended or does not answer, so that no further collective can succeed."""
-
-
 @contextmanager
 def communicating(doing: str) -> Iterator[None]:
-    """Turn errors of collectives into a `LostRankError`."""
+    """Turn an error of a collective into an `ExchangeError`, which names missing ranks where it can."""
+    channel = Channel.known(dist.group.WORLD)
     try:
-        yield
-    except FlatbedError:
+        with nullcontext() if channel is None else channel.named_errors(doing):
+            yield
+    except ExchangeError:
         raise
     except RuntimeError as error:
-        raise LostRankError(
-            f"{doing} failed since another rank has ended or does not answer ({error}): see its error, and "
-            "start the run again"
+        raise ExchangeError(
+            f"{doing} failed, since another rank has ended or does not answer: see its error, and start "
+            f"again from the last checkpoint ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -119,19 +118,33 @@ class Ranks:
         return str(held[0])
 
     def agree(self, failure: BaseException | None, doing: str) -> None:
-        """Raise on all ranks if one of them has failed. Waits for the last rank."""
-        has_failed = failure is not None
-        if self.many and not isinstance(failure, LostRankError):
+        """Raise on all ranks if one of them has failed. Waits for the last rank.
+
+        After an `ExchangeError` no rank waits: all have one, or have ended.
+        """
+        reasons: list[str | None] = []
+        if self.many and not isinstance(failure, ExchangeError):
             try:
                 with communicating(doing):
-                    has_failed = bool(any_rank(torch.full((1,), float(has_failed), device=self._device)))
-            except LostRankError:
+                    reasons = self._reasons(failure)
+            except ExchangeError:
                 if failure is None:
                     raise
         if failure is not None:
             raise failure
-        if has_failed:
-            raise FlatbedError(f"{doing} failed on another rank: see its error")
+        for number, reason in enumerate(reasons):
+            if reason is not None:
+                raise FlatbedError(f"{doing} failed on rank {number} ({reason})")
+
+    def _reasons(self, failure: BaseException | None) -> list[str | None]:
+        """Exchange why ranks have failed; nothing if none has."""
+        flag = torch.full((1,), float(failure is not None), device=self._device)
+        if not bool(any_rank(flag)):
+            return []
+        reasons: list[str | None] = [None] * world_size()
+        own = None if failure is None else f"{type(failure).__name__}: {failure}"
+        dist.all_gather_object(reasons, own)
+        return reasons
 
 
 class Lockstep:

@@ -220,6 +220,11 @@ class Channel:
             _channels[parent] = Channel(parent)
         return _channels[parent]
 
+    @staticmethod
+    def known(parent: Any) -> Channel | None:
+        """Return the channel of a process group, if its ranks have made one."""
+        return _channels.get(parent)
+
     def count_table(self) -> int:
         """Return the number of a new table, which all ranks build in the same order."""
         self._n_tables += 1

@@ -28,7 +28,7 @@ class RowWindow:
     n_ranks: int
 
     def segment(self, rank: int) -> range:
-        """Return the rows that a rank has after `to_row_order`."""
+        """Return the rows that a rank has after the exchange."""
         length = -(-len(self.rows) // self.n_ranks)
         return self.rows[rank * length : (rank + 1) * length]
 
@@ -44,19 +44,28 @@ def row_windows(n_rows: int, n_ranks: int, segment_rows: int) -> Iterator[RowWin
         yield RowWindow(range(start, min(start + step, n_rows)), n_ranks)
 
 
-def to_row_order(records: Tensor, window: RowWindow, group: Any = None) -> Tensor:
-    """Exchange the records of a rank's local rows in a window for those of its segment.
+class RowOrder:
+    """Exchanges local rows for rows in row order, over a group that communicates on the host.
 
-    `records` is (n, nbytes) on a device of the group. All ranks call this with the same window.
+    All windows use its buffers: new ones would fragment memory.
     """
-    rank, n_ranks = dist.get_rank(group), window.n_ranks
-    segment = window.segment(rank)
-    # Local rows are ascending: those of each segment are consecutive.
-    n_sent = [len(local_rows(window.segment(peer), rank, n_ranks)) for peer in range(n_ranks)]
-    n_received = [len(local_rows(segment, peer, n_ranks)) for peer in range(n_ranks)]
-    received = records.new_empty((len(segment), records.shape[1]))
-    dist.all_to_all_single(received, records.contiguous(), n_received, n_sent, group=group)
-    ordered = torch.empty_like(received)
-    for peer, part in enumerate(received.split(n_received)):
-        ordered[(peer - segment.start) % n_ranks :: n_ranks] = part
-    return ordered
+
+    def __init__(self, group: Any, segment_rows: int, nbytes: int) -> None:
+        self._group, self._rank = group, dist.get_rank(group)
+        self._received = torch.empty((segment_rows, nbytes), dtype=torch.uint8)
+        self._ordered = torch.empty_like(self._received)
+
+    def __call__(self, records: Tensor, window: RowWindow) -> Tensor:
+        """Return the records of this rank's segment, given those of its local rows: (n, nbytes) of uint8.
+
+        They are valid until the next call. All ranks call this with the same window.
+        """
+        n_ranks, segment = window.n_ranks, window.segment(self._rank)
+        # Local rows are ascending: those of each segment are consecutive.
+        n_sent = [len(local_rows(window.segment(peer), self._rank, n_ranks)) for peer in range(n_ranks)]
+        n_received = [len(local_rows(segment, peer, n_ranks)) for peer in range(n_ranks)]
+        received, ordered = self._received[: len(segment)], self._ordered[: len(segment)]
+        dist.all_to_all_single(received, records.contiguous(), n_received, n_sent, group=self._group)
+        for peer, part in enumerate(torch.split(received, n_received)):
+            ordered[(peer - segment.start) % n_ranks :: n_ranks] = part
+        return ordered

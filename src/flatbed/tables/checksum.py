@@ -55,7 +55,8 @@ def page_sums(offset: int, data: memoryview) -> tuple[bytes, bytes, bytes]:
 
 
 def _page_sums(pages: memoryview) -> bytes:
-    return np.frombuffer(pages, np.uint64).reshape(-1, SUM_BYTES // 8).sum(1).tobytes()
+    words = np.frombuffer(pages, np.uint64).reshape(-1, SUM_BYTES // 8)
+    return bytes(words.sum(1).data)
 
 
 class Checksums:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatbed.distributed.ranks import Lockstep, Ranks, communicating, world_size
+from flatbed.distributed.ranks import Lockstep, Ranks, world_size
 from flatbed.distributed.row_shards import RowShards
-from flatbed.distributed.row_windows import row_windows, to_row_order
+from flatbed.distributed.row_windows import RowOrder, row_windows
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables import initializers as initial
@@ -161,10 +161,15 @@ def _write_rows(
 ) -> None:
     """Write blocks of (rows, records, number of rows that all ranks have written with it)."""
     record = table._storage.record
+    buffer = torch.empty(0, dtype=torch.uint8)  # for all copies: new ones would fragment memory
     with progress(f"saving {path.name}", table.num_embeddings, "rows") as advance:
         for rows, records, n_done in blocks:
             for field in record.fields:
-                writer.write(field.name, rows.start * field.nbytes, record.view(records, field.name))
+                nbytes = len(rows) * field.nbytes
+                buffer = buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+                values = buffer[:nbytes].view(field.dtype).view(len(rows), field.count)
+                values.copy_(record.view(records, field.name))
+                writer.write(field.name, rows.start * field.nbytes, values)
             advance(n_done)
 
 
@@ -179,13 +184,18 @@ def _segments_in_order(
 ) -> Iterator[tuple[range, Tensor, int]]:
     """Yield this rank's segment of each window of rows; `meet` waits for the other ranks."""
     storage, nbytes = table._storage.ensure_layout(), table._storage.record.nbytes
-    for window in row_windows(shards.n_rows, shards.n_ranks, max(1, SEGMENT_BYTES // nbytes)):
+    n_rows = min(max(1, SEGMENT_BYTES // nbytes), -(-shards.n_rows // shards.n_ranks))
+    to_row_order = RowOrder(shards.channel.group, n_rows, nbytes)
+    for window in row_windows(shards.n_rows, shards.n_ranks, n_rows):
         local = window.local_rows(shards.rank)
-        records = storage.read(local.start, local.stop).cpu()
+        if storage.memory is not None and storage.device.type == "cpu":
+            records = storage.memory[local.start : local.stop]
+        else:
+            records = storage.read(local.start, local.stop).cpu()
         meet()
-        with communicating("saving a table"):
-            records = to_row_order(records, window, shards.channel.group)
-        yield window.segment(shards.rank), records, len(window.rows)
+        with shards.channel.named_errors("saving a table"):
+            ordered = to_row_order(records, window)
+        yield window.segment(shards.rank), ordered, len(window.rows)
 
 
 def scalar_tensor(value: float) -> Tensor:

@@ -392,12 +392,15 @@ class Table(TableParameter):
 
     def checkpoint(self) -> None:
         """Make a disk table's rows and state durable, all or nothing: a crash leads back to here."""
+        self._check_whole("table.checkpoint")
         self._deferred_checks.check_graphs()
         self._storage.checkpoint()
 
     def save(self, path: str | Path) -> None:
-        """Write weights and optimizer state to a safetensors file, block by block."""
-        self._check_whole("table.save")
+        """Write weights and optimizer state to a safetensors file, block by block.
+
+        If ranks divide the table, all of them call this, and write one file that any number of ranks loads.
+        """
         path = as_path(path)
         if is_disk_table(path):
             raise FlatbedError(
@@ -407,8 +410,10 @@ class Table(TableParameter):
         saving.save(self, path)
 
     def load(self, path: str | Path) -> None:
-        """Read a file of `save`, from a table of any storage. Nothing changes if it does not fit."""
-        self._check_whole("table.load")
+        """Read a file of `save`, from a table of any storage. Nothing changes if it does not fit.
+
+        If ranks divide the table, all of them call this, and each one reads its rows.
+        """
         saving.load(self, as_path(path))
 
     def export(self, path: str | Path, *, shard_bytes: int | None = None) -> None:
@@ -429,12 +434,13 @@ class Table(TableParameter):
 
         ``discard=True`` drops changes since the last checkpoint instead. A table that was last saved by
         `flatbed.save_checkpoint` raises if rows changed since: a checkpoint of its own would make that folder
-        unloadable. If the checkpoint fails, the table stays open.
+        unloadable. So does a table that ranks divide, since a crash might leave ranks at different
+        checkpoints. If the checkpoint fails, the table stays open.
         """
         if not discard:
             self._storage.settle()  # a checkpoint of its own would not be the one that the folder refers to
         if not discard and self._storage.has_unsaved_changes:
-            if self._storage.is_part_of_folder:
+            if self._storage.is_part_of_folder or self._shards is not None:
                 raise FlatbedError(
                     f"rows of {self._storage.config.path} changed since flatbed.save_checkpoint: save again, "
                     f"or call table.close(discard=True) to keep what the folder has"

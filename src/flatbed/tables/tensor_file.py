@@ -14,7 +14,7 @@ import shutil
 import stat
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatbed.distributed.dtensor import is_dtensor
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.checksum import Checksum, Checksums, SharedChecksums
@@ -155,8 +156,17 @@ def writing(path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, s
         yield Writer(descriptor, layout.starts, pool, sums)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, int]:
-    """Write a safetensors file of tensors on any device; returns its checksums."""
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    *,
+    whole: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> dict[str, int]:
+    """Write a safetensors file of tensors on any device; returns its checksums.
+
+    `whole` gives all elements of a tensor, one tensor after the other.
+    """
     for name, tensor in tensors.items():
         check_plain(tensor, name)
     entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
@@ -166,7 +176,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         progress(f"saving {path.name}", total, "bytes") as advance,
     ):
         for entry in entries:
-            flat, step = tensors[entry.name].detach().reshape(-1), BLOCK_BYTES // entry.dtype.itemsize
+            flat, step = whole(tensors[entry.name]).reshape(-1), BLOCK_BYTES // entry.dtype.itemsize
             for first in range(0, flat.numel(), step):
                 part = flat[first : first + step]
                 writer.write(entry.name, first * entry.dtype.itemsize, part)
@@ -175,10 +185,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def check_plain(tensor: Tensor, name: str) -> None:
-    """Raise unless a tensor is dense, local and initialized."""
+    """Raise unless a tensor is dense and initialized, and whole or a DTensor."""
     if nn.parameter.is_lazy(tensor) or tensor.is_meta:
         raise FlatbedError(f"'{name}' has no values yet: run the model once, then save it")
-    if tensor.layout != torch.strided or tensor.is_quantized or hasattr(tensor, "to_local"):
+    is_divided = hasattr(tensor, "to_local") and not is_dtensor(tensor)
+    if tensor.layout != torch.strided or tensor.is_quantized or is_divided:
         raise FlatbedError(
             f"'{name}' is sparse, quantized or sharded ({type(tensor).__name__}), which safetensors cannot "
             "hold: save it by other means"
