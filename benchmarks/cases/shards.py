@@ -139,9 +139,9 @@ class Share:
 
 
 class StandIn:
-    """Stands in for the other ranks in `torch.distributed.all_to_all_single`.
+    """Stands in for the other ranks in exchanges of torch.distributed and of gloo.
 
-    The exchanges of a step are those of its lookup (counts, rows, weights) and of its gradients (counts,
+    The exchanges of a step are those of its lookup (a header, rows, weights) and of its gradients (a header,
     rows, gradients). Weights of other owners are zeros: the gradient of a sum does not depend on them.
     """
 
@@ -158,23 +158,31 @@ class StandIn:
 
     def all_to_all_single(
         self, output: Tensor, sent: Tensor, received: Any = None, counts: Any = None, group: Any = None
-    ) -> None:
+    ) -> StandIn:
         """Fill in what the other ranks would send."""
-        if received is None:  # a header: state, digest and count for each rank
+        if not received:  # a header: state, digest and count for each rank
             output.copy_(sent)
             if self.batch is not None:
                 output[:, 2] = self.batch.n_asked
-            return
-        assert self.batch is not None
-        if output.dim() == 1:
+        elif self.batch is not None and output.dim() == 1:
             output.copy_(self.batch.rows)
-            return
-        self._n_values += 1
-        if self._n_values == 1:
-            self.answer = sent
-            output.zero_()
-        else:
-            output.view(torch.float32).copy_(self.batch.n_repeats.unsqueeze(1))
+        elif self.batch is not None:
+            self._n_values += 1
+            if self._n_values == 1:
+                self.answer = sent
+                output.zero_()
+            else:
+                output.view(torch.float32).copy_(self.batch.n_repeats.unsqueeze(1))
+        return self
+
+    alltoall_base = all_to_all_single
+
+    def allgather(self, outputs: Any, sent: Any) -> StandIn:
+        """Fill in what this rank sends: all ranks have the same."""
+        return self
+
+    def wait(self, *_: Any) -> None:
+        """Do nothing, since the exchange is done."""
 
 
 @contextmanager
@@ -185,7 +193,10 @@ def one_of_many(rank: int, n_ranks: int) -> Iterator[StandIn]:
     stand_in = StandIn()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n_ranks)
     try:
-        with patch.object(dist, "all_to_all_single", stand_in.all_to_all_single):
+        with (
+            patch.object(dist, "all_to_all_single", stand_in.all_to_all_single),
+            patch.object(dist, "ProcessGroupGloo", lambda *_: stand_in),
+        ):
             yield stand_in
     finally:
         dist.destroy_process_group()
