@@ -22,7 +22,7 @@ from benchmarks.rows import Row, read_rows, write_rows
 
 BENCHMARKS = (
     *("step", "roofline", "fsdp", "tables", "rows", "cache", "overlap", "topk", "data", "speedtorch"),
-    *("trace", "word2vec"),
+    *("trace", "shards", "word2vec"),
 )
 
 

@@ -124,9 +124,9 @@ def test_reads_past_the_page_cache_are_measured_or_refused() -> None:
     ("n_rows", "n_ranks", "hit_rate", "wire_mb", "bus_mb", "ms", "bound"),
     [
         (20_000_000, 1, 0.1, 0, 181, 2.5, "the bus"),
-        (20_000_000, 8, 0.1, 59, 179, 4.2, "host memory"),
-        (20_000_000, 64, 0.99, 66, 2, 1.84, "the network"),
-        (6_500_000_000, 512, 0.0, 67, 201, 6.0, "host memory"),
+        (20_000_000, 8, 0.1, 59, 179, 4.5, "host memory"),
+        (20_000_000, 64, 0.99, 66, 2, 5.0, "headers"),
+        (6_500_000_000, 512, 0.0, 67, 201, 31.5, "headers"),
         (1000, 1, 0.0, 0, 3, 0.34, "kernels"),
     ],
 )
@@ -146,10 +146,16 @@ def test_a_plan_names_memory_traffic_time_and_what_is_assumed() -> None:
     assert found["table"].value.endswith("1,536 bytes a row, 9,984 GB")
     assert found["host memory"].value == "19.5 GB per rank, 156.0 GB per host"
     assert found["traffic"].value == "67 MB between ranks, 201 MB over the bus"
-    assert found["step"].value == "6.0 ms, bound by host memory"
+    assert found["step"].value == "31.5 ms for 33,554,432 ids, bound by headers"
     assert "Not measured" in found["step"].meaning
     assert "network 40" in found["assumed"].value
-    assert found["assumed"].meaning == "Not measured."
+    assert "Not measured" in found["assumed"].meaning
+
+
+def test_rows_in_caches_do_not_travel_over_the_bus() -> None:
+    found = plan(20_000_000, 128, "adam", ranks=8, ids=65_536, hit_rate=0.9)
+    assert found["traffic"].value == "59 MB between ranks, 20 MB over the bus"
+    assert "90% of the rows in caches" in found["traffic"].meaning
 
 
 @pytest.mark.parametrize(("optimizer", "nbytes"), [("sgd", 512), ("RowwiseAdagrad", 640), ("AdamW", 1536)])

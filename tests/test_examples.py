@@ -8,12 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 ROOT = Path(__file__).parents[1]
 
 
-def run(name: str, *options: str) -> str:
+def run(name: str, *options: str, n_processes: int = 1) -> str:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_processes)]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *options],
+        [
+            *(sys.executable, *(torchrun if n_processes > 1 else ())),
+            *(str(ROOT / "examples" / name), *options),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -59,3 +66,17 @@ def test_ratings_approach_the_noise() -> None:
     last = run("ratings.py", *sizes).splitlines()[-1]
     plain, found, noise = (float(n) for n in re.findall(r"\d\.\d{3}", last))
     assert noise < found < 0.4 < plain  # seen: 1.008, 0.328, 0.300
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo processes on a CPU")
+def test_two_towers_recommend_items_after_a_restart_on_another_number_of_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    first = run("two_tower.py", "--folder", folder, "--steps", "40", n_processes=2)
+    second = run("two_tower.py", "--folder", folder, "--steps", "60")
+    assert first.startswith("2 ranks, steps 0 to 40")
+    assert second.startswith("1 ranks, steps 40 to 60")
+    (_, saved, popular, _), (loaded, trained, _, chance) = (
+        [float(number) for number in re.findall(r"\d\.\d{3}", out)] for out in (first, second)
+    )
+    assert loaded == saved
+    assert trained > max(saved, 2 * popular, 20 * chance)  # seen: 0.348, 0.394; 0.140; 0.005

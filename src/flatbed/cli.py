@@ -74,6 +74,9 @@ def doctor(
     optimizer: Annotated[str, typer.Option(help="Its optimizer, a class of flatbed.optim.")] = "adam",
     ranks: Annotated[int, typer.Option(min=1, help="GPUs that share its rows, 8 on each host.")] = 1,
     ids: Annotated[int, typer.Option(min=1, help="Ids that each rank looks up per step.")] = 65_536,
+    hit_rate: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the rows that are in caches; skewed ids: 0.9.")
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Look at torch, GPU, memory, bus and disk, and recommend a storage for a table.
@@ -87,7 +90,7 @@ def doctor(
         findings = examine(int(table_gb * GB))
     else:
         try:
-            findings = plan(int(rows), dim, optimizer, ranks=ranks, ids=ids)
+            findings = plan(int(rows), dim, optimizer, ranks=ranks, ids=ids, hit_rate=hit_rate)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     if as_json:

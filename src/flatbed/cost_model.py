@@ -23,6 +23,10 @@ HOST_MEMORY = 400 * GB
 """Bytes per second of a host's memory, shared by its ranks."""
 FIXED_SECONDS = 0.3e-3
 """Kernels of a step and their launches."""
+HEADER_SECONDS = 25e-6
+"""Time of a small message on the host between a rank and each other, before rows travel."""
+HEADERS_PER_STEP = 2
+"""One for a table's lookup, one for its gradients."""
 CACHED_BATCHES = 4
 INDEX_BYTES = 4
 """Bytes per row of the index of a cache, on the GPU."""
@@ -89,14 +93,21 @@ def sharded_step(
             "the bus" if bus >= host_memory else "host memory": max(bus, host_memory),
             "NVLink": nvlink_bytes / NVLINK,
             "the network": nic_bytes / NIC,
+            "headers": HEADERS_PER_STEP * header_seconds(n_ranks),
             "kernels": FIXED_SECONDS,
         },
     )
+
+
+def header_seconds(n_ranks: int) -> float:
+    """Return the time in which all ranks tell each other how many rows will travel."""
+    return HEADER_SECONDS * (n_ranks - 1)
 
 
 def assumptions() -> str:
     """Describe the constants."""
     return (
         f"{RANKS_PER_HOST} ranks per host; NVLink {NVLINK // GB}, network {NIC // GB}, bus {BUS // GB} GB/s "
-        f"per rank; host memory {HOST_MEMORY // GB} GB/s per host; kernels {1e3 * FIXED_SECONDS:g} ms"
+        f"per rank; host memory {HOST_MEMORY // GB} GB/s per host; {HEADERS_PER_STEP} headers of "
+        f"{1e6 * HEADER_SECONDS:g} µs per other rank; kernels {1e3 * FIXED_SECONDS:g} ms"
     )

@@ -245,30 +245,46 @@ def free_bytes() -> dict[str, int]:
 # ---- tables on many GPUs
 
 
-def plan(n_rows: int, dim: int, optimizer: str, *, ranks: int, ids: int) -> dict[str, Finding]:
-    """Describe what a table shared by GPUs needs, by the model of `cost_model`. Nothing is measured.
+def plan(
+    n_rows: int, dim: int, optimizer: str, *, ranks: int, ids: int, hit_rate: float = 0.0
+) -> dict[str, Finding]:
+    """Describe what a table with ``shard="row"`` needs, by the model of `cost_model`. Nothing is measured.
 
     For one rank, this machine's free memory and disk are looked at.
     """
     record_bytes = _record_bytes(dim, optimizer)
-    cost = cost_model.sharded_step(n_rows, 4 * dim, record_bytes, n_ranks=ranks, n_ids=ids)
+    table_bytes = n_rows * record_bytes
+    cost = cost_model.sharded_step(n_rows, 4 * dim, record_bytes, n_ranks=ranks, n_ids=ids, hit_rate=hit_rate)
     size = f"{n_rows:,} rows × {dim} in fp32 with {optimizer}: {record_bytes:,} bytes a row"
     memory = f"{cost.rank_bytes / GB:,.1f} GB per rank, {cost.host_bytes / GB:,.1f} GB per host"
     traffic = f"{cost.wire_bytes / 1e6:,.0f} MB between ranks, {cost.bus_bytes / 1e6:,.0f} MB over the bus"
-    terms = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in cost.seconds.items())
-    fit = {"this machine": _fit(n_rows * record_bytes)} if ranks == 1 else {}
+    cached = f"{hit_rate:.0%} of the rows in caches" if hit_rate else "none in a cache: the worst case"
+    terms = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in cost.seconds.items())
+    fit = {"this machine": _fit(table_bytes)} if ranks == 1 else {}
     return {
-        "table": Finding(None, f"{size}, {n_rows * record_bytes / GB:,.0f} GB"),
+        "table": Finding(None, f"{size}, {table_bytes / GB:,.0f} GB", 'Rows are divided: shard="row".'),
         **fit,
-        "host memory": Finding(None, memory, f"Ranks: {ranks:,}. Hosts: {cost.n_hosts:,}."),
+        "host memory": Finding(
+            None,
+            memory,
+            f"Ranks: {ranks:,}. Hosts: {cost.n_hosts:,}. Without shard, each rank holds all rows.",
+        ),
         "GPU memory": Finding(
-            None, f"{cost.gpu_bytes / GB:,.2f} GB per rank", "A cache of four batches, and a batch."
+            None,
+            f"{cost.gpu_bytes / GB:,.2f} GB per rank",
+            "A cache of four batches, its index, and a batch.",
         ),
-        "traffic": Finding(None, traffic, f"Per rank and step of {ids:,} ids, uniform, none of them cached."),
+        "traffic": Finding(
+            None, traffic, f"Per rank and step of {ids:,} uniform ids, {cached} (--hit-rate)."
+        ),
         "step": Finding(
-            None, f"{1e3 * cost.step_seconds:.1f} ms, bound by {cost.bound}", f"Not measured: {terms}."
+            None,
+            f"{1e3 * cost.step_seconds:.1f} ms for {ids * ranks:,} ids, bound by {cost.bound}",
+            f"Not measured. The table alone, one term after the other: {terms}.",
         ),
-        "assumed": Finding(None, cost_model.assumptions(), "Not measured."),
+        "assumed": Finding(
+            None, cost_model.assumptions(), "Not measured. python -m benchmarks shards measures some."
+        ),
     }
 
 

@@ -20,6 +20,7 @@ from benchmarks.cases import (
     fsdp,
     overlap,
     roofline,
+    shards,
     speedtorch,
     step,
     tables,
@@ -174,6 +175,37 @@ def test_cache(case: str, tmp_path: Path) -> None:
     assert all(0 < row["metrics"]["hit_rate"] < 1 for row in cached)
     assert case == "sizes" or all(rows.speedup(row, listed, "back_to_back_ms") for row in listed)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_shards() -> None:
+    listed = check(shards.run(replace(FEW, cases=("world", "share"))), "shards", "back_to_back_ms")
+    ratios = [row["metrics"].get("unsharded_ratio") for row in listed if row["case"] == "world"]
+    assert [ratio is not None for ratio in ratios] == [False, False, True, True] * 3
+    share = [row for row in listed if row["case"] == "share"]
+    assert [row["setting"]["ranks"] for row in share] == [8] * 3 + [64] * 3
+    for row in share:
+        model = {name: row["metrics"][name] for name in row["metrics"] if name.startswith("not_measured_")}
+        assert 0 < model["not_measured_wire_ms"] < model["not_measured_step_ms"]
+
+
+def test_headers_and_balance_of_shards() -> None:
+    check(shards.run(replace(FEW, cases=("headers",))), "shards", "wall_ms")
+    listed = check(shards.run(replace(FEW, cases=("balance",))), "shards")
+    worst = {(row["variant"], row["setting"]["ranks"]): row["metrics"]["busiest_ratio"] for row in listed}
+    assert worst[shards.CYCLIC, 8] < 1.05
+    assert worst[shards.RANGES, 8] > 5
+
+
+def test_a_rank_that_drops_gradients_of_others_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = shards.Share._asked_of_us
+
+    def without_repeats(self: shards.Share, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, repeats = draw(self, ids)
+        return rows, repeats.clamp(max=1)
+
+    assert shards.share_is_right(4, FEW)
+    monkeypatch.setattr(shards.Share, "_asked_of_us", without_repeats)
+    assert not shards.share_is_right(4, FEW)
 
 
 @pytest.mark.parametrize("storage", topk.CASES)

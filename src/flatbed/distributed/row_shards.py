@@ -207,14 +207,9 @@ class Channel:
         self.parent = parent
         self.ranks: list[int] = dist.get_process_group_ranks(parent)
         backend = str(dist.get_backend(parent))
-        self._gpus_reached = "nccl" in backend
-        self._is_fake = "fake" in backend
-        self.group = dist.new_group(
-            self.ranks,
-            timeout=_timeout_of(parent),
-            backend="fake" if self._is_fake else "gloo",
-            use_local_synchronization=True,
-        )
+        is_fake = "fake" in backend  # one rank's work, measured without the others
+        self._gpus_reached = "nccl" in backend or is_fake
+        self.group = _new_group(parent, self.ranks, backend="fake" if is_fake else "gloo")
         self.n_exchanges = 0
         self._n_tables = 0
 
@@ -304,8 +299,6 @@ class Channel:
         self, sent: Tensor, counts: Sequence[int], received: Sequence[int], *, doing: str
     ) -> Tensor:
         """Send `counts[rank]` elements to each rank, and return `received[rank]` of each, in rank order."""
-        if self._is_fake:
-            return sent.clone()
         device = self._device_for(sent.device)
         held = sent.to(device).contiguous()
         flat = held if held.dim() == 1 else held.view(torch.uint8)  # gloo knows few dtypes
@@ -383,6 +376,24 @@ class Channel:
 
 
 _channels: dict[Any, Channel] = {}
+
+
+def _new_group(parent: Any, ranks: list[int], *, backend: str) -> Any:
+    """Make a process group of the same ranks. All of them call this, and no other rank.
+
+    torch names a group that some ranks make by the number of groups that a rank is part of, and waits for
+    ever if the names differ. If all ranks make it, they count all groups, which are the same everywhere.
+    """
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(ranks, timeout=_timeout_of(parent), backend=backend)
+    counts: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=parent)
+    if len(set(counts)) > 1:
+        raise FlatbedError(
+            f"ranks {ranks} are part of different numbers of process groups, {counts}, and torch cannot make "
+            f"one more for some ranks alone: build the table before them, or divide it among all ranks"
+        )
+    return dist.new_group(ranks, timeout=_timeout_of(parent), backend=backend, use_local_synchronization=True)
 
 
 def _timeout_of(group: Any) -> Any:

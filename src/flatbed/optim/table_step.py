@@ -156,7 +156,7 @@ class OptimizerTables:
         several = world_size() > 1
         capturing = any(is_capturing(slot.table._storage.device) for slot in self.slots)
         if several:
-            self._refuse_local_norms(options)
+            self._refuse_local_norms(owner, options)
             if capturing:
                 raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
         for slot in self.slots:
@@ -181,7 +181,7 @@ class OptimizerTables:
                 slot.table._local_rows.reserve_space(pack)
         return packs
 
-    def _refuse_local_norms(self, options: StepOptions) -> None:
+    def _refuse_local_norms(self, owner: Any, options: StepOptions) -> None:
         """Raise if the norm would differ between ranks: a table that is no replica has its own gradient."""
         local = [slot.name for slot in self.slots if not slot.table.replicate]
         if options.needs_norm and 0 < len(local) < len(self.slots):
@@ -189,6 +189,16 @@ class OptimizerTables:
                 f"max_norm and skip_nonfinite with table {local[0]} (replicate=False): the norm would differ "
                 f"between ranks, and with it the replicas. Give the table an optimizer of its own"
             )
+        if not options.needs_norm or owner._norm_group is not None:
+            return
+        for slot in self.slots:
+            shards = slot.table._shards
+            if shards is not None and shards.n_ranks < world_size():
+                raise FlatbedError(
+                    f"max_norm and skip_nonfinite with table {slot.name}, which {shards.n_ranks} of "
+                    f"{world_size()} ranks divide: the norm would differ between ranks. Divide the table "
+                    f"among all ranks, or pass norm_group= with the ranks that hold other parameters"
+                )
 
     def set_grads(
         self,

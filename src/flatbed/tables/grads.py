@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from flatbed.cuda.streams import OrderedLock, is_capturing
+from flatbed.distributed.dtensor import is_dtensor
 from flatbed.errors import FlatbedError
 from flatbed.kernels.locations import NONE, SENTINEL
 from flatbed.kernels.rows import segment_sum, unique
@@ -188,7 +190,8 @@ class RowGrad(Tensor):
             return packed.grads
 
         plain_args, plain_kwargs = tree_map_only(RowGrad, values, (args, kwargs))
-        result = func(*plain_args, **plain_kwargs)
+        call = partial(_check_overflow, func) if name == _CHECK_OVERFLOW else func
+        result = call(*plain_args, **plain_kwargs)
         if name == _CHECK_OVERFLOW:  # a GradScaler must find the same on all ranks
             shards = [grad._table._shards for grad in found.values()]
             for channel in dict.fromkeys(one.channel for one in shards if one is not None):
@@ -203,6 +206,13 @@ class RowGrad(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def _check_overflow(check: Any, grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Unscale DTensors and other gradients in calls of their own: torch refuses lists of both."""
+    for some in ([g for g in grads if is_dtensor(g)], [g for g in grads if not is_dtensor(g)]):
+        if some:
+            check(some, found_inf, inv_scale)
 
 
 _ATTRIBUTES = {

@@ -140,7 +140,10 @@ def exchange_grads(table: Table, shards: RowShards) -> None:
 
 def _facts(table: Table) -> dict[str, Any]:
     """Return what ranks compare. At the first step of an optimizer: its class, its options, the state."""
-    owner, facts = table._owner, {"requires_grad": table._needs_grad}
+    owner, facts = table._owner, dict[str, Any](requires_grad=table._needs_grad)
+    if owner is not None:  # schedulers may follow a loss that differs; tensors would wait for the GPU
+        rates = [group.get("lr") for group in owner.param_groups]
+        facts["lr"] = [rate for rate in rates if not isinstance(rate, Tensor)]
     if owner is None or (table._agreed is not None and table._agreed() is owner):
         return facts
     config = table._storage.config
