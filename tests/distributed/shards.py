@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flatbed
@@ -57,11 +58,12 @@ def train(
     output: Output = plain,
     accumulate: bool = False,
     unused: int | None = None,
+    steps: int = STEPS,
     **options: Any,
 ) -> list[Tensor]:
     """Train as one rank, or as one process that takes the batches of all ranks. Returns the outputs."""
     optimizer, outputs = make(module, lr=0.05, **options), []
-    for step in range(STEPS):
+    for step in range(steps):
         for rank in ranks:
             if rank == unused:
                 if len(ranks) == 1:
@@ -89,7 +91,7 @@ def assert_as_one_process(
     folder: Path, make: Any, *, kind: Any = flatbed.Embedding, output: Output = plain, **options: Any
 ) -> None:
     """Train a sharded table and, in every process, one that holds all rows: they end with the same bits."""
-    training = ("accumulate", "unused", "per_row_steps", "betas", "momentum", "weight_decay")
+    training = ("steps", "accumulate", "unused", "per_row_steps", "betas", "momentum", "weight_decay")
     how = {name: options.pop(name) for name in training if name in options}
     own: dict[str, Any] = {}
     other: dict[str, Any] = {}
@@ -155,7 +157,7 @@ def caches(folder: Path) -> None:
         assert_as_one_process(folder, flatbed.optim.Adam, storage="disk", **options)
     if world == 2 and not torch.cuda.is_available():
         with interpreted_kernels():
-            assert_as_one_process(folder, flatbed.optim.Adam, cache_rows=5)
+            assert_as_one_process(folder, flatbed.optim.Adam, cache_rows=5, steps=2)
     path = folder / f"warm-{world}.bed"
     emb = flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=path, cache_rows=4)
     emb.table.warm(EVERY.repeat(2))
@@ -288,6 +290,24 @@ def norms_beside_ddp(_: Path) -> None:
             assert_equal_on_all_ranks(model.head.weight.detach())
         torch.testing.assert_close(model.emb.read_rows(EVERY), whole.emb.read_rows(EVERY))
     assert_raises(lambda: nn.utils.clip_grad_norm_(model.emb.parameters(), 1.0), "max_norm=")
+
+
+def norms_beside_fsdp2(_: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, whole = Model(shard="row"), Model(replicate=False)
+    fully_shard(model, ignored_params=set(flatbed.tables(model)))
+    optimizers = [flatbed.optim.AdamW(one, lr=0.05, max_norm=0.5) for one in (model, whole)]
+    for step in range(STEPS):
+        model(ids_of(step, rank)).pow(2).sum().backward()
+        for other in range(world):
+            (whole(ids_of(step, other)).pow(2).sum() / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        norms = [optimizer.grad_norm for optimizer in optimizers]
+        torch.testing.assert_close(*norms)
+        assert_equal_on_all_ranks(norms[0].reshape(1))
+    torch.testing.assert_close(model.emb.read_rows(EVERY), whole.emb.read_rows(EVERY))
 
 
 def overflows(_: Path) -> None:
@@ -452,6 +472,8 @@ def files_of_ranks(folder: Path) -> None:
     (folder / f"other.bed.{rank}-of-9").touch()
     (folder / "plain.bed").touch()
     dist.barrier()
+    with pytest.raises(flatbed.FlatbedError, match=f"rank 0 of {world}"):
+        flatbed.load_table(f"{path}.0-of-{world}", read_only=True)
     for name, found in (("other.bed", "on 9 ranks"), ("plain.bed", "on 1 ranks")):
         with pytest.raises(flatbed.FlatbedError, match=found):
             flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=folder / name)
@@ -468,6 +490,7 @@ SCENARIOS = [
     search,
     growth,
     norms_beside_ddp,
+    norms_beside_fsdp2,
     overflows,
     several_tables_and_groups,
     bad_ids_on_one_rank,

@@ -353,7 +353,7 @@ class Channel:
                 f"ranks {missing} have" if len(missing) > 1 else f"rank {missing[0]} has" if missing else ""
             )
             found = f"{names} not answered" if missing else "the ranks could not communicate"
-            why = "; ".join(reasons) or str(error).splitlines()[0]
+            why = "; ".join(reasons) or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
             raise ExchangeError(
                 f"{found} in {doing}, and rank {dist.get_rank()} cannot continue ({why}): see the errors of "
                 f"that rank, and start again from the last checkpoint"

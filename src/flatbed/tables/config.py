@@ -176,8 +176,7 @@ def part_of(config: Config, rank: int, n_ranks: int, n_rows: int) -> Config:
                 f"start as many, move it to another number with flatbed.save_checkpoint and "
                 f"flatbed.load_checkpoint, or choose another path"
             )
-    asked = config.asked | {"shard"}
-    return replace(config, n_rows=n_rows, path=path, shard_rank=rank, n_shards=n_ranks, asked=asked)
+    return replace(config, n_rows=n_rows, path=path, shard_rank=rank, n_shards=n_ranks)
 
 
 def check_file(config: Config, resume: bool | None) -> None:

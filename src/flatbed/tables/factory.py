@@ -53,7 +53,15 @@ def open_storage(config: Config) -> tuple[DiskStorage | ReadOnlyStorage, Config]
     """
     assert config.path is not None
     storage = ReadOnlyStorage(config.path) if config.read_only else DiskStorage.open(config.path)
-    weight, found = config.weight, storage.record.weight
+    weight, found, about = config.weight, storage.record.weight, storage.meta.get("table", {})
+    rank, n_ranks = about.get("shard", [0, 1])
+    if (rank, n_ranks) != (config.shard_rank, config.n_shards):
+        storage.close()
+        raise FlatbedError(
+            f"{config.path} holds the rows of rank {rank} of {n_ranks}, and was opened by rank "
+            f'{config.shard_rank} of {config.n_shards}: open it by flatbed.Embedding(…, shard="row") with '
+            f"the path that it was made with, on as many ranks"
+        )
     if (storage.n_rows, found.count, found.dtype) != (config.n_rows, weight.count, weight.dtype):
         storage.close()
         raise FlatbedError(
@@ -61,7 +69,6 @@ def open_storage(config: Config) -> tuple[DiskStorage | ReadOnlyStorage, Config]
             f"for {config.n_rows} × {weight.count} in {weight.dtype}. Ask for what it holds "
             f"(flatbed.load_table reads it from the file), or choose another path"
         )
-    about = storage.meta.get("table", {})
     for name, wanted in config.describe().items():
         if name in config.asked & about.keys() and about[name] != wanted:
             storage.close()
