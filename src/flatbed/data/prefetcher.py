@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from flatbed.data.batches import Selector, TableLookups, common_device, selectors_by_table
+from flatbed.data.loader_ranks import UNEVEN, LoaderRanks, common_channel
 from flatbed.data.pipeline import Pipeline, PrefetchIterator
 from flatbed.data.sm_policy import SmPolicy
 from flatbed.data.transfer import BatchMover, CopyStream, pinned_batches
@@ -70,6 +71,7 @@ class Prefetcher:
         device: Any = None,
         pin: bool = False,
         reserve_sms: int | str | None = None,
+        uneven: str = "stop",
     ) -> None:
         if isinstance(loader, Tensor | np.ndarray | str | bytes | Mapping):
             raise TypeError(
@@ -85,11 +87,15 @@ class Prefetcher:
             raise ValueError(f"depth is a number of batches, 0 or more; found {depth}")
         if not (reserve_sms is None or reserve_sms == "auto" or _is_count(reserve_sms)):
             raise ValueError(f'reserve_sms is a number of SMs, "auto" or None; found {reserve_sms!r}')
+        if uneven not in UNEVEN:
+            raise ValueError(f'uneven is "stop", "empty" or "error"; found {uneven!r}')
         self.loader = loader
         self.depth = operator.index(depth)
         self.pin = pin
         self.reserve_sms = reserve_sms
+        self.uneven = uneven
         self._selectors = selectors_by_table(lookups)
+        self._channel = common_channel([*self._selectors])
         self._device = device
         self._pinned: list[Any] | None = None
         self._one_shot: OneShotItems | None = None
@@ -120,7 +126,10 @@ class Prefetcher:
         lookups = [
             TableLookups(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()
         ]
-        self._previous = Pipeline(batches, lookups, mover, depth=self.depth, sms=sms)
+        ranks = None
+        if self._channel is not None:
+            ranks = LoaderRanks(self._channel, [*self._selectors], uneven=self.uneven, depth=self.depth)
+        self._previous = Pipeline(batches, lookups, mover, depth=self.depth, sms=sms, ranks=ranks)
         return PrefetchIterator(self._previous)
 
     def _begin(self, mover: BatchMover) -> Iterator[Any]:

@@ -10,12 +10,13 @@ values follow over NCCL, or over gloo for tables that compute on the CPU.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +29,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 CPU = torch.device("cpu")
-OK, FAILED, IDLE = range(3)
-"""States in a header: taking part, having failed, taking part without rows of its own."""
+OK, FAILED, IDLE, ENDED, LEFT = range(5)
+"""States in a header: taking part, having failed, taking part without rows of its own. Loaders have two more:
+having no more batches, and having left the loop over them."""
 PATIENCE = 2.0  # seconds that ranks wait for signs of life of the others, once an exchange has failed
+LOOK_AROUND = datetime.timedelta(seconds=0.5)
+"""How long a header is waited for before the watchers of the channel are asked, again and again."""
 
 
 class ExchangeError(FlatbedError):
@@ -88,6 +92,19 @@ class Exchanged:
     """Number of rows that each rank asks for."""
     is_idle: bool = False
     """True if no rank has anything to exchange."""
+    number: int = 0
+    """Of an exchange ahead of time: the same number on all ranks, and on no other exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What all ranks have said at the beginning of an exchange, in rank order."""
+
+    states: list[int]
+    counts: list[int]
+    """What each rank tells this one."""
+    numbers: list[int]
+    """The exchange ahead of time that each rank would use; 0 for none."""
 
 
 class RowShards:
@@ -167,10 +184,31 @@ class RowShards:
         self, doing: str, route: Route, *, facts: Mapping[str, Any] | None = None, idle: bool = False
     ) -> Exchanged:
         """Ask the owners of rows for them. `idle`: this rank has no rows, and takes part for the others."""
-        counts, is_idle = self.channel.announce(self.describe(doing), route.counts, facts=facts, idle=idle)
-        if is_idle:
-            return Exchanged(route, route.rows, counts, is_idle=True)
-        return Exchanged(route, self.all_to_all(route.rows, route.counts, counts), counts)
+        state = IDLE if idle else OK
+        header = self.channel.announce(self.describe(doing), route.counts, facts=facts, state=state)
+        if set(header.states) == {IDLE}:
+            return Exchanged(route, route.rows, header.counts, is_idle=True)
+        return self._exchange_rows(route, header, self.channel)
+
+    def exchange_ahead(self, route: Route, channel: Channel) -> Exchanged:
+        """Ask the owners of rows for them ahead of time, over the channel of the loader threads."""
+        doing = f"the prefetch of table {self.number}"  # its size may change in another thread
+        header = channel.announce(doing, route.counts)
+        exchanged = self._exchange_rows(route, header, channel)
+        return replace(exchanged, number=channel.number << 48 | channel.n_exchanges)
+
+    def exchange_again(self, doing: str, ahead: Exchanged) -> Exchanged:
+        """Return an exchange ahead of time if all ranks use the same one; otherwise exchange its rows now."""
+        route = ahead.route
+        header = self.channel.announce(self.describe(doing), route.counts, number=ahead.number)
+        if set(header.numbers) == {ahead.number}:
+            return ahead
+        return self._exchange_rows(route, header, self.channel)
+
+    def _exchange_rows(self, route: Route, header: Header, channel: Channel) -> Exchanged:
+        doing = self.describe("the exchange of rows")
+        rows = channel.all_to_all(route.rows, route.counts, header.counts, doing=doing)
+        return Exchanged(route, rows, header.counts)
 
     def to_askers(self, exchanged: Exchanged, values: Tensor) -> Tensor:
         """Send the values of rows that this rank was asked for; return those that it has asked for.
@@ -195,11 +233,12 @@ class RowShards:
 class Channel:
     """Headers and rows between the ranks of a process group. All tables of the group share it.
 
-    A channel is for one thread, since ranks must use it in one order.
+    A channel is for one thread, since ranks must use it in one order. The training threads have one, and the
+    loader threads of each loop over a `Prefetcher` have one of its `loaders`, which later loops use again.
     """
 
-    def __init__(self, parent: Any) -> None:
-        self.parent = parent
+    def __init__(self, parent: Any, number: int = 0) -> None:
+        self.parent, self.number = parent, number
         self.ranks: list[int] = dist.get_process_group_ranks(parent)
         backend = str(dist.get_backend(parent))
         self._gpus_reached = "nccl" in backend
@@ -212,6 +251,11 @@ class Channel:
         )
         self.n_exchanges = 0
         self._n_tables = 0
+        self.watchers: list[Callable[[], BaseException | None]] = []
+        """Return an error to raise if another rank is known never to answer a header."""
+        self.loaders: list[Channel] = []
+        self.is_free = False
+        """Of a loader's channel: no loop uses it, and the last one ended on all ranks."""
 
     @staticmethod
     def of(parent: Any) -> Channel:
@@ -234,24 +278,63 @@ class Channel:
         *,
         facts: Mapping[str, Any] | None = None,
         failure: BaseException | None = None,
-        idle: bool = False,
-    ) -> tuple[list[int], bool]:
-        """Tell each rank a count, and return the count that each rank tells, and True if all ranks are idle.
+        state: int = OK,
+        number: int = 0,
+    ) -> Header:
+        """Tell each rank a count, and all of them a state and a number; return what the ranks tell.
 
         Raises on all ranks if one has failed, or if ranks do different things or hold different facts.
         """
         self.n_exchanges += 1
-        state = FAILED if failure is not None else IDLE if idle else OK
+        state = state if failure is None else FAILED
         words = hashlib.sha256(repr((doing, self.n_exchanges, facts)).encode()).digest()
         digest = int.from_bytes(words[:7], "little")
-        sent = torch.tensor([[state, digest, count] for count in counts])
+        sent = torch.tensor([[state, digest, count, number] for count in counts], device=CPU)
         found = sent.clone()  # what the fake backend receives
         with self.named_errors(doing):
-            dist.all_to_all_single(found, sent, group=self.group)
-        states, digests, received = found.T.tolist()
+            self._wait(dist.all_to_all_single(found, sent, group=self.group, async_op=True))
+        states, digests, received, numbers = found.T.tolist()
         if FAILED in states or set(digests) != {digest}:
             self._raise_unequal(doing, facts, failure)
-        return received, set(states) == {IDLE}
+        return Header(states, received, numbers)
+
+    def _wait(self, work: Any) -> None:
+        """Wait for all ranks, unless a watcher knows that one of them does not come."""
+        while True:
+            try:
+                work.wait(LOOK_AROUND)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises if it has failed, and not only this wait for it
+                    return
+            for error in [watcher() for watcher in self.watchers]:
+                if error is not None:
+                    raise error
+
+    def gather_texts(self, text: str, *, doing: str) -> list[str]:
+        """Return a text of each rank, in rank order."""
+        held: list[Any] = [text] * len(self.ranks)
+        with self.named_errors(doing):
+            dist.all_gather_object(held, text, group=self.group)
+        return held
+
+    def loader_channel(self, facts: Mapping[str, Any], *, is_new: bool) -> Channel:
+        """Return a channel for the loaders of one loop, which the ranks begin together.
+
+        `is_new`: another one than this, which no other loop uses.
+        """
+        doing = "the beginning of a loop over a Prefetcher"
+        free = sum(1 << i for i, loader in enumerate(self.loaders) if loader.is_free)
+        for others in self.announce(doing, [free] * len(self.ranks), facts=facts).counts:
+            free &= others
+        if not is_new:
+            return self
+        if free == 0:
+            self.loaders.append(Channel(self.parent, len(self.loaders) + 1))
+        chosen = self.loaders[(free & -free).bit_length() - 1]
+        chosen.is_free = False
+        return chosen
 
     def _raise_unequal(
         self, doing: str, facts: Mapping[str, Any] | None, failure: BaseException | None
@@ -347,6 +430,8 @@ class Channel:
         """Name the ranks that are missing if a collective fails."""
         try:
             yield
+        except ExchangeError:
+            raise
         except RuntimeError as error:
             missing, reasons = self._missing()
             names = (

@@ -70,17 +70,32 @@ class ShardedRowIO:
     def exchange(self, doing: str, route: Route, *, admits: bool = False) -> Exchanged:
         """Tell owners which rows are needed. With `admits`, the owners bring them into their caches."""
         exchanged = self.shards.exchange(doing, route)
-        with self.shards.channel.posting_failures():
-            cache = self.store.cache_for(len(exchanged.rows)) if admits else None
-            if cache is not None:
-                cache.admit(to_int32_keys(exchanged.rows, self.store.config.n_rows))
+        if admits:
+            self._admit(exchanged.rows)
         return exchanged
+
+    def exchange_again(self, doing: str, batch: LookupBatch, *, admits: bool) -> LookupBatch:
+        """Use the exchange of a prefetched batch if all ranks do; otherwise exchange its rows now."""
+        assert batch.exchanged is not None
+        exchanged = self.shards.exchange_again(doing, batch.exchanged)
+        cache = self.store.cache
+        if exchanged is batch.exchanged and cache is not None and cache.protects(batch):
+            return batch
+        if admits:
+            self._admit(exchanged.rows)
+        return replace(batch, exchanged=exchanged, cache=None, admission=None)
+
+    def _admit(self, rows: Tensor) -> None:
+        with self.shards.channel.posting_failures():
+            cache = self.store.cache_for(len(rows))
+            if cache is not None:
+                cache.admit(to_int32_keys(rows, self.store.config.n_rows))
 
     def lookup(self, batch: LookupBatch) -> Tensor:
         """Read the weights of a batch's unique rows, which ranks have exchanged."""
         assert batch.exchanged is not None
         field = self.store.config.weight
-        return self._gather(batch.exchanged, field.nbytes).view(field.dtype)
+        return self._gather(batch.exchanged, field.nbytes, batch).view(field.dtype)
 
     def weights(self, rows: Tensor) -> Tensor:
         """Read the weights of rows, (n,) → (n, dim), on the computing device."""
@@ -94,9 +109,9 @@ class ShardedRowIO:
         records = self._gather(self.exchange(READ, self.shards.route(rows)), record.nbytes)
         return {f.name: record.view(records, f.name).contiguous() for f in record.fields}
 
-    def _gather(self, exchanged: Exchanged, nbytes: int) -> Tensor:
+    def _gather(self, exchanged: Exchanged, nbytes: int, batch: LookupBatch | None = None) -> Tensor:
         with self.shards.channel.posting_failures():
-            held = self.local.gather(exchanged.rows, nbytes)
+            held = self.local.gather(exchanged.rows, nbytes, batch=batch)
         return self.shards.to_askers(exchanged, held)
 
     def write_weights_(self, rows: Tensor, values: Tensor) -> None:
