@@ -86,11 +86,164 @@ def same_bits_with_caches(folder: Path) -> None:
             assert_prefetching_changes_nothing(folder, "disk", 2, cache_rows=40)
 
 
+def ids_travel_ahead(folder: Path) -> None:
+    """Lookups of prefetched ids exchange no rows; lookups of other ids do, also if those of one rank do."""
+    rank = dist.get_rank()
+    emb = flatbed.Embedding(ROWS, DIM, seed=0, shard="row")
+    shards, sent = emb.table._shards, []
+    assert shards is not None
+    exchange_rows = shards._exchange_rows
+
+    def spy(route: Any, header: Any, channel: Any) -> Any:
+        sent.append(channel.number)
+        return exchange_rows(route, header, channel)
+
+    shards._exchange_rows = spy  # type: ignore[method-assign]
+    expected = emb.read_rows(EVERY)
+    loader = [{"ids": torch.tensor([step, rank])} for step in range(6)]
+    for step, batch in enumerate(flatbed.Prefetcher(loader, {emb: "ids"})):
+        n_before = sent.count(0)
+        ids = batch["ids"].clone() if step % 2 and rank == 0 else batch["ids"]
+        assert torch.equal(emb(ids), expected[ids])
+        assert sent.count(0) - n_before == step % 2
+        with torch.no_grad():
+            assert torch.equal(emb(batch["ids"].view(1, 2)), expected[ids].view(1, 2, DIM))
+        assert sent.count(0) - n_before == step % 2
+    assert len([number for number in sent if number]) == 6
+    assert_no_thread()
+
+
 def assert_no_thread() -> None:
+    gc.collect()
     assert [one.name for one in threading.enumerate() if one.name == THREAD_NAME] == []
 
 
-SCENARIOS = [same_bits, same_bits_with_caches]
+# ---- uneven data
+
+
+def loop_over(n_batches: int, emb: flatbed.Embedding, **options: Any) -> Iterator[dict[str, Any]]:
+    rank = dist.get_rank()
+    loader = [{"ids": np.array([step, rank]), "n": np.array(step)} for step in range(n_batches)]
+    return iter(flatbed.Prefetcher(loader, {emb: "ids"}, **options))
+
+
+def train_on(batches: Iterator[dict[str, Any]], emb: flatbed.Embedding) -> list[int]:
+    """Take a step with each batch; return the numbers of ids."""
+    optimizer, sizes = flatbed.optim.SGD(emb, lr=0.1), []
+    for batch in batches:
+        sizes.append(len(batch["ids"]))
+        emb(batch["ids"]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sizes
+
+
+def uneven_loaders(_: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    emb = flatbed.Embedding(ROWS, DIM, shard="row")
+    for depth in (0, 1, 3):
+        for first in (0, 3):  # batches of rank 1, the first to end
+            n = first if rank == 1 else 5 + rank
+            assert train_on(loop_over(n, emb, depth=depth), emb) == [2] * first
+        n = 2 if rank == 1 else 4 + rank
+        sizes = train_on(loop_over(n, emb, depth=depth, uneven="empty"), emb)
+        assert sizes == [2] * n + [0] * ((4 + world - 1 if world > 2 else 4) - n)
+        error = lambda n=n, depth=depth: train_on(loop_over(n, emb, depth=depth, uneven="error"), emb)  # noqa: E731
+        assert_raises(error, "rank 1 has ended after 2 batches", "rank 0", "uneven")
+        none = lambda depth=depth: train_on(  # noqa: E731
+            loop_over(0 if rank == 1 else 2, emb, depth=depth, uneven="empty"), emb
+        )
+        assert_raises(none, "rank 1 has no batch", "stop")
+        for uneven in ("stop", "empty", "error"):
+            assert train_on(loop_over(0, emb, depth=depth, uneven=uneven), emb) == []
+            assert train_on(loop_over(3, emb, depth=depth, uneven=uneven), emb) == [2] * 3
+    assert_no_thread()
+    assert len(emb.table._shards.channel.loaders) == 1  # type: ignore[union-attr]
+
+
+# ---- failures
+
+
+class Broken(Exception):
+    pass
+
+
+def assert_one_fails(culprit: int, action: Callable[[], Any], error: type[Exception], *messages: str) -> None:
+    """One rank raises its own error, the others one that names the rank and the reason."""
+    if dist.get_rank() == culprit:
+        with pytest.raises(error, match=messages[0]):
+            action()
+    else:
+        assert_raises(action, f"rank {culprit} failed", error.__name__, *messages)
+    assert_no_thread()
+
+
+def failing_loaders(_: Path) -> None:
+    rank, culprit = dist.get_rank(), dist.get_world_size() - 1
+    emb = flatbed.Embedding(ROWS, DIM, shard="row")
+    plain = flatbed.Embedding(ROWS, DIM, replicate=False)
+
+    def batches(bad: Any) -> Iterator[dict[str, Any]]:
+        for step in range(6):
+            if step == 3 and rank == culprit:
+                if isinstance(bad, Exception):
+                    raise bad
+                yield {"ids": np.array([bad])}
+            yield {"ids": np.array([step, rank])}
+
+    def run(bad: Any, depth: int, *more: flatbed.Embedding) -> None:
+        taken = 0
+        try:
+            for batch in flatbed.Prefetcher(batches(bad), {one: "ids" for one in (emb, *more)}, depth=depth):
+                emb(batch["ids"])
+                taken += 1
+        finally:
+            assert taken == 3
+
+    for depth in (0, 1, 3):
+        assert_one_fails(culprit, lambda: run(Broken("no file"), depth), Broken, "no file", "batch 3")
+        assert_one_fails(culprit, lambda: run(ROWS, depth), IndexError, "out of range", "batch 3")
+        assert_one_fails(culprit, lambda: run(-1, depth, plain), IndexError, "out of range", "batch 3")
+        assert_one_fails(culprit, lambda: run(0.5, depth), TypeError, "integers", "batch 3")
+    assert train_on(loop_over(3, emb), emb) == [2] * 3
+
+
+def leaving_early(_: Path) -> None:
+    rank = dist.get_rank()
+    emb = flatbed.Embedding(ROWS, DIM, shard="row")
+    for depth in (1, 2, 3):
+        for _ in range(2):  # all ranks
+            for step, batch in enumerate(loop_over(9, emb, depth=depth)):
+                emb(batch["ids"])
+                if step == 2:
+                    break
+            assert_no_thread()
+        batches = loop_over(9, emb, depth=depth)
+        next(batches)
+        batches.close()  # type: ignore[attr-defined]
+        assert emb(EVERY).shape == (ROWS, DIM)
+    left = threading.Event()
+
+    def leave_alone(depth: int) -> None:
+        batches = loop_over(9, emb, depth=depth)
+        for step, batch in enumerate(batches):
+            emb(batch["ids"])
+            if step == 2 and rank == 0:
+                batches.close()  # type: ignore[attr-defined]
+                left.set()
+                break
+
+    for depth in (1, 3):
+        if rank == 0:
+            leave_alone(depth)
+        else:
+            assert_raises(lambda: leave_alone(depth), "rank 0 left the loop", "after 3 batches")
+        assert_no_thread()
+        dist.barrier()
+        break  # the channel of the training threads is in use by a lookup that did not end
+
+
+SCENARIOS = [ids_travel_ahead, uneven_loaders, failing_loaders, leaving_early]
 
 if __name__ == "__main__":
     main(SCENARIOS)

@@ -423,7 +423,8 @@ class Channel:
 
     @property
     def _key(self) -> str:
-        return f"flatbed/{self.group.group_name}"
+        """Of all channels of a process group: a rank may wait in another one, or in none."""
+        return f"flatbed/{self.parent.group_name}"
 
     @contextmanager
     def named_errors(self, doing: str) -> Iterator[None]:
@@ -446,7 +447,7 @@ class Channel:
 
     def _missing(self) -> tuple[list[int], list[str]]:
         """Return the ranks that give no sign of life within `PATIENCE` seconds, and reasons they left."""
-        alive = {rank: f"{self._key}/alive/{self.n_exchanges}/{rank}" for rank in self.ranks}
+        alive = {rank: f"{self._key}/alive/{rank}" for rank in self.ranks}
         failures = {rank: f"{self._key}/failure/{rank}" for rank in self.ranks}
         try:
             self._store.set(alive[dist.get_rank()], "")
@@ -456,8 +457,9 @@ class Channel:
             missing = [rank for rank, key in alive.items() if not self._store.check([key])]
             held = [rank for rank, key in failures.items() if self._store.check([key])]
             reasons = [f"rank {rank}: {self._store.get(failures[rank]).decode()}" for rank in held]
-        except RuntimeError:  # the process that hosts the store is gone
-            return [], []
+        except RuntimeError:  # the process that hosts the store is gone: rank 0, unless torchrun hosts it
+            is_known = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and 0 in self.ranks
+            return ([0] if is_known else []), []
         return missing, reasons
 
 
