@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types docs unit wheel gpu-test format clean
+.PHONY: demo test lint types docs unit unit-sharded wheel gpu-test format clean
 
 # A stamp per purpose: the demo needs no test tools.
 .venv/demo.stamp: pyproject.toml constraints.txt
@@ -44,6 +44,10 @@ wheel: .venv/dev.stamp
 # One torch thread per worker: the tests are many and small.
 unit: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2
+
+# The tests of tables again, made with shard="row": one rank must not notice it.
+unit-sharded: .venv/dev.stamp
+	OMP_NUM_THREADS=1 FLATBED_TEST_SHARD=row $(BIN)/python -m pytest -m "not gpu" -n 2 tests/tables
 
 # With the interpreter at hand: GPU machines bring their own torch.
 gpu-test:

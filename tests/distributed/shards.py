@@ -175,6 +175,8 @@ def lookups_without_gradient(_: Path) -> None:
         assert torch.equal(emb(ids), whole(ids))
         assert emb(torch.empty(0, dtype=torch.int64)).shape == (0, DIM)
         assert torch.equal(emb(7), whole(7))
+    with torch.inference_mode():
+        assert torch.equal(emb(ids), whole(ids))
     emb.requires_grad_(False)
     assert not emb(ids).requires_grad
     bag = flatbed.EmbeddingBag(ROWS, DIM, PADDING, seed=3, shard="row")
@@ -206,6 +208,39 @@ def reads_and_writes(_: Path) -> None:
     assert_equal_on_all_ranks(emb.read_rows(EVERY))
 
 
+def prefetched_batches(_: Path) -> None:
+    """Batches of a Prefetcher are looked up as others are."""
+    for grads in (True, False):
+        emb = flatbed.Embedding(ROWS, DIM, seed=3, shard="row")
+        whole = flatbed.Embedding(ROWS, DIM, seed=3)
+        batches = [{"ids": ids_of(step, dist.get_rank())} for step in range(3)]
+        for batch in flatbed.Prefetcher(batches, {emb: "ids"}):
+            with torch.set_grad_enabled(grads):
+                assert torch.equal(emb(batch["ids"]), whole(batch["ids"]))
+
+
+def gradients_of_own_rows(_: Path) -> None:
+    """After an exchange, `table.grad` has the mean over ranks for the rows that this rank holds."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    emb = flatbed.Embedding(ROWS, DIM, shard="row", init="zeros")
+    optimizer = flatbed.optim.SGD(emb, lr=1.0)
+    (emb([3, 4, 5, 6, 20 + rank // 2]) * (rank + 1)).sum().backward()
+    assert emb.table.grad is not None
+    total = world * (world + 1) / 2
+    grads = dict(zip(emb.table.grad_rows.tolist(), emb.table.grad[:, 0].tolist(), strict=True))
+    assert {row: grads[row] for row in grads if row < 20} == {
+        row: total / world for row in (3, 4, 5, 6) if row % world == rank
+    }
+    emb.table.grad *= 0.5
+    emb([3]).sum().backward()  # accumulated
+    optimizer.step()
+    assert emb.read_rows([3, 4])[:, 0].tolist() == [-total / world / 2 - 1, -total / world / 2]
+    assert emb.table.grad_rows is not None
+    optimizer.zero_grad()
+    optimizer.step()  # no rank has a gradient
+    assert emb.read_rows([4])[0, 0] == -total / world / 2
+
+
 def exports(folder: Path) -> None:
     weights = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
     emb = flatbed.Embedding.from_pretrained(weights, shard="row")
@@ -213,7 +248,6 @@ def exports(folder: Path) -> None:
     emb.table.export(path.with_suffix(".npy"))
     emb.table.export(path.with_suffix(".safetensors"))
     emb.table.export(path, shard_bytes=7 * DIM * 4)
-    dist.barrier()
     assert np.array_equal(np.load(path.with_suffix(".npy")), weights.numpy())
     assert torch.equal(load_file(path.with_suffix(".safetensors"))["weight"], weights)
     parts = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
@@ -417,6 +451,12 @@ def ranks_that_differ(folder: Path) -> None:
             emb([rank]).sum().backward()
             assert_raises(optimizer.step, name, "differs between ranks")
         assert torch.equal(emb.read_rows(EVERY), before)
+    emb = flatbed.Embedding(ROWS, DIM, shard="row")
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    emb([1]).sum().backward()
+    optimizer.step()
+    emb.requires_grad_(rank == 0)
+    assert_raises(optimizer.step, "requires_grad differs")
 
 
 def ranks_in_another_order(_: Path) -> None:
@@ -431,7 +471,7 @@ def ranks_in_another_order(_: Path) -> None:
 
 
 def refused(folder: Path) -> None:
-    world = dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     emb = flatbed.Embedding(ROWS, DIM, shard="row")
     optimizer = flatbed.optim.Adam(emb, lr=0.1)
     table = emb.table
@@ -445,6 +485,8 @@ def refused(folder: Path) -> None:
     ]
     for action in actions:
         assert_raises(action, "ranks divide this one")
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    assert_raises(lambda: flatbed.Embedding(ROWS, DIM, shard="row", process_group=alone), "replicate=False")
     with pytest.raises(ValueError, match="replicate=False"):
         flatbed.Embedding(ROWS, DIM, shard="row", replicate=False)
     with pytest.raises(ValueError, match="a row for each"):
@@ -466,6 +508,15 @@ def files_of_ranks(folder: Path) -> None:
         assert emb.table.scalars()["step"] == n_steps + 1
         emb.table.close()
     dist.barrier()
+    if rank == 0:
+        path.with_name(f"{path.name}.0-of-{world}").rename(folder / "away")
+    dist.barrier()
+    again = lambda: flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=path, seed=1)  # noqa: E731
+    assert_raises(again, "a file to continue from differs")
+    dist.barrier()
+    if rank == 0:
+        (folder / "away").rename(path.with_name(f"{path.name}.0-of-{world}"))
+    dist.barrier()
     assert sorted(one.name for one in folder.glob(f"{path.name}*")) == [
         f"{path.name}.{one}-of-{world}" for one in range(world)
     ]
@@ -486,6 +537,8 @@ SCENARIOS = [
     caches,
     lookups_without_gradient,
     reads_and_writes,
+    prefetched_batches,
+    gradients_of_own_rows,
     exports,
     search,
     growth,

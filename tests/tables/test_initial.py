@@ -119,6 +119,17 @@ def test_rows_do_not_depend_on_the_chunks(
         assert torch.equal(drawn(stop - start, dim, init, first_row=start, seed=7), whole[start:stop])
 
 
+@pytest.mark.parametrize("init", [Constant(2.5), *RANDOM])
+@pytest.mark.parametrize(("dim", "stride"), [(9, 3), (128, 2), (700, 8), (3, 600)])
+def test_every_nth_row(init: Init, dim: int, stride: int) -> None:
+    """As ranks hold them: each row has the numbers that it has in the whole table, and the padding row."""
+    n_rows, first = 3 * stride, stride - 1
+    whole = drawn(n_rows, dim, init, seed=7, padding_idx=first + stride)
+    found = drawn(3, dim, init, seed=7, first_row=first, stride=stride, padding_idx=first + stride)
+    assert torch.equal(found, whole[first::stride])
+    assert (found[1] == 0).all()
+
+
 @pytest.mark.parametrize("init", RANDOM)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_hold_the_rounded_values_between_other_bytes(init: Init, dtype: torch.dtype) -> None:

@@ -64,6 +64,11 @@ def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
             f"rank {dist.get_rank()} is not part of the process group that the rows are divided over, whose "
             f"ranks are {dist.get_process_group_ranks(group)}: build the table on those ranks only"
         )
+    if dist.get_world_size(group) == 1 and dist.get_world_size() > 1:
+        raise FlatbedError(
+            "the process group that the rows are divided over has one rank, and the default one has "
+            f"{dist.get_world_size()}: build a table that this rank trains alone with replicate=False"
+        )
     return group if dist.get_world_size(group) > 1 else None
 
 
@@ -414,17 +419,15 @@ class Channel:
         except Exception as error:
             with suppress(RuntimeError):
                 reason = f"{type(error).__name__}: {error}"
-                self._store.set(f"{self._key}/failure/{dist.get_rank()}", reason)
+                self._store.set(self._key("failure", dist.get_rank()), reason)
             raise
 
     @property
     def _store(self) -> Any:
         return dist.distributed_c10d._get_default_store()
 
-    @property
-    def _key(self) -> str:
-        """Of all channels of a process group: a rank may wait in another one, or in none."""
-        return f"flatbed/{self.parent.group_name}"
+    def _key(self, kind: str, rank: int) -> str:
+        return f"flatbed/{self.group.group_name}/{self.n_exchanges}/{kind}/{rank}"
 
     @contextmanager
     def named_errors(self, doing: str) -> Iterator[None]:
@@ -435,20 +438,18 @@ class Channel:
             raise
         except RuntimeError as error:
             missing, reasons = self._missing()
-            names = (
-                f"ranks {missing} have" if len(missing) > 1 else f"rank {missing[0]} has" if missing else ""
-            )
-            found = f"{names} not answered" if missing else "the ranks could not communicate"
+            names = " and ".join(f"rank {rank}" for rank in missing) or "another rank"
             why = "; ".join(reasons) or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
             raise ExchangeError(
-                f"{found} in {doing}, and rank {dist.get_rank()} cannot continue ({why}): see the errors of "
-                f"that rank, and start again from the last checkpoint"
+                f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): see "
+                f"the errors of that rank, and start again from the last checkpoint"
             ) from error
 
     def _missing(self) -> tuple[list[int], list[str]]:
         """Return the ranks that give no sign of life within `PATIENCE` seconds, and reasons they left."""
-        alive = {rank: f"{self._key}/alive/{rank}" for rank in self.ranks}
-        failures = {rank: f"{self._key}/failure/{rank}" for rank in self.ranks}
+        # Of all channels, and once for all: ranks may miss another one in different exchanges.
+        alive = {rank: f"flatbed/{self.parent.group_name}/alive/{rank}" for rank in self.ranks}
+        failures = {rank: self._key("failure", rank) for rank in self.ranks}
         try:
             self._store.set(alive[dist.get_rank()], "")
             deadline = time.monotonic() + PATIENCE

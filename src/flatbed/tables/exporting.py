@@ -68,6 +68,8 @@ def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
             _write_rows(table, path, WEIGHT, range(table.num_embeddings), advance)
         else:
             _write_shards(table, path, shard_rows, advance)
+        if table._shards is not None:
+            table.read_rows([])  # ranks that serve learn that the file is complete
 
 
 def _bounds(table: Table, rows: range) -> Iterator[tuple[int, int]]:
@@ -83,6 +85,7 @@ def _serve(table: Table, shard_rows: int) -> None:
     for rows in _shards_of(table.num_embeddings, shard_rows):
         for _ in _bounds(table, rows):
             table.read_rows([])
+    table.read_rows([])
 
 
 def _blocks(table: Table, rows: range) -> Iterator[tuple[int, Tensor]]:

@@ -14,7 +14,7 @@ from flatbed.kernels import use_triton
 from flatbed.kernels.locations import NONE, UniqueRows, sentinel_of
 from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
-from flatbed.tables.ids import as_ids, check_range, to_device
+from flatbed.tables.ids import NO_ERROR, as_ids, check_range, to_device
 from flatbed.tables.sharding import LOOKUP, ShardedRowIO
 from flatbed.tables.table import Table
 
@@ -73,9 +73,9 @@ def _prepare_sharded(
 ) -> LookupBatch:
     """Check ids, find their unique rows, and ask the owners for them. A collective.
 
-    Ids on a GPU are checked at once, too: the host needs the number of rows of each owner.
+    Ids on a GPU raise here, too: the host waits for the number of rows of each owner.
     """
-    store, n_rows = table._storage, table.num_embeddings
+    store, n_rows, checks = table._storage, table.num_embeddings, table._deferred_checks
     lead = store.config.padding_idx if for_bag else None
     if isinstance(ids, Tensor) and lead is None and not is_capturing(store.device):
         for batch in table._prefetched:
@@ -85,10 +85,15 @@ def _prepare_sharded(
         if is_capturing(store.device):
             raise FlatbedError("a lookup in a table that ranks divide cannot be part of a CUDA graph")
         given = _as_ids(ids, for_bag=for_bag)
-        check_range(given, n_rows)
-        keys = _keys(given.flatten(), n_rows, store.device, is_checked=True)
-        found = unique(keys if lead is None else _with_lead(keys, lead), n_rows)
+        on_host = given.device.type == "cpu"
+        if on_host:
+            check_range(given, n_rows)
+        keys = _keys(given.flatten(), n_rows, store.device, is_checked=on_host)
+        error_slot = None if on_host else checks.error_slot(store.device, capturing=False)
+        found = unique(keys if lead is None else _with_lead(keys, lead), n_rows, error_slot)
         route = access.shards.route(found.rows)
+        if error_slot is not None and int(error_slot) != NO_ERROR:
+            check_range(given, n_rows)
     if lead is not None:
         found = UniqueRows(found.rows, found.inverse[1:])
     exchanged = access.exchange(LOOKUP, route, admits=records_grad)

@@ -52,6 +52,7 @@ def divided(
     with shards.failing_together("building"):
         part = part_of(config, shards.rank, shards.n_ranks, shards.n_local())
     given = {**config.describe(), "dim": config.dim, "dtype": config.dtype, "storage": config.storage}
+    given["a file to continue from"] = part.path is not None and part.path.exists()
     if "seed" not in config.asked:
         given["seed"] = "drawn"
     shards.agree("building", {"num_embeddings": config.n_rows, **given})
@@ -94,25 +95,24 @@ class ShardedRowIO:
     def lookup(self, batch: LookupBatch) -> Tensor:
         """Read the weights of a batch's unique rows, which ranks have exchanged."""
         assert batch.exchanged is not None
-        field = self.store.config.weight
-        return self._gather(batch.exchanged, field.nbytes, batch).view(field.dtype)
+        return self._weights(batch.exchanged, batch)
 
     def weights(self, rows: Tensor) -> Tensor:
         """Read the weights of rows, (n,) → (n, dim), on the computing device."""
-        field = self.store.config.weight
-        exchanged = self.exchange(READ, self.shards.route(rows))
-        return self._gather(exchanged, field.nbytes).view(field.dtype)
+        return self._weights(self.exchange(READ, self.shards.route(rows)))
+
+    def _weights(self, exchanged: Exchanged, batch: LookupBatch | None = None) -> Tensor:
+        with self.shards.channel.posting_failures():
+            held = self.local.weights(exchanged.rows, batch)
+        return self.shards.to_askers(exchanged, held)
 
     def read_fields(self, rows: Tensor) -> dict[str, Tensor]:
         """Read all fields of rows in range, as tensors of their own on the computing device."""
-        record = self.store.record
-        records = self._gather(self.exchange(READ, self.shards.route(rows)), record.nbytes)
-        return {f.name: record.view(records, f.name).contiguous() for f in record.fields}
-
-    def _gather(self, exchanged: Exchanged, nbytes: int, batch: LookupBatch | None = None) -> Tensor:
+        record, exchanged = self.store.record, self.exchange(READ, self.shards.route(rows))
         with self.shards.channel.posting_failures():
-            held = self.local.gather(exchanged.rows, nbytes, batch=batch)
-        return self.shards.to_askers(exchanged, held)
+            held = self.local.gather(exchanged.rows)
+        records = self.shards.to_askers(exchanged, held)
+        return {f.name: record.view(records, f.name).contiguous() for f in record.fields}
 
     def write_weights_(self, rows: Tensor, values: Tensor) -> None:
         """Replace the weights of unique rows. Of several ranks that write a row, the last one counts."""
@@ -153,22 +153,22 @@ def exchange_grads(table: Table, shards: RowShards) -> None:
     pending.parts = [*(part for part in pending.parts if part.shared), mean]
 
 
-def _facts(table: Table) -> dict[str, Any] | None:
-    """Return what ranks compare at the first step of an optimizer: its class, its options, the state."""
-    owner = table._owner
-    if table._agreed is not None and table._agreed() is owner:
-        return None
-    if owner is None:
-        return {"optimizer": "none"}
+def _facts(table: Table) -> dict[str, Any]:
+    """Return what ranks compare. At the first step of an optimizer: its class, its options, the state."""
+    owner, facts = table._owner, {"requires_grad": table._needs_grad}
+    if owner is None or (table._agreed is not None and table._agreed() is owner):
+        return facts
     config = table._storage.config
-    group = next(group for group in owner.param_groups if any(p is table for p in group["params"]))
-    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    groups = (group for group in owner.param_groups if any(p is table for p in group["params"]))
+    options = {
+        name: value for name, value in next(groups, {}).items() if name not in ("params", "param_names")
+    }
     return {
+        **facts,
         "optimizer": type(owner).__name__,
         "options of the step": getattr(owner, "_options", None),
         **{f"the option {name}": float(v) if isinstance(v, Tensor) else v for name, v in options.items()},
         **{name: value for name, value in config.describe().items() if name != "shard"},
         "state": table._storage.record.describe(),
         "scalars": sorted(table.scalars().items()),
-        "requires_grad": table._needs_grad,
     }

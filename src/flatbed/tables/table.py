@@ -133,7 +133,7 @@ class Table(TableParameter):
     def grad(self) -> Tensor | None:  # type: ignore[override,unused-ignore]
         """The gradient of the rows in `grad_rows`, (n, dim); with several ranks, the mean over them.
 
-        Of a table that ranks divide, these are rows that this rank holds, numbered within its part.
+        If ranks divide the table, `grad_rows` are those of its rows that this rank holds.
         """
         # With several ranks all of them must take part in an exchange, also those without a gradient.
         return RowGrad.of(self) if self._grads.parts or self._n_ranks > 1 else None
@@ -168,7 +168,10 @@ class Table(TableParameter):
     @property
     def grad_rows(self) -> Tensor | None:
         """The rows that `grad` is the gradient of."""
-        return None if self.grad is None else self._row_grads().rows
+        if self.grad is None:
+            return None
+        rows = self._row_grads().rows
+        return rows if self._shards is None else self._shards.to_global(rows)
 
     def _row_grads(self, *, compact: bool = True) -> RowGrads:
         """Return all recorded gradients, each row once; without the row -1 if `compact`, which waits."""
