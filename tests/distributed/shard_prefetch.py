@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,13 @@ def tables(folder: Path, storage: str, **options: Any) -> list[flatbed.Embedding
     return made
 
 
-def train(modules: list[flatbed.Embedding], loop: Callable[[Any, Any], Any], steps: int = STEPS) -> list[Tensor]:
+def train(modules: list[flatbed.Embedding], loop: Callable[[Any, Any], Any]) -> list[Tensor]:
     """Train two tables, one of them with two lookups per batch. Returns outputs, weights and state."""
     users, items = modules
     optimizer = flatbed.optim.Adam([users.table, items.table], lr=0.05)
     lookups = {users: "users", items: lambda batch: [batch["items"], batch["users"]]}
     found = []
-    for batch in loop([batch_of(step, dist.get_rank()) for step in range(steps)], lookups):
+    for batch in loop([batch_of(step, dist.get_rank()) for step in range(STEPS)], lookups):
         products = users(batch["users"]) * items(batch["items"]) + items(batch["users"])
         found.append(products.detach())
         products.square().sum().backward()
@@ -81,8 +80,8 @@ def same_bits(folder: Path) -> None:
 def same_bits_with_caches(folder: Path) -> None:
     if dist.get_world_size() == 2 and not torch.cuda.is_available():
         with interpreted_kernels():
-            assert_prefetching_changes_nothing(folder, "host", 1, 3, cache_rows=40)
-            assert_prefetching_changes_nothing(folder, "host", 2, cache_rows=5)
+            assert_prefetching_changes_nothing(folder, "host", 2, cache_rows=40)
+            assert_prefetching_changes_nothing(folder, "host", 1, cache_rows=5)
             assert_prefetching_changes_nothing(folder, "disk", 2, cache_rows=40)
 
 
@@ -222,28 +221,81 @@ def leaving_early(_: Path) -> None:
         next(batches)
         batches.close()  # type: ignore[attr-defined]
         assert emb(EVERY).shape == (ROWS, DIM)
-    left = threading.Event()
+    with torch.no_grad():
+        for batch in loop_over(3, emb):
+            assert torch.equal(emb(batch["ids"]), emb.read_rows(batch["ids"]))
 
-    def leave_alone(depth: int) -> None:
-        batches = loop_over(9, emb, depth=depth)
-        for step, batch in enumerate(batches):
+
+def leaving_alone(_: Path) -> None:
+    """One rank leaves the loop; the others raise in `next`, or in a lookup that waits for the rank."""
+    emb = flatbed.Embedding(ROWS, DIM, shard="row")
+
+    def leave() -> None:
+        for step, batch in enumerate(loop_over(9, emb, depth=2)):
             emb(batch["ids"])
-            if step == 2 and rank == 0:
-                batches.close()  # type: ignore[attr-defined]
-                left.set()
+            if step == 2 and dist.get_rank() == 0:
                 break
 
-    for depth in (1, 3):
-        if rank == 0:
-            leave_alone(depth)
-        else:
-            assert_raises(lambda: leave_alone(depth), "rank 0 left the loop", "after 3 batches")
-        assert_no_thread()
-        dist.barrier()
-        break  # the channel of the training threads is in use by a lookup that did not end
+    if dist.get_rank() == 0:
+        leave()
+    else:
+        assert_raises(leave, "rank 0 left the loop", "after 3 batches")
+    assert_no_thread()
 
 
-SCENARIOS = [ids_travel_ahead, uneven_loaders, failing_loaders, leaving_early]
+def loops_that_differ(_: Path) -> None:
+    rank = dist.get_rank()
+    emb, other = (flatbed.Embedding(ROWS, DIM, shard="row") for _ in range(2))
+    assert_raises(lambda: next(loop_over(2, emb, uneven="error" if rank else "stop")), "uneven differs")
+    assert_raises(lambda: next(loop_over(2, emb, depth=rank)), "depth differs")
+    assert_raises(lambda: next(loop_over(2, emb if rank else other)), "tables differs")
+    assert_raises(lambda: next(loop_over(2, emb)) if rank else emb([1]), "a loop over a Prefetcher", "a lookup")
+    lookups = {emb: lambda ids: [ids] * (1 + rank)}
+    assert_raises(lambda: [*flatbed.Prefetcher([EVERY] * 3, lookups)], "the prefetch of table", "same")
+    if dist.get_world_size() > 2:
+        group = dist.new_group([0, 1])
+        if rank < 2:
+            pair = flatbed.Embedding(ROWS, DIM, shard="row", process_group=group)
+            with pytest.raises(ValueError, match="same ranks"):
+                flatbed.Prefetcher([], {emb: 0, pair: 0})
+    with pytest.raises(ValueError, match="uneven"):
+        flatbed.Prefetcher([], uneven="pad")
+    assert_no_thread()
+
+
+def several_loops_and_growth(_: Path) -> None:
+    emb = flatbed.Embedding(ROWS, DIM, shard="row")
+    channel = emb.table._shards.channel  # type: ignore[union-attr]
+    n_channels = len(channel.loaders)
+    for _ in range(2):  # two loops at once, and one inside
+        for step, batches in enumerate(zip(loop_over(4, emb), loop_over(6, emb, depth=1), strict=False)):
+            found = [emb(batch["ids"]) for batch in batches]
+            assert torch.equal(found[0], found[1])
+            if step == 1:
+                assert train_on(loop_over(3, emb, uneven="empty"), emb) == [2] * 3
+    assert len(channel.loaders) <= n_channels + 3
+
+    def last_rows() -> Iterator[Tensor]:
+        while emb.num_embeddings < ROWS + 5:
+            yield torch.tensor([emb.num_embeddings - 1, dist.get_rank()])
+
+    for step, ids in enumerate(flatbed.Prefetcher(last_rows(), {emb: lambda ids: ids})):
+        assert torch.equal(emb(ids), emb.read_rows(ids))
+        emb.table.resize(ROWS + step)
+    assert_no_thread()
+
+
+SCENARIOS = [
+    same_bits,
+    same_bits_with_caches,
+    ids_travel_ahead,
+    uneven_loaders,
+    failing_loaders,
+    leaving_early,
+    loops_that_differ,
+    several_loops_and_growth,
+    leaving_alone,  # last: the other ranks do not take part in exchanges any more
+]
 
 if __name__ == "__main__":
     main(SCENARIOS)
