@@ -290,6 +290,50 @@ def growth(folder: Path) -> None:
         emb.table.close(discard=True)
 
 
+def random_operations(folder: Path) -> None:
+    """Any sequence of operations leaves a sharded table and one that holds all rows with the same bits."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for number, storage in enumerate(("host", "disk", "device")):
+        shared = torch.Generator().manual_seed(number)  # what all ranks do next
+        paths = [folder / f"walk-{world}-{name}" for name in ("sharded.bed", f"{rank}.whole")]
+        given = [{"path": path} if storage == "disk" else {} for path in paths]
+        options: dict[str, Any] = {"seed": 3, "storage": storage}
+        sharded = flatbed.Embedding(ROWS, DIM, PADDING, shard="row", **given[0], **options)
+        whole = flatbed.Embedding(ROWS, DIM, PADDING, replicate=False, **given[1], **options)
+        optimizers = [flatbed.optim.Adam(emb, lr=0.1) for emb in (sharded, whole)]
+
+        def draw(n: int, shared: torch.Generator = shared) -> int:
+            return int(torch.randint(n, (), generator=shared))
+
+        for _ in range(30):
+            operation, n_rows = draw(6), whole.num_embeddings
+            ids = [torch.randint(n_rows, (draw(7),), generator=shared) for _ in range(world)]
+            if operation < 3:  # with accumulation, of gradients that add up exactly
+                sharded(ids[rank]).sum().backward()
+                for some in ids:
+                    (whole(some).sum() / world).backward()
+                if draw(3):
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            elif operation == 3:
+                values = [torch.randn(len(some), DIM, generator=shared) for some in ids]
+                sharded.write_rows(ids[rank], values[rank])
+                whole.write_rows(torch.cat(ids), torch.cat(values))
+            elif operation == 4:
+                for emb in (sharded, whole):
+                    emb.table.resize(n_rows + 3)
+            elif storage != "device":
+                sharded.table.set_cache(draw(5))
+            every = torch.arange(whole.num_embeddings)
+            assert torch.equal(sharded.read_rows(every), whole.read_rows(every)), (storage, operation)
+            for name in whole.table.state_names:
+                assert torch.equal(sharded.table.read_state(name, every), whole.table.read_state(name, every))
+            assert sharded.table.scalars() == whole.table.scalars()
+        for emb in (sharded, whole):
+            emb.table.close(discard=True)
+
+
 # ---- beside dense parameters
 
 
@@ -307,10 +351,14 @@ class Model(nn.Module):
 
 def norms_beside_ddp(_: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    for make in (flatbed.optim.SGD, flatbed.optim.Adam):
+    sgd, adam = flatbed.optim.SGD, flatbed.optim.Adam
+    for make, options in ((sgd, {}), (adam, {}), (adam, {"shard_state": True})):
         model, whole = Model(shard="row"), Model(replicate=False)
         called = DDP(model)
-        optimizers = [make(one, lr=0.05, max_norm=0.5) for one in (model, whole)]
+        optimizers = [
+            make(model, lr=0.05, max_norm=0.5, **options),
+            make(whole, lr=0.05, max_norm=0.5),
+        ]
         for step in range(STEPS):
             called(ids_of(step, rank)).pow(2).sum().backward()
             for other in range(world):
@@ -542,6 +590,7 @@ SCENARIOS = [
     exports,
     search,
     growth,
+    random_operations,
     norms_beside_ddp,
     norms_beside_fsdp2,
     overflows,
