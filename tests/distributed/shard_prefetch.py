@@ -6,6 +6,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,22 +194,24 @@ def failing_loaders(_: Path) -> None:
     def run(bad: Any, depth: int, *more: flatbed.Embedding) -> None:
         taken = 0
         try:
-            for batch in flatbed.Prefetcher(batches(bad), {one: "ids" for one in (emb, *more)}, depth=depth):
+            for batch in flatbed.Prefetcher(batches(bad), dict.fromkeys((emb, *more), "ids"), depth=depth):
                 emb(batch["ids"])
                 taken += 1
         finally:
             assert taken == 3
 
     for depth in (0, 1, 3):
-        assert_one_fails(culprit, lambda: run(Broken("no file"), depth), Broken, "no file", "batch 3")
-        assert_one_fails(culprit, lambda: run(ROWS, depth), IndexError, "out of range", "batch 3")
-        assert_one_fails(culprit, lambda: run(-1, depth, plain), IndexError, "out of range", "batch 3")
-        assert_one_fails(culprit, lambda: run(0.5, depth), TypeError, "integers", "batch 3")
+        for arguments, error, message in [
+            ((Broken("no file"), depth), Broken, "no file"),
+            ((ROWS, depth), IndexError, "out of range"),
+            ((-1, depth, plain), IndexError, "out of range"),
+            ((0.5, depth), TypeError, "integers"),
+        ]:
+            assert_one_fails(culprit, partial(run, *arguments), error, message, "batch 3")
     assert train_on(loop_over(3, emb), emb) == [2] * 3
 
 
 def leaving_early(_: Path) -> None:
-    rank = dist.get_rank()
     emb = flatbed.Embedding(ROWS, DIM, shard="row")
     for depth in (1, 2, 3):
         for _ in range(2):  # all ranks
@@ -249,7 +252,7 @@ def loops_that_differ(_: Path) -> None:
     assert_raises(lambda: next(loop_over(2, emb, uneven="error" if rank else "stop")), "uneven differs")
     assert_raises(lambda: next(loop_over(2, emb, depth=rank)), "depth differs")
     assert_raises(lambda: next(loop_over(2, emb if rank else other)), "tables differs")
-    assert_raises(lambda: next(loop_over(2, emb)) if rank else emb([1]), "a loop over a Prefetcher", "a lookup")
+    assert_raises(lambda: next(loop_over(2, emb)) if rank else emb([1]), "a loop over", "a lookup")
     lookups = {emb: lambda ids: [ids] * (1 + rank)}
     assert_raises(lambda: [*flatbed.Prefetcher([EVERY] * 3, lookups)], "the prefetch of table", "same")
     if dist.get_world_size() > 2:

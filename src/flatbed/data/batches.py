@@ -88,8 +88,8 @@ def without_rows(batch: Any) -> Any:
     def clear(leaf: Any) -> Any:
         if moves_itself(leaf):
             raise TypeError(
-                f"uneven=\"empty\" needs batches of tensors and arrays, which it hands out without rows; found "
-                f"{type(leaf).__name__}: use uneven=\"stop\""
+                f'uneven="empty" hands out batches of tensors and arrays without their rows; found '
+                f'{type(leaf).__name__}: use uneven="stop"'
             )
         return leaf[:0].clone() if isinstance(leaf, Tensor) and leaf.dim() else leaf
 

@@ -1,8 +1,8 @@
 """Loaders of several ranks, batch by batch: which ranks go on, which have ended, which have left the loop.
 
-All ranks take part in every lookup of a table that they divide. So they must also take as many batches. Before
-each batch, the loaders of all ranks exchange a header. In a loop with threads they have a channel of their own,
-since the training threads use theirs at the same time.
+All ranks take part in every lookup of a table that they divide. So they must also take as many batches.
+Before each batch, the loaders of all ranks exchange a header. In a loop with threads they have a channel of
+their own, since the training threads use theirs at the same time.
 
 A rank that leaves its loop early says so in the header of a later batch. Its loader thread does that, so that
 the training thread does not wait for other ranks. Other ranks raise when they ask for a batch that the rank
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from flatbed.distributed.row_shards import ENDED, LEFT, OK, Channel, ExchangeError, Header
+from flatbed.distributed.channel import ENDED, LEFT, OK, Channel, ExchangeError, Header
 from flatbed.errors import FlatbedError
 from flatbed.tables.table import Table
 
@@ -94,7 +94,7 @@ class LoaderRanks:
                 return True
             self._finish()
             raise FlatbedError(
-                f"the loader of rank {self._rank(empty[0])} has no batch, so that no batch without rows can be "
+                f"the loader of rank {self._rank(empty[0])} has no batch, and a batch without rows cannot be "
                 f'made of it: give each rank a batch, or use uneven="stop"'
             )
         self._finish()
@@ -102,8 +102,8 @@ class LoaderRanks:
             return False
         going = self._rank(header.states.index(OK))
         raise FlatbedError(
-            f"the loader of rank {self._rank(ended[0])} has ended after {self._n_loaded - 1} batches, and that "
-            f'of rank {going} has more: give all ranks as many, or use uneven="stop" or "empty"'
+            f"the loader of rank {self._rank(ended[0])} has ended after {self._n_loaded - 1} batches, and "
+            f'that of rank {going} has more: give all ranks as many, or use uneven="stop" or "empty"'
         )
 
     def leave(self, error: BaseException | None = None) -> None:

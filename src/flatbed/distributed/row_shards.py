@@ -3,17 +3,12 @@
 Row `r` is row `r // n_ranks` of rank `r % n_ranks`: frequent ids, which often are consecutive, spread evenly,
 and a table that grows moves no row.
 
-Every exchange begins with a header on the host, over gloo: what the rank is doing, and the number of rows for
-each peer. A rank that has failed says so in its header, so that all ranks raise instead of waiting. Rows and
-values follow over NCCL, or over gloo for tables that compute on the CPU.
+Ranks tell each other how many rows they ask for, then which ones, and then send values (`Channel`).
 """
 
 from __future__ import annotations
 
-import datetime
-import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,22 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatbed.distributed.channel import IDLE, OK, Channel, ExchangeError, Header
 from flatbed.errors import FlatbedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-CPU = torch.device("cpu")
-OK, FAILED, IDLE, ENDED, LEFT = range(5)
-"""States in a header: taking part, having failed, taking part without rows of its own. Loaders have two more:
-having no more batches, and having left the loop over them."""
-PATIENCE = 2.0  # seconds that ranks wait for signs of life of the others, once an exchange has failed
-LOOK_AROUND = datetime.timedelta(seconds=0.5)
-"""How long a header is waited for before the watchers of the channel are asked, again and again."""
-
-
-class ExchangeError(FlatbedError):
-    """An exchange between ranks has failed. The other ranks raise, too."""
 
 
 def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
@@ -99,17 +83,6 @@ class Exchanged:
     """True if no rank has anything to exchange."""
     number: int = 0
     """Of an exchange ahead of time: the same number on all ranks, and on no other exchange."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What all ranks have said at the beginning of an exchange, in rank order."""
-
-    states: list[int]
-    counts: list[int]
-    """What each rank tells this one."""
-    numbers: list[int]
-    """The exchange ahead of time that each rank would use; 0 for none."""
 
 
 class RowShards:
@@ -233,245 +206,3 @@ class RowShards:
     def all_to_all(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send `counts[rank]` elements to each rank, and return `received[rank]` of each, in rank order."""
         return self.channel.all_to_all(sent, counts, received, doing=self.describe("the exchange of rows"))
-
-
-class Channel:
-    """Headers and rows between the ranks of a process group. All tables of the group share it.
-
-    A channel is for one thread, since ranks must use it in one order. The training threads have one, and the
-    loader threads of each loop over a `Prefetcher` have one of its `loaders`, which later loops use again.
-    """
-
-    def __init__(self, parent: Any, number: int = 0) -> None:
-        self.parent, self.number = parent, number
-        self.ranks: list[int] = dist.get_process_group_ranks(parent)
-        backend = str(dist.get_backend(parent))
-        self._gpus_reached = "nccl" in backend
-        self._is_fake = "fake" in backend
-        self.group = dist.new_group(
-            self.ranks,
-            timeout=_timeout_of(parent),
-            backend="fake" if self._is_fake else "gloo",
-            use_local_synchronization=True,
-        )
-        self.n_exchanges = 0
-        self._n_tables = 0
-        self.watchers: list[Callable[[], BaseException | None]] = []
-        """Return an error to raise if another rank is known never to answer a header."""
-        self.loaders: list[Channel] = []
-        self.is_free = False
-        """Of a loader's channel: no loop uses it, and the last one ended on all ranks."""
-
-    @staticmethod
-    def of(parent: Any) -> Channel:
-        """Return the channel of a process group, which all its ranks make at the first call."""
-        if parent not in _channels:
-            _channels[parent] = Channel(parent)
-        return _channels[parent]
-
-    def count_table(self) -> int:
-        """Return the number of a new table, which all ranks build in the same order."""
-        self._n_tables += 1
-        return self._n_tables - 1
-
-    # ---- headers
-
-    def announce(
-        self,
-        doing: str,
-        counts: Sequence[int],
-        *,
-        facts: Mapping[str, Any] | None = None,
-        failure: BaseException | None = None,
-        state: int = OK,
-        number: int = 0,
-    ) -> Header:
-        """Tell each rank a count, and all of them a state and a number; return what the ranks tell.
-
-        Raises on all ranks if one has failed, or if ranks do different things or hold different facts.
-        """
-        self.n_exchanges += 1
-        state = state if failure is None else FAILED
-        words = hashlib.sha256(repr((doing, self.n_exchanges, facts)).encode()).digest()
-        digest = int.from_bytes(words[:7], "little")
-        sent = torch.tensor([[state, digest, count, number] for count in counts], device=CPU)
-        found = sent.clone()  # what the fake backend receives
-        with self.named_errors(doing):
-            self._wait(dist.all_to_all_single(found, sent, group=self.group, async_op=True))
-        states, digests, received, numbers = found.T.tolist()
-        if FAILED in states or set(digests) != {digest}:
-            self._raise_unequal(doing, facts, failure)
-        return Header(states, received, numbers)
-
-    def _wait(self, work: Any) -> None:
-        """Wait for all ranks, unless a watcher knows that one of them does not come."""
-        while True:
-            try:
-                work.wait(LOOK_AROUND)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # raises if it has failed, and not only this wait for it
-                    return
-            for error in [watcher() for watcher in self.watchers]:
-                if error is not None:
-                    raise error
-
-    def gather_texts(self, text: str, *, doing: str) -> list[str]:
-        """Return a text of each rank, in rank order."""
-        held: list[Any] = [text] * len(self.ranks)
-        with self.named_errors(doing):
-            dist.all_gather_object(held, text, group=self.group)
-        return held
-
-    def loader_channel(self, facts: Mapping[str, Any], *, is_new: bool) -> Channel:
-        """Return a channel for the loaders of one loop, which the ranks begin together.
-
-        `is_new`: another one than this, which no other loop uses.
-        """
-        doing = "the beginning of a loop over a Prefetcher"
-        free = sum(1 << i for i, loader in enumerate(self.loaders) if loader.is_free)
-        for others in self.announce(doing, [free] * len(self.ranks), facts=facts).counts:
-            free &= others
-        if not is_new:
-            return self
-        if free == 0:
-            self.loaders.append(Channel(self.parent, len(self.loaders) + 1))
-        chosen = self.loaders[(free & -free).bit_length() - 1]
-        chosen.is_free = False
-        return chosen
-
-    def _raise_unequal(
-        self, doing: str, facts: Mapping[str, Any] | None, failure: BaseException | None
-    ) -> None:
-        """Raise an error that says what the ranks do, on all of them."""
-        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
-        shown = {name: str(value) for name, value in (facts or {}).items()}
-        held: list[Any] = [None] * len(self.ranks)
-        with self.named_errors(doing):
-            dist.all_gather_object(held, (doing, shown, reason), group=self.group)
-        if failure is not None:
-            raise failure
-        for rank, (what, _, why) in zip(self.ranks, held, strict=True):
-            if why is not None:
-                raise ExchangeError(f"rank {rank} failed in {what}: {why}")
-        for rank, (what, others, _) in zip(self.ranks, held, strict=True):
-            if what != held[0][0]:
-                raise ExchangeError(
-                    f"rank {self.ranks[0]} is in {held[0][0]}, and rank {rank} in {what}: make the same "
-                    f"lookups and steps, in the same order, on all ranks"
-                )
-            for name in {**held[0][1], **others}:
-                values = [one.get(name, "none") for one in (held[0][1], others)]
-                if values[0] != values[1]:
-                    raise ExchangeError(
-                        f"{name} differs between ranks: rank {self.ranks[0]} has {values[0]}, rank {rank} "
-                        f"has {values[1]}. Build the table and its optimizer alike on all ranks"
-                    )
-        raise ExchangeError(f"ranks have made different numbers of exchanges before {doing}")
-
-    # ---- values
-
-    def _device_for(self, device: torch.device) -> torch.device:
-        return device if self._gpus_reached and device.type == "cuda" else CPU
-
-    def _group_for(self, device: torch.device) -> Any:
-        return self.parent if device.type == "cuda" else self.group
-
-    def all_to_all(
-        self, sent: Tensor, counts: Sequence[int], received: Sequence[int], *, doing: str
-    ) -> Tensor:
-        """Send `counts[rank]` elements to each rank, and return `received[rank]` of each, in rank order."""
-        if self._is_fake:
-            return sent.clone()
-        device = self._device_for(sent.device)
-        held = sent.to(device).contiguous()
-        flat = held if held.dim() == 1 else held.view(torch.uint8)  # gloo knows few dtypes
-        found = flat.new_empty((sum(received), *flat.shape[1:]))
-        with self.named_errors(doing):
-            dist.all_to_all_single(found, flat, list(received), list(counts), group=self._group_for(device))
-        return found.view(sent.dtype).to(sent.device)
-
-    def gather(self, value: Tensor, *, doing: str) -> Tensor:
-        """Return the vectors of all ranks, of one length, in rank order: (n_ranks, n)."""
-        device = self._device_for(value.device)
-        held = value.reshape(-1).to(device)
-        found = held.repeat(len(self.ranks), 1)
-        with self.named_errors(doing):
-            dist.all_gather(list(found.unbind()), held, group=self._group_for(device))
-        return found.to(value.device)
-
-    def share_flag_(self, flag: Tensor) -> None:
-        """Set a flag if any rank has set its own."""
-        flag.copy_(self.gather(flag, doing="the check for overflows").max().reshape(flag.shape))
-
-    def first(self, value: int, *, doing: str) -> int:
-        """Return the number that the first rank gives."""
-        return int(self.gather(torch.tensor([value]), doing=doing)[0])
-
-    # ---- failures
-
-    @contextmanager
-    def posting_failures(self) -> Iterator[None]:
-        """Leave the reason of an exception for the other ranks, which will miss this one."""
-        try:
-            yield
-        except Exception as error:
-            with suppress(RuntimeError):
-                reason = f"{type(error).__name__}: {error}"
-                self._store.set(self._key("failure", dist.get_rank()), reason)
-            raise
-
-    @property
-    def _store(self) -> Any:
-        return dist.distributed_c10d._get_default_store()
-
-    def _key(self, kind: str, rank: int) -> str:
-        return f"flatbed/{self.group.group_name}/{self.n_exchanges}/{kind}/{rank}"
-
-    @contextmanager
-    def named_errors(self, doing: str) -> Iterator[None]:
-        """Name the ranks that are missing if a collective fails."""
-        try:
-            yield
-        except ExchangeError:
-            raise
-        except RuntimeError as error:
-            missing, reasons = self._missing()
-            names = " and ".join(f"rank {rank}" for rank in missing) or "another rank"
-            why = "; ".join(reasons) or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
-            raise ExchangeError(
-                f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): see "
-                f"the errors of that rank, and start again from the last checkpoint"
-            ) from error
-
-    def _missing(self) -> tuple[list[int], list[str]]:
-        """Return the ranks that give no sign of life within `PATIENCE` seconds, and reasons they left."""
-        # Of all channels, and once for all: ranks may miss another one in different exchanges.
-        alive = {rank: f"flatbed/{self.parent.group_name}/alive/{rank}" for rank in self.ranks}
-        failures = {rank: self._key("failure", rank) for rank in self.ranks}
-        try:
-            self._store.set(alive[dist.get_rank()], "")
-            deadline = time.monotonic() + PATIENCE
-            while not self._store.check(list(alive.values())) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            missing = [rank for rank, key in alive.items() if not self._store.check([key])]
-            held = [rank for rank, key in failures.items() if self._store.check([key])]
-            reasons = [f"rank {rank}: {self._store.get(failures[rank]).decode()}" for rank in held]
-        except RuntimeError:  # the process that hosts the store is gone: rank 0, unless torchrun hosts it
-            is_known = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and 0 in self.ranks
-            return ([0] if is_known else []), []
-        return missing, reasons
-
-
-_channels: dict[Any, Channel] = {}
-
-
-def _timeout_of(group: Any) -> Any:
-    """Return the timeout of a process group's collectives; None for torch's default."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if timeout is not None:
-            return timeout
-    return None

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing, stream_for
-from flatbed.distributed.row_shards import Channel, Exchanged, Route
+from flatbed.distributed.channel import Channel
+from flatbed.distributed.row_shards import Exchanged, Route
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.rows import to_int32_keys, unique
@@ -85,7 +86,7 @@ class RowPrefetch:
         return request
 
     def exchange(self, request: PrefetchRequest, channel: Channel | None) -> None:
-        """Ask other ranks for rows, if they divide the table. Loader thread, in the same order on all ranks."""
+        """Ask other ranks for rows, if they divide the table. Loader thread, in one order on all ranks."""
         shards = self.table._shards
         if shards is None or channel is None:
             return
