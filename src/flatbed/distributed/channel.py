@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -123,6 +124,8 @@ class Channel:
                     return
             for error in [watcher() for watcher in self.watchers]:
                 if error is not None:
+                    # Gloo cannot cancel its work, and would wait for it at the end of the process.
+                    threading.Thread(target=_wait_out, args=(work, self._gloo), daemon=True).start()
                     raise error
 
     def gather_texts(self, text: str, *, doing: str) -> list[str]:
@@ -277,15 +280,20 @@ class Channel:
 _channels: dict[Any, Channel] = {}
 
 
+def _wait_out(work: Any, _: Any) -> None:
+    """Keep gloo alive until a piece of work ends, or the process does."""
+    with suppress(RuntimeError):
+        work.wait()
+
+
 def _gloo_of(parent: Any, number: int) -> Any:
     """Make gloo's part of a channel, on all ranks of a process group.
 
     `dist.new_group` would need all ranks of all groups, or would count the groups of each process for a name
     that must be the same on all ranks.
     """
-    store = dist.PrefixStore(
-        f"flatbed/{parent.group_name}/{number}", dist.distributed_c10d._get_default_store()
-    )
+    c10d: Any = dist.distributed_c10d
+    store = c10d.PrefixStore(f"flatbed/{parent.group_name}/{number}", c10d._get_default_store())
     return dist.ProcessGroupGloo(store, parent.rank(), parent.size(), _timeout_of(parent))
 
 
@@ -293,7 +301,7 @@ def _timeout_of(group: Any) -> datetime.timedelta:
     """Return the timeout of a process group's collectives."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
+        timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
         if timeout is not None:
             return timeout
     return dist.constants.default_pg_timeout

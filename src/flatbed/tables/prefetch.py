@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -148,9 +148,10 @@ class RowPrefetch:
         batches: list[LookupBatch | None] = [None] * len(ids)
         if any(one.numel() for one in sought) and self._admits:
             batches = self._admit(request, sought)
-        for i, one in enumerate(request.exchanged):
-            route = Route(moved[3 * i], moved[3 * i + 1], one.route.counts, one.route.n_rows)
-            batches[i] = self._exchanged_batch(ids[i], replace(one, route=route, rows=sought[i]), batches[i])
+        for i, exchanged in enumerate(request.exchanged):
+            route = replace(exchanged.route, order=moved[3 * i], rows=moved[3 * i + 1])
+            on_device = replace(exchanged, route=route, rows=sought[i])
+            batches[i] = self._exchanged_batch(ids[i], on_device, batches[i])
         for one, batch in zip(ids, batches, strict=True):
             if batch is not None:
                 batch.ids, batch.version = one, -1 if one.is_inference() else one._version
@@ -181,8 +182,10 @@ class RowPrefetch:
         found = unique(keys, n_rows)
         # Both are in ascending order. Kernels return more rows, of which the last are -1.
         route = replace(exchanged.route, n_rows=len(found.rows))
-        admission: Any = (None, None) if own is None else (own.cache, own.admission)
-        return LookupBatch(ids.shape, keys, found, *admission, exchanged=replace(exchanged, route=route))
+        batch = LookupBatch(ids.shape, keys, found, exchanged=replace(exchanged, route=route))
+        if own is not None:
+            batch.cache, batch.admission = own.cache, own.admission
+        return batch
 
     def begin(self, request: PrefetchRequest) -> None:
         """Order the current stream after the admission, and let lookups find it. Training thread.
