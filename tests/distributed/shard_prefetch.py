@@ -77,6 +77,22 @@ def same_bits(folder: Path) -> None:
     assert_prefetching_changes_nothing(folder, "disk", 1, 3, cache_rows=5)
 
 
+def same_bits_of_bags(_: Path) -> None:
+    loader = [batch_of(step, dist.get_rank()) for step in range(STEPS)]
+    for padding_idx in (None, 6):
+        results = []
+        for depth in (None, 2):
+            bag = flatbed.EmbeddingBag(ROWS, DIM, padding_idx, seed=1, shard="row")
+            optimizer = flatbed.optim.Adam(bag, lr=0.05)
+            prefetched = None if depth is None else flatbed.Prefetcher(loader, {bag: "users"}, depth=depth)
+            for batch in prefetched or loader:
+                bag(batch["users"]).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(bag.read_rows(EVERY))
+        assert torch.equal(*results)
+
+
 def same_bits_with_caches(folder: Path) -> None:
     if dist.get_world_size() == 2 and not torch.cuda.is_available():
         with interpreted_kernels():
@@ -225,6 +241,13 @@ def leaving_early(_: Path) -> None:
         next(batches)
         batches.close()  # type: ignore[attr-defined]
         assert emb(EVERY).shape == (ROWS, DIM)
+        n_taken = 0
+        for batch in loop_over(3, emb, depth=depth):  # after the last batch, on one rank
+            emb(batch["ids"])
+            n_taken += 1
+            if n_taken == 3 and dist.get_rank() == 0:
+                break
+        assert n_taken == 3
     with torch.no_grad():
         for batch in loop_over(3, emb):
             assert torch.equal(emb(batch["ids"]), emb.read_rows(batch["ids"]))
@@ -291,6 +314,7 @@ def several_loops_and_growth(_: Path) -> None:
 
 SCENARIOS = [
     same_bits,
+    same_bits_of_bags,
     same_bits_with_caches,
     ids_travel_ahead,
     uneven_loaders,

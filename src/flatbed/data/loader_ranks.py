@@ -54,7 +54,9 @@ class LoaderRanks:
         """The last batch without its rows, if ended loaders go on with it."""
         self.reason = ""
         """The error that made the training thread leave the loop."""
-        self._n_loaded = self._n_taken = 0
+        self.n_loaded = 0
+        """Batches that are ready for the training thread, or were."""
+        self._n_agreed = self._n_taken = 0
         self._is_over = False
         self._left: tuple[int, str] | None = None  # batches that a rank took before it left, and the reason
 
@@ -83,10 +85,10 @@ class LoaderRanks:
     def agree(self, *, has_ended: bool) -> bool:
         """Tell the other ranks if this one has a batch; return True if all ranks go on."""
         has_batch = not has_ended or self.empty_batch is not NO_BATCH
-        header = self._announce(ENDED if has_ended else OK, self._n_loaded if has_batch else -1)
+        header = self._announce(ENDED if has_ended else OK, self.n_loaded if has_batch else -1)
         if LEFT in header.states:
-            raise self._note_left(header)
-        self._n_loaded += 1
+            return self._others_left(header, is_end=has_ended)
+        self._n_agreed += 1
         ended = [i for i, state in enumerate(header.states) if state == ENDED]
         if not ended or (self.uneven == "empty" and 0 < len(ended) < len(header.states)):
             empty = [i for i in ended if header.counts[i] < 0]
@@ -102,7 +104,7 @@ class LoaderRanks:
             return False
         going = self._rank(header.states.index(OK))
         raise FlatbedError(
-            f"the loader of rank {self._rank(ended[0])} has ended after {self._n_loaded - 1} batches, and "
+            f"the loader of rank {self._rank(ended[0])} has ended after {self.n_loaded} batches, and "
             f'that of rank {going} has more: give all ranks as many, or use uneven="stop" or "empty"'
         )
 
@@ -116,7 +118,7 @@ class LoaderRanks:
         self._is_over = True
         if isinstance(error, ExchangeError):
             return  # known to all ranks; the channel is not used again
-        n, why = (self._n_taken, self.reason) if error is None else (self._n_loaded, reason_of(error))
+        n, why = (self._n_taken, self.reason) if error is None else (self.n_loaded, reason_of(error))
         text = f"left the loop over its Prefetcher after {n} batches"
         if why:
             text = f"failed in batch {n} of its Prefetcher ({why})"
@@ -127,7 +129,7 @@ class LoaderRanks:
 
     @property
     def _doing(self) -> str:
-        return f"batch {self._n_loaded} of a loop over a Prefetcher"
+        return f"batch {self._n_agreed} of a loop over a Prefetcher"
 
     def _announce(self, state: int, count: int) -> Header:
         return self.channel.announce(self._doing, [count] * len(self.channel.ranks), state=state)
@@ -135,13 +137,16 @@ class LoaderRanks:
     def _rank(self, i: int) -> int:
         return self.channel.ranks[i]
 
-    def _note_left(self, header: Header) -> FlatbedError:
+    def _others_left(self, header: Header, *, is_end: bool) -> bool:
+        """Raise, unless the loop ends here anyway and the ranks that left it took all of its batches."""
         texts = self.channel.gather_texts("", doing=self._doing)
-        n, i = min((header.counts[i], i) for i, state in enumerate(header.states) if state == LEFT)
-        text = f"rank {self._rank(i)} {texts[i]}, and the other ranks cannot go on without it"
-        self._left = (n, text)
         self._finish()
-        return ExchangeError(self._left[1])
+        n, i = min((header.counts[i], i) for i, state in enumerate(header.states) if state == LEFT)
+        is_end = is_end or (self.uneven == "stop" and ENDED in header.states)
+        if is_end and n == self.n_loaded:
+            return False
+        self._left = n, f"rank {self._rank(i)} {texts[i]}, and the other ranks cannot go on without it"
+        raise ExchangeError(self._left[1])
 
     def _finish(self) -> None:
         """Note that all ranks know of the end, and that later loops can use the channel."""

@@ -171,6 +171,8 @@ class Pipeline:
             pending.moved = moved = self.mover.move(batch, leaves, extra)
             for each in pending.lookups:
                 each.tensors = [moved.tensors[id(tensor)] for tensor in each.tensors]
+            if ranks is not None:
+                ranks.n_loaded += 1
         except BaseException as error:
             pending.finish()
             if ranks is not None:
