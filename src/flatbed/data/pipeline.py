@@ -160,11 +160,10 @@ class Pipeline:
                 if not ranks.agree(has_ended=has_ended):
                     pending.finish()
                     return End()
-                for each in pending.lookups:
-                    each.prefetch.exchange(each.request, ranks.channel)
+            channel = None if ranks is None else ranks.channel
             extra: list[Tensor] = []
             for each in pending.lookups:
-                each.tensors = each.prefetch.tensors(each.request, each.tensors)
+                each.tensors = each.prefetch.exchange(each.request, each.tensors, channel)
                 extra += each.tensors
             if steps is not None:
                 steps.synchronize()  # the device holds no more than depth + 1 batches

@@ -85,24 +85,23 @@ class RowPrefetch:
             self._plan_reads(request)
         return request
 
-    def exchange(self, request: PrefetchRequest, channel: Channel | None) -> None:
-        """Ask other ranks for rows, if they divide the table. Loader thread, in one order on all ranks."""
+    def exchange(self, request: PrefetchRequest, ids: list[Tensor], channel: Channel | None) -> list[Tensor]:
+        """Ask other ranks for rows, if they divide the table. Loader thread, in one order on all ranks.
+
+        Returns the tensors that `admit` needs on the computing device; `ids` are among them.
+        """
         shards = self.table._shards
         if shards is None or channel is None:
-            return
+            return ids
         request.exchanged = [shards.exchange_ahead(route, channel) for route in request.routes]
         if self.reads_disk:
             self._plan_reads(request)
+        routes = [(one.route.order, one.route.rows, one.rows) for one in request.exchanged]
+        return [*ids, *(tensor for route in routes for tensor in route)]
 
     def _plan_reads(self, request: PrefetchRequest) -> None:
         n_rows = self.store.config.n_rows
         request.rows = [_unique(one, n_rows) for one in request.sought if one.numel() or self._admits]
-
-    @staticmethod
-    def tensors(request: PrefetchRequest, ids: list[Tensor]) -> list[Tensor]:
-        """Return the tensors that `admit` needs on the computing device."""
-        routes = [(one.route.order, one.route.rows, one.rows) for one in request.exchanged]
-        return [*ids, *(tensor for route in routes for tensor in route)]
 
     def read(self, request: PrefetchRequest) -> None:
         """Read rows from disk into the cache, or into the system's page cache. Loader thread, in order."""
@@ -138,8 +137,8 @@ class RowPrefetch:
     def admit(self, request: PrefetchRequest, tensors: list[Tensor]) -> None:
         """Admit rows to the cache in the current stream. Training thread.
 
-        `tensors` are those of `tensors` on the computing device; the current stream is ordered after their
-        copies.
+        `tensors` are those that `exchange` returned, on the computing device; the current stream is ordered
+        after their copies.
         """
         if request.error is not None:
             return
