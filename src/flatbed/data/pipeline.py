@@ -3,6 +3,9 @@
 Streams on a GPU: the loader thread issues copies of batches in "batches". The training thread issues
 admissions of rows in "rows", which waits for the copies of the ids. The training stream waits for both when a
 batch is handed out. The loader thread waits for events of earlier steps before it copies more batches.
+
+If ranks divide a table, their loader threads agree on each batch (`LoaderRanks`) and exchange its ids before
+its copies are issued.
 """
 
 from __future__ import annotations
@@ -142,25 +145,12 @@ class Pipeline:
 
     def load(self, steps: Any) -> PendingBatch | End:
         """Load a batch, stage its lookups, and issue its copies. `steps` is the event after earlier steps."""
-        pending, ranks = PendingBatch(), self.ranks
+        pending = PendingBatch()
         try:
-            batch = next(self.batches, NO_BATCH)
-            has_ended = batch is NO_BATCH
-            if has_ended and (ranks is None or self.is_closed):
+            batch, leaves = self._stage(pending)
+            if batch is NO_BATCH:
                 return End()
-            leaves: list[Any] = []
-            if has_ended and ranks is not None:
-                batch = ranks.empty_batch
-            if batch is not NO_BATCH:
-                batch, leaves = self.mover.to_host(batch)
-                self._check(pending, batch)
-            if ranks is not None:
-                if ranks.uneven == "empty" and not has_ended:
-                    ranks.empty_batch = without_rows(batch)
-                if not ranks.agree(has_ended=has_ended):
-                    pending.finish()
-                    return End()
-            channel = None if ranks is None else ranks.channel
+            channel = None if self.ranks is None else self.ranks.channel
             extra: list[Tensor] = []
             for each in pending.lookups:
                 each.tensors = each.prefetch.exchange(each.request, each.tensors, channel)
@@ -170,16 +160,39 @@ class Pipeline:
             pending.moved = moved = self.mover.move(batch, leaves, extra)
             for each in pending.lookups:
                 each.tensors = [moved.tensors[id(tensor)] for tensor in each.tensors]
-            if ranks is not None:
-                ranks.n_loaded += 1
+            if self.ranks is not None:
+                self.ranks.n_loaded += 1
         except BaseException as error:
             pending.finish()
-            if ranks is not None:
-                ranks.leave(error)
+            if self.ranks is not None:
+                self.ranks.leave(error)
             if isinstance(error, StopIteration):  # it would end the loop as if there were no more batches
                 raise RuntimeError("StopIteration was raised while a batch was prepared") from error
             raise
         return pending
+
+    def _stage(self, pending: PendingBatch) -> tuple[Any, list[Any]]:
+        """Load a batch to the host and check its ids; return it with its leaves, or NO_BATCH at the end.
+
+        If ranks divide a table, they agree whether there is another batch.
+        """
+        ranks = self.ranks
+        batch, leaves = next(self.batches, NO_BATCH), []
+        has_ended = batch is NO_BATCH
+        if has_ended:
+            if ranks is None or self.is_closed:
+                return NO_BATCH, []
+            batch = ranks.empty_batch
+        if batch is not NO_BATCH:
+            batch, leaves = self.mover.to_host(batch)
+            self._check(pending, batch)
+        if ranks is not None:
+            if ranks.uneven == "empty" and not has_ended:
+                ranks.empty_batch = without_rows(batch)
+            if not ranks.agree(has_ended=has_ended):
+                pending.finish()
+                return NO_BATCH, []
+        return batch, leaves
 
     def _check(self, pending: PendingBatch, batch: Any) -> None:
         """Find the ids of a batch on the host, and check them."""
