@@ -55,6 +55,10 @@ class FakePrefetch:
         self.requests.append(request)
         return request
 
+    def exchange(self, request: FakeRequest, ids: list[Tensor], channel: None) -> list[Tensor]:
+        assert request.state == "staged"
+        return ids
+
     def read(self, request: FakeRequest) -> None:
         assert self.reads_disk
         assert request.state == "staged"

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from flatbed import Prefetcher
-from flatbed.data.batches import map_leaves
+from flatbed.data.batches import map_leaves, without_rows
 
 CPU = torch.device("cpu")
 
@@ -195,3 +195,16 @@ def test_leaves_are_freed_with_their_batch() -> None:
         assert leaf() is None
     finally:
         gc.enable()
+
+
+def test_batches_without_rows() -> None:
+    """Tensors keep their other axes, their dtype and their container; what has no rows stays."""
+    batch = {"x": torch.ones(4, 3, dtype=torch.int32), "more": (torch.ones(2), "text"), "n": torch.tensor(7)}
+    empty = without_rows(batch)
+    assert empty["x"].shape == (0, 3)
+    assert empty["x"].dtype == torch.int32
+    assert empty["more"][0].shape == (0,)
+    assert (empty["more"][1], int(empty["n"])) == ("text", 7)
+    assert len(batch["x"]) == 4
+    with pytest.raises(TypeError, match="uneven"):
+        without_rows([pack_sequence([torch.ones(2)])])

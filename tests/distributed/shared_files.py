@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import flatbed
+from flatbed.distributed.channel import Channel
 from flatbed.distributed.ranks import Lockstep, Ranks
 from flatbed.distributed.row_windows import RowOrder, row_windows
 from flatbed.tables import tensor_file
@@ -26,7 +27,7 @@ def windows_give_rows_in_order(_: Path) -> None:
     for n_rows, segment_rows in SIZES:
         rows = torch.arange(n_rows * 3).to(torch.uint8).reshape(n_rows, 3)
         mine, seen = rows[rank::world], []
-        to_row_order = RowOrder(dist.group.WORLD, segment_rows, 3)
+        to_row_order = RowOrder(Channel.of(dist.group.WORLD), segment_rows, 3)
         for window in row_windows(n_rows, world, segment_rows):
             local, segment = window.local_rows(rank), window.segment(rank)
             found = to_row_order(mine[local.start : local.stop], window)
@@ -42,9 +43,10 @@ def write_parts(path: Path, weight: torch.Tensor, step_bytes: int, *, fail_at: i
     entries = [TensorEntry("weight", weight.dtype, tuple(weight.shape)), TensorEntry("step", torch.int64, ())]
     rank, world = dist.get_rank(), dist.get_world_size()
     data = weight.view(torch.uint8).flatten()
+    channel = Channel.of(dist.group.WORLD)
     with (
         Lockstep(Ranks(), "saving") as lockstep,
-        writing_together(path, entries, {"format": "pt"}, group=dist.group.WORLD, lockstep=lockstep) as (
+        writing_together(path, entries, {"format": "pt"}, channel=channel, lockstep=lockstep) as (
             writer,
             meet,
         ),

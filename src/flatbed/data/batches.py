@@ -82,6 +82,20 @@ def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
     return made
 
 
+def without_rows(batch: Any) -> Any:
+    """Return a batch whose tensors and arrays have no rows; those without a dimension stay as they are."""
+
+    def clear(leaf: Any) -> Any:
+        if moves_itself(leaf):
+            raise TypeError(
+                f'uneven="empty" hands out batches of tensors and arrays without their rows; found '
+                f'{type(leaf).__name__}: use uneven="stop"'
+            )
+        return leaf[:0].clone() if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+    return map_leaves(clear, batch)
+
+
 def as_tensor(array: Array) -> Any:
     """Return numbers as a CPU tensor, without a copy where that is possible; other arrays as they are.
 

@@ -3,6 +3,9 @@
 Streams on a GPU: the loader thread issues copies of batches in "batches". The training thread issues
 admissions of rows in "rows", which waits for the copies of the ids. The training stream waits for both when a
 batch is handed out. The loader thread waits for events of earlier steps before it copies more batches.
+
+If ranks divide a table, their loader threads agree on each batch (`LoaderRanks`) and exchange its ids before
+its copies are issued.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import torch
 from torch import Tensor
 
 from flatbed.cuda.streams import relax_capture, stream_for
-from flatbed.data.batches import TableLookups
+from flatbed.data.batches import TableLookups, without_rows
+from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks, reason_of
 from flatbed.data.sm_policy import SmPolicy
 from flatbed.data.transfer import BatchMover, MovedBatch, record_stream
 from flatbed.tables.prefetch import RowPrefetch
@@ -43,7 +47,8 @@ class PendingLookup:
 
     prefetch: RowPrefetch
     request: Any
-    ids: list[Tensor]
+    tensors: list[Tensor]
+    """Those that `RowPrefetch.admit` needs; on the device once the batch is moved."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,9 +91,10 @@ class Pipeline:
         *,
         depth: int,
         sms: SmPolicy | None = None,
+        ranks: LoaderRanks | None = None,
     ) -> None:
         self.batches: Iterator[Any] = batches
-        self.sms = sms
+        self.sms, self.ranks = sms, ranks
         self.lookups, self.mover, self.depth = lookups, mover, depth
         self.ready: deque[PendingBatch] = deque()
         self.in_use: PendingBatch | None = None
@@ -130,6 +136,8 @@ class Pipeline:
                 del item, result  # the next one may take long
         except BaseException as error:  # raised by the training thread when its turn comes
             result = End(None if self.is_closed else error)
+        if self.ranks is not None and stage == self.load:
+            self.ranks.leave()
         if self.is_closed:
             self._discard_results()
         outbox.put(result)
@@ -137,34 +145,66 @@ class Pipeline:
 
     def load(self, steps: Any) -> PendingBatch | End:
         """Load a batch, stage its lookups, and issue its copies. `steps` is the event after earlier steps."""
-        try:
-            batch = next(self.batches)
-        except StopIteration:
-            return End()
         pending = PendingBatch()
         try:
-            batch, leaves = self.mover.to_host(batch)
+            batch, leaves = self._stage(pending)
+            if batch is NO_BATCH:
+                return End()
+            channel = None if self.ranks is None else self.ranks.channel
             extra: list[Tensor] = []
-            for lookup in self.lookups:
-                ids = lookup.ids(batch)
-                on_host = [one if one.is_cpu else one.cpu() for one in ids]
-                if not self.depth:
-                    lookup.check(on_host)
-                    continue
-                request = lookup.prefetch.check(on_host)
-                pending.lookups.append(PendingLookup(lookup.prefetch, request, ids))
-                extra += ids
+            for each in pending.lookups:
+                each.tensors = each.prefetch.exchange(each.request, each.tensors, channel)
+                extra += each.tensors
             if steps is not None:
                 steps.synchronize()  # the device holds no more than depth + 1 batches
             pending.moved = moved = self.mover.move(batch, leaves, extra)
             for each in pending.lookups:
-                each.ids = [moved.tensors[id(ids)] for ids in each.ids]
+                each.tensors = [moved.tensors[id(tensor)] for tensor in each.tensors]
+            if self.ranks is not None:
+                self.ranks.n_loaded += 1
         except BaseException as error:
             pending.finish()
+            if self.ranks is not None:
+                self.ranks.leave(error)
             if isinstance(error, StopIteration):  # it would end the loop as if there were no more batches
                 raise RuntimeError("StopIteration was raised while a batch was prepared") from error
             raise
         return pending
+
+    def _stage(self, pending: PendingBatch) -> tuple[Any, list[Any]]:
+        """Load a batch to the host and check its ids; return it with its leaves, or NO_BATCH at the end.
+
+        If ranks divide a table, they agree whether there is another batch.
+        """
+        ranks = self.ranks
+        batch = next(self.batches, NO_BATCH)
+        leaves: list[Any] = []
+        has_ended = batch is NO_BATCH
+        if has_ended:
+            if ranks is None or self.is_closed:
+                return NO_BATCH, []
+            batch = ranks.empty_batch
+        if batch is not NO_BATCH:
+            batch, leaves = self.mover.to_host(batch)
+            self._check(pending, batch)
+        if ranks is not None:
+            if ranks.uneven == "empty" and not has_ended:
+                ranks.empty_batch = without_rows(batch)
+            if not ranks.agree(has_ended=has_ended):
+                pending.finish()
+                return NO_BATCH, []
+        return batch, leaves
+
+    def _check(self, pending: PendingBatch, batch: Any) -> None:
+        """Find the ids of a batch on the host, and check them."""
+        for lookup in self.lookups:
+            ids = lookup.ids(batch)
+            on_host = [one if one.is_cpu else one.cpu() for one in ids]
+            if not self.depth or self.ranks is not None:  # the error of one rank is for all of them
+                lookup.check(on_host)
+            if self.depth:
+                request = lookup.prefetch.check(on_host)
+                pending.lookups.append(PendingLookup(lookup.prefetch, request, ids))
 
     def _read(self, pending: PendingBatch) -> PendingBatch:
         try:
@@ -178,8 +218,10 @@ class Pipeline:
     # ---- in any thread
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads, on all ranks that divide a table."""
         self.is_started = True
+        if self.ranks is not None:
+            self.ranks.begin()
         for thread in self._threads:
             thread.start()
 
@@ -188,6 +230,8 @@ class Pipeline:
         if os.getpid() != self._process:
             return  # after a fork, threads and lookups belong to the parent
         self.is_closed = True
+        if self.ranks is not None:
+            self.ranks.end()
         self.batches = iter(())  # ends the processes of a DataLoader
         self._discard_results()
         if self.sms is not None:
@@ -265,11 +309,13 @@ class PrefetchIterator(Iterator[Any]):
                 steps.record(torch.cuda.current_stream(pipeline.mover.device))
             self._take_batches()
             if pipeline.ready:
+                if pipeline.ranks is not None:
+                    pipeline.ranks.take_batch()
                 pending = pipeline.in_use = pipeline.ready.popleft()
                 assert pending.moved is not None
                 for each in pending.lookups:
                     each.prefetch.begin(each.request)
-                    each.ids = []
+                    each.tensors = []
                 batch = pipeline.mover.hand_out(pending.moved)
                 pending.moved = None  # the loop alone holds the batch
                 for _ in range(pipeline.depth - pipeline.n_permits - len(pipeline.ready)):
@@ -278,13 +324,14 @@ class PrefetchIterator(Iterator[Any]):
                 if pipeline.sms is not None:
                     pipeline.sms.update()
                 return batch
-        except BaseException:
-            pipeline.close()
+        except BaseException as error:
+            self._fail(error)
             raise
         end, self._end = self._end, None
-        pipeline.close()
         if end is None or end.error is None:
+            pipeline.close()
             raise StopIteration
+        self._fail(end.error)
         try:
             raise end.error
         finally:
@@ -311,11 +358,17 @@ class PrefetchIterator(Iterator[Any]):
         if self._rows is not None:
             assert pending.moved is not None
             self._rows.wait_event(pending.moved.arrived)
-            for ids in (ids for each in pending.lookups for ids in each.ids):
-                record_stream(ids, self._rows)
+            for tensor in (tensor for each in pending.lookups for tensor in each.tensors):
+                record_stream(tensor, self._rows)
         with nullcontext() if self._rows is None else torch.cuda.stream(self._rows):
             for each in pending.lookups:
-                each.prefetch.admit(each.request, each.ids)
+                each.prefetch.admit(each.request, each.tensors)
+
+    def _fail(self, error: BaseException) -> None:
+        """Close, and let the loader thread tell other ranks the reason."""
+        if self._pipeline.ranks is not None:
+            self._pipeline.ranks.reason = reason_of(error)
+        self._pipeline.close()
 
     def close(self) -> None:
         """End early: the threads, the loader's iterator, and all prefetched rows."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from flatbed.data.batches import Selector, TableLookups, common_device, selectors_by_table
+from flatbed.data.loader_ranks import UNEVEN, LoaderRanks, common_channel
 from flatbed.data.pipeline import Pipeline, PrefetchIterator
 from flatbed.data.sm_policy import SmPolicy
 from flatbed.data.transfer import BatchMover, CopyStream, pinned_batches
@@ -41,6 +42,15 @@ class Prefetcher:
     - `reserve_sms`: SMs that matrix multiplications leave to the kernels that move rows, while the loop runs:
       a number, or "auto" for 12 while enough rows are missing in the caches to pay for them. By default none.
       Without a GPU, tables or prefetched rows it changes nothing.
+    - `uneven`: what happens when the loader of one rank ends before the others, if ranks divide a table of
+      `lookups` (`shard="row"`). All of them take part in every lookup and step, so no rank can go on alone:
+
+      - "stop", the default: all ranks end with the first, after the same number of batches. Batches that
+        other loaders have beyond that are dropped. Each step has a full batch of every rank, as DDP expects.
+      - "empty": an ended rank goes on with batches without rows (`x[:0]` of its last one) until all have
+        ended. No batch is dropped, but the model and the loss must take empty batches: the mean of nothing is
+        nan, and the mean of gradients over ranks counts the rank.
+      - "error": all ranks raise a `FlatbedError` that names the rank.
 
     A batch is a tensor, a numpy array, or dicts, lists, tuples and dataclasses of them. Arrays of numbers
     become tensors, objects with a method `to(device)` are moved by it, and other values stay as they are. On
@@ -50,6 +60,10 @@ class Prefetcher:
 
     An iteration and its threads end with the last batch, with an error of the loader (raised when its turn
     comes), when the loop is left, or by `close()` of the iterator.
+
+    If ranks divide a table of `lookups`, all ranks begin the loop together, and take and leave it after the
+    same batch. Their loader threads exchange ids ahead of time; rows are read and admitted by the ranks that
+    hold them. An error of one loader, or a rank that leaves alone, ends the loops of all ranks.
 
     >>> import flatbed, torch
     >>> emb = flatbed.Embedding(1000, 8)
@@ -70,6 +84,7 @@ class Prefetcher:
         device: Any = None,
         pin: bool = False,
         reserve_sms: int | str | None = None,
+        uneven: str = "stop",
     ) -> None:
         if isinstance(loader, Tensor | np.ndarray | str | bytes | Mapping):
             raise TypeError(
@@ -85,11 +100,15 @@ class Prefetcher:
             raise ValueError(f"depth is a number of batches, 0 or more; found {depth}")
         if not (reserve_sms is None or reserve_sms == "auto" or _is_count(reserve_sms)):
             raise ValueError(f'reserve_sms is a number of SMs, "auto" or None; found {reserve_sms!r}')
+        if uneven not in UNEVEN:
+            raise ValueError(f'uneven is "stop", "empty" or "error"; found {uneven!r}')
         self.loader = loader
         self.depth = operator.index(depth)
         self.pin = pin
         self.reserve_sms = reserve_sms
+        self.uneven = uneven
         self._selectors = selectors_by_table(lookups)
+        self._channel = common_channel([*self._selectors])
         self._device = device
         self._pinned: list[Any] | None = None
         self._one_shot: OneShotItems | None = None
@@ -120,7 +139,10 @@ class Prefetcher:
         lookups = [
             TableLookups(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()
         ]
-        self._previous = Pipeline(batches, lookups, mover, depth=self.depth, sms=sms)
+        ranks = None
+        if self._channel is not None:
+            ranks = LoaderRanks(self._channel, [*self._selectors], uneven=self.uneven, depth=self.depth)
+        self._previous = Pipeline(batches, lookups, mover, depth=self.depth, sms=sms, ranks=ranks)
         return PrefetchIterator(self._previous)
 
     def _begin(self, mover: BatchMover) -> Iterator[Any]:

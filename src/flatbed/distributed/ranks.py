@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatbed.distributed.channel import Channel, ExchangeError
 from flatbed.distributed.meeting import Meeting
-from flatbed.distributed.row_shards import Channel, ExchangeError
 from flatbed.errors import FlatbedError
 
 PATIENCE = 30.0  # seconds that the first rank waits for others; training keeps them within a step

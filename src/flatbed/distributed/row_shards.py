@@ -3,38 +3,26 @@
 Row `r` is row `r // n_ranks` of rank `r % n_ranks`: frequent ids, which often are consecutive, spread evenly,
 and a table that grows moves no row.
 
-Every exchange begins with a header on the host, over gloo: what the rank is doing, and the number of rows for
-each peer. A rank that has failed says so in its header, so that all ranks raise instead of waiting. Rows and
-values follow over NCCL, or over gloo for tables that compute on the CPU.
+Ranks tell each other how many rows they ask for, then which ones, and then send values (`Channel`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatbed.distributed.channel import IDLE, OK, Channel, ExchangeError, Header
 from flatbed.errors import FlatbedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-CPU = torch.device("cpu")
-OK, FAILED, IDLE = range(3)
-"""States in a header: taking part, having failed, taking part without rows of its own."""
-PATIENCE = 2.0  # seconds that ranks wait for signs of life of the others, once an exchange has failed
-
-
-class ExchangeError(FlatbedError):
-    """An exchange between ranks has failed. The other ranks raise, too."""
 
 
 def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
@@ -93,6 +81,8 @@ class Exchanged:
     """Number of rows that each rank asks for."""
     is_idle: bool = False
     """True if no rank has anything to exchange."""
+    number: int = 0
+    """Of an exchange ahead of time: the same number on all ranks, and on no other exchange."""
 
 
 class RowShards:
@@ -172,10 +162,31 @@ class RowShards:
         self, doing: str, route: Route, *, facts: Mapping[str, Any] | None = None, idle: bool = False
     ) -> Exchanged:
         """Ask the owners of rows for them. `idle`: this rank has no rows, and takes part for the others."""
-        counts, is_idle = self.channel.announce(self.describe(doing), route.counts, facts=facts, idle=idle)
-        if is_idle:
-            return Exchanged(route, route.rows, counts, is_idle=True)
-        return Exchanged(route, self.all_to_all(route.rows, route.counts, counts), counts)
+        state = IDLE if idle else OK
+        header = self.channel.announce(self.describe(doing), route.counts, facts=facts, state=state)
+        if set(header.states) == {IDLE}:
+            return Exchanged(route, route.rows, header.counts, is_idle=True)
+        return self._exchange_rows(route, header, self.channel)
+
+    def exchange_ahead(self, route: Route, channel: Channel) -> Exchanged:
+        """Ask the owners of rows for them ahead of time, over the channel of the loader threads."""
+        doing = f"the prefetch of table {self.number}"  # its size may change in another thread
+        header = channel.announce(doing, route.counts)
+        exchanged = self._exchange_rows(route, header, channel)
+        return replace(exchanged, number=channel.number << 48 | channel.n_exchanges)
+
+    def exchange_again(self, doing: str, ahead: Exchanged) -> Exchanged:
+        """Return an exchange ahead of time if all ranks use the same one; otherwise exchange its rows now."""
+        route = ahead.route
+        header = self.channel.announce(self.describe(doing), route.counts, number=ahead.number)
+        if set(header.numbers) == {ahead.number}:
+            return ahead
+        return self._exchange_rows(route, header, self.channel)
+
+    def _exchange_rows(self, route: Route, header: Header, channel: Channel) -> Exchanged:
+        doing = self.describe("the exchange of rows")
+        rows = channel.all_to_all(route.rows, route.counts, header.counts, doing=doing)
+        return Exchanged(route, rows, header.counts)
 
     def to_askers(self, exchanged: Exchanged, values: Tensor) -> Tensor:
         """Send the values of rows that this rank was asked for; return those that it has asked for.
@@ -195,212 +206,3 @@ class RowShards:
     def all_to_all(self, sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send `counts[rank]` elements to each rank, and return `received[rank]` of each, in rank order."""
         return self.channel.all_to_all(sent, counts, received, doing=self.describe("the exchange of rows"))
-
-
-class Channel:
-    """Headers and rows between the ranks of a process group. All tables of the group share it.
-
-    A channel is for one thread, since ranks must use it in one order.
-    """
-
-    def __init__(self, parent: Any) -> None:
-        self.parent = parent
-        self.ranks: list[int] = dist.get_process_group_ranks(parent)
-        backend = str(dist.get_backend(parent))
-        is_fake = "fake" in backend  # one rank's work, measured without the others
-        self._gpus_reached = "nccl" in backend or is_fake
-        self.group = _new_group(parent, self.ranks, backend="fake" if is_fake else "gloo")
-        self.n_exchanges = 0
-        self._n_tables = 0
-
-    @staticmethod
-    def of(parent: Any) -> Channel:
-        """Return the channel of a process group, which all its ranks make at the first call."""
-        if parent not in _channels:
-            _channels[parent] = Channel(parent)
-        return _channels[parent]
-
-    @staticmethod
-    def known(parent: Any) -> Channel | None:
-        """Return the channel of a process group, if its ranks have made one."""
-        return _channels.get(parent)
-
-    def count_table(self) -> int:
-        """Return the number of a new table, which all ranks build in the same order."""
-        self._n_tables += 1
-        return self._n_tables - 1
-
-    # ---- headers
-
-    def announce(
-        self,
-        doing: str,
-        counts: Sequence[int],
-        *,
-        facts: Mapping[str, Any] | None = None,
-        failure: BaseException | None = None,
-        idle: bool = False,
-    ) -> tuple[list[int], bool]:
-        """Tell each rank a count, and return the count that each rank tells, and True if all ranks are idle.
-
-        Raises on all ranks if one has failed, or if ranks do different things or hold different facts.
-        """
-        self.n_exchanges += 1
-        state = FAILED if failure is not None else IDLE if idle else OK
-        words = hashlib.sha256(repr((doing, self.n_exchanges, facts)).encode()).digest()
-        digest = int.from_bytes(words[:7], "little")
-        sent = torch.tensor([[state, digest, count] for count in counts])
-        found = sent.clone()  # what the fake backend receives
-        with self.named_errors(doing):
-            dist.all_to_all_single(found, sent, group=self.group)
-        states, digests, received = found.T.tolist()
-        if FAILED in states or set(digests) != {digest}:
-            self._raise_unequal(doing, facts, failure)
-        return received, set(states) == {IDLE}
-
-    def _raise_unequal(
-        self, doing: str, facts: Mapping[str, Any] | None, failure: BaseException | None
-    ) -> None:
-        """Raise an error that says what the ranks do, on all of them."""
-        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
-        shown = {name: str(value) for name, value in (facts or {}).items()}
-        held: list[Any] = [None] * len(self.ranks)
-        with self.named_errors(doing):
-            dist.all_gather_object(held, (doing, shown, reason), group=self.group)
-        if failure is not None:
-            raise failure
-        for rank, (what, _, why) in zip(self.ranks, held, strict=True):
-            if why is not None:
-                raise ExchangeError(f"rank {rank} failed in {what}: {why}")
-        for rank, (what, others, _) in zip(self.ranks, held, strict=True):
-            if what != held[0][0]:
-                raise ExchangeError(
-                    f"rank {self.ranks[0]} is in {held[0][0]}, and rank {rank} in {what}: make the same "
-                    f"lookups and steps, in the same order, on all ranks"
-                )
-            for name in {**held[0][1], **others}:
-                values = [one.get(name, "none") for one in (held[0][1], others)]
-                if values[0] != values[1]:
-                    raise ExchangeError(
-                        f"{name} differs between ranks: rank {self.ranks[0]} has {values[0]}, rank {rank} "
-                        f"has {values[1]}. Build the table and its optimizer alike on all ranks"
-                    )
-        raise ExchangeError(f"ranks have made different numbers of exchanges before {doing}")
-
-    # ---- values
-
-    def _device_for(self, device: torch.device) -> torch.device:
-        return device if self._gpus_reached and device.type == "cuda" else CPU
-
-    def _group_for(self, device: torch.device) -> Any:
-        return self.parent if device.type == "cuda" else self.group
-
-    def all_to_all(
-        self, sent: Tensor, counts: Sequence[int], received: Sequence[int], *, doing: str
-    ) -> Tensor:
-        """Send `counts[rank]` elements to each rank, and return `received[rank]` of each, in rank order."""
-        device = self._device_for(sent.device)
-        held = sent.to(device).contiguous()
-        flat = held if held.dim() == 1 else held.view(torch.uint8)  # gloo knows few dtypes
-        found = flat.new_empty((sum(received), *flat.shape[1:]))
-        with self.named_errors(doing):
-            dist.all_to_all_single(found, flat, list(received), list(counts), group=self._group_for(device))
-        return found.view(sent.dtype).to(sent.device)
-
-    def gather(self, value: Tensor, *, doing: str) -> Tensor:
-        """Return the vectors of all ranks, of one length, in rank order: (n_ranks, n)."""
-        device = self._device_for(value.device)
-        held = value.reshape(-1).to(device)
-        found = held.repeat(len(self.ranks), 1)
-        with self.named_errors(doing):
-            dist.all_gather(list(found.unbind()), held, group=self._group_for(device))
-        return found.to(value.device)
-
-    def share_flag_(self, flag: Tensor) -> None:
-        """Set a flag if any rank has set its own."""
-        flag.copy_(self.gather(flag, doing="the check for overflows").max().reshape(flag.shape))
-
-    def first(self, value: int, *, doing: str) -> int:
-        """Return the number that the first rank gives."""
-        return int(self.gather(torch.tensor([value]), doing=doing)[0])
-
-    # ---- failures
-
-    @contextmanager
-    def posting_failures(self) -> Iterator[None]:
-        """Leave the reason of an exception for the other ranks, which will miss this one."""
-        try:
-            yield
-        except Exception as error:
-            with suppress(RuntimeError):
-                reason = f"{type(error).__name__}: {error}"
-                self._store.set(self._key("failure", dist.get_rank()), reason)
-            raise
-
-    @property
-    def _store(self) -> Any:
-        return dist.distributed_c10d._get_default_store()
-
-    def _key(self, kind: str, rank: int) -> str:
-        return f"flatbed/{self.group.group_name}/{self.n_exchanges}/{kind}/{rank}"
-
-    @contextmanager
-    def named_errors(self, doing: str) -> Iterator[None]:
-        """Name the ranks that are missing if a collective fails."""
-        try:
-            yield
-        except RuntimeError as error:
-            missing, reasons = self._missing()
-            names = " and ".join(f"rank {rank}" for rank in missing) or "another rank"
-            why = "; ".join(reasons) or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
-            raise ExchangeError(
-                f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): see "
-                f"the errors of that rank, and start again from the last checkpoint"
-            ) from error
-
-    def _missing(self) -> tuple[list[int], list[str]]:
-        """Return the ranks that give no sign of life within `PATIENCE` seconds, and reasons they left."""
-        alive = {rank: self._key("alive", rank) for rank in self.ranks}
-        failures = {rank: self._key("failure", rank) for rank in self.ranks}
-        try:
-            self._store.set(alive[dist.get_rank()], "")
-            deadline = time.monotonic() + PATIENCE
-            while not self._store.check(list(alive.values())) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            missing = [rank for rank, key in alive.items() if not self._store.check([key])]
-            held = [rank for rank, key in failures.items() if self._store.check([key])]
-            reasons = [f"rank {rank}: {self._store.get(failures[rank]).decode()}" for rank in held]
-        except RuntimeError:  # the process that hosts the store is gone
-            return [], []
-        return missing, reasons
-
-
-_channels: dict[Any, Channel] = {}
-
-
-def _new_group(parent: Any, ranks: list[int], *, backend: str) -> Any:
-    """Make a process group of the same ranks. All of them call this, and no other rank.
-
-    torch names a group that some ranks make by the number of groups that a rank is part of, and waits for
-    ever if the names differ. If all ranks make it, they count all groups, which are the same everywhere.
-    """
-    if len(ranks) == dist.get_world_size():
-        return dist.new_group(ranks, timeout=_timeout_of(parent), backend=backend)
-    counts: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=parent)
-    if len(set(counts)) > 1:
-        raise FlatbedError(
-            f"ranks {ranks} are part of different numbers of process groups, {counts}, and torch cannot make "
-            f"one more for some ranks alone: build the table before them, or divide it among all ranks"
-        )
-    return dist.new_group(ranks, timeout=_timeout_of(parent), backend=backend, use_local_synchronization=True)
-
-
-def _timeout_of(group: Any) -> Any:
-    """Return the timeout of a process group's collectives; None for torch's default."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if timeout is not None:
-            return timeout
-    return None

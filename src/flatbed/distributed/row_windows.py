@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from flatbed.distributed.channel import Channel
 
 
 def local_rows(rows: range, rank: int, n_ranks: int) -> range:
@@ -45,13 +45,13 @@ def row_windows(n_rows: int, n_ranks: int, segment_rows: int) -> Iterator[RowWin
 
 
 class RowOrder:
-    """Exchanges local rows for rows in row order, over a group that communicates on the host.
+    """Exchanges local rows for rows in row order, on the host.
 
     All windows use its buffers: new ones would fragment memory.
     """
 
-    def __init__(self, group: Any, segment_rows: int, nbytes: int) -> None:
-        self._group, self._rank = group, dist.get_rank(group)
+    def __init__(self, channel: Channel, segment_rows: int, nbytes: int) -> None:
+        self._channel, self._rank = channel, channel.rank
         self._received = torch.empty((segment_rows, nbytes), dtype=torch.uint8)
         self._ordered = torch.empty_like(self._received)
 
@@ -65,7 +65,9 @@ class RowOrder:
         n_sent = [len(local_rows(window.segment(peer), self._rank, n_ranks)) for peer in range(n_ranks)]
         n_received = [len(local_rows(segment, peer, n_ranks)) for peer in range(n_ranks)]
         received, ordered = self._received[: len(segment)], self._ordered[: len(segment)]
-        dist.all_to_all_single(received, records.contiguous(), n_received, n_sent, group=self._group)
+        self._channel.all_to_all_into(
+            received, records.contiguous(), n_sent, n_received, doing="saving a table"
+        )
         for peer, part in enumerate(torch.split(received, n_received)):
             ordered[(peer - segment.start) % n_ranks :: n_ranks] = part
         return ordered

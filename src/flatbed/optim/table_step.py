@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing
+from flatbed.distributed.channel import Channel
 from flatbed.distributed.ranks import world_size
-from flatbed.distributed.row_shards import Channel
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.locations import RecordLocation

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
-import torch.distributed as dist
+
+from flatbed.distributed.channel import Channel
 
 SUM_BYTES = 4096  # under one sum of a checksum: part of the format of checkpoints
 
@@ -78,9 +79,9 @@ class Checksums:
 class SharedChecksums:
     """Checksums by name, of bytes that several ranks add: between two calls of `share`, in rank order."""
 
-    def __init__(self, names: Iterable[str], group: Any) -> None:
+    def __init__(self, names: Iterable[str], channel: Channel) -> None:
         self._by_name = {name: Checksum() for name in names}
-        self._group = group
+        self._channel = channel
         self._parts: list[tuple[str, bytes, bytes, bytes]] = []
 
     def add(self, name: str, offset: int, data: memoryview) -> None:
@@ -90,11 +91,10 @@ class SharedChecksums:
     def share(self) -> None:
         """Send what was added since the last call to the first rank. All ranks call this."""
         parts, self._parts = self._parts, []
-        is_first = dist.get_rank(self._group) == 0
-        gathered: list[Any] | None = [None] * dist.get_world_size(self._group) if is_first else None
-        dist.gather_object(parts, gathered, dst=dist.get_global_rank(self._group, 0), group=self._group)
-        for name, *sums in (part for of_rank in gathered or () for part in of_rank):
-            self._by_name[name].update_by_sums(*sums)
+        text = json.dumps([[name, *(some.hex() for some in sums)] for name, *sums in parts])
+        for of_rank in self._channel.gather_texts(text, doing="saving a table", to_first=True):
+            for name, *sums in json.loads(of_rank or "[]"):
+                self._by_name[name].update_by_sums(*map(bytes.fromhex, sums))
 
     @property
     def values(self) -> dict[str, int]:

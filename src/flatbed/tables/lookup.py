@@ -78,10 +78,10 @@ def _prepare_sharded(
     """
     store, n_rows, checks = table._storage, table.num_embeddings, table._deferred_checks
     lead = store.config.padding_idx if for_bag else None
-    if isinstance(ids, Tensor) and lead is None:
+    if isinstance(ids, Tensor) and lead is None and not is_capturing(store.device):
         for batch in table._prefetched:
-            if batch.exchanged is not None and batch.matches(ids):
-                return replace(batch, shape=ids.shape)
+            if batch.matches(ids):
+                return access.exchange_again(LOOKUP, replace(batch, shape=ids.shape), admits=records_grad)
     with access.shards.failing_together(LOOKUP):
         if is_capturing(store.device):
             raise FlatbedError("a lookup in a table that ranks divide cannot be part of a CUDA graph")
@@ -147,7 +147,9 @@ class LookupFunction(torch.autograd.Function):
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
         store = table._storage
-        out = None if batch.cache is None or batch.cache is not store.cache else batch.cache.lookup(batch)
+        out = None
+        if batch.cache is not None and batch.cache is store.cache and batch.exchanged is None:
+            out = batch.cache.lookup(batch)
         if out is None:
             rows = table._rows.lookup(batch)
             if use_triton(rows.device) and batch.exchanged is None:

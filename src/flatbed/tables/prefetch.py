@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing, stream_for
+from flatbed.distributed.channel import Channel
+from flatbed.distributed.row_shards import Exchanged, Route
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
-from flatbed.kernels.rows import to_int32_keys
+from flatbed.kernels.rows import to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.cache.host_index import HostIndexCache, Reservation
 from flatbed.tables.ids import as_ids, check_range
@@ -30,12 +32,21 @@ class PrefetchRequest:
     """On the host, flat."""
     error: IndexError | None = None
     """Set if ids were out of range when the request was staged."""
+    routes: list[Route] = field(default_factory=list)
+    """For each lookup the rows to ask other ranks for, if they divide the table; on the host."""
+    exchanged: list[Exchanged] = field(default_factory=list)
+    """For each lookup the rows that ranks have asked each other for; on the host."""
     rows: list[Tensor] = field(default_factory=list)
     """For each lookup the unique rows to read from disk."""
     reservations: list[tuple[HostIndexCache, Reservation] | None] = field(default_factory=list)
     """For each lookup the disk cache and its reservation, if it has one."""
     batches: list[LookupBatch] = field(default_factory=list)
     """Prefetched lookups."""
+
+    @property
+    def sought(self) -> list[Tensor]:
+        """For each lookup the rows of this rank that are looked up, with repeats; on the host."""
+        return [one.rows for one in self.exchanged] if self.exchanged else self.ids
 
 
 class RowPrefetch:
@@ -51,10 +62,9 @@ class RowPrefetch:
         # In training, on a GPU or under Triton's interpreter, rows are admitted to a cache. The mode of this
         # thread counts: the loader thread has one of its own.
         on_gpu = store.device.type == "cuda" or use_triton(store.device)
-        self._admits = torch.is_grad_enabled() and on_gpu and table._shards is None
+        self._admits = torch.is_grad_enabled() and on_gpu
         is_cached = self._admits and store.config.cache_rows != 0
         self.reads_disk = store.config.storage == "disk" and (is_cached or not self._admits)
-        self.reads_disk = self.reads_disk and table._shards is None  # other ranks hold most of the rows
         """True if `read` takes long enough for a thread of its own."""
         self._training_stream: torch.cuda.Stream | None = None
 
@@ -68,9 +78,30 @@ class RowPrefetch:
         except IndexError as error:
             request.error = error
             return request
-        if self.reads_disk:
-            request.rows = [_unique(one, n_rows) for one in request.ids if one.numel() or self._admits]
+        shards = self.table._shards
+        if shards is not None:
+            request.routes = [shards.route(_unique(one, n_rows)) for one in request.ids]
+        elif self.reads_disk:
+            self._plan_reads(request)
         return request
+
+    def exchange(self, request: PrefetchRequest, ids: list[Tensor], channel: Channel | None) -> list[Tensor]:
+        """Ask other ranks for rows, if they divide the table. Loader thread, in one order on all ranks.
+
+        Returns the tensors that `admit` needs on the computing device; `ids` are among them.
+        """
+        shards = self.table._shards
+        if shards is None or channel is None:
+            return ids
+        request.exchanged = [shards.exchange_ahead(route, channel) for route in request.routes]
+        if self.reads_disk:
+            self._plan_reads(request)
+        routes = [(one.route.order, one.route.rows, one.rows) for one in request.exchanged]
+        return [*ids, *(tensor for route in routes for tensor in route)]
+
+    def _plan_reads(self, request: PrefetchRequest) -> None:
+        n_rows = self.store.config.n_rows
+        request.rows = [_unique(one, n_rows) for one in request.sought if one.numel() or self._admits]
 
     def read(self, request: PrefetchRequest) -> None:
         """Read rows from disk into the cache, or into the system's page cache. Loader thread, in order."""
@@ -85,7 +116,7 @@ class RowPrefetch:
             return
         # The cache that is there, if any: replacing it here would take it from the training thread.
         found = store.cache or store.cache_for(
-            sum(one.numel() for one in request.ids), n_batches=self.depth + 2
+            sum(one.numel() for one in request.sought), n_batches=self.depth + 2
         )
         if found is None:
             return
@@ -103,30 +134,57 @@ class RowPrefetch:
                     return
                 request.reservations.append(None if reservation is None else (cache, reservation))
 
-    def admit(self, request: PrefetchRequest, ids: list[Tensor]) -> None:
+    def admit(self, request: PrefetchRequest, tensors: list[Tensor]) -> None:
         """Admit rows to the cache in the current stream. Training thread.
 
-        `ids` are the same ids on the computing device; the current stream is ordered after their copy.
+        `tensors` are those that `exchange` returned, on the computing device; the current stream is ordered
+        after their copies.
         """
-        n_ids = sum(one.numel() for one in request.ids)
-        if request.error is not None or not n_ids or not self._admits:
+        if request.error is not None:
             return
-        cache = self.store.cache_for(n_ids, n_batches=self.depth + 2)
-        if cache is None:
-            return
-        # The batch in hand, `depth` batches after it, and the one whose step may still run; not this lookup.
-        window = (self.depth + 2) * len(ids) - 1
-        reservations = request.reservations or [None] * len(ids)
-        for one, reserved in zip(ids, reservations, strict=True):
-            keys = to_int32_keys(as_ids(one).reshape(-1), self.store.config.n_rows)
-            reservation = reserved[1] if reserved is not None and reserved[0] is cache else None
-            found = cache.prefetch(keys, window=window, reservation=reservation)
-            if found is not None:
-                batch = LookupBatch(one.shape, keys, found[0], cache, found[1], one)
-                batch.version = -1 if one.is_inference() else one._version
+        ids, moved = tensors[: len(request.ids)], tensors[len(request.ids) :]
+        sought = moved[2::3] if request.exchanged else ids
+        batches: list[LookupBatch | None] = [None] * len(ids)
+        if any(one.numel() for one in sought) and self._admits:
+            batches = self._admit(request, sought)
+        for i, exchanged in enumerate(request.exchanged):
+            route = replace(exchanged.route, order=moved[3 * i], rows=moved[3 * i + 1])
+            on_device = replace(exchanged, route=route, rows=sought[i])
+            batches[i] = self._exchanged_batch(ids[i], on_device, batches[i])
+        for one, batch in zip(ids, batches, strict=True):
+            if batch is not None:
+                batch.ids, batch.version = one, -1 if one.is_inference() else one._version
                 if self.store.device.type == "cuda":
                     batch.ready = torch.cuda.current_stream(self.store.device).record_event()
                 request.batches.append(batch)
+
+    def _admit(self, request: PrefetchRequest, sought: list[Tensor]) -> list[LookupBatch | None]:
+        """Admit the rows of each lookup; None for a lookup whose rows cannot be kept."""
+        cache = self.store.cache_for(sum(one.numel() for one in sought), n_batches=self.depth + 2)
+        if cache is None:
+            return [None] * len(sought)
+        # The batch in hand, `depth` batches after it, and the one whose step may still run; not this lookup.
+        window = (self.depth + 2) * len(sought) - 1
+        reservations = request.reservations or [None] * len(sought)
+        batches: list[LookupBatch | None] = []
+        for one, reserved in zip(sought, reservations, strict=True):
+            keys = to_int32_keys(as_ids(one).reshape(-1), self.store.config.n_rows)
+            reservation = reserved[1] if reserved is not None and reserved[0] is cache else None
+            found = cache.prefetch(keys, window=window, reservation=reservation)
+            batches.append(None if found is None else LookupBatch(one.shape, keys, found[0], cache, found[1]))
+        return batches
+
+    def _exchanged_batch(self, ids: Tensor, exchanged: Exchanged, own: LookupBatch | None) -> LookupBatch:
+        """Return the batch of a lookup in the rows of all ranks; `own` is that of this rank's rows."""
+        n_rows = self.table.num_embeddings
+        keys = to_int32_keys(as_ids(ids).reshape(-1), n_rows)
+        found = unique(keys, n_rows)
+        # Both are in ascending order. Kernels return more rows, of which the last are -1.
+        route = replace(exchanged.route, n_rows=len(found.rows))
+        batch = LookupBatch(ids.shape, keys, found, exchanged=replace(exchanged, route=route))
+        if own is not None:
+            batch.cache, batch.admission = own.cache, own.admission
+        return batch
 
     def begin(self, request: PrefetchRequest) -> None:
         """Order the current stream after the admission, and let lookups find it. Training thread.
@@ -145,8 +203,10 @@ class RowPrefetch:
                 if batch.ready is not None:
                     stream.wait_event(batch.ready)
                 batch.record_stream(stream)
-        if request.batches and request.batches[0].cache is not None:
-            request.batches[0].cache.begin(request.batches[0].admission)
+        for batch in request.batches:
+            if batch.cache is not None:
+                batch.cache.begin(batch.admission)
+                break
         self.table._prefetched.extend(request.batches)
 
     def finish(self, request: PrefetchRequest) -> None:

@@ -85,7 +85,7 @@ def sharded_topk(
     flat = given.detach().reshape(-1, config.dim).to(store.device)
     n_own = [len(flat)] * n_ranks
     facts = {"k": k, "metric": metric, "dtype of queries": flat.dtype}
-    counts, _ = shards.channel.announce(shards.describe(TOPK), n_own, facts=facts)
+    counts = shards.channel.announce(shards.describe(TOPK), n_own, facts=facts).counts
     asked = shards.all_to_all(flat.repeat(n_ranks, 1), n_own, counts)
     with shards.channel.posting_failures():
         values, ids = _best_of_part(store, asked, k, metric=metric, chunk_rows=chunk_rows)

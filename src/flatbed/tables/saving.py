@@ -107,10 +107,13 @@ def write(table: Table, path: Path) -> dict[str, int]:
 def write_together(table: Table, path: Path, lockstep: Lockstep) -> dict[str, int]:
     """Write the file of a table whose rows ranks divide, and return its checksums on the first rank."""
     assert table._shards is not None
-    shards, group = table._shards, table._shards.channel.group
+    shards = table._shards
     check_group(shards)
     entries, metadata, scalars = _contents(table)
-    with writing_together(path, entries, metadata, group=group, lockstep=lockstep) as (writer, meet):
+    with writing_together(path, entries, metadata, channel=shards.channel, lockstep=lockstep) as (
+        writer,
+        meet,
+    ):
         for key, value in scalars.items() if shards.rank == 0 else ():
             writer.write(key, 0, value)
         _write_rows(table, writer, _segments_in_order(table, shards, meet), path)
@@ -185,7 +188,7 @@ def _segments_in_order(
     """Yield this rank's segment of each window of rows; `meet` waits for the other ranks."""
     storage, nbytes = table._storage.ensure_layout(), table._storage.record.nbytes
     n_rows = min(max(1, SEGMENT_BYTES // nbytes), -(-shards.n_rows // shards.n_ranks))
-    to_row_order = RowOrder(shards.channel.group, n_rows, nbytes)
+    to_row_order = RowOrder(shards.channel, n_rows, nbytes)
     for window in row_windows(shards.n_rows, shards.n_ranks, n_rows):
         local = window.local_rows(shards.rank)
         if storage.memory is not None and storage.device.type == "cpu":
@@ -193,9 +196,7 @@ def _segments_in_order(
         else:
             records = storage.read(local.start, local.stop).cpu()
         meet()
-        with shards.channel.named_errors("saving a table"):
-            ordered = to_row_order(records, window)
-        yield window.segment(shards.rank), ordered, len(window.rows)
+        yield window.segment(shards.rank), to_row_order(records, window), len(window.rows)
 
 
 def scalar_tensor(value: float) -> Tensor:

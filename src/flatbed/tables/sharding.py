@@ -71,24 +71,39 @@ class ShardedRowIO:
     def exchange(self, doing: str, route: Route, *, admits: bool = False) -> Exchanged:
         """Tell owners which rows are needed. With `admits`, the owners bring them into their caches."""
         exchanged = self.shards.exchange(doing, route)
-        with self.shards.channel.posting_failures():
-            cache = self.store.cache_for(len(exchanged.rows)) if admits else None
-            if cache is not None:
-                cache.admit(to_int32_keys(exchanged.rows, self.store.config.n_rows))
+        if admits:
+            self._admit(exchanged.rows)
         return exchanged
+
+    def exchange_again(self, doing: str, batch: LookupBatch, *, admits: bool) -> LookupBatch:
+        """Use the exchange of a prefetched batch if all ranks do; otherwise exchange its rows now."""
+        assert batch.exchanged is not None
+        exchanged = self.shards.exchange_again(doing, batch.exchanged)
+        cache = self.store.cache
+        if exchanged is batch.exchanged and cache is not None and cache.protects(batch):
+            return batch
+        if admits:
+            self._admit(exchanged.rows)
+        return replace(batch, exchanged=exchanged, cache=None, admission=None)
+
+    def _admit(self, rows: Tensor) -> None:
+        with self.shards.channel.posting_failures():
+            cache = self.store.cache_for(len(rows))
+            if cache is not None:
+                cache.admit(to_int32_keys(rows, self.store.config.n_rows))
 
     def lookup(self, batch: LookupBatch) -> Tensor:
         """Read the weights of a batch's unique rows, which ranks have exchanged."""
         assert batch.exchanged is not None
-        return self._weights(batch.exchanged)
+        return self._weights(batch.exchanged, batch)
 
     def weights(self, rows: Tensor) -> Tensor:
         """Read the weights of rows, (n,) → (n, dim), on the computing device."""
         return self._weights(self.exchange(READ, self.shards.route(rows)))
 
-    def _weights(self, exchanged: Exchanged) -> Tensor:
+    def _weights(self, exchanged: Exchanged, batch: LookupBatch | None = None) -> Tensor:
         with self.shards.channel.posting_failures():
-            held = self.local.weights(exchanged.rows)
+            held = self.local.weights(exchanged.rows, batch)
         return self.shards.to_askers(exchanged, held)
 
     def read_fields(self, rows: Tensor) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
+from flatbed.distributed.channel import Channel
 from flatbed.distributed.ranks import Lockstep, communicating, rank
 from flatbed.errors import FlatbedError
 from flatbed.tables.checksum import SharedChecksums
@@ -29,20 +29,19 @@ def writing_together(
     entries: Sequence[TensorEntry],
     metadata: Mapping[str, str],
     *,
-    group: Any,
+    channel: Channel,
     lockstep: Lockstep,
 ) -> Iterator[tuple[Writer, Callable[[], None]]]:
     """Write a safetensors file on all ranks. Its name appears when it is complete and durable.
 
     Yields a writer, and a function that ranks call instead of `lockstep.meet`. Parts of a tensor that ranks
-    write between two calls are in rank order. The first rank has the checksums. `group` communicates on the
-    host.
+    write between two calls are in rank order. The first rank has the checksums.
     """
     ranks, layout = lockstep.ranks, FileLayout.of(entries, metadata)
     lockstep.meet()
     with communicating(lockstep.doing):
         word = ranks.token()[:8]
-    sums = SharedChecksums(("", *layout.starts), group)
+    sums = SharedChecksums(("", *layout.starts), channel)
     with file_errors(path, layout.nbytes), ExitStack() as undo:
         if ranks.first:
             descriptor = undo.enter_context(replacing(path, layout.nbytes, word))

@@ -98,7 +98,7 @@ class LookupBatch:
     """The ids, flat, in the dtype that kernels take."""
     unique: UniqueRows
     cache: Cache | None = None
-    """The cache that the rows were admitted to."""
+    """The cache that the rows were admitted to; if ranks divide the table, the rows of `exchanged`."""
     admission: Any = None
     """Admission of the batch to `cache`: a number for `GpuCache`, a `Reservation` for `HostIndexCache`."""
     ids: Tensor | None = None

@@ -1,0 +1,161 @@
+"""Loaders of several ranks, batch by batch: which ranks go on, which have ended, which have left the loop.
+
+All ranks take part in every lookup of a table that they divide. So they must also take as many batches.
+Before each batch, the loaders of all ranks exchange a header. In a loop with threads they have a channel of
+their own, since the training threads use theirs at the same time.
+
+A rank that leaves its loop early says so in the header of a later batch. Its loader thread does that, so that
+the training thread does not wait for other ranks. Other ranks raise when they ask for a batch that the rank
+did not take, or while they wait for the rank in a lookup of such a batch (`Channel.watchers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from flatbed.distributed.channel import ENDED, LEFT, OK, Channel, ExchangeError, Header
+from flatbed.errors import FlatbedError
+from flatbed.tables.table import Table
+
+UNEVEN = ("stop", "empty", "error")
+NO_BATCH: Any = object()
+
+
+def common_channel(tables: Sequence[Table]) -> Channel | None:
+    """Return the channel of the ranks that divide the tables; None if this rank holds all of their rows."""
+    channels = [table._shards.channel for table in tables if table._shards is not None]
+    for channel in channels:
+        if channel.ranks != channels[0].ranks:
+            raise ValueError(
+                f"the tables of a Prefetcher must be divided among the same ranks; found {channels[0].ranks} "
+                f"and {channel.ranks}: leave out those of one process group"
+            )
+    return channels[0] if channels else None
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error as other ranks show it."""
+    return f"{type(error).__name__}: {error}"
+
+
+class LoaderRanks:
+    """The headers of one loop, and what this rank knows of the others."""
+
+    def __init__(self, training: Channel, tables: Sequence[Table], *, uneven: str, depth: int) -> None:
+        self.training, self.uneven = training, uneven
+        self.channel = training
+        """Of the loader thread, once the loop has begun; without a thread that of the training threads."""
+        self._has_thread = depth > 0
+        numbers = [table._shards.number for table in tables if table._shards is not None]
+        self._facts = {"uneven": uneven, "depth": "0" if depth == 0 else "more than 0", "tables": numbers}
+        self.empty_batch = NO_BATCH
+        """The last batch without its rows, if ended loaders go on with it."""
+        self.reason = ""
+        """The error that made the training thread leave the loop."""
+        self.n_loaded = 0
+        """Batches that are ready for the training thread, or were."""
+        self._n_agreed = self._n_taken = 0
+        self._is_over = False
+        self._left: tuple[int, str] | None = None  # batches that a rank took before it left, and the reason
+
+    # ---- in the training thread
+
+    def begin(self) -> None:
+        """Begin a loop on all ranks."""
+        self.channel = self.training.loader_channel(self._facts, is_new=self._has_thread)
+        self.training.watchers.append(self.error)
+
+    def take_batch(self) -> None:
+        """Count a batch that the training thread takes. Raises if another rank has left before it."""
+        self._n_taken += 1
+        error = self.error()
+        if error is not None:
+            self._n_taken -= 1
+            raise error
+
+    def end(self) -> None:
+        """End the loop on this rank. The loader thread tells the others."""
+        with suppress(ValueError):
+            self.training.watchers.remove(self.error)
+
+    # ---- in the loader thread, or in the training thread if there is none
+
+    def agree(self, *, has_ended: bool) -> bool:
+        """Tell the other ranks if this one has a batch; return True if all ranks go on."""
+        has_batch = not has_ended or self.empty_batch is not NO_BATCH
+        header = self._announce(ENDED if has_ended else OK, self.n_loaded if has_batch else -1)
+        if LEFT in header.states:
+            return self._others_left(header, is_end=has_ended)
+        self._n_agreed += 1
+        ended = [i for i, state in enumerate(header.states) if state == ENDED]
+        if not ended or (self.uneven == "empty" and 0 < len(ended) < len(header.states)):
+            empty = [i for i in ended if header.counts[i] < 0]
+            if not empty:
+                return True
+            self._finish()
+            raise FlatbedError(
+                f"the loader of rank {self._rank(empty[0])} has no batch, and a batch without rows cannot be "
+                f'made of it: give each rank a batch, or use uneven="stop"'
+            )
+        self._finish()
+        if len(ended) == len(header.states) or self.uneven == "stop":
+            return False
+        going = self._rank(header.states.index(OK))
+        raise FlatbedError(
+            f"the loader of rank {self._rank(ended[0])} has ended after {self.n_loaded} batches, and "
+            f'that of rank {going} has more: give all ranks as many, or use uneven="stop" or "empty"'
+        )
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Tell the other ranks that this one loads no more batches, unless all ranks have ended.
+
+        Waits for the loaders of the other ranks. `error` is that of the loader, if it has failed.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
+        if isinstance(error, ExchangeError):
+            return  # known to all ranks; the channel is not used again
+        n, why = (self._n_taken, self.reason) if error is None else (self.n_loaded, reason_of(error))
+        text = f"left the loop over its Prefetcher after {n} batches"
+        if why:
+            text = f"failed in batch {n} of its Prefetcher ({why})"
+        with suppress(Exception):  # other ranks may be gone
+            self._announce(LEFT, n)
+            self.channel.gather_texts(text, doing=self._doing)
+            self._finish()
+
+    @property
+    def _doing(self) -> str:
+        return f"batch {self._n_agreed} of a loop over a Prefetcher"
+
+    def _announce(self, state: int, count: int) -> Header:
+        return self.channel.announce(self._doing, [count] * len(self.channel.ranks), state=state)
+
+    def _rank(self, i: int) -> int:
+        return self.channel.ranks[i]
+
+    def _others_left(self, header: Header, *, is_end: bool) -> bool:
+        """Raise, unless the loop ends here anyway and the ranks that left it took all of its batches."""
+        texts = self.channel.gather_texts("", doing=self._doing)
+        self._finish()
+        n, i = min((header.counts[i], i) for i, state in enumerate(header.states) if state == LEFT)
+        is_end = is_end or (self.uneven == "stop" and ENDED in header.states)
+        if is_end and n == self.n_loaded:
+            return False
+        self._left = n, f"rank {self._rank(i)} {texts[i]}, and the other ranks cannot go on without it"
+        raise ExchangeError(self._left[1])
+
+    def _finish(self) -> None:
+        """Note that all ranks know of the end, and that later loops can use the channel."""
+        self._is_over = self.channel.is_free = True
+
+    # ---- in any thread
+
+    def error(self) -> FlatbedError | None:
+        """Return the error to raise if another rank does not take the batch that this one has taken."""
+        if self._left is None or self._n_taken <= self._left[0]:
+            return None
+        return ExchangeError(self._left[1])

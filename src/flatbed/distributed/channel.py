@@ -1,0 +1,319 @@
+"""Headers, rows and reasons between the ranks of a process group.
+
+Every exchange begins with a header on the host, over gloo: what the rank is doing, and a number for each
+peer. A rank that has failed says so in its header, so that all ranks raise instead of waiting. Rows and
+values follow over NCCL, or over gloo for tables that compute on the CPU.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatbed.errors import FlatbedError
+
+CPU = torch.device("cpu")
+OK, FAILED, IDLE, ENDED, LEFT = range(5)
+"""States in a header: taking part, having failed, taking part without rows of its own. Loaders have two more:
+having no more batches, and having left the loop over them."""
+PATIENCE = 2.0  # seconds that ranks wait for signs of life of the others, once an exchange has failed
+LOOK_AROUND = datetime.timedelta(seconds=0.5)
+"""How long a header is waited for before the watchers of the channel are asked, again and again."""
+
+
+class ExchangeError(FlatbedError):
+    """An exchange between ranks has failed. The other ranks raise, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What all ranks have said at the beginning of an exchange, in rank order."""
+
+    states: list[int]
+    counts: list[int]
+    """What each rank tells this one."""
+    numbers: list[int]
+    """The exchange ahead of time that each rank would use; 0 for none."""
+
+
+class Channel:
+    """Headers and rows between the ranks of a process group. All tables of the group share it.
+
+    A channel is for one thread, since ranks must use it in one order. The training threads have one, and the
+    loader threads of each loop over a `Prefetcher` have one of its `loaders`, which later loops use again.
+    """
+
+    def __init__(self, parent: Any, number: int = 0) -> None:
+        self.parent, self.number = parent, number
+        self.ranks: list[int] = dist.get_process_group_ranks(parent)
+        self.rank: int = dist.get_rank(parent)
+        backend = str(dist.get_backend(parent))
+        self._gpus_reached = "nccl" in backend or "fake" in backend  # "fake" measures one rank's work
+        self._gloo = _gloo_of(parent, number)
+        self.n_exchanges = 0
+        self._n_tables = 0
+        self.watchers: list[Callable[[], BaseException | None]] = []
+        """Return an error to raise if another rank is known never to answer a header."""
+        self.loaders: list[Channel] = []
+        self.is_free = False
+        """Of a loader's channel: no loop uses it, and the last one ended on all ranks."""
+
+    @staticmethod
+    def of(parent: Any) -> Channel:
+        """Return the channel of a process group, which all its ranks make at the first call."""
+        if parent not in _channels:
+            _channels[parent] = Channel(parent)
+        return _channels[parent]
+
+    @staticmethod
+    def known(parent: Any) -> Channel | None:
+        """Return the channel of a process group, if its ranks have made one."""
+        return _channels.get(parent)
+
+    def count_table(self) -> int:
+        """Return the number of a new table, which all ranks build in the same order."""
+        self._n_tables += 1
+        return self._n_tables - 1
+
+    # ---- headers
+
+    def announce(
+        self,
+        doing: str,
+        counts: Sequence[int],
+        *,
+        facts: Mapping[str, Any] | None = None,
+        failure: BaseException | None = None,
+        state: int = OK,
+        number: int = 0,
+    ) -> Header:
+        """Tell each rank a count, and all of them a state and a number; return what the ranks tell.
+
+        Raises on all ranks if one has failed, or if ranks do different things or hold different facts.
+        """
+        self.n_exchanges += 1
+        state = state if failure is None else FAILED
+        words = hashlib.sha256(repr((doing, self.n_exchanges, facts)).encode()).digest()
+        digest = int.from_bytes(words[:7], "little")
+        sent = torch.tensor([[state, digest, count, number] for count in counts], device=CPU)
+        found = torch.empty_like(sent)
+        with self.named_errors(doing):
+            self._wait(self._gloo.alltoall_base(found, sent, [], []))
+        states, digests, received, numbers = found.T.tolist()
+        if FAILED in states or set(digests) != {digest}:
+            self._raise_unequal(doing, facts, failure)
+        return Header(states, received, numbers)
+
+    def _wait(self, work: Any) -> None:
+        """Wait for all ranks, unless a watcher knows that one of them does not come."""
+        while True:
+            try:
+                work.wait(LOOK_AROUND)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises if it has failed, and not only this wait for it
+                    return
+            for error in [watcher() for watcher in self.watchers]:
+                if error is not None:
+                    # Gloo cannot cancel its work, and would wait for it at the end of the process.
+                    threading.Thread(target=_wait_out, args=(work, self._gloo), daemon=True).start()
+                    raise error
+
+    def gather_texts(self, text: str, *, doing: str, to_first: bool = False) -> list[str]:
+        """Return a text of each rank, in rank order; with `to_first`, the first rank gets them alone."""
+        n_ranks, data = len(self.ranks), torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        lengths = self.gather(torch.tensor([len(data)], device=CPU), doing=doing).flatten().tolist()
+        n_copies = 1 if to_first else n_ranks
+        if to_first and self.rank:
+            lengths = [0] * n_ranks
+        counts = [len(data)] * n_copies + [0] * (n_ranks - n_copies)
+        found = self.all_to_all(data.repeat(n_copies), counts, lengths, doing=doing)
+        return [bytes(part.tolist()).decode().strip() for part in torch.split(found, lengths)]
+
+    def loader_channel(self, facts: Mapping[str, Any], *, is_new: bool) -> Channel:
+        """Return a channel for the loaders of one loop, which the ranks begin together.
+
+        `is_new`: another one than this, which no other loop uses.
+        """
+        doing = "the beginning of a loop over a Prefetcher"
+        free = sum(1 << i for i, loader in enumerate(self.loaders) if loader.is_free)
+        for others in self.announce(doing, [free] * len(self.ranks), facts=facts).counts:
+            free &= others
+        if not is_new:
+            return self
+        if free == 0:
+            self.loaders.append(Channel(self.parent, len(self.loaders) + 1))
+        chosen = self.loaders[(free & -free).bit_length() - 1]
+        chosen.is_free = False
+        return chosen
+
+    def _raise_unequal(
+        self, doing: str, facts: Mapping[str, Any] | None, failure: BaseException | None
+    ) -> None:
+        """Raise an error that says what the ranks do, on all of them."""
+        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        shown = {name: str(value) for name, value in (facts or {}).items()}
+        texts = self.gather_texts(json.dumps((doing, shown, reason)), doing=doing)
+        held = [json.loads(text) for text in texts]
+        if failure is not None:
+            raise failure
+        for rank, (what, _, why) in zip(self.ranks, held, strict=True):
+            if why is not None:
+                raise ExchangeError(f"rank {rank} failed in {what}: {why}")
+        for rank, (what, others, _) in zip(self.ranks, held, strict=True):
+            if what != held[0][0]:
+                raise ExchangeError(
+                    f"rank {self.ranks[0]} is in {held[0][0]}, and rank {rank} in {what}: make the same "
+                    f"lookups and steps, in the same order, on all ranks"
+                )
+            for name in {**held[0][1], **others}:
+                values = [one.get(name, "none") for one in (held[0][1], others)]
+                if values[0] != values[1]:
+                    raise ExchangeError(
+                        f"{name} differs between ranks: rank {self.ranks[0]} has {values[0]}, rank {rank} "
+                        f"has {values[1]}. Build the table and its optimizer alike on all ranks"
+                    )
+        raise ExchangeError(f"ranks have made different numbers of exchanges before {doing}")
+
+    # ---- values
+
+    def _device_for(self, device: torch.device) -> torch.device:
+        return device if self._gpus_reached and device.type == "cuda" else CPU
+
+    def all_to_all(
+        self, sent: Tensor, counts: Sequence[int], received: Sequence[int], *, doing: str
+    ) -> Tensor:
+        """Send `counts[rank]` elements to each rank, and return `received[rank]` of each, in rank order."""
+        device = self._device_for(sent.device)
+        held = sent.to(device).contiguous()
+        flat = held if held.dim() == 1 else held.view(torch.uint8)  # gloo knows few dtypes
+        found = flat.new_empty((sum(received), *flat.shape[1:]))
+        self.all_to_all_into(found, flat, counts, received, doing=doing)
+        return found.view(sent.dtype).to(sent.device)
+
+    def all_to_all_into(
+        self, found: Tensor, sent: Tensor, counts: Sequence[int], received: Sequence[int], *, doing: str
+    ) -> None:
+        """Write the elements that all ranks send to this one into `found`."""
+        with self.named_errors(doing):
+            if found.is_cuda:
+                dist.all_to_all_single(found, sent, list(received), list(counts), group=self.parent)
+            else:
+                self._gloo.alltoall_base(found, sent, list(received), list(counts)).wait()
+
+    def gather(self, value: Tensor, *, doing: str) -> Tensor:
+        """Return the vectors of all ranks, of one length, in rank order: (n_ranks, n)."""
+        device = self._device_for(value.device)
+        held = value.reshape(-1).to(device)
+        found = held.repeat(len(self.ranks), 1)
+        with self.named_errors(doing):
+            if device.type == "cuda":
+                dist.all_gather(list(found.unbind()), held, group=self.parent)
+            else:
+                self._gloo.allgather([list(found.unbind())], [held]).wait()
+        return found.to(value.device)
+
+    def share_flag_(self, flag: Tensor) -> None:
+        """Set a flag if any rank has set its own."""
+        flag.copy_(self.gather(flag, doing="the check for overflows").max().reshape(flag.shape))
+
+    def first(self, value: int, *, doing: str) -> int:
+        """Return the number that the first rank gives."""
+        return int(self.gather(torch.tensor([value]), doing=doing)[0])
+
+    # ---- failures
+
+    @contextmanager
+    def posting_failures(self) -> Iterator[None]:
+        """Leave the reason of an exception for the other ranks, which will miss this one."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(RuntimeError):
+                reason = f"{type(error).__name__}: {error}"
+                self._store.set(self._key("failure", dist.get_rank()), reason)
+            raise
+
+    @property
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_default_store()
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"flatbed/{self.parent.group_name}/{self.number}/{self.n_exchanges}/{kind}/{rank}"
+
+    @contextmanager
+    def named_errors(self, doing: str) -> Iterator[None]:
+        """Name the ranks that are missing if a collective fails."""
+        try:
+            yield
+        except ExchangeError:
+            raise
+        except RuntimeError as error:
+            missing, reasons = self._missing()
+            names = " and ".join(f"rank {rank}" for rank in missing) or "another rank"
+            why = "; ".join(reasons) or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
+            raise ExchangeError(
+                f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): see "
+                f"the errors of that rank, and start again from the last checkpoint"
+            ) from error
+
+    def _missing(self) -> tuple[list[int], list[str]]:
+        """Return the ranks that give no sign of life within `PATIENCE` seconds, and reasons they left."""
+        # Of all channels, and once for all: ranks may miss another one in different exchanges.
+        alive = {rank: f"flatbed/{self.parent.group_name}/alive/{rank}" for rank in self.ranks}
+        failures = {rank: self._key("failure", rank) for rank in self.ranks}
+        try:
+            self._store.set(alive[dist.get_rank()], "")
+            deadline = time.monotonic() + PATIENCE
+            while not self._store.check(list(alive.values())) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            missing = [rank for rank, key in alive.items() if not self._store.check([key])]
+            held = [rank for rank, key in failures.items() if self._store.check([key])]
+            reasons = [f"rank {rank}: {self._store.get(failures[rank]).decode()}" for rank in held]
+        except RuntimeError:  # the process that hosts the store is gone: rank 0, unless torchrun hosts it
+            is_known = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and 0 in self.ranks
+            return ([0] if is_known else []), []
+        return missing, reasons
+
+
+_channels: dict[Any, Channel] = {}
+
+
+def _wait_out(work: Any, _: Any) -> None:
+    """Keep gloo alive until a piece of work ends, or the process does."""
+    with suppress(RuntimeError):
+        work.wait()
+
+
+def _gloo_of(parent: Any, number: int) -> Any:
+    """Make gloo's part of a channel, on all ranks of a process group.
+
+    `dist.new_group` would need all ranks of all groups, or would count the groups of each process for a name
+    that must be the same on all ranks.
+    """
+    c10d: Any = dist.distributed_c10d
+    store = c10d.PrefixStore(f"flatbed/{parent.group_name}/{number}", c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, parent.rank(), parent.size(), _timeout_of(parent))
+
+
+def _timeout_of(group: Any) -> datetime.timedelta:
+    """Return the timeout of a process group's collectives."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return dist.constants.default_pg_timeout
