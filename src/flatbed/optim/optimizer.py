@@ -370,8 +370,9 @@ class Optimizer(torch.optim.Optimizer):
     def _refuse_replaced_params(self) -> None:
         """Raise if only parameters that are not the optimizer's have gradients: it would train nothing."""
         model = None if self._module is None else self._module()
-        named = () if model is None else model.named_parameters()
-        name = next((name for name, p in named if p.grad is not None), None)
+        own = {id(param) for group in self.param_groups for param in group["params"]}
+        others = [] if model is None else [one for one in model.named_parameters() if id(one[1]) not in own]
+        name = next((name for name, param in others if param.grad is not None), None)
         if name is not None:
             raise FlatbedError(
                 f"no parameter of {type(self).__name__} has a gradient, but '{name}' of the model that it "
