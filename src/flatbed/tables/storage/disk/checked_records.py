@@ -144,11 +144,13 @@ class RowChecks:
         self._file = file
         n_rows = 0 if file.sums is None else len(file.sums)
         self._is_checked = anonymous(-(-n_rows // 4)).view(np.bool_)
+        self.is_needed = True
+        """False if this process has written all rows itself."""
 
     def check(self, rows: NDArray[np.int64], pool: ThreadPoolExecutor) -> None:
         """Raise `DamagedFileError` if one of these rows is not as it was written."""
         records, sums = self._file.rows, self._file.sums
-        if records is None or sums is None:
+        if records is None or sums is None or not self.is_needed:
             return
         fresh = rows[~self._is_checked[rows]]
         nbytes = records.dtype.itemsize
@@ -166,7 +168,7 @@ class RowChecks:
 
     def check_block(self, start: int, records: Records, *, changed: NDArray[np.int64]) -> None:
         """Check consecutive rows that were read, except for those at positions `changed`."""
-        if self._file.sums is None:
+        if self._file.sums is None or not self.is_needed:
             return
         block = slice(start, start + len(records))
         if not self._is_checked[block].all():

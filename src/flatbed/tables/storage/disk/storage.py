@@ -93,7 +93,9 @@ class DiskStorage:
     ) -> DiskStorage:
         """Make a table's file. Its name appears when it is complete."""
         path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta), word=_new_word())
-        return cls(*Draft(path, record, state, fill=fill).publish())
+        made = cls(*Draft(path, record, state, fill=fill).publish())
+        made._checks.is_needed = False
+        return made
 
     @classmethod
     def open(cls, path: str | Path, *, token: str | None = None) -> DiskStorage:
