@@ -177,7 +177,8 @@ class Pipeline:
         If ranks divide a table, they agree whether there is another batch.
         """
         ranks = self.ranks
-        batch, leaves = next(self.batches, NO_BATCH), []
+        batch = next(self.batches, NO_BATCH)
+        leaves: list[Any] = []
         has_ended = batch is NO_BATCH
         if has_ended:
             if ranks is None or self.is_closed:
