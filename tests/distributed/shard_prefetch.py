@@ -26,20 +26,20 @@ EVERY = torch.arange(ROWS)
 numbers = itertools.count()
 
 
-def batch_of(step: int, rank: int) -> dict[str, Any]:
+def batch_of(step: int, rank: int, rows: int = ROWS) -> dict[str, Any]:
     """Ids with repeats; now and then none."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     n = 0 if (step + rank) % 3 == 1 else 4
-    users, items = (torch.randint(ROWS, (n, 3), generator=generator) for _ in range(2))
+    users, items = (torch.randint(rows, (n, 3), generator=generator) for _ in range(2))
     return {"users": users, "items": items, "name": "a batch"}
 
 
-def tables(folder: Path, storage: str, **options: Any) -> list[flatbed.Embedding]:
+def tables(folder: Path, storage: str, rows: int = ROWS, **options: Any) -> list[flatbed.Embedding]:
     made = []
     for seed in range(2):
         path = folder / f"{dist.get_world_size()}-{next(numbers)}.bed"
         more = {"path": path} if storage == "disk" else {}
-        emb = flatbed.Embedding(ROWS, DIM, 6, seed=seed, shard="row", storage=storage, **more, **options)
+        emb = flatbed.Embedding(rows, DIM, 6, seed=seed, shard="row", storage=storage, **more, **options)
         made.append(emb)
     return made
 
@@ -49,15 +49,15 @@ def train(modules: list[flatbed.Embedding], loop: Callable[[Any, Any], Any]) -> 
     users, items = modules
     optimizer = flatbed.optim.Adam([users.table, items.table], lr=0.05)
     lookups = {users: "users", items: lambda batch: [batch["items"], batch["users"]]}
-    found = []
-    for batch in loop([batch_of(step, dist.get_rank()) for step in range(STEPS)], lookups):
+    found, n_rows = [], users.num_embeddings
+    for batch in loop([batch_of(step, dist.get_rank(), n_rows) for step in range(STEPS)], lookups):
         products = users(batch["users"]) * items(batch["items"]) + items(batch["users"])
         found.append(products.detach())
         products.square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     for emb in modules:
-        found += [emb.read_rows(EVERY), emb.table.read_state("exp_avg", EVERY)]
+        found += [emb.read_rows(range(n_rows)), emb.table.read_state("exp_avg", range(n_rows))]
         emb.table.close(discard=True)
     return found
 
@@ -96,9 +96,9 @@ def same_bits_of_bags(_: Path) -> None:
 def same_bits_with_caches(folder: Path) -> None:
     if dist.get_world_size() == 2 and not torch.cuda.is_available():
         with interpreted_kernels():
-            assert_prefetching_changes_nothing(folder, "host", 2, cache_rows=40)
+            assert_prefetching_changes_nothing(folder, "host", 2, rows=20 * ROWS, cache_rows=110)
             assert_prefetching_changes_nothing(folder, "host", 1, cache_rows=5)
-            assert_prefetching_changes_nothing(folder, "disk", 2, cache_rows=40)
+            assert_prefetching_changes_nothing(folder, "disk", 2, rows=20 * ROWS, cache_rows=110)
 
 
 def ids_travel_ahead(folder: Path) -> None:
