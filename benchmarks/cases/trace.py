@@ -60,7 +60,7 @@ def trace(trainer: trainers.Trainer, device: torch.device) -> list[Interval]:
     on_gpu = device.type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     harness.synchronize(device)
-    with profile(activities=kinds) as profiler:
+    with profile(activities=kinds, acc_events=True) as profiler:
         with record_function(MARK):
             trainer.update()
         harness.synchronize(device)
