@@ -36,6 +36,9 @@ def main() -> None:
         prepared.step()  # instead of accelerator.clip_grad_norm_ and step
         prepared.zero_grad()
         accelerator.print(f"loss {loss.detach():.5f} norm {optimizer.grad_norm:.5f}")
+    model, prepared, data = accelerator.free_memory(
+        model, prepared, data
+    )  # DDP must end before its process group
     accelerator.end_training()
 
 

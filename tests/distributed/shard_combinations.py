@@ -147,18 +147,12 @@ def recomputed_lookups(_: Path) -> None:
 def groups_of_some_ranks(_: Path) -> None:
     """Ranks may be part of different numbers of process groups. A norm of some ranks alone is refused."""
     rank = dist.get_rank()
-    alone = dist.new_group([0])
+    dist.new_group([0])  # one process group more on rank 0 than on the others
     pair = dist.new_group([0, 1])
     emb = flatbed.Embedding(ROWS, DIM, shard="row", seed=1)
     assert torch.equal(emb.read_rows([3]), flatbed.Embedding(ROWS, DIM, seed=1).read_rows([3]))
     if dist.get_world_size() == 2:
         return
-    if rank < 2:
-        assert_raises(
-            lambda: flatbed.Embedding(ROWS, DIM, shard="row", process_group=pair), "numbers of process groups"
-        )
-    if rank == 0:
-        dist.destroy_process_group(alone)
     if rank < 2:
         some = flatbed.Embedding(ROWS, DIM, shard="row", process_group=pair)
         optimizer = flatbed.optim.SGD(some, lr=0.1, max_norm=1.0)

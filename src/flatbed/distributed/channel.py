@@ -7,6 +7,7 @@ values follow over NCCL, or over gloo for tables that compute on the CPU.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import hashlib
 import json
@@ -81,6 +82,12 @@ class Channel:
     def known(parent: Any) -> Channel | None:
         """Return the channel of a process group, if its ranks have made one."""
         return _channels.get(parent)
+
+    def close(self) -> None:
+        """End gloo's threads, which would abort a process that ends before them."""
+        for loader in self.loaders:
+            loader.close()
+        self.parent = self._gloo = None
 
     def count_table(self) -> int:
         """Return the number of a new table, which all ranks build in the same order."""
@@ -290,6 +297,12 @@ class Channel:
 
 
 _channels: dict[Any, Channel] = {}
+
+
+@atexit.register
+def _close_all() -> None:
+    while _channels:
+        _channels.popitem()[1].close()
 
 
 def _wait_out(work: Any, _: Any) -> None:
