@@ -105,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
     def look_up(self, numbers: list[int]) -> None:
         """A lookup in training: ids as they occur, some of them several times."""
         ids = torch.tensor([number % self.n_rows for number in numbers], dtype=torch.int64)
-        cache = self.store.cache_for(len(ids))
+        cache = self.store.ensure_cache(len(ids))
         self.follow_cache()
         before, rows = self.cached(), set(ids.tolist())
         self.emb(ids)
@@ -215,7 +215,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), min_size=1, max_size=20))
     def warm(self, numbers: list[int]) -> None:
         ids = torch.tensor([number % self.n_rows for number in numbers])
-        self.store.cache_for(len(ids))
+        self.store.ensure_cache(len(ids))
         self.follow_cache()
         before = self.cached()
         self.table.warm(ids)

@@ -20,8 +20,8 @@ from torch.nn import functional
 import flatbed
 import flatbed.optim
 from flatbed.errors import FlatbedError
+from flatbed.tables.row_store import RowStore
 from flatbed.tables.storage import base
-from flatbed.tables.table_storage import TableStorage
 from tests.tables.tables import DEVICES, STORAGES, Setup
 
 CHUNKS = (None, 1, 1025, 4096)
@@ -274,7 +274,7 @@ def test_an_export_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     def fails(self: Any, name: str, start: int, stop: int) -> Tensor:
         raise OSError(5, "broken")
 
-    monkeypatch.setattr(TableStorage, "read_field", fails)
+    monkeypatch.setattr(RowStore, "read_field", fails)
     for name in ("model", "w.npy", "w.safetensors"):
         with pytest.raises((FlatbedError, OSError), match="broken"):
             emb.table.export(tmp_path / name)

@@ -24,7 +24,7 @@ Locks, in the order in which a thread may take them (`LOCK_ORDER`)
 
 | lock | guards |
 |---|---|
-| "layout" | `TableStorage`: allocation, growth, and replacement of storage and cache |
+| "layout" | `RowStore`: allocation, growth, and replacement of storage and cache |
 | "cache" | `HostIndexCache`: index and records |
 | "write-behind" | `WriteBehind`: count of changed rows that are not in the journal |
 | "file" | `DiskStorage`: file and journal |

@@ -22,7 +22,7 @@ from flatbed.layout import BufferLayout, Run, Segment, Spec, equal_runs, plan
 from flatbed.optim.state_builder import own_storage
 
 if TYPE_CHECKING:
-    from flatbed.flat.parameter import FlatParameter
+    from flatbed.flat.flat_parameter import FlatParameter
 
 get_grad = attrgetter("grad")
 get_version = attrgetter("_version")

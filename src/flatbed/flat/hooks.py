@@ -25,7 +25,7 @@ from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.flat import model_params
 from flatbed.flat.buffer import Buffer, clip, view
-from flatbed.flat.parameter import FlatParameter
+from flatbed.flat.flat_parameter import FlatParameter
 from flatbed.optim.probe import refuse_shape_readers
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatbed.errors import FlatbedError
 from flatbed.flat.buffer import Buffer
-from flatbed.flat.parameter import FlatParameter
+from flatbed.flat.flat_parameter import FlatParameter
 from flatbed.layout import is_dense, overlaps_itself
 from flatbed.optim.checks import is_fsdp_shard
 from flatbed.tables.table import Table

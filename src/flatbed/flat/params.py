@@ -12,8 +12,8 @@ import torch
 from flatbed.errors import FlatbedError
 from flatbed.flat import hooks, state_dict
 from flatbed.flat.buffer import Buffer, check_max_norm, clip, total_norm
+from flatbed.flat.flat_parameter import FlatParameter
 from flatbed.flat.model_params import Source, SourceParam, find_problems, module_slots, read, rebind
-from flatbed.flat.parameter import FlatParameter
 from flatbed.layout import Segment, Spec, plan
 
 

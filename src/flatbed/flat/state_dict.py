@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatbed.errors import FlatbedError
-from flatbed.flat.parameter import FlatParameter
+from flatbed.flat.flat_parameter import FlatParameter
 from flatbed.layout import Segment
 from flatbed.optim.probe import element_state, twin
 from flatbed.optim.state_builder import own_storage

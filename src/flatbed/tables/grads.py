@@ -138,7 +138,7 @@ def _oldest_batch(parts: list[RowGrads]) -> LookupBatch | None:
     return None if oldest is None else replace(oldest, weights=None)
 
 
-class RowGrad(Tensor):
+class TableGrad(Tensor):
     """The gradient of the rows that were looked up since the last `zero_grad`.
 
     It stands for a tensor of shape (n, embedding_dim), whose rows are `table.grad_rows`, and is computed
@@ -152,11 +152,11 @@ class RowGrad(Tensor):
     _n_cleared: int
 
     @staticmethod
-    def of(table: Table) -> RowGrad:
+    def of(table: Table) -> TableGrad:
         """Return the gradient of a table that has one."""
         dtype = torch.promote_types(table._storage.config.dtype, torch.float32)
         empty = torch.empty(0, dtype=dtype, device=table._storage.device)
-        grad: RowGrad = torch.Tensor._make_subclass(RowGrad, empty)
+        grad: TableGrad = torch.Tensor._make_subclass(TableGrad, empty)
         grad._table, grad._n_cleared = table, table._grads.n_cleared
         return grad
 
@@ -176,9 +176,9 @@ class RowGrad(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
             return args[0] if func in _WITHOUT_EFFECT else result
-        found: dict[int, RowGrad] = {}
+        found: dict[int, TableGrad] = {}
 
-        def values(grad: RowGrad) -> Tensor:
+        def values(grad: TableGrad) -> Tensor:
             grad.check()
             if name in _NORMS and grad._table._shards is not None:
                 raise FlatbedError(
@@ -189,7 +189,7 @@ class RowGrad(Tensor):
             found[id(packed.grads)] = grad
             return packed.grads
 
-        plain_args, plain_kwargs = tree_map_only(RowGrad, values, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(TableGrad, values, (args, kwargs))
         call = partial(_check_overflow, func) if name == _CHECK_OVERFLOW else func
         result = call(*plain_args, **plain_kwargs)
         if name == _CHECK_OVERFLOW:  # a GradScaler must find the same on all ranks

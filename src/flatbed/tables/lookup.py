@@ -56,7 +56,7 @@ def prepare_lookup(
 
     if error_slot is not None and not capturing:
         table._raise_bad_ids(wait=False)
-    cache = store.cache_for(given.numel()) if records_grad else None
+    cache = store.ensure_cache(given.numel()) if records_grad else None
     sought = keys if lead is None else _with_lead(keys, lead)
     admission = None
     if cache is None:

@@ -115,7 +115,7 @@ class RowPrefetch:
                     store.ensure_layout().gather(some)
             return
         # The cache that is there, if any: replacing it here would take it from the training thread.
-        found = store.cache or store.cache_for(
+        found = store.cache or store.ensure_cache(
             sum(one.numel() for one in request.sought), n_batches=self.depth + 2
         )
         if found is None:
@@ -160,7 +160,7 @@ class RowPrefetch:
 
     def _admit(self, request: PrefetchRequest, sought: list[Tensor]) -> list[LookupBatch | None]:
         """Admit the rows of each lookup; None for a lookup whose rows cannot be kept."""
-        cache = self.store.cache_for(sum(one.numel() for one in sought), n_batches=self.depth + 2)
+        cache = self.store.ensure_cache(sum(one.numel() for one in sought), n_batches=self.depth + 2)
         if cache is None:
             return [None] * len(sought)
         # The batch in hand, `depth` batches after it, and the one whose step may still run; not this lookup.

@@ -22,8 +22,8 @@ from flatbed.progress import progress
 from flatbed.tables.config import as_integer
 from flatbed.tables.factory import location_of
 from flatbed.tables.record import WEIGHT
+from flatbed.tables.row_store import RowStore
 from flatbed.tables.storage.base import Storage
-from flatbed.tables.table_storage import TableStorage
 
 METRICS = ("dot", "cosine")
 EPS = 1e-8  # least norm of a vector under "cosine", as in torch.nn.functional.cosine_similarity
@@ -41,7 +41,7 @@ AHEAD = 2  # blocks that are being copied to the GPU while one is used
 
 
 def topk(
-    store: TableStorage, queries: Any, k: Any, *, metric: str = "dot", chunk_rows: Any = None
+    store: RowStore, queries: Any, k: Any, *, metric: str = "dot", chunk_rows: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Find the k rows with the greatest scores: queries (*shape, dim) → values and ids, (*shape, k)."""
     config, device, padding_idx = store.config, store.device, store.config.local_padding_idx
@@ -70,7 +70,7 @@ def topk(
 
 
 def sharded_topk(
-    shards: RowShards, store: TableStorage, queries: Any, k: Any, *, metric: str, chunk_rows: Any
+    shards: RowShards, store: RowStore, queries: Any, k: Any, *, metric: str, chunk_rows: Any
 ) -> tuple[Tensor, Tensor]:
     """Find the k rows with the greatest scores over the rows of all ranks. A collective.
 
@@ -100,7 +100,7 @@ def sharded_topk(
 
 
 def _best_of_part(
-    store: TableStorage, queries: Tensor, k: int, *, metric: str, chunk_rows: Any
+    store: RowStore, queries: Tensor, k: int, *, metric: str, chunk_rows: Any
 ) -> tuple[Tensor, Tensor]:
     """Find the best rows of this rank, (n, k). `NO_ROW` fills the rest, if it has fewer."""
     config = store.config
@@ -204,7 +204,7 @@ def candidates(values: Tensor, k: int, *, above: Tensor | None = None) -> tuple[
 # ---- rows
 
 
-def weight_blocks(store: TableStorage, block_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
+def weight_blocks(store: RowStore, block_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
     """Yield (first row, weights) of consecutive blocks on the computing device.
 
     Blocks of a table that is in the device's memory are views. All others are copies, which are made ahead

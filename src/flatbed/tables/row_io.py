@@ -15,17 +15,17 @@ from flatbed.tables.cache.host_index import HostIndexCache
 from flatbed.tables.factory import location_of
 from flatbed.tables.grads import RowGrads
 from flatbed.tables.record import WEIGHT
+from flatbed.tables.row_store import RowStore
 from flatbed.tables.storage.base import Storage
-from flatbed.tables.table_storage import TableStorage
 
 
 class RowIO:
-    """Access of lookups and steps to the rows of a `TableStorage`.
+    """Access of lookups and steps to the rows of a `RowStore`.
 
     It refers to the storage, and not the other way round: a table that is deleted frees its memory at once.
     """
 
-    def __init__(self, store: TableStorage) -> None:
+    def __init__(self, store: RowStore) -> None:
         self.store = store
 
     # ---- locations

@@ -88,7 +88,7 @@ class ShardedRowIO:
 
     def _admit(self, rows: Tensor) -> None:
         with self.shards.channel.posting_failures():
-            cache = self.store.cache_for(len(rows))
+            cache = self.store.ensure_cache(len(rows))
             if cache is not None:
                 cache.admit(to_int32_keys(rows, self.store.config.n_rows))
 

@@ -19,14 +19,14 @@ from flatbed.tables import copying, exporting, replicas, retrieval, saving
 from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.config import Config, as_integer, device_of, with_cache
 from flatbed.tables.factory import warm as warm_cache
-from flatbed.tables.grads import GradAccumulator, RowGrad, RowGrads
+from flatbed.tables.grads import GradAccumulator, RowGrads, TableGrad
 from flatbed.tables.ids import DeferredIdChecks, as_ids, as_values, check_range, most_used, to_device
 from flatbed.tables.parameter import TableParameter
 from flatbed.tables.record import Field
 from flatbed.tables.row_io import RowIO, last_of_each
+from flatbed.tables.row_store import RowStore
 from flatbed.tables.sharding import READ, WRITE, ShardedRowIO, exchange_grads
 from flatbed.tables.storage.disk.format import is_disk_table
-from flatbed.tables.table_storage import TableStorage
 from flatbed.tables.tensor_file import as_path
 from flatbed.tables.view import WeightView
 
@@ -40,7 +40,7 @@ class Table(TableParameter):
     Optimizers of `flatbed.optim` update it (`flatbed.optim.from_torch` takes any elementwise class of torch).
     """
 
-    _storage: TableStorage
+    _storage: RowStore
     """The rows of this rank: all of them, unless ranks divide the table."""
     _shards: RowShards | None
     """The division of rows among ranks; None if this rank holds all of them."""
@@ -62,7 +62,7 @@ class Table(TableParameter):
         """Use `flatbed.Embedding(rows, dim).table` or `flatbed.load_table(path)`."""
         empty = torch.empty(0, dtype=config.dtype, device=device)
         table = torch.Tensor._make_subclass(cls, empty, True)
-        table._storage = TableStorage(config, device)
+        table._storage = RowStore(config, device)
         table._shards = shards
         table._local_rows = RowIO(table._storage)
         table._rows = table._local_rows if shards is None else ShardedRowIO(table._local_rows, shards)
@@ -136,14 +136,14 @@ class Table(TableParameter):
         If ranks divide the table, `grad_rows` are those of its rows that this rank holds.
         """
         # With several ranks all of them must take part in an exchange, also those without a gradient.
-        return RowGrad.of(self) if self._grads.parts or self._n_ranks > 1 else None
+        return TableGrad.of(self) if self._grads.parts or self._n_ranks > 1 else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
             self._grads.clear()  # ids that are still to be checked stay: a bad batch raises all the same
             return
-        if isinstance(value, RowGrad) and value._table is self:  # table.grad *= 0.5 has taken effect
+        if isinstance(value, TableGrad) and value._table is self:  # table.grad *= 0.5 has taken effect
             value.check()
             return
         if not isinstance(value, Tensor):
@@ -353,7 +353,7 @@ class Table(TableParameter):
             is_own = self._shards.is_own(rows)
             rows, counts = self._shards.to_local(rows[is_own]), counts[is_own]
         sized = self._storage.config.is_cache_sized
-        cache = self._storage.cache_for(len(rows)) if sized else self._storage.cache
+        cache = self._storage.ensure_cache(len(rows)) if sized else self._storage.cache
         if cache is None:
             return
         n = min(len(rows), cache.n_slots)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flatbed.optim.optimizer import Optimizer
 from flatbed.optim.options import Extras, ParamsT
-from flatbed.optim.rules.moments import update_moments_
+from flatbed.optim.rules.shared import update_moments_
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 if TYPE_CHECKING:

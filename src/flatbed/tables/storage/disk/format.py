@@ -173,7 +173,7 @@ def state_of(payload: Mapping[str, Any]) -> State:
 
 
 def _check_meta(meta: Mapping[str, Any]) -> None:
-    """Raise `DamagedFileError` unless first weights and scalars are described as `TableStorage` does."""
+    """Raise `DamagedFileError` unless first weights and scalars are described as `RowStore` does."""
     about, scalars = meta.get("table", {}), meta.get("scalars", {})
     try:
         if "init" in about:

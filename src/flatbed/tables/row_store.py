@@ -35,7 +35,7 @@ from flatbed.tables.storage.base import (
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 
 
-class TableStorage:
+class RowStore:
     """Records of one table, and the transitions between its states.
 
     unallocated  `ensure_layout` allocates at the first use, when the fields of a record are known
@@ -63,7 +63,7 @@ class TableStorage:
         self.writes = 0
         """Number of operations that may have changed rows."""
         self.cache: Cache | None = None
-        """Hot records on the computing device; made by `cache_for`."""
+        """Hot records on the computing device; made by `ensure_cache`."""
         self._cache_serves = 0  # ids that the cache was found large enough for, or cannot be larger
         self._captured: list[Any] = []  # memory that CUDA graphs still use
         self._storage: Storage | None = None
@@ -413,7 +413,7 @@ class TableStorage:
         if self.device.type == "cuda" and self._storage is not None:
             torch.cuda.synchronize(self.device)
 
-    def cache_for(self, n_ids: int, *, n_batches: int = 2) -> Cache | None:
+    def ensure_cache(self, n_ids: int, *, n_batches: int = 2) -> Cache | None:
         """Return the cache for batches of so many ids, if the table has one.
 
         A cache of the default size is made, or enlarged if it holds fewer than `n_batches` such batches.
