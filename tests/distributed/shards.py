@@ -431,12 +431,15 @@ def several_tables_and_groups(_: Path) -> None:
     assert not torch.equal(items.read_rows(range(40)), before[1])
     group = dist.new_group([0, 1])
     if rank < 2:
-        pair = flatbed.Embedding(ROWS, DIM, shard="row", process_group=group, seed=1)
+        pair = flatbed.Embedding(ROWS, DIM, shard="row", process_group=group, seed=1, replicate=world == 2)
         assert "rank" in repr(pair.table)
+        if world > 2:
+            with pytest.raises(ValueError, match=r"2 of 4 ranks.*replicate=False"):
+                flatbed.Embedding(ROWS, DIM, shard="row", process_group=group)
         assert torch.equal(pair.read_rows(EVERY), flatbed.Embedding(ROWS, DIM, seed=1).read_rows(EVERY))
     if world > 2 and rank >= 2:
         with pytest.raises((ValueError, flatbed.FlatbedError)):
-            flatbed.Embedding(ROWS, DIM, shard="row", process_group=group)
+            flatbed.Embedding(ROWS, DIM, shard="row", process_group=group, replicate=False)
 
 
 # ---- failures

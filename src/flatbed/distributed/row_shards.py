@@ -31,7 +31,8 @@ def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
         raise ValueError("give mesh or process_group, not both")
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(
-            f'rows are divided over one dimension; found a mesh of {mesh.ndim}: pass mesh["name"] of one'
+            f"rows are divided over one dimension; found a mesh of {mesh.ndim}: leave mesh out to divide "
+            f"them among all ranks"
         )
     if not (dist.is_available() and dist.is_initialized()):
         n_ranks = os.environ.get("WORLD_SIZE", "1")

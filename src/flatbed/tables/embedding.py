@@ -191,7 +191,7 @@ def _opened(
 ) -> Table:
     """Make a table, or open its file. With ``resume=None``, an opened file is named once, on stderr."""
     check_file(config, resume)
-    table = make(config, device, replicate=replicate, shards=shards)
+    table = make(config, device, replicate=replicate or shards is not None, shards=shards)
     path = config.path
     if path is not None and resume is None and table._storage.is_allocated and path not in _announced:
         _announced.add(path)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flatbed.distributed.row_shards import Exchanged, Route, RowShards, group_of
@@ -43,9 +44,15 @@ def divided(
         if mesh is not None or process_group is not None:
             raise ValueError('mesh and process_group are for shard="row"; found shard=None')
         return config, None
-    if not replicate:
-        raise ValueError('shard="row" divides one table, and replicate=False asks for several: leave it out')
     group = group_of(mesh, process_group)
+    n_ranks, n_all = (1, 1) if group is None else (dist.get_world_size(group), dist.get_world_size())
+    if replicate and n_ranks < n_all:
+        raise ValueError(
+            f"the rows are divided among {n_ranks} of {n_all} ranks, and nothing averages them with tables "
+            f"of the others: divide them among all ranks, or pass replicate=False if the tables differ"
+        )
+    if not replicate and n_ranks == n_all:
+        raise ValueError('shard="row" divides one table, and replicate=False asks for several: leave it out')
     if group is None:
         return part_of(config, 0, 1, config.n_rows), None
     shards = RowShards(config.n_rows, group)
