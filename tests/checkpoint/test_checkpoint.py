@@ -181,6 +181,18 @@ def test_model_without_tables_and_one_of_tables_alone(tmp_path: Path) -> None:
 # ---- what is in the folder
 
 
+def test_a_model_in_a_wrapper_is_another_model(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    wrapped = nn.Module()
+    wrapped.module = model  # as DDP names it
+    save_checkpoint(tmp_path / "wrapped", wrapped)
+    with pytest.raises(FlatbedError, match=r"another model.*save ddp\.module"):
+        load_checkpoint(tmp_path / "wrapped", model)
+    save_checkpoint(tmp_path / "plain", model)
+    with pytest.raises(FlatbedError, match=r"another model.*pass ddp\.module"):
+        load_checkpoint(tmp_path / "plain", wrapped)
+
+
 def test_files_are_readable_without_flatbed(tmp_path: Path) -> None:
     model, optimizer = build(tmp_path)
     step(model, optimizer, 1)

@@ -516,6 +516,8 @@ def ranks_in_another_order(_: Path) -> None:
     optimizer = flatbed.optim.SGD([first.table, second.table], lr=0.1)
     assert_raises(lambda: (first if rank else second)([1]), "a lookup of table", "same order")
     assert_raises(lambda: first([1]) if rank else first.read_rows([1]), "a read", "a lookup", "same order")
+    with torch.set_grad_enabled(rank > 0):  # the first rank evaluates alone
+        assert_raises(lambda: first([1]), "a lookup of table", "a lookup without gradients", "same order")
     first([1]).sum().backward()
     assert_raises(lambda: first([1]) if rank else optimizer.step(), "the gradients", "a lookup")
     assert_raises(lambda: first.topk(torch.ones(1, DIM), 1 + rank), "k differs")

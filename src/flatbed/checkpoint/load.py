@@ -239,6 +239,15 @@ def _model_values(path: Path, manifest: Mapping[str, Any], model: nn.Module) -> 
     return values
 
 
+def _wrapper_advice(missing: list[str], unknown: list[str]) -> str:
+    """Return what to do if one model was wrapped in DDP and the other was not."""
+    if unknown and [f"module.{name}" for name in missing] == unknown:
+        return ": it was saved from a model in DDP; save ddp.module, or wrap this model, too"
+    if missing and [f"module.{name}" for name in unknown] == missing:
+        return ": it was saved from a model that was not in DDP; pass ddp.module"
+    return ""
+
+
 def _same_names(path: Path, what: str, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Return the names, which must be the same in checkpoint and model."""
     missing = [name for name in ours if name not in saved]
@@ -246,7 +255,7 @@ def _same_names(path: Path, what: str, saved: Mapping[str, Any], ours: Mapping[s
     if missing or unknown:
         raise FlatbedError(
             f"{path} is of another model: of the {what}, the checkpoint lacks {missing[:4] or 'none'}, and "
-            f"the model lacks {unknown[:4] or 'none'}"
+            f"the model lacks {unknown[:4] or 'none'}{_wrapper_advice(missing, unknown)}"
         )
     return list(ours)
 

@@ -86,8 +86,8 @@ def _in_checkpoint(folder: Path, name: str | None) -> Iterator[Path]:
         file = tables[wanted[0]]
         if file is None:
             raise FlatbedError(
-                f"the rows of {wanted[0]} are in the table's own file, and not in {version}: load that file, "
-                "or save with copy_disk_tables=True"
+                f"the rows of {wanted[0]} are in the table's own files, and not in {version}: load its file, "
+                "or, if ranks divide the table, save with copy_disk_tables=True"
             )
         if file in manifest["files"]:
             check_tensors(version / file, manifest["files"][file])

@@ -273,8 +273,9 @@ class Channel:
             names = " and ".join(f"rank {rank}" for rank in missing) or "another rank"
             why = "; ".join(reasons) or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
             raise ExchangeError(
-                f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): see "
-                f"the errors of that rank, and start again from the last checkpoint"
+                f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): it "
+                f"has ended, or makes another call. See its errors, make the same calls on all ranks, and "
+                f"start again from the last checkpoint"
             ) from error
 
     def _missing(self) -> tuple[list[int], list[str]]:

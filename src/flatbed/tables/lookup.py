@@ -78,11 +78,12 @@ def _prepare_sharded(
     """
     store, n_rows, checks = table._storage, table.num_embeddings, table._deferred_checks
     lead = store.config.padding_idx if for_bag else None
+    doing = LOOKUP[records_grad]
     if isinstance(ids, Tensor) and lead is None and not is_capturing(store.device):
         for batch in table._prefetched:
             if batch.matches(ids):
-                return access.exchange_again(LOOKUP, replace(batch, shape=ids.shape), admits=records_grad)
-    with access.shards.failing_together(LOOKUP):
+                return access.exchange_again(doing, replace(batch, shape=ids.shape), admits=records_grad)
+    with access.shards.failing_together(doing):
         if is_capturing(store.device):
             raise FlatbedError("a lookup in a table that ranks divide cannot be part of a CUDA graph")
         given = _as_ids(ids, for_bag=for_bag)
@@ -97,7 +98,7 @@ def _prepare_sharded(
             check_range(given, n_rows)
     if lead is not None:
         found = UniqueRows(found.rows, found.inverse[1:])
-    exchanged = access.exchange(LOOKUP, route, admits=records_grad)
+    exchanged = access.exchange(doing, route, admits=records_grad)
     return LookupBatch(given.shape, keys, found, exchanged=exchanged)
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from flatbed.tables.table import Table
 
-LOOKUP, READ, WRITE, GRADIENTS = "a lookup", "a read", "a write", "the gradients"
+READ, WRITE, GRADIENTS = "a read", "a write", "the gradients"
+LOOKUP = {True: "a lookup", False: "a lookup without gradients"}
+"""By whether it records gradients: ranks that evaluate and ranks that train do different things."""
 """Exchanges by their names in errors."""
 
 
