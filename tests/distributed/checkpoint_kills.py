@@ -100,8 +100,13 @@ def copying(folder: Path, rank: int) -> Callable[[str, str], None]:
     def call(name: str, file: str) -> None:
         with (folder / "log").open("a") as log:
             fcntl.flock(log, fcntl.LOCK_EX)
-            number = len((folder / "log").read_text().splitlines())
-            shutil.copytree(folder / "place", folder / "copies" / str(number))
+            copy = folder / "copies" / str(len((folder / "log").read_text().splitlines()))
+            while True:
+                try:
+                    shutil.copytree(folder / "place", copy)
+                    break
+                except shutil.Error:  # the other rank has removed a file meanwhile
+                    shutil.rmtree(copy)
             log.write(json.dumps([rank, name, file]) + "\n")
 
     return call
