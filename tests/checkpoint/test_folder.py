@@ -102,17 +102,23 @@ def test_version_stays_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert not first.exists()
 
 
-def test_copied_job_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied after a kill between the decision and the copying of rows, while the original goes on."""
-    model, optimizer = build(tmp_path / "job")
-    save_checkpoint(tmp_path / "job" / "run", model, optimizer)
+def copied_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Save a job twice, and copy it between the second decision and the copying of rows."""
+    model, optimizer = build(folder / "job")
+    save_checkpoint(folder / "job" / "run", model, optimizer)
     step(model, optimizer, 1)
     with monkeypatch.context() as patch:
         patch.setattr(DiskStorage, "commit", lambda storage: None)
-        save_checkpoint(tmp_path / "job" / "run", model, optimizer, extra={"step": 1})
+        save_checkpoint(folder / "job" / "run", model, optimizer, extra={"step": 1})
     expected = snapshot(model, optimizer)
     close(model)
-    shutil.copytree(tmp_path / "job", tmp_path / "copy")
+    shutil.copytree(folder / "job", folder / "copy")
+    return expected
+
+
+def test_copied_job_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied after a kill between the decision and the copying of rows, while the original goes on."""
+    expected = copied_job(tmp_path, monkeypatch)
     model, optimizer = build(tmp_path / "job")
     load_checkpoint(tmp_path / "job" / "run", model, optimizer)
     step(model, optimizer, 2)
@@ -127,15 +133,7 @@ def test_copied_job_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_copied_job_in_another_layout_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table's journal names a folder that has gone on: the folder that is loaded decides instead."""
-    model, optimizer = build(tmp_path / "job")
-    save_checkpoint(tmp_path / "job" / "run", model, optimizer)
-    step(model, optimizer, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(DiskStorage, "commit", lambda storage: None)
-        save_checkpoint(tmp_path / "job" / "run", model, optimizer, extra={"step": 1})
-    expected = snapshot(model, optimizer)
-    close(model)
-    shutil.copytree(tmp_path / "job", tmp_path / "copy")
+    expected = copied_job(tmp_path, monkeypatch)
     shutil.move(tmp_path / "copy" / "run", tmp_path / "elsewhere")
     model, optimizer = build(tmp_path / "job")
     load_checkpoint(tmp_path / "job" / "run", model, optimizer)

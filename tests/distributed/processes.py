@@ -22,10 +22,10 @@ import flatbed
 ROOT = Path(__file__).parents[2]
 
 
-def check_script(module: str, folder: Path, *worlds: int) -> None:
-    """Run a script of this folder with one number of ranks after the other; all must end well."""
+def run_script(module: str, folder: Path, *arguments: str) -> str:
+    """Run a script of this folder, which must end well, and return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.distributed.{module}", str(folder), *map(str, worlds)],
+        [sys.executable, "-m", f"tests.distributed.{module}", str(folder), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -34,7 +34,13 @@ def check_script(module: str, folder: Path, *worlds: int) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"{worlds[-1]} ranks done" in done.stdout, done.stdout
+    return done.stdout
+
+
+def check_script(module: str, folder: Path, *worlds: int) -> None:
+    """Run a script of scenarios with one number of ranks after the other."""
+    found = run_script(module, folder, *map(str, worlds))
+    assert f"{worlds[-1]} ranks done" in found, found
 
 
 def main(scenarios: Iterable[Callable[..., None]]) -> None:

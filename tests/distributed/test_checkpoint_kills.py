@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import torch
 import flatbed
 from flatbed.tables.storage.disk import DiskStorage
 from tests.distributed import checkpoint_kills
-from tests.distributed.processes import ROOT
+from tests.distributed.processes import run_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -28,18 +26,8 @@ Rows = dict[int, dict[str, torch.Tensor]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks have left, whole and killed."""
     found: Path = tmp_path_factory.mktemp("kills")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.checkpoint_kills", str(found), *KILLS],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
-    )
-    assert done.returncode == 0, done.stderr
-    ends = json.loads(done.stdout)
-    assert ends.pop("whole") == [0, 0], done.stderr
+    ends = json.loads(run_script("checkpoint_kills", found, *KILLS))
+    assert ends.pop("whole") == [0, 0], [file.read_text() for file in (found / "whole").glob("error-*")]
     assert ends == {kill: [-9, 1] for kill in KILLS}, "one rank is killed, and the other one raises"
     return found
 
