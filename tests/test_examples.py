@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-
-
-def run(name: str, *options: str, n_processes: int = 1) -> str:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_processes)]
-    done = subprocess.run(
-        [
-            *(sys.executable, *(torchrun if n_processes > 1 else ())),
-            *(str(ROOT / "examples" / name), *options),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.distributed.processes import run_example
 
 
 def test_the_demo_ends_with_the_same_numbers() -> None:
-    out = run("demo.py", "--depth", "10", "--steps", "30")
+    out = run_example("demo.py", "--depth", "10", "--steps", "30")
     losses = [line.split("loss ")[1] for line in out.splitlines() if " loss " in line]
     assert out.count("largest difference between any two weights: 0.0\n") == 2
     assert losses[0] == losses[1]
@@ -43,7 +24,7 @@ def test_the_demo_ends_with_the_same_numbers() -> None:
 
 
 def test_tables_resume_with_the_same_losses() -> None:
-    lines = run("tables.py", "--users", "500", "--items", "200", "--steps", "40").splitlines()
+    lines = run_example("tables.py", "--users", "500", "--items", "200", "--steps", "40").splitlines()
     first, second = lines
     before, after = (float(word) for word in first.split()[1:4:2])
     assert after < before
@@ -51,19 +32,19 @@ def test_tables_resume_with_the_same_losses() -> None:
 
 
 def test_speedtorch_word2vec_learns() -> None:
-    words = run("speedtorch_word2vec.py", "--steps", "100").splitlines()[0].split()
+    words = run_example("speedtorch_word2vec.py", "--steps", "100").splitlines()[0].split()
     assert float(words[-1]) < float(words[-3])
 
 
 def test_glove_learns() -> None:
-    lines = run("glove.py", "--steps", "150", "start").splitlines()
+    lines = run_example("glove.py", "--steps", "150", "start").splitlines()
     assert float(lines[1].split()[3]) < float(lines[1].split()[1])
     assert lines[2].startswith("start: ")
 
 
 def test_ratings_approach_the_noise() -> None:
     sizes = ["--users", "200", "--items", "100", "--ratings", "20000", "--batch", "500"]
-    last = run("ratings.py", *sizes).splitlines()[-1]
+    last = run_example("ratings.py", *sizes).splitlines()[-1]
     plain, found, noise = (float(n) for n in re.findall(r"\d\.\d{3}", last))
     assert noise < found < 0.4 < plain  # seen: 1.008, 0.328, 0.300
 
@@ -71,8 +52,8 @@ def test_ratings_approach_the_noise() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo processes on a CPU")
 def test_two_towers_recommend_items_after_a_restart_on_another_number_of_ranks(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    first = run("two_tower.py", "--folder", folder, "--steps", "40", n_processes=2)
-    second = run("two_tower.py", "--folder", folder, "--steps", "60")
+    first = run_example("two_tower.py", "--folder", folder, "--steps", "40", n_processes=2)
+    second = run_example("two_tower.py", "--folder", folder, "--steps", "60")
     assert first.startswith("2 ranks, steps 0 to 40")
     assert second.startswith("1 ranks, steps 40 to 60")
     (_, saved, popular, _), (loaded, trained, _, chance) = (

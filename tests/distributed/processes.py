@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,31 @@ def run_script(module: str, folder: Path, *arguments: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def run_example(name: str, *options: str, n_processes: int = 1, launcher: Sequence[str] = ()) -> str:
+    """Run an example, which must end well, and return what it prints. Several processes use torchrun."""
+    command = [f"examples/{name}", *options]
+    if n_processes > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_processes)]
+        command = [*torchrun, *launcher, "tests/scripts/example.py", *command]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        # Without the store of the launcher, whose addresses workers of a busy machine may find stale.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 

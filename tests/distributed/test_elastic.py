@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,32 +10,12 @@ import torch
 
 import flatbed
 from examples.fsdp import batch_of, build
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed.processes import run_example
 
 
 def torchrun(n_workers: int, folder: Path, *options: str) -> str:
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--max-restarts",
-        "1",
-        "--monitor-interval",
-        "0.1",
-    ]
-    script = [str(ROOT / "examples/fsdp.py"), "--folder", str(folder), *options]
-    fresh_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher, "--nproc-per-node", str(n_workers), *script],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **fresh_store},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    launcher = ["--max-restarts", "1", "--monitor-interval", "0.1"]
+    return run_example("fsdp.py", "--folder", str(folder), *options, n_processes=n_workers, launcher=launcher)
 
 
 def steps_of(out: str) -> list[tuple[int, float, float]]:

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-# Without the store of the launcher, whose addresses workers of a busy machine may find stale.
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")]),
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+from tests.distributed.processes import run_example
+
 EXAMPLES = {
-    "lightning": ("lightning", ["examples/lightning_fsdp.py", "--devices", "2"]),
-    "accelerate": ("accelerate", [*TORCHRUN, "examples/accelerate_fsdp.py"]),
-    "trainer-class": ("transformers", [*TORCHRUN, "examples/trainer_fsdp.py"]),
-    "trainer-optimizer": ("transformers", [*TORCHRUN, "examples/trainer_fsdp.py", "--built"]),
+    "lightning": ("lightning_fsdp.py", "--devices", "2"),  # starts its second process itself
+    "accelerate": ("accelerate_fsdp.py",),
+    "trainer-class": ("trainer_fsdp.py",),
+    "trainer-optimizer": ("trainer_fsdp.py", "--built"),
 }
-"""The package that an example needs, and its command."""
+PACKAGES = {"lightning": "lightning", "accelerate": "accelerate", "trainer": "transformers"}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_two_processes(example: str) -> None:
-    package, command = EXAMPLES[example]
-    pytest.importorskip(package)
-    done = subprocess.run(
-        [sys.executable, *command, "--steps", "16"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"loss ([\d.]+) norm ([\d.]+)", done.stdout)
-    assert len(found) == 16
-    losses = [float(loss) for loss, _ in found]
+def test_two_processes(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    framework = example.split("-", maxsplit=1)[0]
+    pytest.importorskip(PACKAGES[framework])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    n_processes = 1 if framework == "lightning" else 2
+    found = run_example(*EXAMPLES[example], "--steps", "16", n_processes=n_processes)
+    steps = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+) norm ([\d.]+)", found)]
+    assert len(steps) == 16
+    losses = [loss for loss, _ in steps]
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
-    assert all(float(norm) > 0 for _, norm in found)
+    assert all(norm > 0 for _, norm in steps)

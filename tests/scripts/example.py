@@ -1,0 +1,18 @@
+"""Run an example under torchrun, and end the process without the end of the interpreter.
+
+FSDP2 and DDP keep gloo's threads after `destroy_process_group`. A thread that drops its last tensor while the
+interpreter ends aborts the process: https://github.com/pytorch/pytorch/issues/190489.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
