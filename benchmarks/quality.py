@@ -81,7 +81,7 @@ def sentences() -> Sentences:
     return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
 
 
-def divide(lines: Sequence[list[str]], *, min_count: int) -> Text:
+def split(lines: Sequence[list[str]], *, min_count: int) -> Text:
     """Hold out every twentieth sentence, and count the words of the others."""
     training = [words for i, words in enumerate(lines) if i % HELD_OUT]
     counted = Counter(word for words in training for word in words)
@@ -340,7 +340,7 @@ def run(options: Options) -> Iterator[Row]:
     seeds = options.steps or 10
     few = max(2, seeds // 2)
     task = Task(epochs=3 if options.quick else 10)
-    text = divide(sentences()[: 2000 if options.quick else None], min_count=task.min_count)
+    text = split(sentences()[: 2000 if options.quick else None], min_count=task.min_count)
     judge = Judge(text, task)
     for number in range(few):
         yield train_and_judge(judge, options, GENSIM, "reference", train_gensim, FIRST_REFERENCE + number)

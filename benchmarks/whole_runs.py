@@ -24,8 +24,8 @@ from benchmarks.quality import (
     Task,
     Text,
     Trained,
-    divide,
     sentences,
+    split,
 )
 from benchmarks.rows import Row
 from flatbed.word2vec import Settings, Trainer, python_corpus, read_corpus
@@ -89,7 +89,7 @@ def run(options: Options) -> Iterator[Row]:
     torch.set_num_threads(1)
     task = Task(dim=100, epochs=1 if options.quick else 5)
     for name, lines in TEXTS.items():
-        text = divide(lines()[: 2000 if options.quick else None], min_count=task.min_count)
+        text = split(lines()[: 2000 if options.quick else None], min_count=task.min_count)
         judge = Judge(text, task)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "text.txt"

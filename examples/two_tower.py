@@ -1,4 +1,4 @@
-"""Recommend items to users: tables that ranks divide, checkpoints for any number of ranks, recall by topk.
+"""Recommend items to users: sharded tables, checkpoints for any number of ranks, recall by topk.
 
     torchrun --nproc-per-node 2 examples/two_tower.py --folder run --steps 60
     python examples/two_tower.py --folder run --steps 120    # one rank goes on where two have stopped

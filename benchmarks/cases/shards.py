@@ -1,4 +1,4 @@
-"""Tables that ranks divide (`shard="row"`): what one machine can measure, beside a model of the rest.
+"""Sharded tables (`shard="row"`): what one machine can measure, beside a model of the rest.
 
 - world: one rank (NCCL, or gloo on a CPU) against the same table without `shard`.
 - share: the work of one rank of 8 and of 64. The others are a stand-in: it hands over the rows and gradients
@@ -42,7 +42,7 @@ WORLD_PLAN = Plan(warm_up=60, turns=10, settle=4, blocks=2, block_steps=20)
 SHARE_PLAN = Plan(warm_up=12, turns=3, settle=2, blocks=2, block_steps=6)
 SMALL_PLAN = Plan(warm_up=2, turns=2, settle=1, blocks=1, block_steps=2)
 SHARES, HEADERS, OWNERS = (8, 64), (2, 4, 8, 16, 32), (8, 64, 512)
-WHOLE, DIVIDED = "flatbed", "flatbed, shard=row"
+WHOLE, SHARDED = "flatbed", "flatbed, shard=row"
 MODES = ("", ", prefetched")
 CYCLIC, RANGES = "flatbed, row % ranks", "contiguous ranges"
 
@@ -67,7 +67,7 @@ def run_world(options: Options) -> Iterator[Row]:
     plan = SMALL_PLAN if options.is_small else WORLD_PLAN
     with one_rank(device), ExitStack() as tables:
         made = {}
-        for name, shard in ((WHOLE, None), (DIVIDED, "row")):
+        for name, shard in ((WHOLE, None), (SHARDED, "row")):
             options.report(f"making a table of {spec.nbytes / 1e9:.1f} GB: {name}")
             made[name] = FlatbedTable(spec, device, cache_rows=cache_rows, shard=shard)
             tables.callback(made[name].close)
@@ -76,7 +76,7 @@ def run_world(options: Options) -> Iterator[Row]:
         chosen = options.choose(known)
         results = {
             name + mode: checker.check(FlatbedTable, partial(steps_of, mode=mode), shard=shard)
-            for name, shard in ((WHOLE, None), (DIVIDED, "row"))
+            for name, shard in ((WHOLE, None), (SHARDED, "row"))
             for mode in MODES
             if name + mode in chosen
         }
@@ -87,8 +87,8 @@ def run_world(options: Options) -> Iterator[Row]:
             times = {name: percentiles(readings.back_to_back) for name, readings in found.items()}
             for name, spread in times.items():
                 metrics: dict[str, Any] = {"back_to_back_ms": spread}
-                plain = times.get(name.replace(DIVIDED, WHOLE))
-                if plain is not None and name.startswith(DIVIDED):
+                plain = times.get(name.replace(SHARDED, WHOLE))
+                if plain is not None and name.startswith(SHARDED):
                     metrics["unsharded_ratio"] = value_of(spread) / value_of(plain)
                 n = len(found[name].back_to_back)
                 yield options.row("shards world", name, setting, metrics, n_samples=n, ok=results[name].ok)
@@ -226,7 +226,7 @@ def run_share(options: Options) -> Iterator[Row]:
                 table.model = sum_of
                 counts: list[Any] = []
                 steps = counted(each(partial(take_step, table, others)), table, counts)
-                chosen = options.choose({DIVIDED: steps})
+                chosen = options.choose({SHARDED: steps})
                 found = time_in_turns(chosen, share.draw, plan, options)
                 table.close()
             harness.free_memory(device)

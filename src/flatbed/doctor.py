@@ -262,7 +262,7 @@ def plan(
     terms = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in cost.seconds.items())
     fit = {"this machine": _fit(table_bytes)} if ranks == 1 else {}
     return {
-        "table": Finding(None, f"{size}, {table_bytes / GB:,.0f} GB", 'Rows are divided: shard="row".'),
+        "table": Finding(None, f"{size}, {table_bytes / GB:,.0f} GB", 'Sharded with shard="row".'),
         **fit,
         "host memory": Finding(
             None,

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import quality
 from benchmarks.harness import Options
-from benchmarks.quality import Judge, Text, Trained, divide
+from benchmarks.quality import Judge, Text, Trained, split
 
 pytest.importorskip("gensim")
 OPTIONS = Options(torch.device("cpu"), quick=True, report=lambda line: None)
@@ -27,7 +27,7 @@ def text() -> Text:
         ring = (random.integers(100) + np.cumsum(random.integers(1, 3, 40))) % 100
         frequent, between = random.zipf(1.5, 40) % 50, random.random(40) < 0.4
         lines.append([f"f{f}" if b else f"w{w}" for b, f, w in zip(between, frequent, ring, strict=True)])
-    return divide(lines, min_count=TASK.min_count)
+    return split(lines, min_count=TASK.min_count)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def random_vectors(text: Text, dim: int = 8) -> Trained:
 
 
 def test_the_text_covers_the_judged_pairs() -> None:
-    whole = divide(quality.sentences(), min_count=5)
+    whole = split(quality.sentences(), min_count=5)
     assert sum(map(len, whole.training)) > 450_000
     assert len(whole.held_out) / len(whole.training) == pytest.approx(1 / 19, rel=0.01)
     judge = Judge(whole._replace(training=whole.training[:20], held_out=whole.held_out[:20]), TASK)
@@ -53,7 +53,7 @@ def test_the_text_covers_the_judged_pairs() -> None:
 
 
 def test_windows_have_random_size_and_end_with_the_sentence() -> None:
-    text = divide([["x"]] + [list("abcdefghij")] * 400, min_count=1)
+    text = split([["x"]] + [list("abcdefghij")] * 400, min_count=1)
     words, contexts = quality.pairs_of(text, text.training, window=4, subsample=0)
     position = np.array(["abcdefghij".index(word) for word in text.words])
     seen = np.bincount(np.abs(position[words] - position[contexts]), minlength=5) / 400

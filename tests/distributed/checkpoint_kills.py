@@ -1,4 +1,4 @@
-"""Two ranks that divide tables save a checkpoint, and end at any operation on a file.
+"""Two ranks of sharded tables save a checkpoint, and end at any operation on a file.
 
 `python -m tests.distributed.checkpoint_kills FOLDER 0-25 1-6` saves once, and copies the files before every
 operation of either rank: what a kill of both leaves. Then it kills rank 0 at operation 25, and rank 1 at 6.

@@ -83,7 +83,7 @@ def no_shards_on_one_rank(_: Path) -> None:
     assert_next_optimizer_works(mesh)
 
 
-def no_divided_state_on_one_rank(_: Path) -> None:
+def no_sharded_state_on_one_rank(_: Path) -> None:
     found = message_of(lambda: train_for_ever(AdamW(whole(), shard_state=not is_odd())))
     assert "rank 1 did not build it" in found
     assert_next_optimizer_works(new_mesh())
@@ -127,7 +127,7 @@ def failed_step_of_shards(_: Path) -> None:
     AdamW(shards(new_mesh()))
 
 
-def failed_step_of_divided_state(_: Path) -> None:
+def failed_step_of_sharded_state(_: Path) -> None:
     """A rank fails before the updated rows are exchanged."""
     params = whole()
     optimizer = AdamW(params, shard_state=new_group())
@@ -155,8 +155,8 @@ def checkpoint_of_one_rank(folder: Path) -> None:
 
 
 SCENARIOS = [
-    *(no_shards_on_one_rank, no_divided_state_on_one_rank, wrong_argument_on_one_rank, mesh_without_one_rank),
-    *(failed_step_of_divided_state, checkpoint_of_one_rank),
+    *(no_shards_on_one_rank, no_sharded_state_on_one_rank, wrong_argument_on_one_rank, mesh_without_one_rank),
+    *(failed_step_of_sharded_state, checkpoint_of_one_rank),
     failed_step_of_shards,  # last: torch takes meshes of the same ranks for the same, with their collectives
 ]
 

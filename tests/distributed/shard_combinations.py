@@ -1,4 +1,4 @@
-"""Scenarios of `shard="row"` beside other ways to divide work: each ends as one process would."""
+"""Scenarios of `shard="row"` beside other parallelism: each ends as one process would."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIM, STEPS = 16, 4
 
 
 class Model(nn.Module):
-    """A divided table, a replicated one, a bag over the rows of the divided one, and dense layers."""
+    """A sharded table, a replicated one, a bag over the rows of the sharded one, and dense layers."""
 
     def __init__(self, *, recompute: bool = False, **options: Any) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def ddp(_: Path) -> None:
     assert_as_one_process(ddp_of(gradient_as_bucket_view=True), make=flatbed.optim.SGD)
 
 
-def state_divided_among_ranks(_: Path) -> None:
+def sharded_optimizer_state(_: Path) -> None:
     assert_as_one_process(ddp_of(), shard_state=True)
 
 
@@ -197,7 +197,7 @@ SCENARIOS = [
     groups_of_some_ranks,  # before all others: the first table of a process group makes another one
     learning_rates_that_differ_later,
     ddp,
-    state_divided_among_ranks,
+    sharded_optimizer_state,
     fsdp2,
     recomputed_lookups,
     interpreted_caches,

@@ -1,4 +1,4 @@
-"""Scenarios of a `Prefetcher` over tables that ranks divide: the same bits, uneven data, ranks that fail."""
+"""Scenarios of a `Prefetcher` over sharded tables: the same bits, uneven data, ranks that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of tables whose rows ranks divide: one number of ranks saves, another goes on."""
+"""Checkpoints of sharded tables: one number of ranks saves, another goes on."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def files_do_not_depend_on_ranks(folder: Path) -> None:
 
 
 class Mixed(nn.Module):
-    """A table that ranks divide beside parameters of FSDP2."""
+    """A sharded table beside parameters of FSDP2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def goes_on_beside_fsdp(folder: Path) -> None:
     assert difference(found(), values) is None
 
 
-def goes_on_with_divided_state(folder: Path) -> None:
+def goes_on_with_sharded_state(folder: Path) -> None:
     """State of shard_state=True, of parameters that every rank holds."""
     world, rank = world_and_rank()
     torch.manual_seed(5)
@@ -415,7 +415,7 @@ def memory_stays_small(folder: Path) -> None:
 
 SCENARIOS = [
     *(goes_on_with_other_ranks, goes_on_beside_fsdp, files_do_not_depend_on_ranks),
-    *(goes_on_with_divided_state, disk_tables_stay_in_their_files),
+    *(goes_on_with_sharded_state, disk_tables_stay_in_their_files),
     *(a_rank_that_fails_to_save, a_rank_that_fails_to_load, memory_stays_small),
 ]
 

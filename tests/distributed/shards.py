@@ -537,7 +537,7 @@ def refused(folder: Path) -> None:
         lambda: pickle.dumps(emb),
     ]
     for action in actions:
-        assert_raises(action, "ranks divide this one")
+        assert_raises(action, "ranks share this one")
     alone = [dist.new_group([one]) for one in range(world)][rank]
     assert_raises(lambda: flatbed.Embedding(ROWS, DIM, shard="row", process_group=alone), "replicate=False")
     with pytest.raises(ValueError, match="replicate=False"):

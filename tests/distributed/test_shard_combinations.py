@@ -1,4 +1,4 @@
-"""Divided tables beside DDP, FSDP2, hybrid sharding and divided state, clipped, scaled and accumulated."""
+"""Sharded tables beside DDP, FSDP2, hybrid sharding and sharded state, clipped, scaled and accumulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `Prefetcher` over tables that ranks divide."""
+"""A `Prefetcher` over sharded tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that ranks divide: 4 ranks save, 3, 1 and 2 go on, and a process without ranks reads everything."""
+"""Sharded tables: 4 ranks save, 3, 1 and 2 go on, and a process without ranks reads everything."""
 
 from __future__ import annotations
 

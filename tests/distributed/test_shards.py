@@ -1,4 +1,4 @@
-"""`shard="row"`: tables divided among 2 and 4 ranks, and ranks that fail."""
+"""`shard="row"`: tables sharded across 2 and 4 ranks, and ranks that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shard_state=True`: DDP with the optimizer's state divided among 4 and 2 ranks."""
+"""`shard_state=True`: DDP with the optimizer's state sharded across 4 and 2 ranks."""
 
 from __future__ import annotations
 

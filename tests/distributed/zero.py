@@ -1,4 +1,4 @@
-"""Scenarios of `shard_state=True`: the state of DDP's parameters divided among ranks."""
+"""Scenarios of `shard_state=True`: the state of DDP's parameters sharded across ranks."""
 
 from __future__ import annotations
 

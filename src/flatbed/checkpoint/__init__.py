@@ -9,12 +9,12 @@
       model.safetensors     parameters and buffers by name, without the tables
       optimizer.json        param groups and numbers of state
       optimizer-0.safetensors
-      table-0.safetensors   a table with its state; ranks that divide it write it together
+      table-0.safetensors   a table with its state; ranks of a sharded table write it together
       state.safetensors     tensors of schedulers, scaler and random generators
 
 Tables on disk stay in their own files and take part in two phases. They prepare a checkpoint that holds if
 CURRENT.json has its token, and commit it once CURRENT.json is written. After a crash, opening such a table
-looks there. A table that ranks divide has a file for each rank, and the same token decides for all of them.
+looks there. A sharded table has a file for each rank, and the same token decides for all of them.
 """
 
 from flatbed.checkpoint.load import load_checkpoint

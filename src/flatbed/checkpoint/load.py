@@ -30,11 +30,11 @@ from flatbed.checkpoint.state import (
     check_rng_state,
     check_same,
     dense_state,
-    divided_like,
-    divided_state,
     load_all,
     plain_state,
     set_rng_state,
+    shard_like,
+    shard_state,
     unpack,
     unpacked_state,
 )
@@ -235,7 +235,7 @@ def _model_values(path: Path, manifest: Mapping[str, Any], model: nn.Module) -> 
         if not isinstance(saved, Tensor) or saved.shape != mine.shape:
             found = tuple(saved.shape) if isinstance(saved, Tensor) else saved
             raise FlatbedError(f"'{name}' is {found} in {path}, and {tuple(mine.shape)} in the model")
-        values[name] = divided_like(saved, mine)
+        values[name] = shard_like(saved, mine)
     return values
 
 
@@ -278,7 +278,7 @@ def _optimizer_states(
             about = kept[number]
             state = unpack(about["state"], tensors)
             check_same(optimizer, state, about["shapes"], where=f"{path} (optimizer {number})")
-            states.append(divided_state(optimizer, state))
+            states.append(shard_state(optimizer, state))
         except FlatbedError:
             raise
         except DAMAGE as error:

@@ -87,7 +87,7 @@ def _in_checkpoint(folder: Path, name: str | None) -> Iterator[Path]:
         if file is None:
             raise FlatbedError(
                 f"the rows of {wanted[0]} are in the table's own files, and not in {version}: load its file, "
-                "or, if ranks divide the table, save with copy_disk_tables=True"
+                "or, if the table is sharded, save with copy_disk_tables=True"
             )
         if file in manifest["files"]:
             check_tensors(version / file, manifest["files"][file])

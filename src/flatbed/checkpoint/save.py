@@ -266,7 +266,7 @@ def _whole(lockstep: Lockstep, tensor: Tensor) -> Tensor:
         return tensor.detach()
     if sharding.mesh.size() != world_size():
         raise FlatbedError(
-            f"a parameter is divided among {sharding.mesh.size()} of {world_size()} ranks, and a checkpoint "
+            f"a parameter is sharded across {sharding.mesh.size()} of {world_size()} ranks, and a checkpoint "
             "holds what all ranks share: save it with torch.distributed.checkpoint"
         )
     lockstep.meet()
@@ -306,7 +306,7 @@ def _write_alone(
         **contents,
         "n_optimizers": len(training.optimizers),
         "tables": {key: file for key, (_, file) in tables.items()},
-        **({"shards": shards} if shards else {}),  # tables that ranks divide, in a file of each rank
+        **({"shards": shards} if shards else {}),  # sharded tables, in a file of each rank
         "schedulers": schedulers,
         "scaler": scaler,
         "rng": packed_rng,

@@ -145,7 +145,7 @@ def shapes_of(optimizer: Optimizer) -> list[list[list[int]]]:
     return [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]
 
 
-def divided_like(value: Any, like: Any) -> Any:
+def shard_like(value: Any, like: Any) -> Any:
     """Return this rank's part of a whole tensor as a DTensor, if `like` is one of that shape."""
     if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.shape != like.shape:
         return value
@@ -153,8 +153,8 @@ def divided_like(value: Any, like: Any) -> Any:
     return value if sharding is None else sharding.wrap(sharding.part_of(value))
 
 
-def divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Divide the state of DTensors like these. Optimizers of flatbed do so themselves."""
+def shard_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Shard the state of DTensors like these. Optimizers of flatbed do so themselves."""
     if isinstance(optimizer, FlatbedOptimizer):
         return state
     held = {}
@@ -162,7 +162,7 @@ def divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]
         for key, param in zip(saved["params"], own["params"], strict=True):
             if is_dtensor(param) and key in state["state"]:
                 entry = state["state"][key].items()
-                held[key] = {name: divided_like(value, param) for name, value in entry}
+                held[key] = {name: shard_like(value, param) for name, value in entry}
     return {**state, "state": {**state["state"], **held}}
 
 

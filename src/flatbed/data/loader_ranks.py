@@ -1,6 +1,6 @@
 """Loaders of several ranks, batch by batch: which ranks go on, which have ended, which have left the loop.
 
-All ranks take part in every lookup of a table that they divide. So they must also take as many batches.
+All ranks take part in every lookup of a sharded table. So they must also take as many batches.
 Before each batch, the loaders of all ranks exchange a header. In a loop with threads they have a channel of
 their own, since the training threads use theirs at the same time.
 
@@ -24,12 +24,12 @@ NO_BATCH: Any = object()
 
 
 def common_channel(tables: Sequence[Table]) -> Channel | None:
-    """Return the channel of the ranks that divide the tables; None if this rank holds all of their rows."""
+    """Return the channel of the ranks of sharded tables; None if this rank holds all of their rows."""
     channels = [table._shards.channel for table in tables if table._shards is not None]
     for channel in channels:
         if channel.ranks != channels[0].ranks:
             raise ValueError(
-                f"the tables of a Prefetcher must be divided among the same ranks; found {channels[0].ranks} "
+                f"tables of a Prefetcher must be sharded across the same ranks; found {channels[0].ranks} "
                 f"and {channel.ranks}: leave out those of one process group"
             )
     return channels[0] if channels else None

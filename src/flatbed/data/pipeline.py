@@ -4,8 +4,8 @@ Streams on a GPU: the loader thread issues copies of batches in "batches". The t
 admissions of rows in "rows", which waits for the copies of the ids. The training stream waits for both when a
 batch is handed out. The loader thread waits for events of earlier steps before it copies more batches.
 
-If ranks divide a table, their loader threads agree on each batch (`LoaderRanks`) and exchange its ids before
-its copies are issued.
+If a table is sharded, the loader threads of all ranks agree on each batch (`LoaderRanks`), and exchange its
+ids before its copies are issued.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Pipeline:
     def _stage(self, pending: PendingBatch) -> tuple[Any, list[Any]]:
         """Load a batch to the host and check its ids; return it with its leaves, or NO_BATCH at the end.
 
-        If ranks divide a table, they agree whether there is another batch.
+        If a table is sharded, ranks agree whether there is another batch.
         """
         ranks = self.ranks
         batch = next(self.batches, NO_BATCH)
@@ -218,7 +218,7 @@ class Pipeline:
     # ---- in any thread
 
     def start(self) -> None:
-        """Start the threads, on all ranks that divide a table."""
+        """Start the threads, on all ranks of a sharded table."""
         self.is_started = True
         if self.ranks is not None:
             self.ranks.begin()

@@ -42,8 +42,9 @@ class Prefetcher:
     - `reserve_sms`: SMs that matrix multiplications leave to the kernels that move rows, while the loop runs:
       a number, or "auto" for 12 while enough rows are missing in the caches to pay for them. By default none.
       Without a GPU, tables or prefetched rows it changes nothing.
-    - `uneven`: what happens when the loader of one rank ends before the others, if ranks divide a table of
-      `lookups` (`shard="row"`). All of them take part in every lookup and step, so no rank can go on alone:
+    - `uneven`: what happens when the loader of one rank ends before the others, if a table of
+      `lookups` is sharded (`shard="row"`). All ranks take part in every lookup and
+      step, so no rank can go on alone:
 
       - "stop", the default: all ranks end with the first, after the same number of batches. Batches that
         other loaders have beyond that are dropped. Each step has a full batch of every rank, as DDP expects.
@@ -61,7 +62,7 @@ class Prefetcher:
     An iteration and its threads end with the last batch, with an error of the loader (raised when its turn
     comes), when the loop is left, or by `close()` of the iterator.
 
-    If ranks divide a table of `lookups`, all ranks begin the loop together, and take and leave it after the
+    If a table of `lookups` is sharded, all ranks begin the loop together, and take and leave it after the
     same batch. Their loader threads exchange ids ahead of time; rows are read and admitted by the ranks that
     hold them. An error of one loader, or a rank that leaves alone, ends the loops of all ranks.
 

@@ -310,7 +310,7 @@ def _fill(source: Tensor, memory: Tensor) -> None:
 
 
 def _loads(small: Mapping[int, Tensor], chunk_bytes: int) -> list[list[int]]:
-    """Divide the keys of small tensors into groups whose tensors fit into a chunk."""
+    """Group the keys of small tensors, so that the tensors of a group fit into a chunk."""
     loads: list[list[int]] = []
     free = 0
     for i, source in small.items():

@@ -44,7 +44,7 @@ def _arrived(local: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a tensor is divided among the ranks of a mesh."""
+    """How a tensor is sharded across the ranks of a mesh."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -72,7 +72,7 @@ class Sharding:
         return DTensor.from_local(local, self.mesh, self.placements, **placing)
 
     def part_of(self, value: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that is whole or divided in any way."""
+        """Return this rank's part of a tensor that is whole or sharded in any way."""
         from torch.distributed.tensor import DTensor, Replicate
 
         held: Any = value
@@ -87,7 +87,7 @@ class Sharding:
 
 
 def whole(value: Tensor) -> Tensor:
-    """All elements of a tensor; ranks exchange theirs if it is divided."""
+    """All elements of a tensor; ranks exchange theirs if it is sharded."""
     held: Any = value
     return held.full_tensor() if is_dtensor(value) else value
 
@@ -183,8 +183,9 @@ def check_grad_kind(param: Tensor, grad: Tensor, name: str) -> None:
 class ShardGroups:
     """The process groups over which sums of an optimizer's shards are completed.
 
-    Parameters are of one class if the same dimensions of the same mesh divide them. Class 0 is whole on every
-    rank. All ranks find the same classes in the same order, whether their parameters have gradients or not.
+    Parameters are of one class if they are sharded over the same dimensions of the same mesh. Class 0 is
+    whole on every rank. All ranks find the same classes in the same order, whether their
+    parameters have gradients or not.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rows of a table divided among ranks: placement, and the exchanges between ranks.
+"""Rows of a table sharded across ranks: placement, and the exchanges between ranks.
 
 Row `r` is row `r // n_ranks` of rank `r % n_ranks`: frequent ids, which often are consecutive, spread evenly,
 and a table that grows moves no row.
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
-    """Return the process group over which rows are divided; None if there is one rank."""
+    """Return the process group that rows are sharded across; None if there is one rank."""
     if mesh is not None and process_group is not None:
         raise ValueError("give mesh or process_group, not both")
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(
-            f"rows are divided over one dimension; found a mesh of {mesh.ndim}: leave mesh out to divide "
-            f"them among all ranks"
+            f"rows are sharded across one dimension; found a mesh of {mesh.ndim}: leave mesh out to shard "
+            f"them across all ranks"
         )
     if not (dist.is_available() and dist.is_initialized()):
         n_ranks = os.environ.get("WORLD_SIZE", "1")
@@ -46,12 +46,12 @@ def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
         raise FlatbedError(
-            f"rank {dist.get_rank()} is not part of the process group that the rows are divided over, whose "
+            f"rank {dist.get_rank()} is not part of the process group that rows are sharded across, whose "
             f"ranks are {dist.get_process_group_ranks(group)}: build the table on those ranks only"
         )
     if dist.get_world_size(group) == 1 and dist.get_world_size() > 1:
         raise FlatbedError(
-            "the process group that the rows are divided over has one rank, and the default one has "
+            "the process group that the rows are sharded across has one rank, and the default one has "
             f"{dist.get_world_size()}: build a table that this rank trains alone with replicate=False"
         )
     return group if dist.get_world_size(group) > 1 else None

@@ -1,7 +1,7 @@
 """Rows that are dealt out to ranks in turn, brought into row order window by window.
 
 Row r belongs to rank r % n_ranks, as its local row r // n_ranks. A window is a run of consecutive rows, and
-is divided into one segment per rank. An all-to-all gives each rank the rows of its segment, in order.
+is split into one segment per rank. An all-to-all gives each rank the rows of its segment, in order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def local_rows(rows: range, rank: int, n_ranks: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class RowWindow:
-    """Consecutive rows, divided into segments of equal length; the last ones may be shorter or empty."""
+    """Consecutive rows, split into segments of equal length; the last ones may be shorter or empty."""
 
     rows: range
     n_ranks: int
@@ -38,7 +38,7 @@ class RowWindow:
 
 
 def row_windows(n_rows: int, n_ranks: int, segment_rows: int) -> Iterator[RowWindow]:
-    """Divide all rows into windows with segments of `segment_rows`."""
+    """Split all rows into windows with segments of `segment_rows`."""
     step = n_ranks * segment_rows
     for start in range(0, n_rows, step):
         yield RowWindow(range(start, min(start + step, n_rows)), n_ranks)

@@ -1,4 +1,4 @@
-"""Optimizer state divided among the ranks of DDP (ZeRO-1): who updates which rows, and how rows are shared.
+"""Optimizer state sharded across the ranks of DDP (ZeRO-1): who updates which rows, and how rows are shared.
 
 Every rank has whole parameters and whole gradients. It updates its rows of each parameter, and keeps state
 for these rows alone. After a step, ranks send each other the updated rows.
@@ -31,7 +31,7 @@ kernels want aligned addresses.
 
 
 class StateSharding:
-    """The ranks that divide the state of an optimizer among them."""
+    """The ranks that the state of an optimizer is sharded across."""
 
     def __init__(self, ranks: Any) -> None:
         """Take True for all ranks, a process group, or a mesh of one dimension."""
@@ -52,8 +52,8 @@ class StateSharding:
             self._mesh = DeviceMesh.from_group(group, device.type)
         return self._mesh
 
-    def divide(self, param: Tensor) -> Sharding | None:
-        """Return how rows of a parameter are divided; None: every rank updates all of it.
+    def shard(self, param: Tensor) -> Sharding | None:
+        """Return the sharding of a parameter's rows; None: every rank updates all of it.
 
         That is so for scalars, and for parameters some of whose rows are not one piece of memory.
         """
@@ -68,7 +68,7 @@ class StateSharding:
 
 
 def rows_of(sharding: Sharding, rank: int) -> tuple[int, int]:
-    """Return the first row of a rank and the number of its rows, as DTensor divides them."""
+    """Return the first row of a rank and the number of its rows, as DTensor shards them."""
     n_rows, n_ranks = sharding.shape[0], sharding.mesh.size()
     chunk = -(-n_rows // n_ranks)
     start = min(rank * chunk, n_rows)
@@ -141,7 +141,7 @@ class Piece:
 
 
 def plan_pieces(params: Sequence[tuple[Tensor, Sharding]]) -> list[Piece]:
-    """Divide parameters into pieces, in an order that all ranks share. Pieces take turns in two buffers."""
+    """Split parameters into pieces, in an order that all ranks share. Pieces take turns in two buffers."""
     batches = [(held, _line_sizes(held)) for held in _batches(params)]
     memory: dict[Any, list[Tensor]] = {}
     for held, lines in batches:
@@ -159,7 +159,7 @@ def plan_pieces(params: Sequence[tuple[Tensor, Sharding]]) -> list[Piece]:
 
 def _line_sizes(held: Sequence[tuple[Tensor, Sharding]]) -> list[int]:
     """Elements that each parameter takes in the line of a rank: those of the largest part."""
-    return [-(-len(p) // divided.mesh.size()) * divided.shape[1:].numel() for p, divided in held]
+    return [-(-len(p) // sharding.mesh.size()) * sharding.shape[1:].numel() for p, sharding in held]
 
 
 def _plan_piece(held: Sequence[tuple[Tensor, Sharding]], lines: list[int], memory: Tensor) -> Piece:
@@ -168,9 +168,9 @@ def _plan_piece(held: Sequence[tuple[Tensor, Sharding]], lines: list[int], memor
     buffer = memory[: n_ranks * sum(lines)].view(n_ranks, -1)
     piece = Piece(mesh.get_group(), buffer, rank, [], [], [], [])
     start = 0
-    for (param, divided), line in zip(held, lines, strict=True):
+    for (param, sharding), line in zip(held, lines, strict=True):
         for other in range(n_ranks):
-            rows = param.detach().narrow(0, *rows_of(divided, other))
+            rows = param.detach().narrow(0, *rows_of(sharding, other))
             if rows.numel():
                 room = buffer[other, start : start + rows.numel()].view(rows.shape)
                 (piece.packed if other == rank else piece.unpacked).append(room)

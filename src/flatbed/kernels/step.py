@@ -33,7 +33,7 @@ class ParamSlot:
     owner: Tensor
     """The parameter of the model, which the state belongs to: `param` itself, unless ranks hold shards."""
     sharding: Any = None
-    """How ranks divide the parameter or its state; None: all of it is here."""
+    """Sharding of the parameter or its state; None: all of it is here."""
     norm_class: int = 0
     """Gradients of one class are summed over the same ranks."""
     state: dict[str, Tensor] = field(default_factory=dict)

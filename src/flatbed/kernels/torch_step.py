@@ -163,7 +163,7 @@ class TorchStepper:
         return after
 
     def _chunks(self, indices: list[int], at_once: bool) -> Iterator[list[int]]:
-        """Divide slots into those that one call updates."""
+        """Group slots into those that one call updates."""
         chunk: list[int] = []
         nbytes = 0
         for i in indices:

@@ -94,8 +94,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         params = list(named_params(self.param_groups))
         eager = self._rule.eager
-        divided = self._state_sharding is not None
-        if not (eager or divided or any(is_dtensor(p) or isinstance(p, Table) for _, p, _ in params)):
+        has_shards_or_tables = any(is_dtensor(p) or isinstance(p, Table) for _, p, _ in params)
+        if not (eager or self._state_sharding or has_shards_or_tables):
             return
         lacking = {
             id(p)

@@ -32,4 +32,4 @@ class Extras(TypedDict, total=False):
     norm_group: Any
     """A process group whose ranks hold other parameters (pipeline stages) that the norm includes."""
     shard_state: Any
-    """Divide the state among the ranks of DDP: True, or a process group, or a mesh of one dimension."""
+    """Shard the state across the ranks of DDP: True, or a process group, or a mesh of one dimension."""

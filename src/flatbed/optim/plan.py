@@ -199,13 +199,15 @@ class Plan:
         self.masters = MasterWeights(slots)
         self.owners = [slot.owner for slot in slots]
         self.has_dtensors = any(is_dtensor(owner) for owner in self.owners)
-        self._divided = [i for i, slot in enumerate(slots) if _is_divided(slot)]
-        self.pieces = plan_pieces([(slots[i].owner, slots[i].sharding) for i in self._divided])
+        self._state_shards = [i for i, slot in enumerate(slots) if _has_sharded_state(slot)]
+        self.pieces = plan_pieces([(slots[i].owner, slots[i].sharding) for i in self._state_shards])
         """The updated rows that ranks exchange after a step."""
         self._local_grads = None
-        if self.has_dtensors or self._divided:
+        if self.has_dtensors or self._state_shards:
             parts = [
-                partial(_part_of_grad, slot.owner, OwnRows.of(slot.sharding)) if _is_divided(slot) else None
+                partial(_part_of_grad, slot.owner, OwnRows.of(slot.sharding))
+                if _has_sharded_state(slot)
+                else None
                 for slot in slots
             ]
             self._local_grads = LocalGrads([slot.name for slot in slots], self.owners, parts)
@@ -254,10 +256,10 @@ class Plan:
 
     def set_grads(self, found: StepGrads) -> None:
         """Give the gradients of a step to the steppers of all devices."""
-        for device in self.devices if self._divided else ():
+        for device in self.devices if self._state_shards else ():
             slots = [self.slots[i] for i in device.indices]
             device.stepper.whole_grads = [
-                slot.owner.grad if _is_divided(slot) else found.grads[i]
+                slot.owner.grad if _has_sharded_state(slot) else found.grads[i]
                 for slot, i in zip(slots, device.indices, strict=True)
             ]
         if len(self.devices) == 1:
@@ -269,8 +271,8 @@ class Plan:
             device.stepper.set_grads([found.grads[i] for i in device.indices], addresses, own)
 
 
-def _is_divided(slot: ParamSlot) -> bool:
-    """Tell if ranks divide the state of a whole parameter."""
+def _has_sharded_state(slot: ParamSlot) -> bool:
+    """True if the parameter is whole on every rank, and its state is sharded."""
     return slot.sharding is not None and not is_dtensor(slot.owner)
 
 

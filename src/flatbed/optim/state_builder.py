@@ -45,10 +45,10 @@ class OptimizerSpec:
     state_sharding: StateSharding | None = None
 
     def sharding_of(self, param: Tensor) -> Sharding | None:
-        """How ranks divide a DTensor, or the state of a whole parameter."""
+        """Sharding of a DTensor, or of the state of a whole parameter."""
         if self.state_sharding is None or is_dtensor(param):
             return Sharding.of(param)
-        return self.state_sharding.divide(param)
+        return self.state_sharding.shard(param)
 
 
 def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str, Tensor, int]]:

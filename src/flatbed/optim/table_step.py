@@ -196,7 +196,7 @@ class OptimizerTables:
             if shards is not None and shards.n_ranks < world_size():
                 raise FlatbedError(
                     f"max_norm and skip_nonfinite with table {slot.name}, which {shards.n_ranks} of "
-                    f"{world_size()} ranks divide: the norm would differ between ranks. Divide the table "
+                    f"{world_size()} ranks share: the norm would differ between ranks. Shard the table "
                     f"among all ranks, or pass norm_group= with the ranks that hold other parameters"
                 )
 
@@ -268,18 +268,18 @@ class TableStepper:
         return self._kernels is not None and self._kernels.coefficients.captured
 
     def squares(self, options: StepOptions) -> dict[int, Tensor]:
-        """Return a vector whose sum is the squared norm, the same on ranks that divide tables."""
+        """Return a vector whose sum is the squared norm, the same on ranks of sharded tables."""
         whole: list[Tensor] = []
-        divided: dict[Channel, list[Tensor]] = {}
+        sharded: dict[Channel, list[Tensor]] = {}
         for slot, pack in zip(self.slots, self.packs, strict=True):
             shards = slot.table._shards
             if pack is not None:
-                (whole if shards is None else divided.setdefault(shards.channel, [])).append(pack.grads)
+                (whole if shards is None else sharded.setdefault(shards.channel, [])).append(pack.grads)
         found = [self._squares(whole)]
-        for channel, grads in divided.items():
+        for channel, grads in sharded.items():
             own = self._squares(grads).sum()
             found.append(channel.gather(own, doing="the norm of gradients").flatten())
-        return {0: torch.cat(found) if divided else found[0]}
+        return {0: torch.cat(found) if sharded else found[0]}
 
     def _squares(self, grads: list[Tensor]) -> Tensor:
         if self._kernels is not None and grads:

@@ -46,7 +46,7 @@ class Config:
     """The file of a disk table is neither locked nor changed."""
     shard_rank: int = 0
     n_shards: int = 1
-    """Ranks that the rows are divided among. `n_rows` and `path` are those of the rank `shard_rank`, which
+    """Ranks that the rows are sharded across. `n_rows` and `path` are those of the rank `shard_rank`, which
     holds every n-th row; `padding_idx` and first weights are those of the row in the whole table."""
 
     def __post_init__(self) -> None:

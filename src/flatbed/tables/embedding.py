@@ -19,7 +19,7 @@ from flatbed.tables.config import Config, build_config, check_file, explained
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import gather, lookup, needs_grad, prepare_lookup
 from flatbed.tables.record import WEIGHT
-from flatbed.tables.sharding import divided
+from flatbed.tables.sharding import shard_config
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.table import Table, make
 from flatbed.tables.view import SavedWeight, WeightView
@@ -217,7 +217,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
       generator, so that tables start different and `torch.manual_seed` makes them repeatable.
     - `replicate`: with several ranks, average gradients over them, so that replicas stay equal. With False
       the caller keeps replicas equal, or different.
-    - `shard`: "row" divides the rows among the ranks of the default process group, of `process_group`, or of
+    - `shard`: "row" shards the rows across the ranks of the default process group, of `process_group`, or of
       `mesh`, which has one dimension. Every rank builds, looks up and steps the table; ids differ. With one
       rank the table is an ordinary one. Without `seed`, that of the first rank is used.
     - `cache_rows` or `cache_bytes`: size of the cache of records (weight and state) on the computing device;
@@ -266,7 +266,9 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
             cache_bytes=cache_bytes,
             cache_policy=cache_policy,
         )
-        config, shards = divided(config, shard, replicate=replicate, mesh=mesh, process_group=process_group)
+        config, shards = shard_config(
+            config, shard, replicate=replicate, mesh=mesh, process_group=process_group
+        )
         super().__init__(_opened(config, device, replicate=replicate, shards=shards, resume=resume))
 
     @classmethod
@@ -283,7 +285,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
     def to_torch(self) -> nn.Embedding:
         """Copy the weights into an nn.Embedding, in host memory unless the table is on a GPU.
 
-        If ranks divide the table, all of them call this, and each gets all rows.
+        If the table is sharded, all ranks call this, and each gets all rows.
         """
         weights, freeze = all_weights(self.table), not self.table.requires_grad
         made = nn.Embedding.from_pretrained(weights, freeze, self.padding_idx)  # type: ignore[no-untyped-call,unused-ignore]
@@ -357,7 +359,9 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
             cache_policy=cache_policy,
         )
         _check_mode(mode)
-        config, shards = divided(config, shard, replicate=replicate, mesh=mesh, process_group=process_group)
+        config, shards = shard_config(
+            config, shard, replicate=replicate, mesh=mesh, process_group=process_group
+        )
         super().__init__(_opened(config, device, replicate=replicate, shards=shards, resume=resume))
         self._set_options(mode=mode, include_last_offset=include_last_offset)
 
@@ -457,7 +461,7 @@ def whole_field(table: Table, name: str) -> Tensor:
 
 
 def all_weights(table: Table) -> Tensor:
-    """The weights of all rows as one tensor. If ranks divide the table, this is a collective."""
+    """The weights of all rows as one tensor. If the table is sharded, this is a collective."""
     if table._shards is None:
         return whole_field(table, WEIGHT)
     whole = _empty_field(table, WEIGHT)

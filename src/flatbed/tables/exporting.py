@@ -36,7 +36,7 @@ FORMAT = {"format": "pt"}  # the metadata that Hugging Face's libraries ask for
 def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
     """Write a .npy file, a .safetensors file, or a folder of shards, by the suffix of `path`.
 
-    If ranks divide the table, all of them call this, and the first rank writes.
+    If the table is sharded, all ranks call this, and the first rank writes.
     """
     config = table._storage.config
     if path.suffix in FILES and shard_bytes is not None:

@@ -182,7 +182,7 @@ class TableGrad(Tensor):
             grad.check()
             if name in _NORMS and grad._table._shards is not None:
                 raise FlatbedError(
-                    "the gradient of a table that ranks divide is that of this rank's rows, and so would be "
+                    "the gradient of a sharded table is that of this rank's rows, and so would be "
                     "its norm: clip by max_norm= of the optimizer, which adds up the squares of all ranks"
                 )
             packed = grad._table._row_grads(compact=name not in _ELEMENTWISE)

@@ -85,7 +85,7 @@ def _prepare_sharded(
                 return access.exchange_again(doing, replace(batch, shape=ids.shape), admits=records_grad)
     with access.shards.failing_together(doing):
         if is_capturing(store.device):
-            raise FlatbedError("a lookup in a table that ranks divide cannot be part of a CUDA graph")
+            raise FlatbedError("a lookup in a sharded table cannot be part of a CUDA graph")
         given = _as_ids(ids, for_bag=for_bag)
         on_host = given.device.type == "cpu"
         if on_host:

@@ -33,7 +33,7 @@ class PrefetchRequest:
     error: IndexError | None = None
     """Set if ids were out of range when the request was staged."""
     routes: list[Route] = field(default_factory=list)
-    """For each lookup the rows to ask other ranks for, if they divide the table; on the host."""
+    """For each lookup the rows to ask other ranks for, if the table is sharded; on the host."""
     exchanged: list[Exchanged] = field(default_factory=list)
     """For each lookup the rows that ranks have asked each other for; on the host."""
     rows: list[Tensor] = field(default_factory=list)
@@ -86,7 +86,7 @@ class RowPrefetch:
         return request
 
     def exchange(self, request: PrefetchRequest, ids: list[Tensor], channel: Channel | None) -> list[Tensor]:
-        """Ask other ranks for rows, if they divide the table. Loader thread, in one order on all ranks.
+        """Ask other ranks for rows, if the table is sharded. Loader thread, in one order on all ranks.
 
         Returns the tensors that `admit` needs on the computing device; `ids` are among them.
         """

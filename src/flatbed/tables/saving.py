@@ -75,7 +75,7 @@ class TableFile:
 def save(table: Table, path: Path) -> None:
     """Write a table's weights ("weight", (rows, dim)), state by name, and numbers of state (0-dim).
 
-    If ranks divide the rows, all of them call this. They write one file, whose bytes do not depend on their
+    If the table is sharded, all ranks call this. They write one file, whose bytes do not depend on their
     number.
     """
     with together(table, f"saving {path.name}") as lockstep:
@@ -87,7 +87,7 @@ def save(table: Table, path: Path) -> None:
 
 @contextmanager
 def together(table: Table, doing: str) -> Iterator[Lockstep]:
-    """Do something on all ranks if they divide the rows of a table, and otherwise on this one."""
+    """Do something on all ranks if the table is sharded, and otherwise on this one."""
     ranks = Ranks(alone=table._shards is None)
     ranks.meet(doing)
     with Lockstep(ranks, doing) as lockstep:
@@ -105,7 +105,7 @@ def write(table: Table, path: Path) -> dict[str, int]:
 
 
 def write_together(table: Table, path: Path, lockstep: Lockstep) -> dict[str, int]:
-    """Write the file of a table whose rows ranks divide, and return its checksums on the first rank."""
+    """Write the file of a sharded table, and return its checksums on the first rank."""
     assert table._shards is not None
     shards = table._shards
     check_group(shards)
@@ -121,11 +121,11 @@ def write_together(table: Table, path: Path, lockstep: Lockstep) -> dict[str, in
 
 
 def check_group(shards: RowShards) -> None:
-    """Raise unless the rows are divided among all ranks of the default process group."""
+    """Raise unless the rows are sharded across all ranks of the default process group."""
     n_ranks = world_size()
     if shards.channel.ranks != list(range(n_ranks)):
         raise FlatbedError(
-            f"the rows of the table are divided among the ranks {shards.channel.ranks} of {n_ranks}, and a "
+            f"the rows of the table are sharded across the ranks {shards.channel.ranks} of {n_ranks}, and a "
             "file is written by all of them: build the table without process_group and mesh"
         )
 
@@ -215,7 +215,7 @@ def load(table: Table, path: Path) -> None:
     """Read a file into a table of any storage; nothing changes if it does not fit.
 
     Weights and state are converted if their dtypes differ. A file without state, such as one of torch
-    with nothing but "weight", leaves the table's state as it is. If ranks divide the rows, all of them call
+    with nothing but "weight", leaves the table's state as it is. If the table is sharded, all of them call
     this, and each one reads its own.
     """
     with ExitStack() as undo, together(table, f"loading {path.name}") as lockstep:

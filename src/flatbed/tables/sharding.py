@@ -1,4 +1,4 @@
-"""Tables whose rows are divided among ranks: building them, collective access to all rows, gradients."""
+"""Tables whose rows are sharded across ranks: building them, collective access to all rows, gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOOKUP = {True: "a lookup", False: "a lookup without gradients"}
 """Exchanges by their names in errors."""
 
 
-def divided(
+def shard_config(
     config: Config,
     shard: str | None,
     *,
@@ -50,11 +50,11 @@ def divided(
     n_ranks, n_all = (1, 1) if group is None else (dist.get_world_size(group), dist.get_world_size())
     if replicate and n_ranks < n_all:
         raise ValueError(
-            f"the rows are divided among {n_ranks} of {n_all} ranks, and nothing averages them with tables "
-            f"of the others: divide them among all ranks, or pass replicate=False if the tables differ"
+            f"the rows are sharded across {n_ranks} of {n_all} ranks, and nothing averages them with tables "
+            f"of the others: shard them across all ranks, or pass replicate=False if the tables differ"
         )
     if not replicate and n_ranks == n_all:
-        raise ValueError('shard="row" divides one table, and replicate=False asks for several: leave it out')
+        raise ValueError('shard="row" shards one table, and replicate=False asks for several: leave it out')
     if group is None:
         return part_of(config, 0, 1, config.n_rows), None
     shards = RowShards(config.n_rows, group)

@@ -41,13 +41,13 @@ class Table(TableParameter):
     """
 
     _storage: RowStore
-    """The rows of this rank: all of them, unless ranks divide the table."""
+    """The rows of this rank: all of them, unless the table is sharded."""
     _shards: RowShards | None
     """The division of rows among ranks; None if this rank holds all of them."""
     _local_rows: RowIO
     """Access to the rows of this rank."""
     _rows: RowIO | ShardedRowIO
-    """Access to all rows: with several ranks that divide the table, a collective."""
+    """Access to all rows: with several ranks of a sharded table, a collective."""
     _grads: GradAccumulator
     replicate: bool
 
@@ -98,7 +98,7 @@ class Table(TableParameter):
 
     @property
     def num_embeddings(self) -> int:
-        """The number of rows, of all ranks together if they divide the table."""
+        """The number of rows, of all ranks together if the table is sharded."""
         return self._storage.config.n_rows if self._shards is None else self._shards.n_rows
 
     @property
@@ -112,7 +112,7 @@ class Table(TableParameter):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override,unused-ignore]
-        """Size of all records in bytes, padding included; of all ranks together if they divide the table."""
+        """Size of all records in bytes, padding included; of all ranks together if the table is sharded."""
         return self.num_embeddings * self._storage.record.nbytes
 
     @property
@@ -133,7 +133,7 @@ class Table(TableParameter):
     def grad(self) -> Tensor | None:  # type: ignore[override,unused-ignore]
         """The gradient of the rows in `grad_rows`, (n, dim); with several ranks, the mean over them.
 
-        If ranks divide the table, `grad_rows` are those of its rows that this rank holds.
+        If the table is sharded, `grad_rows` are those of its rows that this rank holds.
         """
         # With several ranks all of them must take part in an exchange, also those without a gradient.
         return TableGrad.of(self) if self._grads.parts or self._n_ranks > 1 else None
@@ -310,7 +310,7 @@ class Table(TableParameter):
           not depend on it.
 
         Returns values, in fp32 at least, and ids, as torch.topk does. Of equal scores the lowest id is the
-        first. The row `padding_idx` is left out. If ranks divide the table, all of them call this, each with
+        first. The row `padding_idx` is left out. If the table is sharded, all ranks call this, each with
         queries of its own, and `k`, `metric` and the dtype of queries are the same.
 
         >>> import flatbed, torch
@@ -329,15 +329,15 @@ class Table(TableParameter):
             return to_device(wanted, self._storage.device)
 
     def _check_whole(self, what: str) -> None:
-        """Raise if ranks divide the rows."""
+        """Raise if the table is sharded."""
         if self._shards is not None:
             raise FlatbedError(
-                f"{what} needs all rows of a table, and {self._shards.n_ranks} ranks divide this one: use "
+                f"{what} needs all rows of a table, and {self._shards.n_ranks} ranks share this one: use "
                 f"flatbed.save_checkpoint, table.export, read_rows or write_rows, which all ranks call"
             )
 
     def _failing_together(self, doing: str) -> AbstractContextManager[None]:
-        """Tell the ranks that divide the table of an exception in the body of a `with` statement."""
+        """Tell the ranks of a sharded table of an exception in the body of a `with` statement."""
         return nullcontext() if self._shards is None else self._shards.failing_together(doing)
 
     # ---- the cache
@@ -399,7 +399,7 @@ class Table(TableParameter):
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, block by block.
 
-        If ranks divide the table, all of them call this, and write one file that any number of ranks loads.
+        If the table is sharded, all ranks call this, and write one file that any number of ranks loads.
         """
         path = as_path(path)
         if is_disk_table(path):
@@ -412,7 +412,7 @@ class Table(TableParameter):
     def load(self, path: str | Path) -> None:
         """Read a file of `save`, from a table of any storage. Nothing changes if it does not fit.
 
-        If ranks divide the table, all of them call this, and each one reads its rows.
+        If the table is sharded, all ranks call this, and each one reads its rows.
         """
         saving.load(self, as_path(path))
 
@@ -424,7 +424,7 @@ class Table(TableParameter):
           or shards of at most `shard_bytes` (5 GB) with consecutive rows and `model.safetensors.index.json`.
         - Other suffixes raise.
 
-        If ranks divide the table, all of them call this, and the first rank writes.
+        If the table is sharded, all ranks call this, and the first rank writes.
         """
         self._deferred_checks.check_graphs()
         exporting.export(self, as_path(path), shard_bytes=shard_bytes)
@@ -434,7 +434,7 @@ class Table(TableParameter):
 
         ``discard=True`` drops changes since the last checkpoint instead. A table that was last saved by
         `flatbed.save_checkpoint` raises if rows changed since: a checkpoint of its own would make that folder
-        unloadable. So does a table that ranks divide, since a crash might leave ranks at different
+        unloadable. So does a sharded table, since a crash might leave ranks at different
         checkpoints. If the checkpoint fails, the table stays open.
         """
         if not discard:

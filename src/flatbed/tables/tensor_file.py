@@ -188,8 +188,8 @@ def check_plain(tensor: Tensor, name: str) -> None:
     """Raise unless a tensor is dense and initialized, and whole or a DTensor."""
     if nn.parameter.is_lazy(tensor) or tensor.is_meta:
         raise FlatbedError(f"'{name}' has no values yet: run the model once, then save it")
-    is_divided = hasattr(tensor, "to_local") and not is_dtensor(tensor)
-    if tensor.layout != torch.strided or tensor.is_quantized or is_divided:
+    is_sharded = hasattr(tensor, "to_local") and not is_dtensor(tensor)
+    if tensor.layout != torch.strided or tensor.is_quantized or is_sharded:
         raise FlatbedError(
             f"'{name}' is sparse, quantized or sharded ({type(tensor).__name__}), which safetensors cannot "
             "hold: save it by other means"

@@ -97,7 +97,7 @@ class TritonStepper:
         self._coefficients = Coefficients(
             rule, groups, self._table, step_stats=step_stats, partials=self._partials, also_used=blocks
         )
-        self._squares_by_class = self._divide_partials()
+        self._squares_by_class = self._partials_by_class()
         self.whole_grads: Grads | None = None
         self._squares: list[Launch] = []
         self._updates: list[Launch] = []
@@ -127,7 +127,7 @@ class TritonStepper:
         ]
         return torch.from_numpy(table).to(self.device), groups, partials
 
-    def _divide_partials(self) -> dict[int, Tensor]:
+    def _partials_by_class(self) -> dict[int, Tensor]:
         """The partial sums of each norm class. Those of one class are in one piece."""
         classes: dict[int, list[int]] = {}
         start = 0

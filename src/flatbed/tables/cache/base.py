@@ -98,7 +98,7 @@ class LookupBatch:
     """The ids, flat, in the dtype that kernels take."""
     unique: UniqueRows
     cache: Cache | None = None
-    """The cache that the rows were admitted to; if ranks divide the table, the rows of `exchanged`."""
+    """The cache that the rows were admitted to; if the table is sharded, the rows of `exchanged`."""
     admission: Any = None
     """Admission of the batch to `cache`: a number for `GpuCache`, a `Reservation` for `HostIndexCache`."""
     ids: Tensor | None = None
@@ -110,7 +110,7 @@ class LookupBatch:
     """The weights of the unique rows, if the lookup has read them, and the table's generation then."""
     generation: tuple[int, int] = (-1, -1)
     exchanged: Exchanged | None = None
-    """Of a table that ranks divide: the rows that ranks have asked each other for. Values are read later."""
+    """Of a sharded table: the rows that ranks have asked each other for. Values are read later."""
 
     def matches(self, ids: Tensor) -> bool:
         """Return True if the batch was made of these ids, and their memory has not changed since."""
