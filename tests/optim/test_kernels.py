@@ -88,7 +88,7 @@ def check(case: Case, device: str, *, steps: int, dtype: torch.dtype = torch.flo
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_as_exact_as_torch(case: Case, kernel_device: str) -> None:
-    check(case, kernel_device, steps=50)
+    check(case, kernel_device, steps=50 if kernel_device == "cuda" else 12)  # the interpreter takes long
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, on one process or two, with flat parameters; prints the final weights' sum."""
+"""Lightning's Trainer, on one process and on two, with and without flat parameters; saves the final weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ warnings.filterwarnings("ignore")
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, results: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.mode = mode
+        self.mode, self.results = mode, results
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def training_step(self, batch: tuple[torch.Tensor], _: int) -> torch.Tensor:
@@ -35,14 +35,18 @@ class Module(lightning.LightningModule):
         if self.mode != "plain":
             self.flat.assert_buffer_is_valid()
 
+    def on_train_end(self) -> None:
+        if self.trainer.is_global_zero:
+            weights = torch.cat([p.detach().flatten() for p in self.net.parameters()])
+            torch.save({"weights": weights, "steps": self.trainer.global_step}, self.results)
 
-def main(mode: str, devices: int, folder: str) -> None:
+
+def train(mode: str, devices: int, folder: str) -> None:
     data = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
-    module = Module(mode)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy="ddp" if devices > 1 else "auto",
+        strategy="ddp_fork" if devices > 1 else "auto",
         max_epochs=3,
         gradient_clip_val=0.5,
         accumulate_grad_batches=2,
@@ -52,12 +56,11 @@ def main(mode: str, devices: int, folder: str) -> None:
         enable_model_summary=False,
         default_root_dir=folder,
     )
+    module = Module(mode, f"{folder}/{mode}-{devices}.pt")
     trainer.fit(module, DataLoader(TensorDataset(data), batch_size=8))
-    if trainer.is_global_zero:
-        weights = torch.cat([p.detach().flatten() for p in module.net.parameters()])
-        torch.save(weights, f"{folder}/{mode}-{devices}.pt")
-        print(f"trained {trainer.global_step} steps")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    for devices in (1, 2):
+        for mode in ("plain", "flat"):
+            train(mode, devices, sys.argv[1])
