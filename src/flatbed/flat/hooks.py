@@ -26,6 +26,7 @@ from flatbed.errors import FlatbedError
 from flatbed.flat import model_params
 from flatbed.flat.buffer import Buffer, clip, view
 from flatbed.flat.flat_parameter import FlatParameter
+from flatbed.optim.optimizer import Optimizer
 from flatbed.optim.probe import refuse_shape_readers
 
 if TYPE_CHECKING:
@@ -184,7 +185,8 @@ def _check_first_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
     first = optimizer.param_groups[0]["params"][0]
     if _seen.get(optimizer) == len(optimizer.param_groups) or is_capturing(first.device):
         return
-    for group in optimizer.param_groups:
+    is_elementwise = isinstance(optimizer, Optimizer) and optimizer._rule.update is not None
+    for group in [] if is_elementwise else optimizer.param_groups:
         flat = next((p for p in group["params"] if type(p) is FlatParameter), None)
         if flat is not None:
             refuse_shape_readers(optimizer, group, flat.device)
