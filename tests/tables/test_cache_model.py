@@ -136,7 +136,7 @@ class CacheMachine(RuleBasedStateMachine):
         for ids in batches:
             requests.append(prefetcher.check([ids]))
             prefetcher.read(requests[-1])
-            prefetcher.admit(requests[-1], [ids])
+            prefetcher.admit(requests[-1], {id(ids): ids})
         for ids, request in zip(batches, requests, strict=True):
             prefetcher.begin(request)
             found = self.emb(ids).detach()

@@ -17,7 +17,7 @@ from flatbed.errors import FlatbedError
 from flatbed.progress import note
 from flatbed.tables.config import Config, build_config, check_file, explained
 from flatbed.tables.ids import as_ids
-from flatbed.tables.lookup import gather, lookup, needs_grad, prepare_lookup
+from flatbed.tables.lookup import GatherFunction, LookupFunction, needs_grad, prepare_lookup
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.sharding import shard_config
 from flatbed.tables.storage.base import row_blocks
@@ -195,7 +195,7 @@ def _opened(
     path = config.path
     if path is not None and resume is None and table._storage.is_allocated and path not in _announced:
         _announced.add(path)
-        note(f"{path} exists, and the table goes on from its rows; pass resume=True to silence this")
+        note(f"{path} exists, and the table continues from its rows; pass resume=True to silence this")
     return table
 
 
@@ -299,7 +299,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         records_grad = needs_grad(table, training=self.training)
         batch = prepare_lookup(table, input, records_grad=records_grad)
         if records_grad:
-            return lookup(table, batch)
+            return cast(Tensor, LookupFunction.apply(table, batch))  # type: ignore[no-untyped-call,unused-ignore]
         rows = table._rows.lookup(batch)
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
@@ -400,7 +400,7 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
         device = table._storage.device
         found = batch.unique
-        rows = gather(table, batch) if records_grad else table._rows.lookup(batch)
+        rows = table._rows.lookup(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         if offsets is not None:
             offsets = as_ids(offsets).to(device)
         if per_sample_weights is not None:
