@@ -301,4 +301,4 @@ TestDisk.settings = settings(max_examples=40, stateful_step_count=25, deadline=N
 TestKernels = pytest.mark.skipif(torch.cuda.is_available(), reason="without the interpreter")(
     ByKernels.TestCase
 )
-TestKernels.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
+TestKernels.settings = settings(max_examples=10, stateful_step_count=12, deadline=None)
