@@ -49,7 +49,19 @@ class Table(TableParameter):
     _rows: RowIO | ShardedRowIO
     """Access to all rows: with several ranks of a sharded table, a collective."""
     _grads: GradAccumulator
+    _deferred_checks: DeferredIdChecks
+    _prefetched: list[LookupBatch]
+    """Prefetched lookups of the current batch."""
     replicate: bool
+    _exchanges: int
+    """Number of comparisons with other replicas: each one takes other rows as its sample."""
+    _agreed: weakref.ref[Any] | None
+    """The optimizer that the ranks of a sharded table have compared."""
+    _owner_ref: weakref.ref[Any] | None
+    _last_training: bool
+    """The mode of the last lookup with gradient: True for training, False for evaluation."""
+    _orphaned: bool | None
+    """The mode of the lookup whose gradients were recorded while no optimizer had the table, if any."""
 
     def __new__(
         cls,
@@ -66,28 +78,15 @@ class Table(TableParameter):
         table._shards = shards
         table._local_rows = RowIO(table._storage)
         table._rows = table._local_rows if shards is None else ShardedRowIO(table._local_rows, shards)
-        table._agreed = None
         table._grads = GradAccumulator(table.num_embeddings)
-        table.replicate = replicate
-        table._owner_ref = None
-        table._orphaned = None
-        table._last_training = True
         table._deferred_checks = DeferredIdChecks()
-        table._exchanges = 0
         table._prefetched = []
+        table.replicate = replicate
+        table._exchanges = 0
+        table._agreed = table._owner_ref = None
+        table._last_training = True
+        table._orphaned = None
         return table
-
-    _owner_ref: weakref.ref[Any] | None
-    _last_training: bool
-    """The mode of the last lookup with gradient: True for training, False for evaluation."""
-    _orphaned: bool | None
-    """The mode of the lookup whose gradients were recorded while no optimizer had the table, if any."""
-    _deferred_checks: DeferredIdChecks
-    _exchanges: int
-    _agreed: weakref.ref[Any] | None
-    """The optimizer that ranks have compared."""
-    _prefetched: list[LookupBatch]
-    """Prefetched lookups of the current batch."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Do nothing: `__new__` has built the table, as for tensors."""
