@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 
 @dataclass(eq=False)
 class FakeRequest:
+    tensors: list[Tensor]
     ids: list[list[int]]
     state: str = "staged"
 
@@ -49,15 +50,10 @@ class FakePrefetch:
     """Raises for a call and the first id of its batch."""
 
     def check(self, ids: list[Tensor]) -> FakeRequest:
-        assert all(one.device == CPU for one in ids)
-        request = FakeRequest([one.flatten().tolist() for one in ids])
+        request = FakeRequest(ids, [one.flatten().tolist() for one in ids])
         self._note("check", request)
         self.requests.append(request)
         return request
-
-    def exchange(self, request: FakeRequest, ids: list[Tensor], channel: None) -> list[Tensor]:
-        assert request.state == "staged"
-        return ids
 
     def read(self, request: FakeRequest) -> None:
         assert self.reads_disk
@@ -65,15 +61,15 @@ class FakePrefetch:
         request.state = "read"
         self._note("read", request)
 
-    def admit(self, request: FakeRequest, ids: list[Tensor]) -> None:
+    def admit(self, request: FakeRequest, moved: dict[int, Tensor]) -> None:
         assert request.state == ("read" if self.reads_disk else "staged")
-        assert [one.flatten().tolist() for one in ids] == request.ids
+        assert [moved[id(one)].flatten().tolist() for one in request.tensors] == request.ids
         request.state = "admitted"
         self._note("admit", request)
 
     def begin(self, request: FakeRequest) -> None:
         assert request.state == "admitted"
-        request.state = "begun"
+        request.state, request.tensors = "begun", []
         self._note("begin", request)
 
     def finish(self, request: FakeRequest) -> None:

@@ -27,6 +27,14 @@ ENDS = {
     "in the middle": """
 prefetched = iter(Prefetcher(endless(), ids))
 next(prefetched)
+not_begun = iter(Prefetcher([torch.arange(3)], ids))
+def slow():
+    yield torch.arange(3)
+    for _ in range(10_000):
+        torch.arange(10_000).sum()
+    yield torch.arange(3)
+busy = iter(Prefetcher(slow(), ids))
+next(busy)
 """,
     "by an exception": """
 for batch in Prefetcher(endless(), ids):
@@ -35,22 +43,8 @@ for batch in Prefetcher(endless(), ids):
     "with workers": """
 prefetched = iter(Prefetcher(DataLoader(range(100), 2, num_workers=2), ids))
 next(prefetched)
-""",
-    "with persistent workers": """
-prefetched = iter(Prefetcher(DataLoader(range(100), 2, num_workers=1, persistent_workers=True), ids))
-next(prefetched)
-""",
-    "not begun": """
-prefetched = iter(Prefetcher([torch.arange(3)], ids))
-""",
-    "in a loader that is busy": """
-def slow():
-    yield torch.arange(3)
-    for _ in range(10_000):
-        torch.arange(10_000).sum()
-    yield torch.arange(3)
-prefetched = iter(Prefetcher(slow(), ids))
-next(prefetched)
+persistent = iter(Prefetcher(DataLoader(range(100), 2, num_workers=1, persistent_workers=True), ids))
+next(persistent)
 """,
     "in a fork": """
 import os
@@ -84,9 +78,7 @@ def run_script(script: str, options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("end", "storage"), [(end, "host") for end in ENDS] + [("in the middle", "disk"), ("in a fork", "disk")]
-)
+@pytest.mark.parametrize(("end", "storage"), [*((end, "host") for end in ENDS), ("in a fork", "disk")])
 def test_exit(end: str, storage: str, tmp_path: Path) -> None:
     """With one thread, and with the two that tables on disk have."""
     options = f"storage={storage!r}" + (f", path={str(tmp_path / 'a.bed')!r}" if storage == "disk" else "")

@@ -287,10 +287,11 @@ def test_ids_of_the_batch_are_not_copied_twice(monkeypatch: pytest.MonkeyPatch) 
     admitted: list[Any] = []
 
     class Prefetch(FakePrefetch):
-        def admit(self, request: Any, ids: list[torch.Tensor]) -> None:
+        def admit(self, request: Any, moved: dict[int, torch.Tensor]) -> None:
+            ids = [moved[id(one)] for one in request.tensors]
             assert torch.cuda.current_stream() == pipeline.stream_for(ids[0].device, "rows")
             admitted.append(ids)
-            super().admit(request, ids)
+            super().admit(request, moved)
 
     monkeypatch.setattr(prefetcher_module, "RowPrefetch", Prefetch)
     emb = flatbed.Embedding(ROWS, 4, device="cuda")

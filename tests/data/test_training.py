@@ -168,32 +168,39 @@ def test_inference_mode() -> None:
     assert torch.equal(torch.cat(found), emb.weight[:20][torch.cat(given)])
 
 
-def check_layouts(layouts: list[Any], device: str) -> None:
+def check_layouts(layouts: list[Any], device: str, storage: str, folder: Path) -> None:
     found = []
     for is_prefetched in (False, True):
-        emb = flatbed.Embedding(ROWS, DIM, cache_rows=40, seed=0, device=device)
+        path = folder / f"{is_prefetched}.bed" if storage == "disk" else None
+        emb = flatbed.Embedding(ROWS, DIM, storage=storage, path=path, cache_rows=40, seed=0, device=device)
         optimizer = flatbed.optim.Adam(emb, lr=0.1)
         for ids in Prefetcher(layouts, {emb: lambda b: b}) if is_prefetched else layouts:
             emb(ids).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         found.append(emb.read_rows(range(ROWS)))
+        emb.table.close(discard=True)
     assert torch.equal(*found)
 
 
-def test_every_layout_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    check_layouts([*LAYOUTS.values()], "cpu")
+@pytest.mark.parametrize("storage", ["host", "disk"])
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_every_layout_of_ids(
+    interpret: str, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    check_layouts([*LAYOUTS.values()], "cpu", storage, tmp_path)
 
 
 # ---- on a GPU
 
 
 @pytest.mark.gpu
-def test_every_layout_of_ids_on_the_gpu() -> None:
+@pytest.mark.parametrize("storage", ["host", "disk"])
+def test_every_layout_of_ids_on_the_gpu(storage: str, tmp_path: Path) -> None:
     pairs = PAIRS.cuda()
     on_gpu = [pairs[:, 0], pairs.int()[:, 1], pairs.t(), pairs[:1, 0].expand(30), pairs[:0]]
-    check_layouts([*LAYOUTS.values(), *on_gpu], "cuda")
+    check_layouts([*LAYOUTS.values(), *on_gpu], "cuda", storage, tmp_path)
 
 
 @pytest.mark.gpu

@@ -266,4 +266,6 @@ def worker(rank: int, store: str, world: int) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(worker, args=(sys.argv[1], int(sys.argv[2])), nprocs=int(sys.argv[2]))
+    # Forked, since importing torch takes longer than most of the cases.
+    n_ranks = int(sys.argv[2])
+    mp.start_processes(worker, (sys.argv[1], n_ranks), n_ranks, start_method="fork")

@@ -49,9 +49,21 @@ def _rules() -> dict[str, Callable[..., Any]]:
 
 
 RULES = _rules()
+
+
+def _rules_by_record() -> list[str]:
+    """One rule for each class and set of state: caches move records, and see no other options."""
+    names: dict[Any, str] = {}
+    for name, make in RULES.items():
+        emb = flatbed.Embedding(2, 1)
+        optimizer = make([emb.table])
+        names.setdefault((type(optimizer), emb.table.state_names), name)
+    return [*names.values()]
+
+
 FACTORS: dict[str, list[Any]] = {
-    "rule": list(RULES),
-    "dim": [1, 3, 5, 8, 130],
+    "rule": _rules_by_record(),
+    "dim": [1, 3, 8, 130],
     "dtype": list(DTYPES),
     "size": ["between", "smaller", "larger"],
     "depth": [0, 1, 2, 4],  # 0: no prefetcher
@@ -251,7 +263,7 @@ FEW = [
 
 @pytest.mark.parametrize("training", FEW, ids=str)
 def test_by_kernels(training: Training, kernel_device: str, tmp_path: Path) -> None:
-    check(training, kernel_device, tmp_path, steps=3)
+    check(training, kernel_device, tmp_path, steps=3 if training.n_passes == 1 else 2)
 
 
 @pytest.mark.gpu

@@ -77,7 +77,8 @@ def test_rules_on_the_gpu(case: Case, pattern: str, storage: str, tmp_path: Path
 
 @pytest.mark.parametrize(("case", "pattern", "storage"), diagonal(ALL_CASES))
 def test_rules_by_kernels(case: Case, pattern: str, storage: str, tmp_path: Path, kernel_device: str) -> None:
-    check(case, pattern, Setup(storage, kernel_device, tmp_path), dim=5)
+    steps = STEPS if "radam" in case.name else 4  # RAdam rectifies from the sixth on
+    check(case, pattern, Setup(storage, kernel_device, tmp_path), dim=5, steps=steps)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
 from flatbed.tables.config import device_of
 from flatbed.tables.embedding import TableModule
-from flatbed.tables.ids import INTEGERS, as_ids, check_range
+from flatbed.tables.ids import INTEGERS, as_ids
 from flatbed.tables.prefetch import RowPrefetch
 from flatbed.tables.table import Table
 
@@ -150,14 +150,6 @@ class TableLookups:
                 is_tensor = isinstance(one, Tensor) and one.dtype in ID_DTYPES
                 ids.append(one if is_tensor else self._converted(one))
         return ids
-
-    def check(self, ids: list[Tensor]) -> None:
-        """Raise IndexError for ids, on the host, that are out of range."""
-        for one in ids:
-            try:
-                check_range(as_ids(one), self.table.num_embeddings)
-            except IndexError as error:
-                raise IndexError(f"the lookups of {self.table!r}: {error}") from None
 
     def _converted(self, found: Any) -> Tensor:
         try:

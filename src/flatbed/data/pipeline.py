@@ -24,14 +24,13 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from flatbed.cuda.streams import relax_capture, stream_for
 from flatbed.data.batches import TableLookups, without_rows
 from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks, reason_of
 from flatbed.data.sm_policy import SmPolicy
 from flatbed.data.transfer import BatchMover, MovedBatch, record_stream
-from flatbed.tables.prefetch import RowPrefetch
+from flatbed.tables.prefetch import PrefetchRequest, RowPrefetch, check_ids
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,31 +40,22 @@ JOIN_SECONDS = 5.0
 """How long `close` waits for a thread that is inside the loader. The thread ends when the loader returns."""
 
 
-@dataclass(slots=True)
-class PendingLookup:
-    """The rows that one table prefetches for one batch."""
-
-    prefetch: RowPrefetch
-    request: Any
-    tensors: list[Tensor]
-    """Those that `RowPrefetch.admit` needs; on the device once the batch is moved."""
-
-
 @dataclass(slots=True, eq=False)
 class PendingBatch:
     """A batch between the loader and the end of its step."""
 
-    lookups: deque[PendingLookup] = field(default_factory=deque)
+    requests: deque[tuple[RowPrefetch, PrefetchRequest]] = field(default_factory=deque)
+    """For each table, the rows that it prefetches for this batch."""
     moved: MovedBatch | None = None
 
     def finish(self) -> None:
-        """End all lookups, each once, also if two threads do so."""
+        """End all requests, each once, also if two threads do so."""
         while True:
             try:
-                lookup = self.lookups.popleft()
+                prefetch, request = self.requests.popleft()
             except IndexError:
                 return
-            lookup.prefetch.finish(lookup.request)
+            prefetch.finish(request)
 
 
 @dataclass(slots=True)
@@ -134,7 +124,7 @@ class Pipeline:
                     break
                 outbox.put(result)
                 del item, result  # the next one may take long
-        except BaseException as error:  # raised by the training thread when its turn comes
+        except BaseException as error:  # the training thread raises it after the batches before
             result = End(None if self.is_closed else error)
         if self.ranks is not None and stage == self.load:
             self.ranks.leave()
@@ -150,16 +140,13 @@ class Pipeline:
             batch, leaves = self._stage(pending)
             if batch is NO_BATCH:
                 return End()
-            channel = None if self.ranks is None else self.ranks.channel
-            extra: list[Tensor] = []
-            for each in pending.lookups:
-                each.tensors = each.prefetch.exchange(each.request, each.tensors, channel)
-                extra += each.tensors
+            if self.ranks is not None:
+                for prefetch, request in pending.requests:
+                    prefetch.exchange(request, self.ranks.channel)
             if steps is not None:
                 steps.synchronize()  # the device holds no more than depth + 1 batches
-            pending.moved = moved = self.mover.move(batch, leaves, extra)
-            for each in pending.lookups:
-                each.tensors = [moved.tensors[id(tensor)] for tensor in each.tensors]
+            extra = [tensor for _, request in pending.requests for tensor in request.tensors]
+            pending.moved = self.mover.move(batch, leaves, extra)
             if self.ranks is not None:
                 self.ranks.n_loaded += 1
         except BaseException as error:
@@ -186,7 +173,12 @@ class Pipeline:
             batch = ranks.empty_batch
         if batch is not NO_BATCH:
             batch, leaves = self.mover.to_host(batch)
-            self._check(pending, batch)
+            for lookup in self.lookups:
+                ids = lookup.ids(batch)
+                if not self.depth or ranks is not None:  # the error of one rank is for all of them
+                    check_ids(lookup.table, ids)
+                if self.depth:
+                    pending.requests.append((lookup.prefetch, lookup.prefetch.check(ids)))
         if ranks is not None:
             if ranks.uneven == "empty" and not has_ended:
                 ranks.empty_batch = without_rows(batch)
@@ -195,21 +187,10 @@ class Pipeline:
                 return NO_BATCH, []
         return batch, leaves
 
-    def _check(self, pending: PendingBatch, batch: Any) -> None:
-        """Find the ids of a batch on the host, and check them."""
-        for lookup in self.lookups:
-            ids = lookup.ids(batch)
-            on_host = [one if one.is_cpu else one.cpu() for one in ids]
-            if not self.depth or self.ranks is not None:  # the error of one rank is for all of them
-                lookup.check(on_host)
-            if self.depth:
-                request = lookup.prefetch.check(on_host)
-                pending.lookups.append(PendingLookup(lookup.prefetch, request, ids))
-
     def _read(self, pending: PendingBatch) -> PendingBatch:
         try:
-            for each in pending.lookups:
-                each.prefetch.read(each.request)
+            for prefetch, request in pending.requests:
+                prefetch.read(request)
         except BaseException:
             pending.finish()
             raise
@@ -313,9 +294,8 @@ class PrefetchIterator(Iterator[Any]):
                     pipeline.ranks.take_batch()
                 pending = pipeline.in_use = pipeline.ready.popleft()
                 assert pending.moved is not None
-                for each in pending.lookups:
-                    each.prefetch.begin(each.request)
-                    each.tensors = []
+                for prefetch, request in pending.requests:
+                    prefetch.begin(request)
                 batch = pipeline.mover.hand_out(pending.moved)
                 pending.moved = None  # the loop alone holds the batch
                 for _ in range(pipeline.depth - pipeline.n_permits - len(pipeline.ready)):
@@ -347,22 +327,22 @@ class PrefetchIterator(Iterator[Any]):
             self._take(pipeline.load(None))
 
     def _take(self, taken: PendingBatch | End) -> None:
+        """Admit the rows of a loaded batch in the stream "rows", after the copies of its ids."""
         if isinstance(taken, End):
             self._end = taken
-        else:
-            self._pipeline.ready.append(taken)
-            if taken.lookups:
-                self._admit(taken)
-
-    def _admit(self, pending: PendingBatch) -> None:
+            return
+        self._pipeline.ready.append(taken)
+        if not taken.requests:
+            return
+        assert taken.moved is not None
+        moved = taken.moved.tensors
         if self._rows is not None:
-            assert pending.moved is not None
-            self._rows.wait_event(pending.moved.arrived)
-            for tensor in (tensor for each in pending.lookups for tensor in each.tensors):
-                record_stream(tensor, self._rows)
+            self._rows.wait_event(taken.moved.arrived)
+            for tensor in (tensor for _, request in taken.requests for tensor in request.tensors):
+                record_stream(moved[id(tensor)], self._rows)
         with nullcontext() if self._rows is None else torch.cuda.stream(self._rows):
-            for each in pending.lookups:
-                each.prefetch.admit(each.request, each.tensors)
+            for prefetch, request in taken.requests:
+                prefetch.admit(request, moved)
 
     def _fail(self, error: BaseException) -> None:
         """Close, and let the loader thread tell other ranks the reason."""

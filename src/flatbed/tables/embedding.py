@@ -17,7 +17,7 @@ from flatbed.errors import FlatbedError
 from flatbed.progress import note
 from flatbed.tables.config import Config, build_config, check_file, explained
 from flatbed.tables.ids import as_ids
-from flatbed.tables.lookup import gather, lookup, needs_grad, prepare_lookup
+from flatbed.tables.lookup import GatherFunction, LookupFunction, needs_grad, prepare_lookup
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.sharding import shard_config
 from flatbed.tables.storage.base import row_blocks
@@ -176,8 +176,31 @@ class TableModule(nn.Module):
         made._set_options(**options)
         return made
 
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
+    ) -> Self:
+        """Build a module with these weights, (num_embeddings, embedding_dim)."""
+        weights = embeddings if isinstance(embeddings, Tensor) else torch.as_tensor(embeddings, device="cpu")
+        if weights.dim() != 2:
+            raise ValueError(
+                f"embeddings must be (num_embeddings, embedding_dim); found {tuple(weights.shape)}"
+            )
+        if "init" in options:
+            raise TypeError(f"from_pretrained takes no init; found init={options['init']!r}")
+        path = options.get("path")
+        if path is not None and Path(path).exists():
+            raise FlatbedError(f"{path} exists, and from_pretrained would overwrite it: choose another path")
+        if path is not None:
+            options["resume"] = False
+        make: Any = cls
+        options = {"dtype": weights.dtype, "device": weights.device, **options}
+        made: Self = make(*weights.shape, padding_idx, init="zeros", **options)
+        write_field(made.table, WEIGHT, weights)
+        return made.requires_grad_(not freeze)
+
     def _set_options(self) -> None:
-        """Set what a kind of module has besides its table."""
+        """Set the options that a kind of module has besides its table."""
 
 
 _announced: set[Path] = set()
@@ -186,7 +209,7 @@ torch_embedding: Any = nn.Embedding
 torch_embedding_bag: Any = nn.EmbeddingBag
 
 
-def _opened(
+def _open_table(
     config: Config, device: Any, *, replicate: bool, shards: RowShards | None, resume: bool | None
 ) -> Table:
     """Make a table, or open its file. With ``resume=None``, an opened file is named once, on stderr."""
@@ -195,7 +218,7 @@ def _opened(
     path = config.path
     if path is not None and resume is None and table._storage.is_allocated and path not in _announced:
         _announced.add(path)
-        note(f"{path} exists, and the table goes on from its rows; pass resume=True to silence this")
+        note(f"{path} exists, and the table continues from its rows; pass resume=True to silence this")
     return table
 
 
@@ -269,18 +292,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         config, shards = shard_config(
             config, shard, replicate=replicate, mesh=mesh, process_group=process_group
         )
-        super().__init__(_opened(config, device, replicate=replicate, shards=shards, resume=resume))
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        embeddings: Tensor,
-        freeze: bool = True,
-        padding_idx: int | None = None,
-        **options: Any,
-    ) -> Self:
-        """Build a table with these weights, (num_embeddings, embedding_dim)."""
-        return cast("Self", _pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
+        super().__init__(_open_table(config, device, replicate=replicate, shards=shards, resume=resume))
 
     def to_torch(self) -> nn.Embedding:
         """Copy the weights into an nn.Embedding, in host memory unless the table is on a GPU.
@@ -299,7 +311,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         records_grad = needs_grad(table, training=self.training)
         batch = prepare_lookup(table, input, records_grad=records_grad)
         if records_grad:
-            return lookup(table, batch)
+            return cast(Tensor, LookupFunction.apply(table, batch))  # type: ignore[no-untyped-call,unused-ignore]
         rows = table._rows.lookup(batch)
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
@@ -362,20 +374,13 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         config, shards = shard_config(
             config, shard, replicate=replicate, mesh=mesh, process_group=process_group
         )
-        super().__init__(_opened(config, device, replicate=replicate, shards=shards, resume=resume))
+        super().__init__(_open_table(config, device, replicate=replicate, shards=shards, resume=resume))
         self._set_options(mode=mode, include_last_offset=include_last_offset)
 
     def _set_options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:
         _check_mode(mode)
         self.mode = mode
         self.include_last_offset = include_last_offset
-
-    @classmethod
-    def from_pretrained(
-        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
-    ) -> Self:
-        """Build a table with these weights, (num_embeddings, embedding_dim)."""
-        return cast("Self", _pretrained(cls, embeddings, freeze, padding_idx=padding_idx, **options))
 
     def to_torch(self) -> nn.EmbeddingBag:
         """Copy the weights into an nn.EmbeddingBag: see `Embedding.to_torch`."""
@@ -400,7 +405,7 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
         device = table._storage.device
         found = batch.unique
-        rows = gather(table, batch) if records_grad else table._rows.lookup(batch)
+        rows = table._rows.lookup(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         if offsets is not None:
             offsets = as_ids(offsets).to(device)
         if per_sample_weights is not None:
@@ -430,25 +435,6 @@ def _untraced(forward: Callable[..., Tensor], *args: Any) -> Tensor:
 def _check_mode(mode: str) -> None:
     if mode not in ("sum", "mean", "max"):
         raise ValueError(f"mode must be 'sum', 'mean' or 'max'; found {mode!r}")
-
-
-def _pretrained(cls: Any, embeddings: Any, freeze: bool, **options: Any) -> Any:
-    """Build a module with given weights."""
-    weights = embeddings if isinstance(embeddings, Tensor) else torch.as_tensor(embeddings, device="cpu")
-    if weights.dim() != 2:
-        raise ValueError(f"embeddings must be (num_embeddings, embedding_dim); found {tuple(weights.shape)}")
-    if "init" in options:
-        raise TypeError(f"from_pretrained takes no init; found init={options['init']!r}")
-    path = options.get("path")
-    if path is not None and Path(path).exists():
-        raise FlatbedError(f"{path} exists, and from_pretrained would overwrite it: choose another path")
-    if path is not None:
-        options["resume"] = False
-    module = cls(
-        *weights.shape, init="zeros", **{"dtype": weights.dtype, "device": weights.device, **options}
-    )
-    write_field(module.table, WEIGHT, weights)
-    return module.requires_grad_(not freeze)
 
 
 def whole_field(table: Table, name: str) -> Tensor:

@@ -148,6 +148,11 @@ def checks_in_capture() -> Iterator[list[DeferredIdChecks]]:
         _captured = None
 
 
+def new_error_slot(device: torch.device) -> Tensor:
+    """Return a tensor of one number, where kernels record the position of the first bad id."""
+    return torch.full((1,), NO_ERROR, dtype=torch.int64, device=device)
+
+
 class DeferredIdChecks:
     """Lookups of a table whose ids kernels have checked, and whose results the host has not read yet.
 
@@ -160,17 +165,6 @@ class DeferredIdChecks:
         """Where the kernels of all captured lookups record the first bad position."""
         self._n_rows = 0
         self._in_graphs = False
-
-    def error_slot(self, device: torch.device, *, capturing: bool) -> Tensor:
-        """Return a tensor where kernels record the first bad position; all CUDA graphs share one."""
-        if not capturing:
-            return torch.full((1,), NO_ERROR, dtype=torch.int64, device=device)
-        if self.graph_slot is None:
-            raise FlatbedError("take a training step with this table before the capture of a CUDA graph")
-        self._in_graphs = True
-        if _captured is not None and self not in _captured:
-            _captured.append(self)
-        return self.graph_slot
 
     def add(self, ids: Tensor, error_slot: Tensor, *, n_rows: int, offset: int = 0) -> None:
         """Remember a lookup; `offset` is subtracted from the recorded position."""
@@ -193,8 +187,17 @@ class DeferredIdChecks:
     def prepare_capture(self, device: torch.device, n_rows: int) -> None:
         """Allocate and load what a captured lookup needs: neither is possible during a capture."""
         self._n_rows = n_rows
-        self.graph_slot = torch.full((1,), NO_ERROR, dtype=torch.int64, device=device)
+        self.graph_slot = new_error_slot(device)
         to_int32_keys(self.graph_slot, n_rows)
+
+    def graph_error_slot(self) -> Tensor:
+        """Return the error slot that all captured lookups of this table share."""
+        if self.graph_slot is None:
+            raise FlatbedError("take a training step with this table before the capture of a CUDA graph")
+        self._in_graphs = True
+        if _captured is not None and self not in _captured:
+            _captured.append(self)
+        return self.graph_slot
 
     def check_graphs(self) -> None:
         """Raise if a CUDA graph was replayed with ids out of range. Waits for the GPU, if there was one."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from flatbed.kernels import check_values_exist, use_triton
 from flatbed.kernels.locations import NONE, UniqueRows, sentinel_of
 from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
-from flatbed.tables.ids import NO_ERROR, as_ids, check_range, to_device
+from flatbed.tables.ids import NO_ERROR, as_ids, check_range, new_error_slot, to_device
 from flatbed.tables.sharding import LOOKUP, ShardedRowIO
 from flatbed.tables.table import Table
 
@@ -32,41 +34,56 @@ def prepare_lookup(
     check_values_exist("a lookup")
     if isinstance(table._rows, ShardedRowIO):
         return _prepare_sharded(table, table._rows, ids, for_bag=for_bag, records_grad=records_grad)
-    given, store, checks = _as_ids(ids, for_bag=for_bag), table._storage, table._deferred_checks
-    n_rows, padding_idx = store.config.n_rows, store.config.padding_idx
-    capturing = is_capturing(store.device)
-    is_checked = given.device.type == "cpu" and not capturing
-    if is_checked:
-        check_range(given, n_rows)
-    elif capturing:
+    store, checks = table._storage, table._deferred_checks
+    n_rows, lead = store.config.n_rows, store.config.padding_idx if for_bag else None
+    given = as_ids(ids)
+    if for_bag:
+        _check_bags(given)
+    find_rows = partial(_find_rows, table, given.shape, lead=lead, records_grad=records_grad)
+    if is_capturing(store.device):
         _check_capture(table, given)
-    if records_grad and not capturing and store.device.type == "cuda" and checks.graph_slot is None:
+        return find_rows(_device_keys(given, n_rows, store.device), checks.graph_error_slot())
+    is_on_host = given.device.type == "cpu"
+    if is_on_host:
+        check_range(given, n_rows)
+    if records_grad and store.device.type == "cuda" and checks.graph_slot is None:
         checks.prepare_capture(store.device, n_rows)
-    lead = padding_idx if for_bag else None
-    if records_grad and lead is None and not capturing and isinstance(ids, Tensor):
+    if records_grad and lead is None and isinstance(ids, Tensor):
         for batch in table._prefetched:
             if batch.cache is not None and batch.matches(ids) and batch.cache.protects(batch):
                 return replace(batch, shape=given.shape)
-    keys = _keys(given.flatten(), n_rows, store.device, is_checked=is_checked)
-    error_slot = None if is_checked else checks.error_slot(store.device, capturing=capturing)
+    if is_on_host:
+        return find_rows(_host_keys(given, n_rows, store.device))
+    keys = _device_keys(given, n_rows, store.device)
+    error_slot = new_error_slot(store.device)
+    table._raise_bad_ids(wait=False)
+    defer = partial(checks.add, given, error_slot, n_rows=n_rows, offset=int(lead is not None))
+    return find_rows(keys, error_slot, defer)
 
-    def defer_check() -> None:  # before rows move, so that `step` need not wait for the bus
-        if error_slot is not None and not capturing:
-            checks.add(given, error_slot, n_rows=n_rows, offset=int(lead is not None))
 
-    if error_slot is not None and not capturing:
-        table._raise_bad_ids(wait=False)
-    cache = store.ensure_cache(given.numel()) if records_grad else None
+def _find_rows(
+    table: Table,
+    shape: torch.Size,
+    keys: Tensor,
+    error_slot: Tensor | None = None,
+    on_checked: Callable[[], None] | None = None,
+    *,
+    lead: int | None,
+    records_grad: bool,
+) -> LookupBatch:
+    """Find the unique rows of keys. With `records_grad`, they are admitted to the table's cache.
+
+    Calls `on_checked` before rows move, so that `step` need not wait for the bus.
+    """
+    cache = table._storage.ensure_cache(len(keys)) if records_grad else None
     sought = keys if lead is None else _with_lead(keys, lead)
-    admission = None
-    if cache is None:
-        found = unique(sought, n_rows, error_slot)
-        defer_check()
+    if cache is not None:
+        found, admission = cache.admit(sought, error_slot, on_checked)
     else:
-        found, admission = cache.admit(sought, error_slot, on_checked=defer_check)
-    if lead is not None:
-        found = UniqueRows(found.rows, found.inverse[1:])
-    return LookupBatch(given.shape, keys, found, cache, admission)
+        found, admission = unique(sought, table._storage.config.n_rows, error_slot), None
+        if on_checked is not None:
+            on_checked()
+    return LookupBatch(shape, keys, found if lead is None else _without_lead(found), cache, admission)
 
 
 def _prepare_sharded(
@@ -76,7 +93,7 @@ def _prepare_sharded(
 
     Ids on a GPU raise here, too: the host waits for the number of rows of each owner.
     """
-    store, n_rows, checks = table._storage, table.num_embeddings, table._deferred_checks
+    store, n_rows = table._storage, table.num_embeddings
     lead = store.config.padding_idx if for_bag else None
     doing = LOOKUP[records_grad]
     if isinstance(ids, Tensor) and lead is None and not is_capturing(store.device):
@@ -86,41 +103,49 @@ def _prepare_sharded(
     with access.shards.failing_together(doing):
         if is_capturing(store.device):
             raise FlatbedError("a lookup in a sharded table cannot be part of a CUDA graph")
-        given = _as_ids(ids, for_bag=for_bag)
-        on_host = given.device.type == "cpu"
-        if on_host:
+        given = as_ids(ids)
+        if for_bag:
+            _check_bags(given)
+        error_slot = None
+        if given.device.type == "cpu":
             check_range(given, n_rows)
-        keys = _keys(given.flatten(), n_rows, store.device, is_checked=on_host)
-        error_slot = None if on_host else checks.error_slot(store.device, capturing=False)
+            keys = _host_keys(given, n_rows, store.device)
+        else:
+            keys = _device_keys(given, n_rows, store.device)
+            error_slot = new_error_slot(store.device)
         found = unique(keys if lead is None else _with_lead(keys, lead), n_rows, error_slot)
         route = access.shards.route(found.rows)
         if error_slot is not None and int(error_slot) != NO_ERROR:
             check_range(given, n_rows)
-    if lead is not None:
-        found = UniqueRows(found.rows, found.inverse[1:])
     exchanged = access.exchange(doing, route, admits=records_grad)
+    found = found if lead is None else _without_lead(found)
     return LookupBatch(given.shape, keys, found, exchanged=exchanged)
 
 
-def _as_ids(ids: Any, *, for_bag: bool) -> Tensor:
-    found = as_ids(ids)
-    if for_bag and found.dim() not in (1, 2):
-        raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(found.shape)}")
-    return found
+def _check_bags(ids: Tensor) -> None:
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(ids.shape)}")
 
 
-def _keys(ids: Tensor, n_rows: int, device: torch.device, *, is_checked: bool) -> Tensor:
-    """Return ids, (n,), on the computing device, in the dtype that kernels sort fastest."""
-    if is_checked:
-        is_int32 = n_rows <= INT32_ROWS and use_triton(device)
-        return to_device(ids, device, torch.int32 if is_int32 else torch.int64)
-    return to_int32_keys(ids.to(device, non_blocking=True), n_rows)
+def _host_keys(ids: Tensor, n_rows: int, device: torch.device) -> Tensor:
+    """Copy ids in range to the computing device, flat, in the dtype that kernels sort fastest."""
+    is_int32 = n_rows <= INT32_ROWS and use_triton(device)
+    return to_device(ids.flatten(), device, torch.int32 if is_int32 else torch.int64)
+
+
+def _device_keys(ids: Tensor, n_rows: int, device: torch.device) -> Tensor:
+    """Return ids of any value as keys on the computing device, flat."""
+    return to_int32_keys(ids.flatten().to(device, non_blocking=True), n_rows)
 
 
 def _with_lead(keys: Tensor, padding_idx: int) -> Tensor:
     """Put the key of no row in front of keys, and in place of the padding row."""
     sentinel = sentinel_of(keys)
     return torch.cat([keys.new_full((1,), sentinel), torch.where(keys == padding_idx, sentinel, keys)])
+
+
+def _without_lead(found: UniqueRows) -> UniqueRows:
+    return UniqueRows(found.rows, found.inverse[1:])
 
 
 def _check_capture(table: Table, ids: Tensor) -> None:
@@ -167,15 +192,13 @@ class LookupFunction(torch.autograd.Function):
         return None, None
 
 
-class Gather(torch.autograd.Function):
+class GatherFunction(torch.autograd.Function):
     """Unique rows → their weights, (n, dim). Backward records their gradients."""
 
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
-        if isinstance(table._rows, ShardedRowIO):
-            return table._rows.lookup(batch)
-        return table._rows.weights(batch.unique.rows, batch)
+        return table._rows.lookup(batch)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
@@ -183,18 +206,6 @@ class Gather(torch.autograd.Function):
         rows, sums = mask_row(ctx.batch.unique.rows, grads[0].detach().to(wide), NONE)
         ctx.table._record_grads(rows, sums, ctx.batch)
         return None, None
-
-
-def lookup(table: Table, batch: LookupBatch) -> Tensor:
-    """Return the weights of a batch's ids, with gradient."""
-    weights: Tensor = LookupFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
-    return weights
-
-
-def gather(table: Table, batch: LookupBatch) -> Tensor:
-    """Return the weights of a batch's unique rows, with gradient."""
-    weights: Tensor = Gather.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
-    return weights
 
 
 def needs_grad(table: Table, *, training: bool) -> bool:
@@ -205,7 +216,7 @@ def needs_grad(table: Table, *, training: bool) -> bool:
     """
     if not (torch.is_grad_enabled() and table._needs_grad):
         return False
-    if table._orphaned and (training or table._orphaned_in_eval):
+    if table._orphaned is not None and (training or not table._orphaned):
         table._check_owner()
     table._last_training = training
     return True

@@ -53,7 +53,7 @@ class RowIO:
 
     def lookup(self, batch: LookupBatch) -> Tensor:
         """Read the weights of a batch's unique rows."""
-        return self.weights(batch.unique.rows)
+        return self.weights(batch.unique.rows, batch)
 
     def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
         """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""

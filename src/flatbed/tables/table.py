@@ -49,7 +49,19 @@ class Table(TableParameter):
     _rows: RowIO | ShardedRowIO
     """Access to all rows: with several ranks of a sharded table, a collective."""
     _grads: GradAccumulator
+    _deferred_checks: DeferredIdChecks
+    _prefetched: list[LookupBatch]
+    """Prefetched lookups of the current batch."""
     replicate: bool
+    _exchanges: int
+    """Number of comparisons with other replicas: each one takes other rows as its sample."""
+    _agreed: weakref.ref[Any] | None
+    """The optimizer that the ranks of a sharded table have compared."""
+    _owner_ref: weakref.ref[Any] | None
+    _last_training: bool
+    """The mode of the last lookup with gradient: True for training, False for evaluation."""
+    _orphaned: bool | None
+    """The mode of the lookup whose gradients were recorded while no optimizer had the table, if any."""
 
     def __new__(
         cls,
@@ -66,30 +78,15 @@ class Table(TableParameter):
         table._shards = shards
         table._local_rows = RowIO(table._storage)
         table._rows = table._local_rows if shards is None else ShardedRowIO(table._local_rows, shards)
-        table._agreed = None
         table._grads = GradAccumulator(table.num_embeddings)
-        table.replicate = replicate
-        table._owner_ref = None
-        table._orphaned = table._orphaned_in_eval = False
-        table._last_training = True
         table._deferred_checks = DeferredIdChecks()
-        table._exchanges = 0
         table._prefetched = []
+        table.replicate = replicate
+        table._exchanges = 0
+        table._agreed = table._owner_ref = None
+        table._last_training = True
+        table._orphaned = None
         return table
-
-    _owner_ref: weakref.ref[Any] | None
-    _orphaned: bool
-    """True if gradients were recorded while no optimizer had the table."""
-    _orphaned_in_eval: bool
-    """True if the lookup before them was in eval mode."""
-    _last_training: bool
-    """The mode of the last lookup with gradient."""
-    _deferred_checks: DeferredIdChecks
-    _exchanges: int
-    _agreed: weakref.ref[Any] | None
-    """The optimizer that ranks have compared."""
-    _prefetched: list[LookupBatch]
-    """Lookups of the batches in hand that were prepared ahead of time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Do nothing: `__new__` has built the table, as for tensors."""
@@ -194,7 +191,7 @@ class Table(TableParameter):
     def _record_grads(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
         """Record the gradients of a lookup. Called in backward, in any thread."""
         if self._owner_ref is None or self._owner_ref() is None:
-            self._orphaned, self._orphaned_in_eval = True, not self._last_training
+            self._orphaned = self._last_training
         self._grads.record(rows, grads, batch)
 
     def _raise_bad_ids(self, *, wait: bool = True) -> None:
@@ -244,7 +241,7 @@ class Table(TableParameter):
             self._storage.set_state_fields(state)
         self._storage.state_owned = True
         self._owner_ref = weakref.ref(owner)
-        self._orphaned = False
+        self._orphaned = None
 
     def drop_state(self) -> None:
         """Drop all optimizer state, and keep the weights."""
@@ -284,7 +281,7 @@ class Table(TableParameter):
     def read_state(self, name: str, ids: Any) -> Tensor:
         """Copy the optimizer state of some rows: ids of any shape → (*shape, dim)."""
         if name not in self.state_names:
-            found = ", ".join(self.state_names) or "none (an optimizer that has the table brings it)"
+            found = ", ".join(self.state_names) or "none (an optimizer that has the table adds it)"
             raise KeyError(f"there is no state {name!r}; found {found}")
         wanted = self._checked(ids, READ)
         taken = self._rows.read_fields(wanted.flatten())[name]
@@ -298,7 +295,7 @@ class Table(TableParameter):
             given = as_values(values, (*wanted.shape, self.embedding_dim))
         rows, values = last_of_each(wanted.flatten(), given.reshape(-1, self.embedding_dim))
         self._rows.write_weights_(rows, values.to(self._storage.device, self._storage.config.dtype))
-        self._orphaned = False  # the caller trains the rows
+        self._orphaned = None  # the caller trains the rows
 
     def topk(  # type: ignore[override,unused-ignore]
         self, queries: Any, k: int, *, metric: str = "dot", chunk_rows: int | None = None

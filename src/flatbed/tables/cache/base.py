@@ -38,7 +38,7 @@ class Cache(Protocol):
     def admit(
         self, keys: Tensor, error_slot: Tensor | None = None, on_checked: Callable[[], None] | None = None
     ) -> tuple[UniqueRows, Any]:
-        """Find the unique rows of a batch and bring them into the cache, in the current stream.
+        """Find the unique rows of a batch and admit them to the cache, in the current stream.
 
         Calls `on_checked` when the kernel that writes `error_slot` is issued, before rows move. Also returns
         the admission: `LookupBatch.admission`.

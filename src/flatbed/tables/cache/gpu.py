@@ -9,8 +9,8 @@ evict slots used by admissions T - W to T - 1. It is issued with W > 0 only if t
 into the cache together, so that all their rows are in slots.
 
 - Training work on the batch with admission t needs no order with prefetches, if `protects(t)`: no later
-  admission could evict the batch's rows (t >= `_oldest_protected`), and the batch is the one in hand
-  (t >= `_in_hand`). `RowPrefetch.begin` orders it after admission t itself.
+  admission could evict the batch's rows (t >= `_oldest_protected`), and the batch is the current one
+  (t >= `_current`). `RowPrefetch.begin` orders it after admission t itself.
 - All other work (older batches, ids that were not prefetched, `read_rows`, `flush`) calls
   `wait_for_prefetch`: the current stream waits for the last prefetch, and the next prefetch waits for the
   current stream.
@@ -56,7 +56,7 @@ class GpuCache:
         self._sizes: deque[int] = deque(maxlen=MAX_WINDOW)  # ids of the last admissions
         self._window = 0
         self._oldest_protected = 1
-        self._in_hand = 0
+        self._current = 0
         self._begun: deque[tuple[int, torch.cuda.Event]] = deque()  # admission, end of work on earlier ones
         self._training_stream: torch.cuda.Stream | None = None
         self._unordered: set[torch.cuda.Stream] = set()  # that the next prefetch waits for
@@ -143,17 +143,17 @@ class GpuCache:
     def protects(self, batch: LookupBatch | None) -> bool:
         if batch is None or batch.cache is not self or self.in_graphs:
             return False
-        return batch.admission is not None and batch.admission >= max(self._oldest_protected, self._in_hand)
+        return batch.admission is not None and batch.admission >= max(self._oldest_protected, self._current)
 
     def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
         numbers = [-1 if batch.admission is None else batch.admission for batch in batches]
         return batches[numbers.index(min(numbers))]
 
     def begin(self, admission: int) -> None:
-        self._in_hand = max(self._in_hand, admission)  # several prefetchers may take turns
+        self._current = max(self._current, admission)  # several prefetchers may take turns
         if self.device.type == "cuda":
             self._training_stream = torch.cuda.current_stream(self.device)
-            self._begun.append((self._in_hand, self._training_stream.record_event()))
+            self._begun.append((self._current, self._training_stream.record_event()))
 
     def wait_for_prefetch(self) -> None:
         """Order the current stream after all prefetches, and the next prefetch after the current stream."""

@@ -123,7 +123,7 @@ class HostIndexCache:
         return unique, None
 
     def reserve(self, rows: Tensor) -> Reservation | None:
-        """Bring unique rows, which are on the host, into the cache and keep them there.
+        """Admit unique rows, which are on the host, and keep them in their slots.
 
         Returns None if they do not fit in addition to other reservations.
         """
@@ -173,7 +173,7 @@ class HostIndexCache:
         """Do nothing: the reservation keeps the batch's rows."""
 
     def _admit(self, rows: Tensor, *, all_or_nothing: bool = False) -> NDArray[np.int64] | None:
-        """Bring rows into the cache. Returns their slots if all are cached now."""
+        """Admit rows. Returns their slots if all of them are cached now."""
         probed = probe(self.index, rows)
         count_uses(self.index, probed)
         if not len(probed.missing):
