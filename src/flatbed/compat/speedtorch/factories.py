@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed import FlatbedError
-from flatbed.compat.speedtorch.arrays import DEVICE_STORAGE, PINNED_STORAGE, FileName
+from flatbed.compat.speedtorch.arrays import FileName
 from flatbed.compat.speedtorch.slots import SlotBatch
 from flatbed.compat.speedtorch.switcher import DiskSwitcher, Switcher
 from flatbed.optim import from_torch
@@ -26,20 +27,25 @@ WEIGHTS = 0
 """Key of the variable itself in `Slots.switcher`."""
 
 
+# A dataclass takes its fields as arguments, in their order: that of SpeedTorch's constructors.
+
+
+@dataclass(eq=False, repr=False)
 class WeightSwitcher(Switcher):
     """Switcher of a variable's rows."""
+
+    model_variable: Any
+    total_classes: int
+    embed_dimension: int
 
     _init_method = "zerosInit(), uniformDistributionInit(), normalDistributionInit() or customInit()"
     _key = WEIGHTS
 
-    def __init__(
-        self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32"
-    ) -> None:
-        self.model_variable = model_variable
+    def __post_init__(self) -> None:
         for option, (default, reason) in REFUSED.items():
-            if getattr(model_variable, option, default) is not default:
+            if getattr(self.model_variable, option, default) is not default:
                 raise ValueError(f"found an embedding with {option}, but {reason}: leave it out")
-        super().__init__(total_classes, embed_dimension, datatype)
+        self._set_up()
 
     def _variable(self) -> nn.Parameter:
         given = self.model_variable
@@ -99,6 +105,7 @@ class WeightSwitcher(Switcher):
         self._write(batch, [variable.data])
 
 
+@dataclass(eq=False, repr=False)
 class ModelFactory(WeightSwitcher):
     """All rows of an embedding: on the variable's device, or with `CPUPinn` in host memory.
 
@@ -119,69 +126,54 @@ class ModelFactory(WeightSwitcher):
     array([-2., -2.], dtype=float32)
     """
 
-    def __init__(
-        self,
-        model_variable: Any,
-        total_classes: int,
-        embed_dimension: int,
-        diskname: Any = "variable",
-        datatype: Any = "float32",
-        CPUPinn: bool = False,
-    ) -> None:
-        if isinstance(getattr(torch, str(diskname).removeprefix("torch."), None), torch.dtype):
+    diskname: Any = "variable"
+    datatype: Any = "float32"
+    CPUPinn: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(getattr(torch, str(self.diskname).removeprefix("torch."), None), torch.dtype):
             # Later releases have no diskname: datatype and CPUPinn are one position to the left.
-            diskname, datatype, CPUPinn = "variable", diskname, CPUPinn or datatype is True
-        self.diskname, self.CPUPinn = diskname, CPUPinn
-        self._storage = PINNED_STORAGE[CPUPinn]
-        super().__init__(model_variable, total_classes, embed_dimension, datatype)
+            self.CPUPinn = self.CPUPinn or self.datatype is True
+            self.diskname, self.datatype = "variable", self.diskname
+        super().__post_init__()
 
 
+@dataclass(eq=False, repr=False)
 class ModelFactoryMM(WeightSwitcher, DiskSwitcher):
     """All rows of an embedding in a file: `DISKNAME0.bed`, or the next number that is free.
 
     `checkpoint()` and `close()` save the rows, `openFile()` continues with them; `CPUPinn` changes nothing.
     """
 
-    def __init__(
-        self,
-        model_variable: Any,
-        total_classes: int,
-        embed_dimension: int,
-        diskname: FileName = "variable",
-        datatype: Any = "float32",
-        CPUPinn: bool = False,
-    ) -> None:
-        self.diskname, self.CPUPinn = diskname, CPUPinn
-        super().__init__(model_variable, total_classes, embed_dimension, datatype)
+    diskname: FileName = "variable"
+    datatype: Any = "float32"
+    CPUPinn: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class PytorchModelFactory(WeightSwitcher):
     """All rows of an embedding: `deviceType` "cuda" for the variable's device, "cpu" for host memory.
 
     GPUs address the host memory with any `pinType`.
     """
 
-    def __init__(
-        self,
-        model_variable: Any,
-        total_classes: int,
-        embed_dimension: int,
-        datatype: Any = "float32",
-        deviceType: str = "cuda",
-        pinType: bool = False,
-    ) -> None:
-        self.deviceType, self.pinType = deviceType, pinType
-        self._storage = DEVICE_STORAGE[deviceType]
-        super().__init__(model_variable, total_classes, embed_dimension, datatype)
+    datatype: Any = "float32"
+    deviceType: str = "cuda"
+    pinType: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class GPUPytorchModelFactory(WeightSwitcher):
     """All rows of an embedding, on the variable's device."""
 
+    datatype: Any = "float32"
 
+
+@dataclass(eq=False, repr=False)
 class CPUPytorchModelFactory(WeightSwitcher):
     """All rows of an embedding, in host memory."""
 
+    datatype: Any = "float32"
     _storage = "host"
 
 
@@ -189,30 +181,31 @@ IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that choose how a step is computed and not its result."""
 
 
+@dataclass(eq=False, repr=False)
 class StateSwitcher(Switcher):
     """Switcher of an optimizer's state, whose names and first values a trial of its class has found."""
+
+    given_optimizer: torch.optim.Optimizer
+    total_classes: int
+    embed_dimension: int
+    model: nn.Module
+    variable_name: str
+    dtype: Any = "float32"
 
     _init_method = "optInit()"
     _is_stacked = True
 
-    def __init__(
-        self,
-        given_optimizer: torch.optim.Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = "float32",
-    ) -> None:
-        self.given_optimizer, self.model, self.variable_name = given_optimizer, model, variable_name
-        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        self._path = next((n for n in (f"{variable_name}.weight", variable_name) if n in names), "")
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        named = (f"{self.variable_name}.weight", self.variable_name)
+        self._path = next((name for name in named if name in names), "")
         if not self._path:
             found = ", ".join(name.removesuffix(".weight") for name in names)
-            raise ValueError(f"the model has no variable {variable_name!r}; found {found}")
-        super().__init__(total_classes, embed_dimension, dtype)
+            raise ValueError(f"the model has no variable {self.variable_name!r}; found {found}")
+        self.datatype = self.dtype
+        self._set_up()
         self.dtype = self.datatype
-        self._first_values = first_values(given_optimizer, self._group())
+        self._first_values = first_values(self.given_optimizer, self._group())
         self._names = self.optVarList = list(self._first_values)
         self._needs_state_dict = False
         if self.optVarList:
@@ -337,43 +330,26 @@ def first_values(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dic
     return {n: float(str(np.float32(v))) if isinstance(v, float) else v for n, v in firsts.items()}
 
 
+@dataclass(eq=False, repr=False)
 class OptimizerFactory(StateSwitcher):
     """An optimizer's state of all rows: on the variable's device, or with `CPUPinn` in host memory."""
 
-    def __init__(
-        self,
-        given_optimizer: torch.optim.Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = "float32",
-        CPUPinn: bool = False,
-    ) -> None:
-        self._storage, self.CPUPinn = PINNED_STORAGE[CPUPinn], CPUPinn
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
+    CPUPinn: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class OptimizerFactoryMM(StateSwitcher, DiskSwitcher):
     """An optimizer's state of all rows in a file: `u_embeddingsAdagrad0.bed`, or another `diskname`.
 
     `checkpoint()` and `close()` save the rows, `openFile()` continues with them; `CPUPinn` changes nothing.
     """
 
-    def __init__(
-        self,
-        given_optimizer: torch.optim.Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = "float32",
-        CPUPinn: bool = False,
-        diskname: FileName | None = None,
-    ) -> None:
-        self.diskname = diskname or f"{variable_name}{type(given_optimizer).__name__}"
-        self.CPUPinn = CPUPinn
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
+    CPUPinn: bool = False
+    diskname: FileName | None = None
+
+    def __post_init__(self) -> None:
+        self.diskname = self.diskname or f"{self.variable_name}{type(self.given_optimizer).__name__}"
+        super().__post_init__()
 
     def openFile(self, fileName: FileName) -> None:
         """Continue with the rows in the file of another switcher, as its last checkpoint left them."""
@@ -381,23 +357,12 @@ class OptimizerFactoryMM(StateSwitcher, DiskSwitcher):
         self._needs_state_dict = True
 
 
+@dataclass(eq=False, repr=False)
 class PytorchOptimizerFactory(StateSwitcher):
     """An optimizer's state of all rows: `deviceType` "cuda" for the variable's device, "cpu" for the host."""
 
-    def __init__(
-        self,
-        given_optimizer: torch.optim.Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = "float32",
-        deviceType: str = "cuda",
-        pinType: bool = False,
-    ) -> None:
-        self.deviceType, self.pinType = deviceType, pinType
-        self._storage = DEVICE_STORAGE[deviceType]
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
+    deviceType: str = "cuda"
+    pinType: bool = False
 
 
 class GPUPytorchOptimizerFactory(StateSwitcher):
