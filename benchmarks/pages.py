@@ -178,6 +178,7 @@ TABLES: dict[str, Comparison | Grid] = {
     ),
     "cache": Grid(*(CACHE, CACHED, (TIME,), "distribution"), variants=(SPARSE, EAGER, PREFETCHED, CAPTURED)),
     "no-cache": Grid(CACHE, {"case": "step", "cache_rows": 0}, (TIME,), "distribution"),
+    "device": Grid("h200-tables.json", {"case": "step"}, (TIME, "peak_memory_bytes")),
     "cache-sizes": Grid(CACHE, {"case": "sizes"}, (TIME, "hit_rate"), "distribution", "cache_rows"),
     "disk": Grid(
         *(CACHE, {"case": "disk"}, (TIME, "peak_memory_bytes")), variants=(SPARSE, EAGER, PREFETCHED)
