@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import plot, report
+from benchmarks import pages, plot, report
 from benchmarks.harness import Options
 from benchmarks.rows import Row, read_rows, write_rows
 
@@ -47,7 +47,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     show = commands.add_parser("show", help="print stored rows as markdown tables")
     show.add_argument("files", nargs="+", type=Path)
     show.add_argument("--png", type=Path, help="draw the rows")
-    commands.add_parser("summary", help="print the numbers chosen for the README")
     fill = commands.add_parser("fill", help="render the tables of README and docs from stored rows")
     fill.add_argument("--check", action="store_true", help="only report pages that are out of date")
     fill.add_argument("pages", nargs="*", type=Path, help="default: README and docs")
@@ -57,11 +56,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns 1 where a check failed or a page is out of date."""
     asked = parse(arguments)
-    if asked.command == "summary":
-        print(report.summary())
-        return 0
     if asked.command == "fill":
-        stale = report.fill(asked.pages or report.PAGES, check=asked.check)
+        stale = pages.fill(asked.pages or pages.PAGES, check=asked.check)
         for page in stale:
             print(f"{page}: {'out of date' if asked.check else 'filled'}")
         return int(asked.check and bool(stale))

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness import Options
 from benchmarks.rows import Row
-from flatbed.word2vec import Corpus, Settings, Trainer
+from flatbed.word2vec import Corpus, Settings, Trainer, Vectors
 
 GENSIM = "gensim"
 WIKIPEDIA = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
@@ -202,29 +202,43 @@ def overlap(one: Tensor, other: Tensor) -> float:
 Train = Callable[[Text, Task, int, Sentences], Trained]
 
 
-def train_gensim(text: Text, task: Task, seed: int, lines: Sentences) -> Trained:
-    """Train with gensim's compiled loop."""
+def gensim_model(task: Task, seed: int, workers: int) -> Any:
+    """Make gensim's skip-gram with the settings of a task."""
     from gensim.models import Word2Vec
 
     shape = {"vector_size": task.dim, "window": task.window, "min_count": task.min_count, "alpha": task.lr}
     noise = {"negative": task.negatives, "sample": task.subsample, "min_alpha": 0.0001}
-    model = Word2Vec(sg=1, workers=1, seed=seed, **shape, **noise)
-    model.build_vocab(lines)
-    took = _timed(lambda: model.train(lines, total_examples=model.corpus_count, epochs=task.epochs))
+    return Word2Vec(sg=1, workers=workers, seed=seed, **shape, **noise)
+
+
+def of_gensim(model: Any, text: Text, took: tuple[float, float]) -> Trained:
+    """Return gensim's vectors in the order of the text's words."""
     rows = [model.wv.key_to_index[word] for word in text.words]
     return Trained(torch.from_numpy(model.wv.vectors[rows]), torch.from_numpy(model.syn1neg[rows]), *took)
+
+
+def of_flatbed(trainer: Trainer, vectors: Vectors, text: Text, took: tuple[float, float]) -> Trained:
+    """Return flatbed's vectors in the order of the text's words."""
+    number = {word: i for i, word in enumerate(vectors.words)}
+    rows = [number[word] for word in text.words]
+    outputs: Any = trainer.model["outputs"]
+    return Trained(torch.from_numpy(vectors.matrix[rows]), outputs.read_rows(rows), *took)
+
+
+def train_gensim(text: Text, task: Task, seed: int, lines: Sentences) -> Trained:
+    """Train with gensim's compiled loop."""
+    model = gensim_model(task, seed, workers=1)
+    model.build_vocab(lines)
+    took = timed(lambda: model.train(lines, total_examples=model.corpus_count, epochs=task.epochs))
+    return of_gensim(model, text, took)
 
 
 def train_flatbed(text: Text, task: Task, seed: int, lines: Sentences, **settings: Any) -> Trained:
     """Train with flatbed on the CPU; `settings` override those of the task."""
     chosen: dict[str, Any] = {**task._asdict(), "device": "cpu", "seed": seed, **settings}
     trainer = Trainer(Corpus.from_sentences(lines), Settings(**chosen))
-    took = _timed(trainer.run)
-    vectors = trainer.vectors()
-    number = {word: i for i, word in enumerate(vectors.words)}
-    rows = [number[word] for word in text.words]
-    outputs: Any = trainer.model["outputs"]
-    return Trained(torch.from_numpy(vectors.matrix[rows]), outputs.read_rows(rows), *took)
+    took = timed(trainer.run)
+    return of_flatbed(trainer, trainer.vectors(), text, took)
 
 
 def train_too_slowly(text: Text, task: Task, seed: int, lines: Sentences) -> Trained:
@@ -243,7 +257,7 @@ def train_on_noise(text: Text, task: Task, seed: int, lines: Sentences) -> Train
     return train_flatbed(text, task, seed, noisy, optimizer="sgd")
 
 
-def _timed(call: Callable[[], object]) -> tuple[float, float]:
+def timed(call: Callable[[], object]) -> tuple[float, float]:
     """Return wall time, and processor time of all threads."""
     wall, processor = time.perf_counter(), time.process_time()
     call()

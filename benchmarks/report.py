@@ -1,4 +1,4 @@
-"""Markdown tables of stored rows, and the pages that show them.
+"""Markdown tables of stored rows.
 
 A table has one line per variant and setting. Settings that all its rows share are its title, and those that
 differ are columns. × is the speed against the fastest correct variant without flatbed in the same setting.
@@ -6,13 +6,10 @@ differ are columns. × is the speed against the fastest correct variant without 
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.rows import RESULTS, ROOT, Row, fastest_peer, percentiles, read_rows, speedup, value_of
+from benchmarks.rows import Row, percentiles, speedup, value_of
 
 SPLIT = {
     "step": ("model", "optimizer"),
@@ -39,10 +36,6 @@ HIDDEN = {
 """Metrics that tables leave out."""
 SHARED = ("copy_to_gb_per_s", "copy_back_gb_per_s", "roofline_ms")
 """Metrics that all variants share; they are part of the title."""
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TABLE = re.compile(r"(<!-- rows (?P<file>\S+)(?P<words>[^\n]*) -->\n).*?(<!-- end rows -->)", re.S)
-PICTURE = re.compile(r"(<!-- picture (?P<file>\S+) (?P<alt>[^\n]*) -->\n).*?(<!-- end picture -->)", re.S)
-SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end summary -->)", re.S)
 
 
 # ---- cells
@@ -216,101 +209,3 @@ def one_line(row: Row) -> str:
     metrics = ", ".join(f"{label(name)} {format_metric(name, m)}" for name, m in shown.items())
     mark = "  FAILED its check" if row["ok"] is False else ""
     return f"{row['benchmark']} {row['case']} [{setting}] {row['variant']}: {metrics}{mark}"
-
-
-# ---- chosen numbers
-
-
-class Line(NamedTuple):
-    """A job, the rows that it is read from by file and words, and the variant of flatbed.
-
-    The other side is the fastest correct variant without flatbed, in the same setting.
-    """
-
-    job: str
-    file: str
-    words: tuple[str, ...]
-    metric: str
-    ours: str
-
-    def markdown(self) -> str:
-        rows = newest(read_rows(RESULTS / self.file))
-        found = [row for row in select(rows, self.words) if row["variant"] == self.ours]
-        if len(found) != 1:
-            raise ValueError(
-                f"{self.file} has {len(found)} rows of {self.ours!r}, {self.words}; expected one"
-            )
-        peer, ratio = fastest_peer(found[0], rows, self.metric), speedup(found[0], rows, self.metric)
-        if peer is None or ratio is None:
-            raise ValueError(f"{self.file} has no row without flatbed for {self.words}")
-        cells = [format_value(self.metric, value_of(row["metrics"][self.metric])) for row in (found[0], peer)]
-        return f"| {self.job} | {cells[0]} | {peer['variant']}: {cells[1]} | {ratio:.2f}× |"
-
-
-OPTIM = "flatbed.optim"
-TABLE_STEP = "step of a 31 GB table, cache of 10 %, Zipf 1.05 ids"
-ROOFLINE, STEP, CACHE = "h200-roofline.json", "h200-step.json", "h200-cache.json"
-CAPTURED = ("back_to_back_ms", "flatbed, captured")
-LINES = [
-    Line("clip + Adam, GPT of 1.56 B parameters", ROOFLINE, ("gpt-like", "fp32"), "wall_ms", OPTIM),
-    Line("clip + Adam, ResNet-50", ROOFLINE, ("resnet-like",), "wall_ms", OPTIM),
-    Line(
-        "training step, ResNet-50, both in a CUDA graph",
-        STEP,
-        ("resnet-like", "adamw"),
-        "step_ms",
-        f"{OPTIM}, captured",
-    ),
-    Line(TABLE_STEP, CACHE, ("step", "zipf 1.05", "2000000"), "back_to_back_ms", "flatbed"),
-    Line("the same, flatbed in a CUDA graph", CACHE, ("step", "zipf 1.05", "2000000"), *CAPTURED),
-    Line("the same with uniform ids", CACHE, ("step", "uniform", "2000000"), *CAPTURED),
-    Line(
-        "word2vec with 10 M hashed n-grams (16 GB), words/s",
-        *("h200-word2vec.json", ("n-grams",), "words_per_s", "flatbed host, prefetched"),
-    ),
-]
-"""The lines of the README."""
-
-
-def summary() -> str:
-    """Render the chosen numbers as one table."""
-    head = "| job | flatbed | beside it | speed |\n|---|---:|---:|---:|"
-    return "\n".join([head, *(line.markdown() for line in LINES)])
-
-
-# ---- pages
-
-
-def select(rows: Iterable[Row], words: Iterable[str]) -> list[Row]:
-    """Keep rows that have each word as their case or as a setting."""
-    return [row for row in rows if {row["case"], *map(str, row["setting"].values())} >= {*words}]
-
-
-def filled(text: str) -> str:
-    """Render the tables between `<!-- rows FILE WORD... -->` and `<!-- end rows -->`, and the summary.
-
-    Words with spaces are quoted: `<!-- rows h200-cache.json step "zipf 1.05" -->`. Pictures of `docs/img/`
-    are between `<!-- picture FILE ALT -->` and `<!-- end picture -->`, in pages of `docs/`.
-    """
-
-    def table(match: re.Match[str]) -> str:
-        if not (RESULTS / match["file"]).exists():
-            return f"{match[1]}*Not measured yet.*\n{match[4]}"
-        rows = select(read_rows(RESULTS / match["file"]), shlex.split(match["words"]))
-        return f"{match[1]}{to_markdown(rows).strip()}\n{match[4]}"
-
-    def picture(match: re.Match[str]) -> str:
-        has_file = (ROOT / "docs" / "img" / match["file"]).exists()
-        return match[1] + (f"![{match['alt']}](img/{match['file']})\n" if has_file else "") + match[4]
-
-    text = PICTURE.sub(picture, TABLE.sub(table, text))
-    return SUMMARY.sub(lambda match: f"{match[1]}{summary()}\n{match[2]}", text)
-
-
-def fill(pages: Sequence[Path] = PAGES, *, check: bool = False) -> list[Path]:
-    """Rewrite tables that are out of date; returns their pages. `check` only looks."""
-    stale = [page for page in pages if filled(page.read_text()) != page.read_text()]
-    if not check:
-        for page in stale:
-            page.write_text(filled(page.read_text()))
-    return stale

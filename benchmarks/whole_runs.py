@@ -7,7 +7,6 @@ of it. Each turn has its own seed, and its ratio compares two runs that followed
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,12 @@ from benchmarks.quality import (
     Task,
     Text,
     Trained,
+    gensim_model,
+    of_flatbed,
+    of_gensim,
     sentences,
     split,
+    timed,
 )
 from benchmarks.rows import Row
 from flatbed.word2vec import Settings, Trainer, python_corpus, read_corpus
@@ -40,34 +43,31 @@ Run = Callable[[Path, Text, Task, int], Trained]
 
 def run_gensim(path: Path, text: Text, task: Task, seed: int) -> Trained:
     """Use gensim's fastest way: `corpus_file`, which its workers read without Python's lock."""
-    from gensim.models import Word2Vec
+    model = gensim_model(task, seed, workers=THREADS)
 
-    begin, cpu = time.perf_counter(), time.process_time()
-    shape = {"vector_size": task.dim, "window": task.window, "min_count": task.min_count, "alpha": task.lr}
-    noise = {"negative": task.negatives, "sample": task.subsample, "min_alpha": 0.0001}
-    model = Word2Vec(sg=1, workers=THREADS, seed=seed, **shape, **noise)
-    model.build_vocab(corpus_file=str(path))
-    size = {"total_words": model.corpus_total_words, "total_examples": model.corpus_count}
-    model.train(corpus_file=str(path), epochs=task.epochs, **size)
-    model.wv.save_word2vec_format(str(path.with_suffix(".gensim")))
-    took = (time.perf_counter() - begin, time.process_time() - cpu)
-    rows = [model.wv.key_to_index[word] for word in text.words]
-    return Trained(torch.from_numpy(model.wv.vectors[rows]), torch.from_numpy(model.syn1neg[rows]), *took)
+    def run() -> None:
+        model.build_vocab(corpus_file=str(path))
+        size = {"total_words": model.corpus_total_words, "total_examples": model.corpus_count}
+        model.train(corpus_file=str(path), epochs=task.epochs, **size)
+        model.wv.save_word2vec_format(str(path.with_suffix(".gensim")))
+
+    took = timed(run)
+    return of_gensim(model, text, took)
 
 
 def run_flatbed(path: Path, text: Text, task: Task, seed: int) -> Trained:
     """Do what the command `flatbed word2vec` does with two threads."""
-    begin, cpu = time.perf_counter(), time.process_time()
     settings: dict[str, Any] = {**task._asdict(), "lr": None, "device": "cpu", "seed": seed}
-    trainer = Trainer(read_corpus(path), Settings(**settings, threads=THREADS))
-    trainer.run()
-    vectors = trainer.vectors()
-    vectors.save(path.with_suffix(".flatbed"))
-    took = (time.perf_counter() - begin, time.process_time() - cpu)
-    number = {word: i for i, word in enumerate(vectors.words)}
-    rows = [number[word] for word in text.words]
-    outputs: Any = trainer.model["outputs"]
-    return Trained(torch.from_numpy(vectors.matrix[rows]), outputs.read_rows(rows), *took)
+    made: list[Trainer] = []
+
+    def run() -> None:
+        trainer = Trainer(read_corpus(path), Settings(**settings, threads=THREADS))
+        trainer.run()
+        trainer.vectors().save(path.with_suffix(".flatbed"))
+        made.append(trainer)
+
+    took = timed(run)
+    return of_flatbed(made[0], made[0].vectors(), text, took)
 
 
 VARIANTS: dict[str, Run] = {GENSIM: run_gensim, FLATBED: run_flatbed}

@@ -13,7 +13,7 @@ import pytest
 
 import flatbed.compat.speedtorch
 import flatbed.word2vec
-from benchmarks import report
+from benchmarks import pages
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -53,5 +53,5 @@ def test_examples_have_docstrings() -> None:
 
 
 def test_tables_are_those_of_the_stored_rows() -> None:
-    stale = report.fill(PAGES, check=True)
+    stale = pages.fill(PAGES, check=True)
     assert not stale, "run: python -m benchmarks fill"

@@ -1,8 +1,7 @@
-"""Training steps of a table with a cache on the GPU: distributions, cache sizes, and a model beside it.
+"""Training steps of a table with a cache on the GPU: distributions, cache sizes, and a table on disk.
 
 - step: a table on the host, eager, prefetched and captured, for uniform and skewed ids.
 - sizes: caches of several sizes.
-- model: the step beside matrix products of about 2.3 ms, which a prefetcher can hide the bus behind.
 - disk: a table on disk beside matrix products of about 6 ms.
 
 The baseline is `torch sparse`: the whole table on the GPU.
@@ -36,18 +35,17 @@ from benchmarks.trained_tables import (
     scaled,
 )
 
-CASES = ("step", "sizes", "model", "disk")
+CASES = ("step", "sizes", "disk")
 SPECS = {"host": TableSpec(20_000_000, 128, 65_536), "disk": TableSpec(4_000_000, 128, 65_536)}
 CACHE_ROWS = {"host": 2_000_000, "disk": 1_000_000}
 SIZES = (131_072, 524_288, 2_097_152, 4_194_304)
 PLAN = Plan(warm_up=200, turns=4, settle=5, synchronized=25, blocks=3, block_steps=20)
 SMALL_PLAN = Plan(warm_up=2, turns=2, settle=1, synchronized=2, blocks=1, block_steps=3)
-EAGER, PREFETCHED, PREFETCHED_4 = "flatbed", "flatbed, prefetched", "flatbed, prefetched 4"
+EAGER, PREFETCHED = "flatbed", "flatbed, prefetched"
 CAPTURED = "flatbed, captured"
 VARIANTS: dict[str, Callable[[FlatbedTable], Steps]] = {
     EAGER: lambda table: each(table.step),
     PREFETCHED: lambda table: table.prefetched(depth=2),
-    PREFETCHED_4: lambda table: table.prefetched(depth=4),
     CAPTURED: lambda table: each(table.captured_step),
 }
 
@@ -70,7 +68,7 @@ def settings(storage: str, spec: TableSpec, options: Options) -> Iterator[Settin
     is_small = options.is_small
     cache_rows = 8 * spec.n_ids if is_small else CACHE_ROWS[storage]
     if storage == "disk":
-        variants = (EAGER, PREFETCHED, PREFETCHED_4, SPARSE)
+        variants = (EAGER, PREFETCHED, SPARSE)
         yield Setting("disk", "zipf 1.05", cache_rows, variants, model_ms=6.0)
         return
     captured = ((CAPTURED,),) if options.on_gpu else ()
@@ -82,8 +80,6 @@ def settings(storage: str, spec: TableSpec, options: Options) -> Iterator[Settin
         for size in (4 * spec.n_ids, 8 * spec.n_ids) if is_small else SIZES:
             for variants in ((EAGER,), *captured):
                 yield Setting("sizes", ids, size, variants, fills_cache=True)
-    for ids in DISTRIBUTIONS:
-        yield Setting("model", ids, cache_rows, (EAGER, PREFETCHED, SPARSE), model_ms=2.3)
 
 
 def run(options: Options) -> Iterator[Row]:

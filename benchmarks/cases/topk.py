@@ -22,6 +22,7 @@ from benchmarks.rows import Row, gb_per_s, percentiles, value_of
 CASES = ("host", "device")
 OURS = "flatbed topk"
 PEERS = {"host": "torch, pinned chunks", "device": "torch matmul, topk"}
+ON_CPU = "torch matmul, topk"  # where nothing is pinned
 CHUNK_ROWS = 1 << 17
 BLOCK_ROWS = 1 << 20  # that are filled at once
 TOLERANCE = 1e-4  # of values, whose products are added in different orders
@@ -74,7 +75,9 @@ def run_storage(storage: str, bus: float, options: Options) -> Iterator[Row]:
 
     plan = Plan(turns=options.steps or 4, warm_up=1, synchronized=1)
     for shape in shapes:
-        variants = options.choose(variants_of(emb, plain, shape.k, PEERS[storage]))
+        variants = options.choose(
+            variants_of(emb, plain, shape.k, PEERS[storage] if options.on_gpu else ON_CPU)
+        )
         steps = {name: each(find) for name, find in variants.items()}
 
         def check(found: Found, queries: Tensor, k: int = shape.k) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import plot, report, rows
+from benchmarks import pages, plot, report, rows
 from benchmarks.__main__ import main
 from benchmarks.harness import Options
 from benchmarks.plot import write_plot
@@ -147,54 +147,55 @@ def test_stored_results_are_rendered(file: Path) -> None:
     assert "\n| " in report.to_markdown(read_rows(file))
 
 
+# ---- pages
+
+
 def test_the_summary_compares_stored_rows() -> None:
-    lines = report.summary().splitlines()
-    assert len(lines) == 2 + 7
-    ratios = [float(line.split("|")[-2].strip(" ×")) for line in lines[2:]]
+    lines = [line for line in pages.TABLES["summary"].markdown().splitlines() if line.endswith("× |")]
+    assert len(lines) == 7
+    ratios = [float(line.split("|")[-2].strip(" ×")) for line in lines]
     assert min(ratios) < 1 < max(ratios)  # one of them is slower, and is shown
+
+
+@pytest.mark.parametrize("name", pages.TABLES)
+def test_a_table_of_a_page_is_short_and_complete(name: str) -> None:
+    """No question takes more than ten lines, and no cell of a stored result is empty by mistake."""
+    lines = [line for line in pages.TABLES[name].markdown().splitlines() if line.startswith("|")]
+    assert 4 <= len(lines) <= 2 + 10
+    cells = [cell.strip() for line in lines[2:] for cell in line.split("|")[2:-1]]
+    assert sum(not cell for cell in cells) <= 2  # captured steps have no time of the optimizer alone
+
+
+def test_every_table_is_on_a_page() -> None:
+    shown = {match["name"] for page in pages.PAGES for match in pages.PLACE.finditer(page.read_text())}
+    assert shown == set(pages.TABLES)
 
 
 def test_pages_are_filled_once(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- rows h200-tables.json step -->\nold\n<!-- end rows -->\nafter\n")
-    assert report.fill([page], check=True) == [page]
+    page.write_text("before\n<!-- table cache -->\nold\n<!-- end table -->\nafter\n")
+    assert pages.fill([page], check=True) == [page]
     assert "old" in page.read_text()
     assert main(["fill", str(page)]) == 0
     text = page.read_text()
-    assert text.startswith("before\n<!-- rows h200-tables.json step -->\n**tables step:")
-    assert "tables fit" not in text
-    assert text.endswith("<!-- end rows -->\nafter\n")
+    assert text.startswith("before\n<!-- table cache -->\n| by distribution | uniform | zipf 1.05 |")
+    assert "<sub>h200-cache.json, commit " in text
+    assert text.endswith("<!-- end table -->\nafter\n")
     assert main(["fill", "--check", str(page)]) == 0
-    page.write_text('<!-- rows h200-cache.json step "zipf 1.05" -->\n<!-- end rows -->\n')
-    assert main(["fill", str(page)]) == 0
-    assert "**cache step: zipf 1.05, " in page.read_text()
-    assert "zipf 1.2" not in page.read_text()
-
-
-def test_pages_may_name_rows_and_pictures_to_come() -> None:
-    rows, picture = (
-        "<!-- rows none.json -->\n<!-- end rows -->",
-        "<!-- picture none.png x -->\n<!-- end picture -->",
-    )
-    assert "*Not measured yet.*" in report.filled(rows)
-    assert report.filled(picture) == picture
-    known = picture.replace("none.png x", "h200-rows.png rows by storage")
-    assert "![rows by storage](img/h200-rows.png)\n" in report.filled(known)
 
 
 @pytest.mark.parametrize(
     ("name", "title"),
     [
-        (
-            "h200-rows",
-            "rows random, host: flatbed has 1 to 2.1 × the speed of the fastest variant without flatbed",
-        ),
-        ("h200-step", "step train, resnet-like, adamw: flatbed.optim has"),
+        ("h200-rows", "host: flatbed has 1 to 2.1 × the speed of the fastest variant without flatbed"),
+        ("h200-step", "resnet-like, adamw: flatbed.optim has"),
+        ("h200-overlap", "uniform: steps take 1 to 1.3 × the larger of model and table alone"),
+        ("h200-trace", "4 kernels with flatbed.optim, 1,652 with torch for-loop"),
     ],
 )
 def test_titles_of_charts_state_the_result(name: str, title: str) -> None:
     groups = report.split(report.newest(read_rows(RESULTS / f"{name}.json"))).values()
-    assert any(title in plot.title_of(group, plot.metrics_of(group)[0]) for group in groups)
+    assert any(title in plot.title_of(group, plot.metric_of(group) or "") for group in groups)
 
 
 def test_rows_are_shown_and_failures_end_with_an_error(
@@ -209,8 +210,8 @@ def test_rows_are_shown_and_failures_end_with_an_error(
     assert "FAILED their checks: step: torch sparse" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["h200-step", "h200-roofline", "h200-cache", "h200-rows"])
-def test_charts_of_bars_and_of_lines(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["h200-step", "h200-roofline", "h200-cache", "h200-overlap"])
+def test_charts_of_bars_and_of_groups(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "chart.png"
     write_plot(read_rows(RESULTS / f"{name}.json"), path)

@@ -41,6 +41,13 @@ def test_options_about_slots(option: dict[str, Any]) -> None:
         SpeedTorch.ModelFactory(nn.Embedding(4, DIM, **option), N, DIM)
 
 
+def test_unknown_devices() -> None:
+    with pytest.raises(ValueError, match="deviceType must be 'cuda' or 'cpu'; found 'tpu'"):
+        SpeedTorch.PytorchModelFactory(nn.Embedding(4, DIM), N, DIM, deviceType="tpu")
+    with pytest.raises(ValueError, match="found 'tpu'"):
+        SpeedTorch.PytorchCOM(10, deviceType="tpu")
+
+
 def test_averages_need_the_weights() -> None:
     model = nn.Sequential(nn.Embedding(4, DIM))
     state = SpeedTorch.OptimizerFactory(torch.optim.ASGD(model.parameters()), N, DIM, model, "0")

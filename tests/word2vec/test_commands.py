@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 import flatbed
-from flatbed.word2vec import Settings, Trainer, Vectors, commands, read_corpus
+from flatbed.word2vec import Settings, Trainer, Vectors, output, read_corpus
 from flatbed.word2vec.commands import neighbors, word2vec
 from flatbed.word2vec.vectors import principal_plane
 
@@ -137,7 +137,7 @@ def test_words_are_printed_unchanged(tmp_path: Path) -> None:
 
 
 def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(output, "LINE_SECONDS", 0.0)
     said = run("word2vec", text, *QUIET, "--out", tmp_path / "v.txt")
     line = r"training: [\d,]+ of 24,000 \(\d+%\), epoch 1, [\d,]+ words/s, loss \d\.\d{3}"
     assert len(re.findall(line, said)) > 3
@@ -342,7 +342,7 @@ def test_a_signal_and_resume(number: signal.Signals, text: Path, tmp_path: Path)
     command = ["word2vec", text, *typed, "--no-pictures", "--threads", torch.get_num_threads()]
     command += ["--checkpoint", tmp_path / "run", "--out", tmp_path / "v.txt"]
     # A line per report, to know that training has begun.
-    cut = start(*command, before="from flatbed.word2vec import commands; commands.LINE_SECONDS = 0")
+    cut = start(*command, before="from flatbed.word2vec import output; output.LINE_SECONDS = 0")
     assert cut.stdout is not None
     while not cut.stdout.readline().startswith("training:"):
         assert cut.poll() is None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional
 from flatbed.word2vec.model import Gradients, cbow, score_weights, skip_gram
 from flatbed.word2vec.sampling import BLOCK, BatchSampler, TrainingBatch
 
-from .texts import BatchArrays, random_corpus
+from .texts import as_arrays, random_corpus
 
 N_SHARED = 32
 Model = Callable[[Tensor, Tensor, TrainingBatch, int], Gradients]
@@ -27,7 +28,7 @@ def score(a: Tensor, b: Tensor) -> Tensor:
     return functional.hardtanh(a @ b, -6.0, 6.0)
 
 
-def plain_loss(model: Model, inputs: Tensor, outputs: Tensor, batch: BatchArrays, negatives: int) -> Tensor:
+def plain_loss(model: Model, inputs: Tensor, outputs: Tensor, batch: Any, negatives: int) -> Tensor:
     """The loss word by word, with the shared negatives that differ from the predicted word."""
     window = (batch.n_nearby - BLOCK) // 2
     loss = inputs.new_zeros(())
@@ -62,7 +63,7 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(model: Model) -> None:
     given = [(2 * torch.randn(shape, dtype=torch.float64)).requires_grad_() for shape in shapes]
     assert 0.1 < ((given[0] @ given[1].T).abs() > 6).double().mean() < 0.9  # some beyond the bound
     found = model(*given, batch, 4)  # weights are fp32: exact, as 4 / 32 is a power of two
-    wanted = plain_loss(model, *given, BatchArrays.of(batch), 4)
+    wanted = plain_loss(model, *given, as_arrays(batch), 4)
     assert found.loss.item() == pytest.approx(wanted.item(), rel=1e-9)
     wanted.backward()
     for grad, one in zip(found[1:], given, strict=True):

@@ -15,18 +15,18 @@ from flatbed.word2vec.sampling import (
     make_bags,
 )
 
-from .texts import BatchArrays, random_corpus
+from .texts import as_arrays, random_corpus
 
 
 def sampler(corpus: Corpus, **options: Any) -> BatchSampler:
     return BatchSampler(corpus, **{"window": 3, "subsample": 0, "batch_words": 10**6} | options)
 
 
-def sampled(corpus: Corpus, begin: int = 0, end: int = 1, **options: Any) -> list[BatchArrays]:
-    return [BatchArrays.of(batch) for batch in map(sampler(corpus, **options).make, range(begin, end))]
+def sampled(corpus: Corpus, begin: int = 0, end: int = 1, **options: Any) -> list[Any]:
+    return [as_arrays(batch) for batch in map(sampler(corpus, **options).make, range(begin, end))]
 
 
-def listed(batch: BatchArrays, window: int) -> list[tuple[int, int]]:
+def listed(batch: Any, window: int) -> list[tuple[int, int]]:
     """The pairs of a batch, word by word."""
     pairs = []
     for block in range(len(batch.centers)):
@@ -76,7 +76,7 @@ def test_pairs_are_those_of_a_plain_loop(lengths: list[int], window: int, seed: 
     assert batch.n_words == len(corpus)
 
 
-def words_of(batch: BatchArrays) -> np.ndarray:
+def words_of(batch: Any) -> np.ndarray:
     """The words of a batch, without padding."""
     is_word = batch.last_context >= batch.first_context
     return batch.inputs[batch.centers[is_word]]

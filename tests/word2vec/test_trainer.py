@@ -15,7 +15,8 @@ import flatbed
 from flatbed import FlatbedError
 from flatbed.word2vec import Corpus, Settings, Trainer
 from flatbed.word2vec.sampling import BLOCK, BatchSampler, TrainingBatch, make_bags
-from flatbed.word2vec.trainer import STEPS_PER_DRAIN, SavedRun, remove_checkpoint
+from flatbed.word2vec.saved_run import SavedRun, remove_checkpoint
+from flatbed.word2vec.trainer import STEPS_PER_DRAIN
 
 from .texts import KINDS, SURROUNDINGS, kinds_corpus, random_corpus
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,22 +44,7 @@ def random_corpus(n_words: int, n_text: int, seed: int = 0, longest: int = 30) -
     return Corpus.from_sentences([[f"w{word}" for word in part] for part in parts])
 
 
-@dataclass
-class BatchArrays:
-    """A batch as numpy arrays."""
-
-    inputs: np.ndarray
-    offsets: np.ndarray | None
-    outputs: np.ndarray
-    centers: np.ndarray
-    candidates: np.ndarray
-    n_nearby: int
-    first_context: np.ndarray
-    last_context: np.ndarray
-    n_words: int
-    n_pairs: int
-
-    @classmethod
-    def of(cls, batch: TrainingBatch) -> BatchArrays:
-        values: list[Any] = [getattr(batch, each.name) for each in fields(cls)]
-        return cls(*(value.numpy() if isinstance(value, Tensor) else value for value in values))
+def as_arrays(batch: TrainingBatch) -> Any:
+    """A batch with numpy arrays as attributes."""
+    values = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return SimpleNamespace(**{n: v.numpy() if isinstance(v, Tensor) else v for n, v in values.items()})

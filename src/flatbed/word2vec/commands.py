@@ -15,14 +15,13 @@ from typing import Annotated, Any, get_type_hints
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from flatbed import FlatbedError
 from flatbed.word2vec.corpus import Corpus, python_corpus, read_corpus
+from flatbed.word2vec.output import neighbors_table, progress_bar
+from flatbed.word2vec.saved_run import SavedRun, remove_checkpoint
 from flatbed.word2vec.settings import Settings
-from flatbed.word2vec.trainer import SavedRun, Trainer, remove_checkpoint
+from flatbed.word2vec.trainer import Trainer
 from flatbed.word2vec.vectors import Vectors, plot_loss, plot_map
 
 LIBRARY_DEFAULTS = {"window": 2, "epochs": 20, "min_count": 40}
@@ -32,8 +31,6 @@ SHOWN = ["append", "open", "list", "True", "try", "ValueError", "lock", "min"]
 N_SHOWN = 8
 MOST_THREADS = 2
 """Threads by default, where there are more cores: with more of them, steps see older rows."""
-LINE_SECONDS = 10.0
-"""Seconds between progress lines where stderr is not a terminal."""
 INTERRUPTED = 130
 """The usual exit code of programs ended by Ctrl-C."""
 
@@ -131,7 +128,7 @@ def word2vec(
         _plot(trainer, vectors, run)
     shown = [word for word in SHOWN if word in vectors] + [w for w in vectors.words[:200] if len(w) > 3]
     chosen = list(dict.fromkeys(shown))[:N_SHOWN]
-    Console().print(_neighbors_table({word: vectors.neighbors(word, 6) for word in chosen}))
+    Console().print(neighbors_table({word: vectors.neighbors(word, 6) for word in chosen}))
     typer.echo(f"for other words: flatbed neighbors {out} WORD...")
 
 
@@ -149,7 +146,7 @@ def neighbors(
     _print_warnings(caught)
     known = {word: loaded.neighbors(word, n) for word in words if word in loaded}
     if known:
-        Console().print(_neighbors_table(known))
+        Console().print(neighbors_table(known))
     for word in words:
         try:
             loaded[word]
@@ -249,7 +246,7 @@ def _check_checkpoint(run: RunFiles, settings: Settings, *, resume: bool) -> Sav
 
 
 def _read(files: Sequence[Path], encoding: str, max_words: int | None) -> Corpus:
-    with _bar("reading") as update, warnings.catch_warnings(record=True) as caught:
+    with progress_bar("reading") as update, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if files:
             corpus = read_corpus(files, encoding=encoding, max_words=max_words, progress=update)
@@ -272,7 +269,7 @@ def _print_warnings(caught: Sequence[warnings.WarningMessage]) -> None:
 def _train(trainer: Trainer, checkpoint: Path, save_seconds: float) -> None:
     """Train to the end. A signal ends training after the current step, with a checkpoint."""
     report, last_save = None, time.monotonic()
-    with _stopped_by_signals(trainer.stop), _bar("training") as update:
+    with _stopped_by_signals(trainer.stop), progress_bar("training") as update:
         for report in trainer:
             speed = f"{report.words_per_second:,.0f} words/s, loss {report.loss:.3f}"
             update(report.words, report.n_words, f"epoch {report.epoch}, {speed}")
@@ -327,35 +324,6 @@ def _write(trainer: Trainer, run: RunFiles, further: Sequence[str], *, binary: b
     return vectors
 
 
-# ---- output
-
-
-@contextmanager
-def _bar(title: str) -> Iterator[Callable[..., None]]:
-    """Yield `update(done, total, text="")`: a bar on stderr, or lines where stderr is not a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _line_printer(title)
-        return
-    columns = (*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[text]}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None, text="")
-        yield lambda done, total, text="": bar.update(task, completed=done, total=total, text=text)
-
-
-def _line_printer(title: str) -> Callable[..., None]:
-    last = time.monotonic()
-
-    def update(done: int, total: int, text: str = "") -> None:
-        nonlocal last
-        if time.monotonic() - last >= LINE_SECONDS:
-            last = time.monotonic()
-            percent = f"{done / max(total, 1):.0%}"
-            typer.echo(f"{title}: {done:,} of {total:,} ({percent}){text and f', {text}'}", err=True)
-
-    return update
-
-
 def _plot(trainer: Trainer, vectors: Vectors, run: RunFiles) -> None:
     loss_plot, map_plot = run.plots
     try:
@@ -367,14 +335,3 @@ def _plot(trainer: Trainer, vectors: Vectors, run: RunFiles) -> None:
         typer.echo(f"no pictures: {error}", err=True)
     else:
         typer.echo(f"wrote {loss_plot} and {map_plot}")
-
-
-def _neighbors_table(neighbors: dict[str, list[tuple[str, float]]]) -> Table:
-    table = Table(title="nearest neighbours", title_style="bold", box=None, padding=(0, 2))
-    table.add_column("word", style="bold")
-    table.add_column("neighbours and cosines")
-    for word, found in neighbors.items():
-        # Text, so that rich does not interpret [brackets] and :colons: in words.
-        cells = [Text.assemble(other, (f" {cosine:.2f}", "dim")) for other, cosine in found]
-        table.add_row(Text(word), Text("  ").join(cells))
-    return table

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -23,6 +21,7 @@ from flatbed import FlatbedError, Prefetcher, load_checkpoint, save_checkpoint
 from flatbed.word2vec.corpus import Corpus
 from flatbed.word2vec.model import Gradients, MakeTables, cbow, make_tables, skip_gram, table_files
 from flatbed.word2vec.sampling import BatchSampler, TrainingBatch, WordBags, make_bags
+from flatbed.word2vec.saved_run import SavedRun
 from flatbed.word2vec.settings import Settings
 from flatbed.word2vec.vectors import Vectors
 
@@ -34,8 +33,6 @@ LEAST_WORDS = 128
 STEPS_PER_DRAIN = 32
 """With several threads, steps after which none is left unfinished: training can stop and resume there."""
 READ_WORDS = 8192
-CURRENT, MANIFEST, MARK, LOCK = "CURRENT.json", "checkpoint.json", ".flatbed", ".lock"
-"""Files of `flatbed.save_checkpoint`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,45 +363,3 @@ class Trainer:
         self.losses = list(zip(map(int, flat[::2]), flat[1::2], strict=True))
         self._loss.fill_(extra["loss"])
         self._earlier_files = []
-
-
-@dataclass(frozen=True, slots=True)
-class SavedRun:
-    """The description of a training run in a checkpoint, read without loading the checkpoint."""
-
-    settings: dict[str, Any]
-    text: str
-    """The fingerprint of the corpus."""
-    step: int
-    n_steps: int
-
-    @classmethod
-    def find(cls, folder: str | Path) -> SavedRun | None:
-        """Read the description from a folder; None for a folder without a checkpoint."""
-        folder = Path(folder)
-        if not (folder / CURRENT).exists():
-            return None
-        try:
-            version = json.loads((folder / CURRENT).read_text())["version"]
-            extra = json.loads((folder / version / MANIFEST).read_text())["extra"]
-            return cls(extra["settings"], extra["text"], extra["step"], extra["steps"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FlatbedError(
-                f"{folder} holds no intact checkpoint of word vectors ({error!r}): give another folder"
-            ) from error
-
-    def __str__(self) -> str:
-        names = ("dim", "window", "epochs", "min_count", "optimizer", "storage", "seed")
-        settings = ", ".join(f"{name} {self.settings.get(name)}" for name in names)
-        return f"a training at step {self.step:,} of {self.n_steps:,} ({settings})"
-
-
-def remove_checkpoint(folder: str | Path) -> None:
-    """Remove a checkpoint, and its folder unless the user has other files there."""
-    folder = Path(folder)
-    (folder / CURRENT).unlink()
-    for mark in folder.glob(f"*/{MARK}"):
-        shutil.rmtree(mark.parent)
-    (folder / LOCK).unlink(missing_ok=True)
-    with suppress(OSError):  # not empty
-        folder.rmdir()

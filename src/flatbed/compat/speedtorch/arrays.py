@@ -18,8 +18,6 @@ from flatbed import FlatbedError
 
 Array = np.ndarray[Any, Any]
 FileName = str | os.PathLike[str]
-PINNED_STORAGE = {False: "device", True: "host"}
-"""Storage by the argument `CPUPinn`."""
 DEVICE_STORAGE = {"cuda": "device", "cpu": "host"}
 """Storage by the argument `deviceType`."""
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -130,7 +128,18 @@ def my_pinned_allocator(bsize: int) -> PMemory:
 
 
 class ArrayViews(ABC):
-    """SpeedTorch's names for all rows as an array or a tensor."""
+    """Where all rows are, and SpeedTorch's names for them as an array or a tensor."""
+
+    _storage: str = "device"
+    CPUPinn: bool = False
+    deviceType: str = "cuda"
+
+    def _choose_storage(self) -> None:
+        """Follow the arguments `CPUPinn` and `deviceType`; those of classes on disk change nothing."""
+        if self.deviceType not in DEVICE_STORAGE:
+            raise ValueError(f"deviceType must be 'cuda' or 'cpu'; found {self.deviceType!r}")
+        if self._storage == "device":
+            self._storage = "host" if self.CPUPinn else DEVICE_STORAGE[self.deviceType]
 
     @abstractmethod
     def getNumpyVersion(self) -> Any:
@@ -160,7 +169,6 @@ class StoredArray(ArrayViews):
     """An array as one tensor: on the GPU, in host memory or mapped from a file."""
 
     _init_method: str
-    _storage: str = "device"
     _tensor: Tensor | None = None
 
     def _whole(self) -> Tensor:
@@ -215,6 +223,7 @@ class MappedArray(StoredArray):
     """An array in a .npy file that is mapped into memory."""
 
     fileName: Any = None
+    _storage = "disk"
     _mapped: Any = None
 
     def _map(self, name: FileName) -> None:
@@ -269,7 +278,7 @@ class DataGadget(StoredArray):
 
     def __init__(self, fileName: Any, CPUPinn: bool = False) -> None:
         self.fileName, self.CPUPinn = fileName, CPUPinn
-        self._storage = PINNED_STORAGE[CPUPinn]
+        self._choose_storage()
 
     def gadgetInit(self) -> None:
         """Read the file."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from flatbed.compat.speedtorch.arrays import (
-    DEVICE_STORAGE,
-    PINNED_STORAGE,
     Array,
     FileName,
     MappedArray,
@@ -30,11 +29,14 @@ MOST = 1 << 53  # sums are float64, which count exactly to here
 class CountMatrix(StoredArray):
     """Counts, (total_classes, total_classes)."""
 
+    total_classes: int
+    datatype: Any
     _init_method = "comInit()"
     CUPYCom = StoredArray.CUPYcorpus
 
-    def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
-        self.total_classes, self.datatype = total_classes, as_dtype(datatype)
+    def __post_init__(self) -> None:
+        self.datatype = as_dtype(self.datatype)
+        self._choose_storage()
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Start with zeros; with `CPUPinn`, in host memory."""
@@ -89,6 +91,10 @@ class CountMatrix(StoredArray):
         return to_numpy(rows), to_numpy(columns), to_numpy(self.getData((rows, columns)))
 
 
+# A dataclass takes its fields as arguments, in their order: that of SpeedTorch's constructors.
+
+
+@dataclass(eq=False, repr=False)
 class COM(CountMatrix):
     """A co-occurrence matrix on the GPU (without one: in memory), or with `CPUPinn` in host memory.
 
@@ -100,22 +106,22 @@ class COM(CountMatrix):
     array([2, 1], dtype=uint32)
     """
 
-    def __init__(self, total_classes: int, datatype: Any = "uint32", CPUPinn: bool = False) -> None:
-        self._storage, self.CPUPinn = PINNED_STORAGE[CPUPinn], CPUPinn
-        super().__init__(total_classes, datatype)
+    total_classes: int
+    datatype: Any = "uint32"
+    CPUPinn: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class COMMM(CountMatrix, MappedArray):
     """A co-occurrence matrix in a .npy file, `DISKNAME0.npy` or the next number that is free.
 
     `checkpoint()` and `close()` save the counts, `openFile()` continues with them; `CPUPinn` changes nothing.
     """
 
-    def __init__(
-        self, total_classes: int, diskname: FileName = "COM", datatype: Any = "uint32", CPUPinn: bool = False
-    ) -> None:
-        self.diskname, self.CPUPinn = diskname, CPUPinn
-        super().__init__(total_classes, datatype)
+    total_classes: int
+    diskname: FileName = "COM"
+    datatype: Any = "uint32"
+    CPUPinn: bool = False
 
     def _store(self, array: Array) -> None:
         """Copy an array to a new file."""
@@ -130,22 +136,28 @@ class COMMM(CountMatrix, MappedArray):
         self._map(fileName)
 
 
+@dataclass(eq=False, repr=False)
 class PytorchCOM(CountMatrix):
     """A co-occurrence matrix: `deviceType` "cuda" for the GPU, "cpu" for host memory."""
 
-    def __init__(
-        self, total_classes: int, datatype: Any = "int32", deviceType: str = "cuda", pinType: bool = False
-    ) -> None:
-        self.deviceType, self.pinType = deviceType, pinType
-        self._storage = DEVICE_STORAGE[deviceType]
-        super().__init__(total_classes, datatype)
+    total_classes: int
+    datatype: Any = "int32"
+    deviceType: str = "cuda"
+    pinType: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class GPUPytorchCOM(CountMatrix):
     """A co-occurrence matrix on the GPU."""
 
+    total_classes: int
+    datatype: Any = "int32"
 
+
+@dataclass(eq=False, repr=False)
 class CPUPytorchCOM(CountMatrix):
     """A co-occurrence matrix in host memory."""
 
+    total_classes: int
+    datatype: Any = "int32"
     _storage = "host"

@@ -41,16 +41,19 @@ class Switcher(ArrayViews):
     _init_method: ClassVar[str]
     _is_stacked: ClassVar[bool] = False
     """True for several tensors, by name."""
-    _storage: str = "device"
     _names: Sequence[str] = ("weight",)
     """Names of the tensors of a row."""
+    total_classes: int
+    embed_dimension: int
+    datatype: Any
     diskname: Any = None
     fileName: str | None = None
     """Path of the file; None for rows in memory."""
 
-    def __init__(self, total_classes: int, embed_dimension: int, datatype: Any) -> None:
-        self.total_classes, self.embed_dimension = total_classes, embed_dimension
-        self.datatype = as_dtype(datatype)
+    def _set_up(self) -> None:
+        """Check the arguments of a constructor, and begin without rows."""
+        self.datatype = as_dtype(self.datatype)
+        self._choose_storage()
         self._module: Embedding | None = None
         self._parts: list[tuple[Tensor, Array]] = []
         """Rows in memory that the CPU computes with, for each name: as a tensor, and their bits in numpy."""
@@ -61,10 +64,11 @@ class Switcher(ArrayViews):
         self._version = 0
         """Version of the variable in `beforeForwardPass`. Steps of the optimizer change the version."""
         variable = self._variable()
-        if variable.shape[1:] != (embed_dimension,) or variable.dtype != self.datatype:
+        if variable.shape[1:] != (self.embed_dimension,) or variable.dtype != self.datatype:
             raise ValueError(
                 f"the variable is {variable.dtype} of shape {tuple(variable.shape)}; expected "
-                f"{self.datatype} of (rows of a batch, {embed_dimension}): check embed_dimension and datatype"
+                f"{self.datatype} of (rows of a batch, {self.embed_dimension}): check embed_dimension and "
+                "datatype"
             )
 
     @abstractmethod

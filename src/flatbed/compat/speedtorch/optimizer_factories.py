@@ -1,0 +1,216 @@
+"""The optimizer factories: an optimizer's state of all rows, in five kinds of memory."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flatbed import FlatbedError
+from flatbed.compat.speedtorch.arrays import FileName
+from flatbed.compat.speedtorch.model_factories import WEIGHTS
+from flatbed.compat.speedtorch.slots import SlotBatch
+from flatbed.compat.speedtorch.switcher import DiskSwitcher, Switcher
+from flatbed.optim import from_torch
+
+IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Options that choose how a step is computed and not its result."""
+
+
+@dataclass(eq=False, repr=False)
+class StateSwitcher(Switcher):
+    """Switcher of an optimizer's state, whose names and first values a trial of its class has found."""
+
+    given_optimizer: torch.optim.Optimizer
+    total_classes: int
+    embed_dimension: int
+    model: nn.Module
+    variable_name: str
+    dtype: Any = "float32"
+
+    _init_method = "optInit()"
+    _is_stacked = True
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        named = (f"{self.variable_name}.weight", self.variable_name)
+        self._path = next((name for name in named if name in names), "")
+        if not self._path:
+            found = ", ".join(name.removesuffix(".weight") for name in names)
+            raise ValueError(f"the model has no variable {self.variable_name!r}; found {found}")
+        self.datatype = self.dtype
+        self._set_up()
+        self.dtype = self.datatype
+        self._first_values = first_values(self.given_optimizer, self._group())
+        self._names = self.optVarList = list(self._first_values)
+        self._needs_state_dict = False
+        if self.optVarList:
+            self._slots(self._variable()).set_switcher(self._key, self)
+
+    def _variable(self) -> nn.Parameter:
+        variable: nn.Parameter = attrgetter(self._path)(self.model)
+        return variable
+
+    @property
+    def _key(self) -> int:
+        return id(self.given_optimizer)
+
+    def _group(self) -> dict[str, Any]:
+        """Return the variable's group as it is now: loading a state dict makes new groups."""
+        for group in self.given_optimizer.param_groups:
+            if any(param is self._variable() for param in group["params"]):
+                return group
+        raise ValueError(
+            f"the optimizer does not have '{self.variable_name}' among its parameters: build it with the "
+            "model's parameters before the switcher"
+        )
+
+    @property
+    def optimizerKey(self) -> int:
+        """Number of the variable in the optimizer's state dict."""
+        params = [param for group in self.given_optimizer.param_groups for param in group["params"]]
+        return next(at for at, param in enumerate(params) if param is self._variable())
+
+    def optInit(self) -> None:
+        """Create the state of all rows with its first values. Do nothing for an optimizer without state.
+
+        State that begins as the weights, as ASGD's average, needs the rows of the variable's own switcher.
+        """
+        if not self.optVarList:
+            return
+        group, weights = self._group(), self._slots(self._variable()).switcher(WEIGHTS)
+        firsts = [float(group[v]) if isinstance(v, str) else v for v in self._first_values.values()]
+        if None in firsts and weights is None:
+            raise FlatbedError("found no rows of the variable: initialise its ModelFactory before optInit()")
+        self._create()
+        self._needs_state_dict = False
+
+        def first_rows(block: slice) -> Tensor:
+            rows = self._read_block(block)
+            for part, first in zip(rows, firsts, strict=True):
+                part[:] = weights._read_block(block)[0] if weights and first is None else first
+            return rows
+
+        if any(firsts) or None in firsts:
+            self._fill(first_rows)
+
+    def _create(self, *args: Any, **kwargs: Any) -> None:
+        super()._create(*args, **kwargs)
+        self._slots(self._variable()).set_switcher(self._key, self)
+
+    def _load(self, values: Tensor) -> None:
+        super()._load(values)
+        self._needs_state_dict = True
+
+    def close(self) -> None:
+        """Release the memory, or save and close the file; training continues without this switcher."""
+        super().close()
+        slots = self._slots(self._variable())
+        if slots.switcher(self._key) is self:
+            slots.set_switcher(self._key, None)
+
+    # ---- the loop
+
+    def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
+        """Replace the optimizer's state. Before its first step it has none, and makes it itself."""
+        state = self.given_optimizer.state.get(variable)
+        if not state:
+            self._table()  # raises before optInit()
+            if self._needs_state_dict:
+                raise FlatbedError(
+                    f"rows of state were loaded, but {type(self.given_optimizer).__name__} has no state of "
+                    "its own for them: load its state dict, too (optimizer.load_state_dict)"
+                )
+            return
+        shape = (max(variable.shape[0], len(batch.ids)), self.embed_dimension)
+        tensors = [state[name] for name in self.optVarList]
+        # SGD keeps the momentum of sparse gradients as a sparse tensor.
+        dense = [
+            t.new_empty(shape, layout=torch.strided) if t.is_sparse or t.shape != shape else t
+            for t in tensors
+        ]
+        self._read(batch, dense)
+        for name, before, now in zip(self.optVarList, tensors, dense, strict=True):
+            state[name] = now.to_sparse(1) if before.is_sparse else now
+
+    def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
+        state = self.given_optimizer.state.get(variable)
+        if state:
+            self._write(batch, [state[name].to_dense() for name in self.optVarList])
+
+    @property
+    def CUPYcorpi(self) -> list[Any]:
+        """State of all rows: an array for each name in `optVarList`."""
+        return list(self.getNumpyVersion().values())
+
+    CUPYmemmap = CUPYcorpi
+
+
+def first_values(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, float | str | None]:
+    """Find state per element by a trial of the optimizer's class with the group's options.
+
+    Returns first values by name: a number, the name of an option, or None for the weight itself.
+    """
+    kind = type(optimizer)
+    if kind is torch.optim.SparseAdam:  # takes sparse gradients alone; its state is Adam's
+        kind = torch.optim.Adam
+    known = inspect.signature(kind).parameters
+    options = {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name in known and name not in IMPLEMENTATION
+    }
+    rule = from_torch(kind, [nn.Parameter(torch.zeros(1, 1))], **options)._rule
+    firsts = {name: rule.initial.get(name) for name in rule.state}
+    # The trial ran in float32. The shortest decimal number of a float32 is the option as it was written.
+    return {n: float(str(np.float32(v))) if isinstance(v, float) else v for n, v in firsts.items()}
+
+
+@dataclass(eq=False, repr=False)
+class OptimizerFactory(StateSwitcher):
+    """An optimizer's state of all rows: on the variable's device, or with `CPUPinn` in host memory."""
+
+    CPUPinn: bool = False
+
+
+@dataclass(eq=False, repr=False)
+class OptimizerFactoryMM(StateSwitcher, DiskSwitcher):
+    """An optimizer's state of all rows in a file: `u_embeddingsAdagrad0.bed`, or another `diskname`.
+
+    `checkpoint()` and `close()` save the rows, `openFile()` continues with them; `CPUPinn` changes nothing.
+    """
+
+    CPUPinn: bool = False
+    diskname: FileName | None = None
+
+    def __post_init__(self) -> None:
+        self.diskname = self.diskname or f"{self.variable_name}{type(self.given_optimizer).__name__}"
+        super().__post_init__()
+
+    def openFile(self, fileName: FileName) -> None:
+        """Continue with the rows in the file of another switcher, as its last checkpoint left them."""
+        super().openFile(fileName)
+        self._needs_state_dict = True
+
+
+@dataclass(eq=False, repr=False)
+class PytorchOptimizerFactory(StateSwitcher):
+    """An optimizer's state of all rows: `deviceType` "cuda" for the variable's device, "cpu" for the host."""
+
+    deviceType: str = "cuda"
+    pinType: bool = False
+
+
+class GPUPytorchOptimizerFactory(StateSwitcher):
+    """An optimizer's state of all rows, on the variable's device."""
+
+
+class CPUPytorchOptimizerFactory(StateSwitcher):
+    """An optimizer's state of all rows, in host memory."""
+
+    _storage = "host"
