@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
@@ -179,6 +180,46 @@ def test_the_class_of_the_optimizer_is_compared(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="state of Adam, and AdamW goes on"):
         flatbed.load_checkpoint(tmp_path, other, flatbed.optim.AdamW(other, lr=0.1))
     assert torch.equal(other.read_rows(range(10)), emb.read_rows(range(10)))
+
+
+OTHER_STATE = [("Adam", "NAdam"), ("NAdam", "Adam"), ("Adam", "Adagrad"), ("Adagrad", "Adam")]
+
+
+@pytest.mark.parametrize(("saved", "given"), OTHER_STATE)
+@pytest.mark.parametrize("passed", [True, False])
+def test_state_of_a_file_that_the_optimizer_does_not_keep_raises(
+    saved: str, given: str, passed: bool, tmp_path: Path
+) -> None:
+    """The rows stay in the file, and its state was dropped since: loading would continue without it."""
+    emb = flatbed.Embedding(10, 4, storage="disk", path=tmp_path / "t.bed")
+    optimizer: Any = getattr(flatbed.optim, saved)(emb, lr=0.1)
+    emb([1, 2]).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "run", emb, optimizer)
+    emb.table.drop_state()
+    optimizer = getattr(flatbed.optim, given)(emb, lr=0.1)
+    with pytest.raises(FlatbedError, match=f"t.bed holds the optimizer state .*and {given} keeps"):
+        load_checkpoint(tmp_path / "run", emb, optimizer if passed else None)
+    emb.table.drop_state()
+    optimizer = getattr(flatbed.optim, saved)(emb, lr=0.1)
+    load_checkpoint(tmp_path / "run", emb, optimizer)
+    assert float(emb.table.read_state(emb.table.state_names[0], [1]).abs().sum()) > 0
+    emb.table.close(discard=True)
+
+
+def test_a_file_with_state_and_without_its_numbers_raises(tmp_path: Path) -> None:
+    emb = flatbed.Embedding(10, 4)
+    optimizer = flatbed.optim.Adam(emb, lr=0.1)
+    emb([1, 2]).sum().backward()
+    optimizer.step()
+    emb.table.save(tmp_path / "t.safetensors")
+    with safetensors.safe_open(tmp_path / "t.safetensors", "pt") as file:
+        metadata = file.metadata() | {"scalars": "{}"}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    safetensors.torch.save_file(tensors, tmp_path / "other.safetensors", metadata)
+    table = flatbed.load_table(tmp_path / "other.safetensors")
+    with pytest.raises(FlatbedError, match=r"scalars are \[\], expected \['step'\]"):
+        flatbed.optim.Adam([table], lr=0.1)
 
 
 class Refusing(lr_scheduler.StepLR):

@@ -375,16 +375,12 @@ class RowStore:
         self.flush()
         storage.prepare(self._meta(token=token), decision=decision, token=token)
 
-    def has_token(self, token: str) -> bool:
-        """True if the file's checkpoint, or one that is prepared or kept, was made with this token."""
+    def state_at(self, token: str) -> tuple[tuple[Field, ...], dict[str, float]] | None:
+        """Return fields and numbers of state in the file's checkpoint with this token; None without one."""
         if self._storage is None or self.in_memory:
-            return False
-        if isinstance(self._storage, ReadOnlyStorage):
-            self._storage.refresh()
-            return token == self._storage.meta.get("token")
-        storage = cast(DiskStorage, self._storage)
-        is_there = token in (storage.meta.get("token"), (storage.pending_meta or {}).get("token"))
-        return is_there or storage.keeps(token)
+            return None
+        meta = cast(DiskStorage | ReadOnlyStorage, self._storage).meta_of(token)
+        return None if meta is None else (self._storage.record.state, meta.get("scalars", {}))
 
     def check_name(self) -> None:
         """Raise if the file of a disk table was removed, renamed or replaced since it was opened."""

@@ -131,15 +131,13 @@ class DiskStorage:
         """The `meta` of the last completed checkpoint."""
         return normal(self._state.meta)
 
-    @property
-    def pending_meta(self) -> dict[str, Any] | None:
-        """The `meta` of a checkpoint that was prepared, and neither committed nor aborted."""
-        return None if self._sealed is None else normal(self._sealed.meta)
-
-    def keeps(self, token: str) -> bool:
-        """True if a checkpoint with this token was put aside when the file was opened, and can follow."""
-        found = kept_journal(self.path, self._files.journal.table, base=self._state.word, token=token)
-        return found is not None
+    def meta_of(self, token: str) -> dict[str, Any] | None:
+        """The `meta` of the checkpoint with this token: the last one, a prepared one, or one put aside."""
+        for state in filter(None, (self._state, self._sealed)):
+            if state.meta.get("token") == token:
+                return normal(state.meta)
+        kept = kept_journal(self.path, self._files.journal.table, base=self._state.word, token=token)
+        return None if kept is None else normal(kept[1].state.meta)
 
     @property
     def generation(self) -> int:
