@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
@@ -205,21 +204,6 @@ def test_state_of_a_file_that_the_optimizer_does_not_keep_raises(
     load_checkpoint(tmp_path / "run", emb, optimizer)
     assert float(emb.table.read_state(emb.table.state_names[0], [1]).abs().sum()) > 0
     emb.table.close(discard=True)
-
-
-def test_a_file_with_state_and_without_its_numbers_raises(tmp_path: Path) -> None:
-    emb = flatbed.Embedding(10, 4)
-    optimizer = flatbed.optim.Adam(emb, lr=0.1)
-    emb([1, 2]).sum().backward()
-    optimizer.step()
-    emb.table.save(tmp_path / "t.safetensors")
-    with safetensors.safe_open(tmp_path / "t.safetensors", "pt") as file:
-        metadata = file.metadata() | {"scalars": "{}"}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    safetensors.torch.save_file(tensors, tmp_path / "other.safetensors", metadata)
-    table = flatbed.load_table(tmp_path / "other.safetensors")
-    with pytest.raises(FlatbedError, match=r"scalars are \[\], expected \['step'\]"):
-        flatbed.optim.Adam([table], lr=0.1)
 
 
 class Refusing(lr_scheduler.StepLR):

@@ -74,7 +74,7 @@ def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group:
     expected = {scalar for scalar in spec.rule.scalars if not scalar.startswith("_")}
     expected -= set(spec.rule.scalars_of_rows(group, per_row_steps=options.per_row_steps))
     known = {scalar for scalar in table._storage.scalars if not scalar.startswith("_")}
-    if not table._storage.state_owned and known != expected:
+    if not table._storage.state_owned and known and known != expected:
         raise FlatbedError(
             f"table {name} holds state of another optimizer than {spec.name}: its scalars are "
             f"{sorted(known)}, expected {sorted(expected)}. Give it to the optimizer it was trained with, or "
