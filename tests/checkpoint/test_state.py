@@ -181,6 +181,31 @@ def test_the_class_of_the_optimizer_is_compared(tmp_path: Path) -> None:
     assert torch.equal(other.read_rows(range(10)), emb.read_rows(range(10)))
 
 
+OTHER_STATE = [("Adam", "NAdam"), ("NAdam", "Adam"), ("Adam", "Adagrad"), ("Adagrad", "Adam")]
+
+
+@pytest.mark.parametrize(("saved", "given"), OTHER_STATE)
+@pytest.mark.parametrize("passed", [True, False])
+def test_state_of_a_file_that_the_optimizer_does_not_keep_raises(
+    saved: str, given: str, passed: bool, tmp_path: Path
+) -> None:
+    """The rows stay in the file, and its state was dropped since: loading would continue without it."""
+    emb = flatbed.Embedding(10, 4, storage="disk", path=tmp_path / "t.bed")
+    optimizer: Any = getattr(flatbed.optim, saved)(emb, lr=0.1)
+    emb([1, 2]).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "run", emb, optimizer)
+    emb.table.drop_state()
+    optimizer = getattr(flatbed.optim, given)(emb, lr=0.1)
+    with pytest.raises(FlatbedError, match=f"t.bed holds the optimizer state .*and {given} keeps"):
+        load_checkpoint(tmp_path / "run", emb, optimizer if passed else None)
+    emb.table.drop_state()
+    optimizer = getattr(flatbed.optim, saved)(emb, lr=0.1)
+    load_checkpoint(tmp_path / "run", emb, optimizer)
+    assert float(emb.table.read_state(emb.table.state_names[0], [1]).abs().sum()) > 0
+    emb.table.close(discard=True)
+
+
 class Refusing(lr_scheduler.StepLR):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -128,6 +128,31 @@ def test_rows_and_state(form: str, make: Make, where: str) -> None:
     assert torch.equal(emb.table.read_state("exp_avg", range(N_ROWS)).cpu(), state)
 
 
+QUERIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "strided": strided,
+    "expanded": lambda queries: queries[:1].expand(5, -1),
+    "offset": lambda queries: queries[1:],
+    "transposed": lambda queries: queries.T.contiguous().T,
+}
+
+
+@pytest.mark.parametrize("make", STORAGES, indirect=True)
+@pytest.mark.parametrize("form", QUERIES)
+def test_topk(form: str, make: Make, where: str) -> None:
+    emb = make()
+    queries = QUERIES[form](torch.linspace(-1, 1, 4 * DIM, device=where).view(4, DIM))
+    found, expected = emb.topk(queries, 3), emb.topk(plain(queries), 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", [flatbed.Embedding, flatbed.EmbeddingBag])
+@pytest.mark.parametrize("form", QUERIES)
+def test_from_pretrained(form: str, kind: Any, where: str) -> None:
+    weights = QUERIES[form](torch.linspace(-1, 1, 4 * DIM).view(4, DIM))
+    emb = kind.from_pretrained(weights, device=where)
+    assert torch.equal(emb.read_rows(range(len(weights))).cpu(), weights)
+
+
 @on_all
 def test_warm(form: str, make: Make, where: str) -> None:
     ids = FORMS[form](IDS.to(where))

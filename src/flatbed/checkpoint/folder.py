@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import nn
 
 from flatbed.errors import DamagedFileError, FlatbedError
-from flatbed.tables.tensor_file import as_path, check_tensors, read_small
+from flatbed.tables.tensor_file import as_path, check_tensors, open_regular, read_small
 
 FORMAT, FORMAT_VERSION = "flatbed-checkpoint", 1
 CURRENT = "CURRENT.json"
@@ -84,11 +84,9 @@ def saving(folder: Path) -> Iterator[None]:
         descriptor = os.open(folder / LOCK, flags, 0o666)
     except OSError as error:
         raise FlatbedError(f"{folder} cannot be written to: {error.strerror or error}") from error
-    try:
-        _lock(descriptor, exclusive=True)
+    with open(descriptor, "rb") as file:  # is closed with its last reference, whatever interrupts the block
+        _lock(file, exclusive=True)
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -113,25 +111,23 @@ def reading(folder: Path) -> Iterator[tuple[Path, str]]:
 def _kept(version: Path) -> Iterator[bool]:
     """Hold a shared lock on a version; yields False if it is gone."""
     try:
-        descriptor = os.open(version / MARK, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # it may be a pipe
-    except OSError:
+        file = open_regular(version / MARK)
+    except (OSError, DamagedFileError):
         yield False
         return
-    try:
-        _lock(descriptor, exclusive=False)
+    with file:
+        _lock(file, exclusive=False)
         yield (version / MARK).exists()  # otherwise a save removed it just before it was locked
-    finally:
-        os.close(descriptor)
 
 
-def _lock(descriptor: int, *, exclusive: bool, wait: bool = True) -> bool:
+def _lock(file: IO[bytes], *, exclusive: bool, wait: bool = True) -> bool:
     """Lock a file until it is closed; returns False if another process has locked it."""
     with suppress(ImportError, OSError):  # file systems without locks
         import fcntl
 
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
         try:
-            fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, kind | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             return False
     return True
@@ -165,14 +161,11 @@ def remove_others(folder: Path, kept: Collection[str]) -> None:
     for path in list(folder.iterdir()):
         if not VERSION.fullmatch(path.name) or path.name in kept or path.is_symlink():
             continue
-        with suppress(OSError):
-            descriptor = os.open(path / MARK, os.O_RDWR)
-            try:
-                if _lock(descriptor, exclusive=True, wait=False):
-                    # Renamed first: half removed, it would look like the user's.
-                    shutil.rmtree(path.rename(folder / f"{OLD}{path.name}"), ignore_errors=True)
-            finally:
-                os.close(descriptor)
+        # NFS locks exclusively only what is open for writing.
+        with suppress(OSError), open(path / MARK, "r+b") as file:
+            if _lock(file, exclusive=True, wait=False):
+                # Renamed first: half removed, it would look like the user's.
+                shutil.rmtree(path.rename(folder / f"{OLD}{path.name}"), ignore_errors=True)
 
 
 # ---- the list of contents

@@ -376,15 +376,16 @@ def _begin_table(
             f"are {config.n_shards} ranks: load on {n_ranks} and save with copy_disk_tables=True, for any "
             "number"
         )
-    is_same = table._storage.has_token(token)
+    assert config.path is not None
+    state = table._storage.state_at(token)
     if config.read_only:
-        if not is_same:
+        if state is None:
             raise FlatbedError(
                 f"{config.path} (table {name}) was loaded with read_only=True and cannot be loaded into: its "
                 f"file is not as it was when {path.parent} was saved. Load the folder that was saved last"
             )
         return lambda: None
-    if not is_same:
+    if state is None:
         raise FlatbedError(
             f"{config.path} (table {name}) is not as it was when {path.parent} was saved: "
             "it is another file, or had a later checkpoint (table.checkpoint(), table.close(), resize, or a "
@@ -392,6 +393,7 @@ def _begin_table(
             "then in its place, or save with copy_disk_tables=True from now on"
         )
     table._storage.check_name()
+    saving.check_state(table, config.path, *state)
     return partial(_revert, table, token)
 
 

@@ -95,7 +95,8 @@ class Ranks:
             return (
                 f"{doing} was called on some of the {world_size()} ranks alone; found that rank "
                 f"{', '.join(map(str, absent()))} did not follow within {waited:.0f} s: call it on every "
-                f"rank, not within `if rank == 0:`"
+                f"rank, not within `if rank == 0:`. If a rank may be later than that, call "
+                f"torch.distributed.barrier() first, which waits as long as the process group's timeout"
             )
 
         Meeting(range(world_size())).hold([("the call", doing)], give_up)

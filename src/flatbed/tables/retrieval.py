@@ -50,8 +50,9 @@ def topk(
     _check_metric(metric)
     dtype = torch.promote_types(torch.promote_types(given.dtype, config.dtype), torch.float32)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        # A copy, since queries may be a view of a table's weights.
-        wanted = given.detach().reshape(-1, config.dim).to(device, dtype, copy=True)
+        # A copy, since queries may be a view of a table's weights; contiguous, since torch rounds by strides.
+        flat = given.detach().reshape(-1, config.dim)
+        wanted = flat.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
         if metric == "cosine":
             wanted = functional.normalize(wanted, eps=EPS)
         searches = [Search(part, k, metric, padding_idx) for part in torch.split(wanted, MAX_QUERIES)]

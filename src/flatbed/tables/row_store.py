@@ -128,21 +128,16 @@ class RowStore:
             name = self.config.path or "this table"
             raise FlatbedError(f"{name} is closed: make the table again, or load its file, to use it")
         if self._storage is None:
-            n_rows, first = self.config.n_rows, initial_rows(self.config, self.record)
-            with reported("initialising the table", n_rows, first) as fill:
-                self._allocate(self.record, fill, zero=begins_at_zero(self.config, self.record))
+            config, record = self.config, self.record
+            zero, meta = begins_at_zero(config, record), self._meta({})
+            with reported("initialising the table", config.n_rows, initial_rows(config, record)) as fill:
+                self._use_storage(
+                    create_storage(config, record, self.device, fill=fill, zero=zero, meta=meta)
+                )
         elif self.relayout_pending or not self._storage.serves(self.device):
             self.relayout(self.record)
         assert self._storage is not None
         return self._storage
-
-    def _allocate(
-        self, record: Record, fill: Fill, scalars: Mapping[str, float] | None = None, *, zero: bool = False
-    ) -> None:
-        meta = self._meta(scalars or {})
-        self._storage = create_storage(self.config, record, self.device, fill=fill, zero=zero, meta=meta)
-        self.record = record
-        self.version += 1
 
     def relayout(self, record: Record) -> None:
         """Move all rows into records with these fields, on memory that the device can use."""
@@ -150,9 +145,7 @@ class RowStore:
         self.flush()
         assert self._storage is not None
         with reported("moving the table", self.config.n_rows, self._kept_rows(record)) as fill:
-            self._storage = self._storage.rebuilt(record, fill=fill, device=self.device, meta=self._meta())
-        self.record = record
-        self.version += 1
+            self._use_storage(self._storage.rebuilt(record, fill=fill, device=self.device, meta=self._meta()))
 
     def _kept_rows(self, record: Record) -> Fill:
         """Rows of the present storage with other fields. State that was to be replaced begins again."""
@@ -375,16 +368,12 @@ class RowStore:
         self.flush()
         storage.prepare(self._meta(token=token), decision=decision, token=token)
 
-    def has_token(self, token: str) -> bool:
-        """True if the file's checkpoint, or one that is prepared or kept, was made with this token."""
+    def state_at(self, token: str) -> tuple[tuple[Field, ...], dict[str, float]] | None:
+        """Return fields and numbers of state in the file's checkpoint with this token; None without one."""
         if self._storage is None or self.in_memory:
-            return False
-        if isinstance(self._storage, ReadOnlyStorage):
-            self._storage.refresh()
-            return token == self._storage.meta.get("token")
-        storage = cast(DiskStorage, self._storage)
-        is_there = token in (storage.meta.get("token"), (storage.pending_meta or {}).get("token"))
-        return is_there or storage.keeps(token)
+            return None
+        meta = cast(DiskStorage | ReadOnlyStorage, self._storage).meta_of(token)
+        return None if meta is None else (self._storage.record.state, meta.get("scalars", {}))
 
     def check_name(self) -> None:
         """Raise if the file of a disk table was removed, renamed or replaced since it was opened."""

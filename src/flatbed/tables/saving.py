@@ -309,11 +309,17 @@ def check_fit(table: Table, found: TableFile, *, with_state: bool = True) -> Non
             f"{found.path} holds a table of {theirs[0]} × {theirs[1]}, and this one is of "
             f"{ours[0]} × {ours[1]}: make one of the file's size (flatbed.load_table does)"
         )
+    if with_state:
+        check_state(table, found.path, found.record.state, found.scalars)
+
+
+def check_state(table: Table, path: Path, fields: Iterable[Field], scalars: Iterable[str]) -> None:
+    """Raise unless the optimizer that has the table, if any, keeps the same state as a file."""
     kept = _counts(table._storage.record.state, table.scalars())
-    held = _counts(found.record.state, found.scalars)
-    if with_state and table._owner is not None and held and kept != held:
+    held = _counts(fields, scalars)
+    if table._owner is not None and held and kept != held:
         raise FlatbedError(
-            f"{found.path} holds the optimizer state {_listed(held)}, and {type(table._owner).__name__} "
+            f"{path} holds the optimizer state {_listed(held)}, and {type(table._owner).__name__} "
             f"keeps {_listed(kept)}: build the optimizer that the table was trained with, or load the file "
             f"before an optimizer has the table, and call table.drop_state()"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -87,11 +86,33 @@ class WriteThrough:
         """Do nothing."""
 
 
+class CachedChanges:
+    """Changed rows of a cache that the journal has no room for, counted, and the pending write.
+
+    A storage that was garbage collected with its cache counts the rows that are lost with it.
+    """
+
+    def __init__(self) -> None:
+        self.n_rows = 0  # those of the pending write included
+        self.pending: PendingWrite | None = None
+        self.process = os.getpid()
+
+    def n_unsaved(self) -> int:
+        """Return the number of rows that are not in the journal; waits for the pending write."""
+        if os.getpid() != self.process:
+            return 0  # they are the parent's, as is the thread that writes them
+        pending = self.pending
+        if pending is None:
+            return self.n_rows
+        wait([pending.done])
+        return self.n_rows - (0 if pending.done.exception() is not None else pending.n_unjournaled)
+
+
 class WriteBehind:
     """Writes evicted records to the journal of a table's file, in the file's writer thread.
 
-    One write is in flight at a time. The count of changed rows without room in the journal, `_n_unjournaled`,
-    is kept exact, so that a full disk stops a step before the step changes anything.
+    One write is in flight at a time. The count of changed rows without room in the journal is kept exact, so
+    that a full disk stops a step before the step changes anything.
 
     All methods but `mark_changed`, `has_space` and `n_unsaved` are called with the cache's lock held.
     """
@@ -100,13 +121,9 @@ class WriteBehind:
         self.storage = storage
         self._unjournaled = np.zeros(n_slots, np.bool_)
         """For each slot, True if its row has changed and has no room in the journal yet."""
-        self._n_unjournaled = 0
-        """Counts them, and those of the pending write."""
+        self._changes = CachedChanges()
         self._lock = OrderedLock("write-behind")  # for these two
-        self._pending: PendingWrite | None = None
-        self._process = os.getpid()
-        behind = weakref.ref(self)
-        storage.count_also(lambda: 0 if (found := behind()) is None else found.n_unsaved)
+        storage.count_also(self._changes.n_unsaved)
 
     # ---- reading, while evicted records are written
 
@@ -130,15 +147,15 @@ class WriteBehind:
         """Queue the records of evicted rows, which leave these slots."""
         self.finish()
         with self._lock:
-            n = int(self._unjournaled[slots].sum()) if self._n_unjournaled else 0
+            n = int(self._unjournaled[slots].sum()) if self._changes.n_rows else 0
             # In this order: after an interruption, more room is kept than needed.
             self._unjournaled[slots] = False
             done = self.storage.send(rows, copies.records, after=copies.wait)
-            self._pending = PendingWrite(rows, copies, n, done)
+            self._changes.pending = PendingWrite(rows, copies, n, done)
 
     def finish(self) -> None:
         """Wait for the pending write. A write that failed is tried again here, and raises here."""
-        pending = self._pending
+        pending = self._changes.pending
         if pending is None:
             return
         wait([pending.done])
@@ -146,13 +163,13 @@ class WriteBehind:
             pending.copies.wait()
             self.storage.scatter_(pending.rows, pending.copies.records)
         with self._lock:
-            self._pending = None
-            self._n_unjournaled -= pending.n_unjournaled
+            self._changes.pending = None
+            self._changes.n_rows -= pending.n_unjournaled
 
     def abandon(self) -> None:
         """Wait for the pending write, and drop it if it failed."""
-        pending, self._pending = self._pending, None
-        if pending is not None and os.getpid() == self._process:
+        pending, self._changes.pending = self._changes.pending, None
+        if pending is not None and os.getpid() == self._changes.process:
             wait([pending.done])
 
     # ---- room in the journal
@@ -161,34 +178,28 @@ class WriteBehind:
         """Count rows that are about to change, as far as the journal has no room for them yet."""
         slots = slots[self.storage.unchanged(rows).numpy()]
         with self._lock:
-            self._n_unjournaled += len(slots)
+            self._changes.n_rows += len(slots)
             self._unjournaled[slots] = True
 
     def has_space(self, n_rows: int) -> bool:
         """Return True if n more rows certainly fit into the journal, and no write has failed."""
-        pending = self._pending
+        pending = self._changes.pending
         failed = pending is not None and pending.done.done() and pending.done.exception() is not None
-        return not failed and self.storage.has_room(self._n_unjournaled + n_rows)
+        return not failed and self.storage.has_room(self._changes.n_rows + n_rows)
 
     def reserve_space(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
         """Raise if the disk has no room for changes of these rows; slots are -1 for rows not in the cache."""
         self.finish()
         counted = torch.from_numpy(self._unjournaled[slots] & (slots >= 0))
-        self.storage.make_room(rows[~counted], also=self._n_unjournaled)
+        self.storage.make_room(rows[~counted], also=self._changes.n_rows)
 
     @property
     def n_unsaved(self) -> int:
         """Changed rows that are not in the journal."""
-        if os.getpid() != self._process:
-            return 0  # they are the parent's, as is the thread that writes them
-        pending = self._pending
-        if pending is None:
-            return self._n_unjournaled
-        wait([pending.done])
-        return self._n_unjournaled - (0 if pending.done.exception() is not None else pending.n_unjournaled)
+        return self._changes.n_unsaved()
 
     def clear(self) -> None:
         """Forget all counts: every changed row is in the journal, or dropped."""
         with self._lock:
             self._unjournaled[:] = False
-            self._n_unjournaled = 0
+            self._changes.n_rows = 0

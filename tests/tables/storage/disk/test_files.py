@@ -445,12 +445,20 @@ optimizer.step()
     assert not told or "7 rows" in done.stderr
 
 
+@pytest.mark.parametrize("cache_rows", [0, 20])
+@pytest.mark.parametrize("in_cycle", [False, True])
 def test_garbage_collection_of_a_table_with_unsaved_rows_is_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    cache_rows: int, in_cycle: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    held = [flatbed.Embedding(30, 4, storage="disk", path=tmp_path / "rows.bed")]
-    held[0].write_rows([1, 2], torch.ones(2, 4))
-    held.clear()
+    path = tmp_path / "rows.bed"
+    emb = flatbed.Embedding(30, 4, storage="disk", path=path, cache_rows=cache_rows)
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    emb([1, 2]).sum().backward()
+    optimizer.step()
+    if in_cycle:
+        emb.itself = [emb]
+    del emb, optimizer
+    gc.collect()
     assert re.search(r"2 rows of .*rows\.bed.* garbage collected", capfd.readouterr().err)
 
 

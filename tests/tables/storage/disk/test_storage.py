@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import tempfile
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -462,12 +464,18 @@ def test_stale_journal_of_an_equal_generation_is_refused(tmp_path: Path) -> None
         assert files(tmp_path) == before
 
 
-def test_interrupted_seal_is_taken_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_interrupted_seal_is_taken_back(twice: bool, prepared: bool, tmp_path: Path) -> None:
+    """Also if a second Control-C interrupts that."""
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
 
-    with failing(journal, "digest", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
-        storage.checkpoint({"step": 1})
+    second = failing(MappedFile, "sync", KeyboardInterrupt()) if twice else nullcontext()
+    prepare = partial(storage.prepare, decision=tmp_path / "decision", token="mine")
+    with failing(journal, "digest", KeyboardInterrupt()), second, pytest.raises(KeyboardInterrupt):
+        (prepare if prepared else storage.checkpoint)({"step": 1})
+    assert storage.has_room(1) != twice
     storage.scatter_(torch.arange(40, 60), random_records(20))
     now = everything(storage)
     storage.checkpoint({"step": 1})

@@ -216,6 +216,11 @@ class ReadOnlyStorage:
             raise FlatbedError(f"{self.path} is closed; load it again")
         return version if self._stamp_of(version.file) == version.stamp else self._open()
 
+    def meta_of(self, token: str) -> dict[str, Any] | None:
+        """The `meta` of the file's present checkpoint, if it has this token."""
+        self.refresh()
+        return self.meta if self.meta.get("token") == token else None
+
     def read(self, start: int, stop: int) -> Tensor:
         """Copy consecutive records."""
         return self.gather(torch.arange(start, stop, device=CPU))

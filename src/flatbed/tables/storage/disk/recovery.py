@@ -51,7 +51,7 @@ def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, Stat
     if state is not None and token is not None and not os.path.lexists(journal):
         kept = kept_journal(path, identity.table, base=state.word, token=token)
         if kept is not None:
-            MappedFile.rename(kept, journal)
+            MappedFile.rename(kept[0], journal)
     if os.path.lexists(journal):
         with closing(MappedFile(journal)) as file:
             sealed = read_sealed(file)
@@ -80,7 +80,7 @@ def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, Stat
     return identity, state
 
 
-def kept_journal(path: Path, table: str, *, base: str, token: str) -> Path | None:
+def kept_journal(path: Path, table: str, *, base: str, token: str) -> tuple[Path, Sealed] | None:
     """Find a sealed journal that was renamed, follows the checkpoint `base` and was prepared with `token`."""
     prefix = journal_of(path).name + KEPT
     for kept in sorted(other for other in path.parent.iterdir() if other.name.startswith(prefix)):
@@ -88,7 +88,7 @@ def kept_journal(path: Path, table: str, *, base: str, token: str) -> Path | Non
             sealed = read_sealed(file)
             decision = None if sealed is None else sealed.decision
             if sealed and decision and (sealed.table, sealed.base, decision.token) == (table, base, token):
-                return kept
+                return kept, sealed
     return None
 
 

@@ -38,6 +38,7 @@ from flatbed.tables.storage.disk.recovery import kept_journal
 from flatbed.tables.storage.disk.threads import Readers, as_records, submit, take
 
 T = TypeVar("T")
+UNKNOWN = "the last checkpoint failed, and what of it is on the disk is not known"
 
 
 class DiskStorage:
@@ -75,6 +76,7 @@ class DiskStorage:
         self._decision: Decision | None = None  # of the sealed state: another file says whether it holds
         self._is_held = False  # between `prepare` and `release`: `_use` does not resolve it
         self._is_committing = False
+        self._is_half_sealed = False  # a seal was interrupted, and `_unseal` has not completed since
         self._broken: str | None = None
         self._finalizer = weakref.finalize(self, OpenFiles.close_forgotten, files)
         tell_at_exit()
@@ -131,15 +133,13 @@ class DiskStorage:
         """The `meta` of the last completed checkpoint."""
         return normal(self._state.meta)
 
-    @property
-    def pending_meta(self) -> dict[str, Any] | None:
-        """The `meta` of a checkpoint that was prepared, and neither committed nor aborted."""
-        return None if self._sealed is None else normal(self._sealed.meta)
-
-    def keeps(self, token: str) -> bool:
-        """True if a checkpoint with this token was put aside when the file was opened, and can follow."""
-        found = kept_journal(self.path, self._files.journal.table, base=self._state.word, token=token)
-        return found is not None
+    def meta_of(self, token: str) -> dict[str, Any] | None:
+        """The `meta` of the checkpoint with this token: the last one, a prepared one, or one put aside."""
+        for state in filter(None, (self._state, self._sealed)):
+            if state.meta.get("token") == token:
+                return normal(state.meta)
+        kept = kept_journal(self.path, self._files.journal.table, base=self._state.word, token=token)
+        return None if kept is None else normal(kept[1].state.meta)
 
     @property
     def generation(self) -> int:
@@ -225,7 +225,7 @@ class DiskStorage:
     def has_room(self, n_rows: int) -> bool:
         """True if any `n_rows` rows can certainly change, without taking the lock; see `make_room`."""
         self._files.check()
-        is_usable = self._broken is None and self._sealed is None
+        is_usable = self._broken is None and self._sealed is None and not self._is_half_sealed
         return is_usable and self._files.journal.has_room(n_rows, n_rows=self.n_rows)
 
     def make_room(self, ids: Tensor, *, also: int = 0) -> None:
@@ -325,8 +325,7 @@ class DiskStorage:
                 raise FlatbedError(
                     f"a checkpoint of {self.path} is half copied; call commit() to complete it"
                 )
-            self._files.journal.unseal(durably=True)
-            self._files.keep_journal, self._sealed, self._is_held = False, None, False
+            self._unseal()
 
     def resize(self, n_rows: int, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> DiskStorage:
         """Add rows at the end; they and all changed rows become a checkpoint."""
@@ -392,17 +391,26 @@ class DiskStorage:
             add_sums(table, self.n_rows, self.record.nbytes)
             self._checks = RowChecks(table)
         self._files.keep_journal, self._is_committing = True, False
-        self._broken = "the last checkpoint failed, and what of it is on the disk is not known"
+        self._broken = UNKNOWN
         try:
             journal.seal(state, decision, base=self._state.word, n_rows=self.n_rows)
             self._decision, self._sealed, self._broken = decision, state, None
         except NotSynced:
             raise  # the system drops what it could not write, so a second attempt would prove nothing
         except BaseException:
-            self._sealed = None
-            journal.unseal(durably=True)
-            self._files.keep_journal, self._broken = False, None
+            self._is_half_sealed, self._broken = True, None  # first: a second Control-C may follow
+            self._unseal()
             raise
+
+    def _unseal(self) -> None:
+        """Take a seal back, durably. If this is interrupted, the next change repeats it."""
+        try:
+            self._files.journal.unseal(durably=True)
+        except NotSynced:
+            self._broken = UNKNOWN
+            raise
+        self._files.keep_journal, self._sealed = False, None
+        self._is_held = self._is_half_sealed = False
 
     def _map(self, n_rows: int) -> None:
         map_records(self._files.table, n_rows, self.record.nbytes)
@@ -442,6 +450,8 @@ class DiskStorage:
                     f"{self.path} cannot be changed: {self._broken}; close it and open it again, which goes "
                     "back to the last checkpoint"
                 )
+            if change and self._is_half_sealed:
+                self._unseal()
             if change and self._sealed is not None:
                 if self._is_held:
                     raise FlatbedError(f"{self.path} cannot change while flatbed.save_checkpoint saves it")
