@@ -1,7 +1,8 @@
 """Run an example under torchrun, and end the process without the end of the interpreter.
 
-FSDP2 and DDP keep gloo's threads after `destroy_process_group`. A thread that drops its last tensor while the
-interpreter ends aborts the process: https://github.com/pytorch/pytorch/issues/190489.
+torch caches how it sharded DTensors, and with that the mesh and its process groups: gloo's threads live on
+after `destroy_process_group`, also without flatbed. A thread that drops its last tensor while the interpreter
+ends aborts the process: https://github.com/pytorch/pytorch/issues/190489.
 """
 
 from __future__ import annotations
