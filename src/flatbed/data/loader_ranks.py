@@ -1,8 +1,8 @@
 """Loaders of several ranks, batch by batch: which ranks go on, which have ended, which have left the loop.
 
-All ranks take part in every lookup of a sharded table. So they must also take as many batches.
-Before each batch, the loaders of all ranks exchange a header. In a loop with threads they have a channel of
-their own, since the training threads use theirs at the same time.
+Reason for it besides `Channel`: all ranks take part in every lookup of a sharded table, and so must take as
+many batches, while their loaders may have more or fewer. Before each batch, all loaders exchange a
+header. In a loop with threads they have a channel of their own, since the training threads use theirs then.
 
 A rank that leaves its loop early says so in the header of a later batch. Its loader thread does that, so that
 the training thread does not wait for other ranks. Other ranks raise when they ask for a batch that the rank
@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from flatbed.distributed.channel import ENDED, LEFT, OK, Channel, ExchangeError, Header
+from flatbed.distributed.channel import ENDED, LEFT, OK, Channel, Header
+from flatbed.distributed.failures import ExchangeError, reason_of
 from flatbed.errors import FlatbedError
 from flatbed.tables.table import Table
 
@@ -33,11 +34,6 @@ def common_channel(tables: Sequence[Table]) -> Channel | None:
                 f"and {channel.ranks}: leave out those of one process group"
             )
     return channels[0] if channels else None
-
-
-def reason_of(error: BaseException) -> str:
-    """Return an error as other ranks show it."""
-    return f"{type(error).__name__}: {error}"
 
 
 class LoaderRanks:

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from flatbed.cuda.streams import relax_capture, stream_for
 from flatbed.data.batches import TableLookups, without_rows
-from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks, reason_of
+from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks
 from flatbed.data.sm_policy import SmPolicy
 from flatbed.data.transfer import BatchMover, MovedBatch, record_stream
+from flatbed.distributed.failures import reason_of
 from flatbed.tables.prefetch import RowPrefetch
 
 if TYPE_CHECKING:

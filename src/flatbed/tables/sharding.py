@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from flatbed.tables.table import Table
 
 READ, WRITE, GRADIENTS = "a read", "a write", "the gradients"
+"""Exchanges by their names in errors."""
 LOOKUP = {True: "a lookup", False: "a lookup without gradients"}
 """By whether it records gradients: ranks that evaluate and ranks that train do different things."""
-"""Exchanges by their names in errors."""
 
 
 def shard_config(
