@@ -76,8 +76,9 @@ def assert_prefetching_changes_nothing(
 
 
 def same_bits(folder: Path) -> None:
+    depths = (0, 1, 2, 3) if dist.get_world_size() == 2 else (0, 2)
     for storage in ("host", "disk", "device"):
-        assert_prefetching_changes_nothing(folder, storage, 0, 1, 2, 3)
+        assert_prefetching_changes_nothing(folder, storage, *depths)
     assert_prefetching_changes_nothing(folder, "disk", 1, 3, cache_rows=5)
 
 
