@@ -1,7 +1,7 @@
 """Recommend items to users: sharded tables, checkpoints for any number of ranks, recall by topk.
 
     torchrun --nproc-per-node 2 examples/two_tower.py --folder run --steps 60
-    python examples/two_tower.py --folder run --steps 120    # one rank goes on where two have stopped
+    python examples/two_tower.py --folder run --steps 120    # one rank continues where two have stopped
 
 Clicks are made up. Users and items have one of 20 tastes, and few of them have most of the clicks.
 """

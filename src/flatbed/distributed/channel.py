@@ -41,11 +41,11 @@ having no more batches, and having left the loop over them."""
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What all ranks have said at the beginning of an exchange, in rank order."""
+    """The statements of all ranks at the beginning of an exchange, in rank order."""
 
     states: list[int]
     counts: list[int]
-    """What each rank tells this one."""
+    """The count that each rank has for this one."""
     numbers: list[int]
     """The exchange ahead of time that each rank would use; 0 for none."""
 

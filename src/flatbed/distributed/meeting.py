@@ -12,7 +12,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -21,15 +20,10 @@ from flatbed.distributed.failures import ExchangeError, default_store, differenc
 MET = "met"
 Statement = Sequence[tuple[str, str]]
 """Names and values that ranks compare."""
+GiveUp = Callable[[float, Callable[[], list[int]]], str | None]
+"""Returns the message that ends a meeting, given the seconds so far and a function for the absent ranks."""
 
 _n_held: Counter[tuple[int, ...]] = Counter()
-
-
-class GiveUp(Protocol):
-    """Decides that a meeting cannot take place."""
-
-    def __call__(self, waited: float, absent: Callable[[], list[int]]) -> str | None:
-        """Return the message for all ranks, given the seconds so far; None to wait on."""
 
 
 class Meeting:

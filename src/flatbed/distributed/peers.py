@@ -44,7 +44,7 @@ class Described:
 
 
 class Peers:
-    """What the ranks of one optimizer tell each other besides tensors."""
+    """Notes of the ranks of one optimizer, besides tensors."""
 
     def __init__(self) -> None:
         self._key = f"flatbed/optimizer/{next(_numbers)}"
@@ -94,7 +94,7 @@ class Peers:
             told = self._told("failed")
             if told is not None and told[0] in absent():
                 return f"rank {told[0]}: {told[2]}"
-            if waited > PATIENCE and self._store.check([f"{self._key}/whole"]):
+            if waited > PATIENCE:
                 for rank in absent():
                     if instead := self._told(f"whole/{rank}"):
                         return self._absence(ranks, [rank], f"it built {instead}")
@@ -116,7 +116,6 @@ class Peers:
         told = json.dumps(f"{kind} of {n_params} whole parameters")
         with suppress(dist.DistError):  # the rank that holds the store may have ended
             self._store.set(f"{self._key}/whole/{self._rank}", told)
-            self._store.set(f"{self._key}/whole", "-")
 
     def tell_failure(self, error: Exception) -> None:
         """Tell ranks that wait for this one that it has failed to build the optimizer."""

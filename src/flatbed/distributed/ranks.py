@@ -109,11 +109,11 @@ class Ranks:
 
         After an `ExchangeError` no rank waits: all have one, or have ended.
         """
-        reasons: list[str | None] = []
+        reasons: list[str | None] = [None] * world_size()
         if self.many and not isinstance(failure, ExchangeError):
             try:
                 with communicating(doing):
-                    reasons = self._reasons(failure)
+                    dist.all_gather_object(reasons, None if failure is None else reason_of(failure))
             except ExchangeError:
                 if failure is None:
                     raise
@@ -123,21 +123,11 @@ class Ranks:
             if reason is not None:
                 raise FlatbedError(f"{doing} failed on rank {number} ({reason})")
 
-    def _reasons(self, failure: BaseException | None) -> list[str | None]:
-        """Exchange why ranks have failed; nothing if none has."""
-        flag = torch.full((1,), float(failure is not None), device=self._device)
-        if not bool(any_rank(flag)):
-            return []
-        reasons: list[str | None] = [None] * world_size()
-        own = None if failure is None else reason_of(failure)
-        dist.all_gather_object(reasons, own)
-        return reasons
-
 
 class Lockstep:
     """A `with` block of several steps on all ranks, which an error on one of them ends on all.
 
-    All ranks call `meet` equally often: before every collective, and where none may go on without the others.
+    All ranks call `meet` as often: before every collective, and where none may continue without the others.
     A rank that fails answers the next `meet` of the others when it leaves the block, so that they raise.
     `undo` runs on every rank if the block raises.
     """

@@ -78,7 +78,7 @@ class ShardedRowIO:
         self.local, self.shards, self.store = local, shards, local.store
 
     def exchange(self, doing: str, route: Route, *, admits: bool = False) -> Exchanged:
-        """Tell owners which rows are needed. With `admits`, the owners bring them into their caches."""
+        """Tell owners which rows are needed. With `admits`, the owners admit them to their caches."""
         exchanged = self.shards.exchange(doing, route)
         if admits:
             self._admit(exchanged.rows)
