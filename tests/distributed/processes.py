@@ -29,14 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 SERVER = multiprocessing.get_context("forkserver")
 """Scripts are forked from one process, so that torch is imported once for all of them."""
-SERVER.set_forkserver_preload(
-    [
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-        "pytest",
-    ]
-)
+SERVER.set_forkserver_preload(["tests.distributed.preloaded"])
 
 
 def run_script(module: str, folder: Path, *arguments: str) -> str:
