@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 --max-restarts 3 examples/fsdp.py --folder run
 
 Every few steps a distributed checkpoint is written. After a crash torchrun starts all workers again, and they
-go on from the last complete checkpoint; so does a later run with more or fewer workers. With gloo, set
+continue from the last complete checkpoint; so does a later run with more or fewer workers. With gloo, set
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: otherwise workers find the addresses of the first attempt.
 """
 

@@ -9,10 +9,12 @@ classes of optimizers only.
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -54,15 +56,11 @@ class PrintNorm(TrainerCallback):  # type: ignore[misc,unused-ignore]
             print(f"loss {float(kwargs['logs']['loss']):.5f} norm {optimizer.grad_norm:.5f}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--built", action="store_true", help="pass an optimizer instead of a class")
-    options = parser.parse_args()
-    sharded = torch.cuda.is_available() and not options.built
+def train(steps: int, *, built: bool) -> None:
+    sharded = torch.cuda.is_available() and not built
     args = TrainingArguments(
         output_dir=tempfile.gettempdir(),
-        max_steps=options.steps,
+        max_steps=steps,
         per_device_train_batch_size=16,
         learning_rate=0.01,
         lr_scheduler_type="constant",
@@ -77,10 +75,21 @@ def main() -> None:
     )
     model, kwargs = Regression(), {"lr": 0.01, "max_norm": 10.0}
     way: dict[str, Any] = {"optimizer_cls_and_kwargs": (flatbed.optim.AdamW, kwargs)}
-    if options.built:
+    if built:
         way = {"optimizers": (flatbed.optim.AdamW(model.parameters(), lr=0.01, max_norm=10.0), None)}
     trainer: Any = Trainer(model=model, args=args, train_dataset=Sums(), callbacks=[PrintNorm()], **way)
     trainer.train()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--built", action="store_true", help="pass an optimizer instead of a class")
+    options = parser.parse_args()
+    train(options.steps, built=options.built)
+    gc.collect()  # the trainer and its model, before their process group
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Recommend items to users: sharded tables, checkpoints for any number of ranks, recall by topk.
 
     torchrun --nproc-per-node 2 examples/two_tower.py --folder run --steps 60
-    python examples/two_tower.py --folder run --steps 120    # one rank goes on where two have stopped
+    python examples/two_tower.py --folder run --steps 120    # one rank continues where two have stopped
 
 Clicks are made up. Users and items have one of 20 tastes, and few of them have most of the clicks.
 """
@@ -9,12 +9,14 @@ Clicks are made up. Users and items have one of 20 tastes, and few of them have 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # its functions keep a process group that exists when they are imported
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -88,6 +90,24 @@ def train(model: TwoTowers, optimizer: torch.optim.Optimizer, steps: range, *, r
         optimizer.zero_grad()
 
 
+def run(folder: Path, n_steps: int, device: str) -> None:
+    """Train from the last checkpoint of a folder up to a number of steps, and save."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model = TwoTowers(device)
+    optimizer = flatbed.optim.Adam(model, lr=0.01, max_norm=1.0)
+    first = 0
+    if folder.exists():
+        first = flatbed.load_checkpoint(folder, model, optimizer)["step"]
+    before = recall(model, rank, world)
+    train(model, optimizer, range(first, n_steps), rank=rank, world=world)
+    after = recall(model, rank, world)
+    flatbed.save_checkpoint(folder, model, optimizer, extra={"step": n_steps})
+    if rank == 0:
+        popular = float((make_clicks(2_000, seed=1)[1] < K).float().mean())  # the first ids have most clicks
+        print(f"{world} ranks, steps {first} to {n_steps}: recall@{K} {before:.3f} → {after:.3f}")
+        print(f"the most popular items: {popular:.3f}, by chance: {K / N_ITEMS:.3f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
@@ -97,24 +117,11 @@ def main() -> None:
     if torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
-    rank, world = 0, 1
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
-        rank, world = dist.get_rank(), dist.get_world_size()
-    model = TwoTowers(device)
-    optimizer = flatbed.optim.Adam(model, lr=0.01, max_norm=1.0)
-    first = 0
-    if options.folder.exists():
-        first = flatbed.load_checkpoint(options.folder, model, optimizer)["step"]
-    before = recall(model, rank, world)
-    train(model, optimizer, range(first, options.steps), rank=rank, world=world)
-    after = recall(model, rank, world)
-    flatbed.save_checkpoint(options.folder, model, optimizer, extra={"step": options.steps})
-    if rank == 0:
-        popular = float((make_clicks(2_000, seed=1)[1] < K).float().mean())  # the first ids have most clicks
-        print(f"{world} ranks, steps {first} to {options.steps}: recall@{K} {before:.3f} → {after:.3f}")
-        print(f"the most popular items: {popular:.3f}, by chance: {K / N_ITEMS:.3f}", flush=True)
-    if world > 1:
+    run(options.folder, options.steps, device)
+    if dist.is_initialized():
+        gc.collect()  # DDP, which holds the process group
         dist.destroy_process_group()
 
 

@@ -55,6 +55,7 @@ def test_two_towers_recommend_items_after_a_restart_on_another_number_of_ranks(t
     first = run_example("two_tower.py", "--folder", folder, "--steps", "40", n_processes=2)
     second = run_example("two_tower.py", "--folder", folder, "--steps", "60")
     assert first.startswith("2 ranks, steps 0 to 40")
+    assert first.count("gloo threads left: 0\n") == 2
     assert second.startswith("1 ranks, steps 40 to 60")
     (_, saved, popular, _), (loaded, trained, _, chance) = (
         [float(number) for number in re.findall(r"\d\.\d{3}", out)] for out in (first, second)

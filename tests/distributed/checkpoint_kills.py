@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -124,13 +123,7 @@ def killing(number: int) -> Callable[[str, str], None]:
 
 
 def worker(folder: Path, rank: int, killed: int | None, number: int) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=20),
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD)
     saving.SEGMENT_BYTES = 1 << 12  # several windows
     place = folder / "place"
     model, optimizer = build(place)
@@ -144,28 +137,33 @@ def worker(folder: Path, rank: int, killed: int | None, number: int) -> None:
         dist.barrier()  # the other rank has seen the end
 
 
-def end_of(folder: Path, killed: int | None, number: int) -> list[int]:
-    """Run both ranks; returns how they ended."""
+def start(folder: Path, killed: int | None, number: int) -> list[int]:
+    """Start both ranks, and return their processes."""
     for name in ("place", "copies"):
         (folder / name).mkdir(parents=True)
+    processes = []
     for rank in range(WORLD):
-        if not os.fork():
+        process = os.fork()
+        if not process:
             try:
                 worker(folder, rank, killed, number)
             except BaseException as error:
                 (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
                 os._exit(1)
             os._exit(0)
-    return sorted(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(WORLD))
+        processes.append(process)
+    return processes
 
 
 def main(folder: Path, kills: list[str]) -> None:
-    """Save without a kill, and with each one; prints how ranks ended."""
-
-    ends = {"whole": end_of(folder / "whole", None, 0)}
+    """Save without a kill and, at the same time, with each one; prints how ranks ended."""
+    started = {"whole": start(folder / "whole", None, 0)}
     for kill in kills:
-        rank, number = map(int, kill.split("-"))
-        ends[kill] = end_of(folder / kill, rank, number)
+        started[kill] = start(folder / kill, *map(int, kill.split("-")))
+    ends = {
+        name: sorted(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes)
+        for name, processes in started.items()
+    }
     print(json.dumps(ends))
 
 

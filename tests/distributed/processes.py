@@ -1,8 +1,13 @@
-"""Groups of gloo processes on one machine: a script of scenarios that all ranks run, one after the other."""
+"""Groups of gloo processes on one machine: a script of scenarios that all ranks run, one after the other.
+
+Ranks end by `os._exit`: torch's gloo threads may abort an interpreter that ends (`tests/scripts/example.py`).
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -22,25 +27,35 @@ import flatbed
 ROOT = Path(__file__).parents[2]
 
 
+SERVER = multiprocessing.get_context("forkserver")
+"""Scripts are forked from one process, so that torch is imported once for all of them."""
+SERVER.set_forkserver_preload(["tests.distributed.preloaded"])
+
+
 def run_script(module: str, folder: Path, *arguments: str) -> str:
     """Run a script of this folder, which must end well, and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.distributed.{module}", str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    outputs = [folder / f"{module}.{name}" for name in ("out", "err")]
+    process = SERVER.Process(target=_run_module, args=(module, outputs, [str(folder), *arguments]))
+    process.start()
+    process.join(300)
+    process.kill()
+    found, errors = (output.read_text() for output in outputs)
+    assert process.exitcode == 0, f"{process.exitcode}: {found[-3000:]}{errors[-3000:]}"
+    return found
+
+
+def _run_module(module: str, outputs: Sequence[Path], arguments: Sequence[str]) -> None:
+    for number, output in enumerate(outputs, 1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    torch.set_num_threads(1)
+    sys.argv = [module, *arguments]
+    runpy.run_module(f"tests.distributed.{module}", run_name="__main__", alter_sys=True)
 
 
 def run_example(name: str, *options: str, n_processes: int = 1, launcher: Sequence[str] = ()) -> str:
     """Run an example, which must end well, and return what it prints. Several processes use torchrun."""
     command = [f"examples/{name}", *options]
-    if n_processes > 1:
+    if n_processes > 1 or launcher:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_processes)]
         command = [*torchrun, *launcher, "tests/scripts/example.py", *command]
     environment = {
@@ -93,7 +108,7 @@ def _worker(rank: int, scenarios: list[Callable[..., None]], folder: Path, world
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads, winding down, may abort an interpreter that ends by itself
+    os._exit(0)
 
 
 def assert_equal_on_all_ranks(tensor: Tensor) -> None:

@@ -44,13 +44,15 @@ def tables(folder: Path, storage: str, rows: int = ROWS, **options: Any) -> list
     return made
 
 
-def train(modules: list[flatbed.Embedding], loop: Callable[[Any, Any], Any]) -> list[Tensor]:
+def train(
+    modules: list[flatbed.Embedding], loop: Callable[[Any, Any], Any], steps: int = STEPS
+) -> list[Tensor]:
     """Train two tables, one of them with two lookups per batch. Returns outputs, weights and state."""
     users, items = modules
     optimizer = flatbed.optim.Adam([users.table, items.table], lr=0.05)
     lookups = {users: "users", items: lambda batch: [batch["items"], batch["users"]]}
     found, n_rows = [], users.num_embeddings
-    for batch in loop([batch_of(step, dist.get_rank(), n_rows) for step in range(STEPS)], lookups):
+    for batch in loop([batch_of(step, dist.get_rank(), n_rows) for step in range(steps)], lookups):
         products = users(batch["users"]) * items(batch["items"]) + items(batch["users"])
         found.append(products.detach())
         products.square().sum().backward()
@@ -62,18 +64,21 @@ def train(modules: list[flatbed.Embedding], loop: Callable[[Any, Any], Any]) -> 
     return found
 
 
-def assert_prefetching_changes_nothing(folder: Path, storage: str, *depths: int, **options: Any) -> None:
-    expected = train(tables(folder, storage, **options), lambda loader, _: loader)
+def assert_prefetching_changes_nothing(
+    folder: Path, storage: str, *depths: int, steps: int = STEPS, **options: Any
+) -> None:
+    expected = train(tables(folder, storage, **options), lambda loader, _: loader, steps)
     for depth in depths:
         loop = lambda *a, depth=depth: flatbed.Prefetcher(*a, depth=depth)  # noqa: E731
-        found = train(tables(folder, storage, **options), loop)
+        found = train(tables(folder, storage, **options), loop, steps)
         assert len(found) == len(expected)
         assert all(map(torch.equal, found, expected)), (storage, depth)
 
 
 def same_bits(folder: Path) -> None:
+    depths = (0, 1, 2, 3) if dist.get_world_size() == 2 else (0, 2)
     for storage in ("host", "disk", "device"):
-        assert_prefetching_changes_nothing(folder, storage, 0, 1, 2, 3)
+        assert_prefetching_changes_nothing(folder, storage, *depths)
     assert_prefetching_changes_nothing(folder, "disk", 1, 3, cache_rows=5)
 
 
@@ -97,7 +102,7 @@ def same_bits_with_caches(folder: Path) -> None:
     if dist.get_world_size() == 2 and not torch.cuda.is_available():
         with interpreted_kernels():
             assert_prefetching_changes_nothing(folder, "host", 2, rows=20 * ROWS, cache_rows=110)
-            assert_prefetching_changes_nothing(folder, "host", 1, cache_rows=5)
+            assert_prefetching_changes_nothing(folder, "host", 1, steps=3, cache_rows=5)
             assert_prefetching_changes_nothing(folder, "disk", 2, rows=20 * ROWS, cache_rows=110)
 
 

@@ -420,7 +420,5 @@ SCENARIOS = [
 ]
 
 if __name__ == "__main__":
-    import torch._dynamo  # which torch.optim would import in every process
-
     warnings.simplefilter("ignore")
     main(SCENARIOS)

@@ -42,8 +42,8 @@ def plain_training(steps: int) -> list[tuple[int, float, float]]:
 def test_a_killed_worker_and_another_number_of_workers(tmp_path: Path) -> None:
     first = torchrun(2, tmp_path, "--steps", "8", "--every", "3", "--kill-at", "5")
     assert "2 ranks begin after step 3" in first, "the second attempt"
-    second = torchrun(3, tmp_path, "--steps", "12", "--every", "3")
-    assert "3 ranks begin after step 6" in second
+    second = torchrun(1, tmp_path, "--steps", "12", "--every", "3")
+    assert "1 ranks begin after step 6" in second
     found = steps_of(first + second)
     assert [step for step, *_ in found] == [*range(1, 6), *range(4, 9), *range(7, 13)]
     again = [line for line in found if line[0] in (4, 5)]

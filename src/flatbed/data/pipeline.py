@@ -27,9 +27,10 @@ import torch
 
 from flatbed.cuda.streams import relax_capture, stream_for
 from flatbed.data.batches import TableLookups, without_rows
-from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks, reason_of
+from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks
 from flatbed.data.sm_policy import SmPolicy
 from flatbed.data.transfer import BatchMover, MovedBatch, record_stream
+from flatbed.distributed.failures import reason_of
 from flatbed.tables.prefetch import PrefetchRequest, RowPrefetch, check_ids
 
 if TYPE_CHECKING:

@@ -3,6 +3,9 @@
 Every exchange begins with a header on the host, over gloo: what the rank is doing, and a number for each
 peer. A rank that has failed says so in its header, so that all ranks raise instead of waiting. Rows and
 values follow over NCCL, or over gloo for tables that compute on the CPU.
+
+Reason for gloo groups of its own: every lookup compares ranks in one wait, without the GPU, from several
+threads, and in no order with the collectives of the model.
 """
 
 from __future__ import annotations
@@ -11,11 +14,9 @@ import atexit
 import datetime
 import hashlib
 import json
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,28 +24,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatbed.errors import FlatbedError
+from flatbed.distributed.failures import (
+    ExchangeError,
+    default_store,
+    difference,
+    naming_missing,
+    reason_of,
+    wait_for,
+)
 
 CPU = torch.device("cpu")
 OK, FAILED, IDLE, ENDED, LEFT = range(5)
 """States in a header: taking part, having failed, taking part without rows of its own. Loaders have two more:
 having no more batches, and having left the loop over them."""
-PATIENCE = 2.0  # seconds that ranks wait for signs of life of the others, once an exchange has failed
-LOOK_AROUND = datetime.timedelta(seconds=0.5)
-"""How long a header is waited for before the watchers of the channel are asked, again and again."""
-
-
-class ExchangeError(FlatbedError):
-    """An exchange between ranks has failed. The other ranks raise, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What all ranks have said at the beginning of an exchange, in rank order."""
+    """The statements of all ranks at the beginning of an exchange, in rank order."""
 
     states: list[int]
     counts: list[int]
-    """What each rank tells this one."""
+    """The count that each rank has for this one."""
     numbers: list[int]
     """The exchange ahead of time that each rank would use; 0 for none."""
 
@@ -77,11 +78,6 @@ class Channel:
         if parent not in _channels:
             _channels[parent] = Channel(parent)
         return _channels[parent]
-
-    @staticmethod
-    def known(parent: Any) -> Channel | None:
-        """Return the channel of a process group, if its ranks have made one."""
-        return _channels.get(parent)
 
     def close(self) -> None:
         """End gloo's threads, which would abort a process that ends before them."""
@@ -117,27 +113,20 @@ class Channel:
         sent = torch.tensor([[state, digest, count, number] for count in counts], device=CPU)
         found = torch.empty_like(sent)
         with self.named_errors(doing):
-            self._wait(self._gloo.alltoall_base(found, sent, [], []))
+            work = self._gloo.alltoall_base(found, sent, [], [])
+            wait_for(work, lambda: self._check_watchers(work))
         states, digests, received, numbers = found.T.tolist()
         if FAILED in states or set(digests) != {digest}:
             self._raise_unequal(doing, facts, failure)
         return Header(states, received, numbers)
 
-    def _wait(self, work: Any) -> None:
-        """Wait for all ranks, unless a watcher knows that one of them does not come."""
-        while True:
-            try:
-                work.wait(LOOK_AROUND)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # raises if it has failed, and not only this wait for it
-                    return
-            for error in [watcher() for watcher in self.watchers]:
-                if error is not None:
-                    # Gloo cannot cancel its work, and would wait for it at the end of the process.
-                    threading.Thread(target=_wait_out, args=(work, self._gloo), daemon=True).start()
-                    raise error
+    def _check_watchers(self, work: Any) -> None:
+        """Raise if a watcher knows that another rank does not answer this header."""
+        for error in [watcher() for watcher in self.watchers]:
+            if error is not None:
+                # Gloo cannot cancel its work, and would wait for it at the end of the process.
+                threading.Thread(target=_wait_out, args=(work, self._gloo), daemon=True).start()
+                raise error
 
     def gather_texts(self, text: str, *, doing: str, to_first: bool = False) -> list[str]:
         """Return a text of each rank, in rank order; with `to_first`, the first rank gets them alone."""
@@ -171,29 +160,25 @@ class Channel:
         self, doing: str, facts: Mapping[str, Any] | None, failure: BaseException | None
     ) -> None:
         """Raise an error that says what the ranks do, on all of them."""
-        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        reason = None if failure is None else reason_of(failure)
         shown = {name: str(value) for name, value in (facts or {}).items()}
         texts = self.gather_texts(json.dumps((doing, shown, reason)), doing=doing)
-        held = [json.loads(text) for text in texts]
         if failure is not None:
             raise failure
-        for rank, (what, _, why) in zip(self.ranks, held, strict=True):
+        held = dict(zip(self.ranks, map(json.loads, texts), strict=True))
+        for rank, (what, _, why) in held.items():
             if why is not None:
                 raise ExchangeError(f"rank {rank} failed in {what}: {why}")
-        for rank, (what, others, _) in zip(self.ranks, held, strict=True):
-            if what != held[0][0]:
+        first = self.ranks[0]
+        for rank, (what, *_) in held.items():
+            if what != held[first][0]:
                 raise ExchangeError(
-                    f"rank {self.ranks[0]} is in {held[0][0]}, and rank {rank} in {what}: make the same "
+                    f"rank {first} is in {held[first][0]}, and rank {rank} in {what}: make the same "
                     f"lookups and steps, in the same order, on all ranks"
                 )
-            for name in {**held[0][1], **others}:
-                values = [one.get(name, "none") for one in (held[0][1], others)]
-                if values[0] != values[1]:
-                    raise ExchangeError(
-                        f"{name} differs between ranks: rank {self.ranks[0]} has {values[0]}, rank {rank} "
-                        f"has {values[1]}. Build the table and its optimizer alike on all ranks"
-                    )
-        raise ExchangeError(f"ranks have made different numbers of exchanges before {doing}")
+        advice = "Build the table and its optimizer alike on all ranks"
+        found = difference({rank: stated for rank, (_, stated, _) in held.items()}, advice)
+        raise ExchangeError(found or f"ranks have made different numbers of exchanges before {doing}")
 
     # ---- values
 
@@ -250,51 +235,21 @@ class Channel:
             yield
         except Exception as error:
             with suppress(RuntimeError):
-                reason = f"{type(error).__name__}: {error}"
-                self._store.set(self._key("failure", dist.get_rank()), reason)
+                default_store().set(self._failure_key(dist.get_rank()), reason_of(error))
             raise
 
-    @property
-    def _store(self) -> Any:
-        return dist.distributed_c10d._get_default_store()
-
-    def _key(self, kind: str, rank: int) -> str:
-        return f"flatbed/{self.parent.group_name}/{self.number}/{self.n_exchanges}/{kind}/{rank}"
-
-    @contextmanager
-    def named_errors(self, doing: str) -> Iterator[None]:
+    def named_errors(self, doing: str) -> AbstractContextManager[None]:
         """Name the ranks that are missing if a collective fails."""
-        try:
-            yield
-        except ExchangeError:
-            raise
-        except RuntimeError as error:
-            missing, reasons = self._missing()
-            names = " and ".join(f"rank {rank}" for rank in missing) or "another rank"
-            why = "; ".join(reasons) or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
-            raise ExchangeError(
-                f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): it "
-                f"has ended, or makes another call. See its errors, make the same calls on all ranks, and "
-                f"start again from the last checkpoint"
-            ) from error
+        return naming_missing(doing, self.parent, self.ranks, self._failures)
 
-    def _missing(self) -> tuple[list[int], list[str]]:
-        """Return the ranks that give no sign of life within `PATIENCE` seconds, and reasons they left."""
-        # Of all channels, and once for all: ranks may miss another one in different exchanges.
-        alive = {rank: f"flatbed/{self.parent.group_name}/alive/{rank}" for rank in self.ranks}
-        failures = {rank: self._key("failure", rank) for rank in self.ranks}
-        try:
-            self._store.set(alive[dist.get_rank()], "")
-            deadline = time.monotonic() + PATIENCE
-            while not self._store.check(list(alive.values())) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            missing = [rank for rank, key in alive.items() if not self._store.check([key])]
-            held = [rank for rank, key in failures.items() if self._store.check([key])]
-            reasons = [f"rank {rank}: {self._store.get(failures[rank]).decode()}" for rank in held]
-        except RuntimeError:  # the process that hosts the store is gone: rank 0, unless torchrun hosts it
-            is_known = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and 0 in self.ranks
-            return ([0] if is_known else []), []
-        return missing, reasons
+    def _failures(self) -> list[str]:
+        """Return the failures that ranks have left."""
+        keys = {rank: self._failure_key(rank) for rank in self.ranks}
+        store = default_store()
+        return [f"rank {r}: {store.get(key).decode()}" for r, key in keys.items() if store.check([key])]
+
+    def _failure_key(self, rank: int) -> str:
+        return f"flatbed/{self.parent.group_name}/{self.number}/{self.n_exchanges}/failure/{rank}"
 
 
 _channels: dict[Any, Channel] = {}
@@ -319,7 +274,7 @@ def _gloo_of(parent: Any, number: int) -> Any:
     that must be the same on all ranks.
     """
     c10d: Any = dist.distributed_c10d
-    store = c10d.PrefixStore(f"flatbed/{parent.group_name}/{number}", c10d._get_default_store())
+    store = c10d.PrefixStore(f"flatbed/{parent.group_name}/{number}", default_store())
     return dist.ProcessGroupGloo(store, parent.rank(), parent.size(), _timeout_of(parent))
 
 

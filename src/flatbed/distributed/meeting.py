@@ -1,7 +1,8 @@
 """Meetings of ranks, through the store of the default process group.
 
-A collective hangs if one rank does not call it. A meeting ends on all ranks: it names the ranks that
-are missing, or what differs between ranks.
+Reason for it besides collectives: a collective hangs if one rank does not call it. A meeting ends on all
+ranks, and names the ranks that are missing, or what differs. It is slow, and held once per optimizer or
+checkpoint.
 """
 
 from __future__ import annotations
@@ -10,34 +11,19 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from flatbed.errors import FlatbedError
+from flatbed.distributed.failures import ExchangeError, default_store, difference
 
 MET = "met"
 Statement = Sequence[tuple[str, str]]
 """Names and values that ranks compare."""
+GiveUp = Callable[[float, Callable[[], list[int]]], str | None]
+"""Returns the message that ends a meeting, given the seconds so far and a function for the absent ranks."""
 
 _n_held: Counter[tuple[int, ...]] = Counter()
-
-
-class RanksDiffer(FlatbedError):
-    """Ranks hold different parameters or options, or one of them has failed. All ranks raise."""
-
-
-class GiveUp(Protocol):
-    """Decides that a meeting cannot take place."""
-
-    def __call__(self, waited: float, absent: Callable[[], list[int]]) -> str | None:
-        """Return the message for all ranks, given the seconds so far; None to wait on."""
-
-
-def default_store() -> Any:
-    """Return the store of the default process group: a few keys and values that all ranks see."""
-    return dist.distributed_c10d._get_default_store()
 
 
 class Meeting:
@@ -73,7 +59,7 @@ class Meeting:
             pause = min(2 * pause, 0.25)
         decision = store.get(f"{key}/decision").decode()
         if decision != MET:
-            raise RanksDiffer(decision)
+            raise ExchangeError(decision)
 
     def _state(self, statement: Statement, failure: str | None) -> None:
         """Publish what this rank states; in full if it is the first one, or differs from the first one."""
@@ -98,19 +84,5 @@ class Meeting:
         for rank, (_, failure) in held.items():
             if failure is not None:
                 return f"rank {rank}: {failure}"
-        return next(_differences({rank: dict(map(tuple, pairs)) for rank, (pairs, _) in held.items()}))
-
-
-def _differences(held: dict[int, dict[str, str]]) -> Iterator[str]:
-    first_rank, *others = held
-    first = held[first_rank]
-    for rank in others:
-        for name in {**first, **held[rank]}:
-            left, right = first.get(name, "missing"), held[rank].get(name, "missing")
-            if left != right:
-                yield (
-                    f"{name} differs between ranks: rank {first_rank} has {left}, rank {rank} has {right}. "
-                    f"Build the optimizer with the same parameters and options on all ranks"
-                )
-        if list(first) != list(held[rank]):
-            yield f"ranks {first_rank} and {rank} have the same parameters in another order"
+        advice = "Build the optimizer with the same parameters and options on all ranks"
+        return difference({rank: dict(map(tuple, pairs)) for rank, (pairs, _) in held.items()}, advice)

@@ -1,6 +1,8 @@
 """The other ranks of one optimizer: agreement when it is built, and failures of one rank in a step.
 
-Optimizers are numbered on every rank, so that ranks know of which one the others speak.
+Reason for it besides `Meeting`: a rank without shards does not know that others wait for it, and most steps
+communicate nothing. So ranks leave notes in the store, which others read while they wait. Optimizers are
+numbered on every rank, so that ranks know of which one the others speak.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from flatbed.distributed.meeting import Meeting, RanksDiffer, default_store
+from flatbed.distributed import failures
+from flatbed.distributed.failures import ExchangeError, default_store, reason_of
+from flatbed.distributed.meeting import Meeting
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 
@@ -41,7 +44,7 @@ class Described:
 
 
 class Peers:
-    """What the ranks of one optimizer tell each other besides tensors."""
+    """Notes of the ranks of one optimizer, besides tensors."""
 
     def __init__(self) -> None:
         self._key = f"flatbed/optimizer/{next(_numbers)}"
@@ -73,7 +76,7 @@ class Peers:
                 if self._rank in ranks and len(ranks) > 1:
                     own = [(d.name, d.value) for d in described if holders[id(d)] in ((), ranks)]
                     self._meet(ranks, own, None if failure is None else str(failure))
-        except RanksDiffer as error:
+        except ExchangeError as error:
             self._tell(error, everyone)
             if failure is None:
                 raise
@@ -91,7 +94,7 @@ class Peers:
             told = self._told("failed")
             if told is not None and told[0] in absent():
                 return f"rank {told[0]}: {told[2]}"
-            if waited > PATIENCE and self._store.check([f"{self._key}/whole"]):
+            if waited > PATIENCE:
                 for rank in absent():
                     if instead := self._told(f"whole/{rank}"):
                         return self._absence(ranks, [rank], f"it built {instead}")
@@ -113,7 +116,6 @@ class Peers:
         told = json.dumps(f"{kind} of {n_params} whole parameters")
         with suppress(dist.DistError):  # the rank that holds the store may have ended
             self._store.set(f"{self._key}/whole/{self._rank}", told)
-            self._store.set(f"{self._key}/whole", "-")
 
     def tell_failure(self, error: Exception) -> None:
         """Tell ranks that wait for this one that it has failed to build the optimizer."""
@@ -154,7 +156,7 @@ class Peers:
 
     def tell_step_failure(self, error: BaseException) -> None:
         """Tell ranks that wait for this one inside of a step that the step has failed."""
-        shown = json.dumps([self._rank, f"{type(error).__name__}: {error}"])
+        shown = json.dumps([self._rank, reason_of(error)])
         with suppress(dist.DistError):
             self._store.compare_set(f"{self._key}/step/{self._n_steps}", "", shown)
 
@@ -170,12 +172,7 @@ class Peers:
 
 def wait_for(work: Any, group: Any, peers: Peers | None) -> None:
     """Wait for a collective of a step between CPUs; raise if another rank has failed in this step."""
-    while True:
-        try:
-            work.wait(*(() if peers is None else (timedelta(seconds=1),)))
-        except RuntimeError:
-            if peers is None or work.is_completed():
-                raise
-            peers.check_step(group)
-        else:
-            return
+    if peers is None:
+        work.wait()
+    else:
+        failures.wait_for(work, lambda: peers.check_step(group))

@@ -1,16 +1,19 @@
-"""What tables, optimizers and checkpoints need of the default process group."""
+"""The default process group: collectives of replicated tables; checkpoints that all ranks complete, or none.
+
+Reason for it besides `Channel`: a checkpoint needs no process group but the user's, which may be NCCL alone.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatbed.distributed.channel import Channel, ExchangeError
+from flatbed.distributed.failures import ExchangeError, naming_missing, reason_of
 from flatbed.distributed.meeting import Meeting
 from flatbed.errors import FlatbedError
 
@@ -57,20 +60,9 @@ def any_rank(flag: Tensor) -> Tensor:
     return found.to(flag.device)
 
 
-@contextmanager
-def communicating(doing: str) -> Iterator[None]:
-    """Turn an error of a collective into an `ExchangeError`, which names missing ranks where it can."""
-    channel = Channel.known(dist.group.WORLD)
-    try:
-        with nullcontext() if channel is None else channel.named_errors(doing):
-            yield
-    except ExchangeError:
-        raise
-    except RuntimeError as error:
-        raise ExchangeError(
-            f"{doing} failed, since another rank has ended or does not answer: see its error, and start "
-            f"again from the last checkpoint ({str(error).splitlines()[0]})"
-        ) from error
+def communicating(doing: str) -> AbstractContextManager[None]:
+    """Turn an error of a collective into an `ExchangeError` that names missing ranks."""
+    return naming_missing(doing, dist.group.WORLD, range(world_size()))
 
 
 class Ranks:
@@ -103,10 +95,7 @@ class Ranks:
 
     def token(self) -> str:
         """Return a random word, the same on all ranks."""
-        drawn = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8, device=self._device)
-        if self.many:
-            dist.broadcast(drawn, 0)
-        return bytes(drawn.tolist()).hex()
+        return self.of_first(secrets.token_hex(16))
 
     def of_first(self, value: str | None) -> str:
         """Return the string that the first rank gives."""
@@ -121,11 +110,11 @@ class Ranks:
 
         After an `ExchangeError` no rank waits: all have one, or have ended.
         """
-        reasons: list[str | None] = []
+        reasons: list[str | None] = [None] * world_size()
         if self.many and not isinstance(failure, ExchangeError):
             try:
                 with communicating(doing):
-                    reasons = self._reasons(failure)
+                    dist.all_gather_object(reasons, None if failure is None else reason_of(failure))
             except ExchangeError:
                 if failure is None:
                     raise
@@ -135,21 +124,11 @@ class Ranks:
             if reason is not None:
                 raise FlatbedError(f"{doing} failed on rank {number} ({reason})")
 
-    def _reasons(self, failure: BaseException | None) -> list[str | None]:
-        """Exchange why ranks have failed; nothing if none has."""
-        flag = torch.full((1,), float(failure is not None), device=self._device)
-        if not bool(any_rank(flag)):
-            return []
-        reasons: list[str | None] = [None] * world_size()
-        own = None if failure is None else f"{type(failure).__name__}: {failure}"
-        dist.all_gather_object(reasons, own)
-        return reasons
-
 
 class Lockstep:
     """A `with` block of several steps on all ranks, which an error on one of them ends on all.
 
-    All ranks call `meet` equally often: before every collective, and where none may go on without the others.
+    All ranks call `meet` as often: before every collective, and where none may continue without the others.
     A rank that fails answers the next `meet` of the others when it leaves the block, so that they raise.
     `undo` runs on every rank if the block raises.
     """

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatbed.distributed.channel import IDLE, OK, Channel, ExchangeError, Header
+from flatbed.distributed.channel import IDLE, OK, Channel, Header
+from flatbed.distributed.failures import ExchangeError
 from flatbed.errors import FlatbedError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Rows that are dealt out to ranks in turn, brought into row order window by window.
+"""Exchange of rows that ranks hold in turn for rows in row order, window by window.
 
 Row r belongs to rank r % n_ranks, as its local row r // n_ranks. A window is a run of consecutive rows, and
 is split into one segment per rank. An all-to-all gives each rank the rows of its segment, in order.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from flatbed.distributed.dtensor import is_dtensor, local_of
-from flatbed.distributed.meeting import RanksDiffer
+from flatbed.distributed.failures import ExchangeError
 from flatbed.distributed.peers import Peers
 from flatbed.distributed.ranks import world_size
 from flatbed.distributed.shard_state import StateSharding, exchange
@@ -47,7 +47,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             self._build(params, options, extras)
         except Exception as error:
-            if self._peers is not None and not isinstance(error, RanksDiffer):
+            if self._peers is not None and not isinstance(error, ExchangeError):
                 self._peers.tell_failure(error)  # other ranks may wait for this one
             raise
 
@@ -133,7 +133,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._check_ranks()
         except Exception as error:
             try:
-                if not isinstance(error, RanksDiffer):
+                if not isinstance(error, ExchangeError):
                     self._check_ranks(error)
             finally:
                 del self.param_groups[n_before:]

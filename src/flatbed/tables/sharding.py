@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from flatbed.tables.table import Table
 
 READ, WRITE, GRADIENTS = "a read", "a write", "the gradients"
+"""Exchanges by their names in errors."""
 LOOKUP = {True: "a lookup", False: "a lookup without gradients"}
 """By whether it records gradients: ranks that evaluate and ranks that train do different things."""
-"""Exchanges by their names in errors."""
 
 
 def shard_config(
@@ -78,7 +78,7 @@ class ShardedRowIO:
         self.local, self.shards, self.store = local, shards, local.store
 
     def exchange(self, doing: str, route: Route, *, admits: bool = False) -> Exchanged:
-        """Tell owners which rows are needed. With `admits`, the owners bring them into their caches."""
+        """Tell owners which rows are needed. With `admits`, the owners admit them to their caches."""
         exchanged = self.shards.exchange(doing, route)
         if admits:
             self._admit(exchanged.rows)

@@ -220,7 +220,7 @@ def replayed(
 ) -> Iterator[str]:
     """Lose power after events of the scenario, open what is left; what was wrong, and "" for right.
 
-    The disk ignores syncs at the site `deaf`. Power is lost soon after one of them then: before, nothing differs.
+    The disk ignores syncs at the site `deaf`. Power is then lost soon after one of them.
     """
     # Decisions are named by where the scenario ran, so that all of it happens in its folder.
     disk, expected, events = Disk(deaf), Expected(), scenario.log.events

@@ -1,0 +1,117 @@
+"""Ranks that end or fail while others look rows up, with and without a `Prefetcher`.
+
+`python -m tests.distributed.rank_failures FOLDER loop-killed-0 lookup-stuck-1` trains on three ranks for each
+argument, all at the same time: what the ranks iterate over, how one of them fails, and its number. The other
+ranks write their errors to FOLDER/loop-killed-0/1.txt.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import flatbed
+from flatbed.data.pipeline import THREAD_NAME
+
+WORLD, ROWS, DIM, STEPS = 3, 30, 4, 9
+TIMEOUT = 6.0  # once all ranks train
+
+
+def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
+    dist.init_process_group("gloo", store=store_of(rank, folder), rank=rank, world_size=WORLD)
+    disk = {"storage": "disk", "path": folder / "items.bed"} if way == "disk" else {}
+    emb = flatbed.Embedding(ROWS, DIM, shard="row", **disk)
+    optimizer = flatbed.optim.SGD(emb, lr=0.1)
+    train(emb, optimizer, torch.tensor([rank]))
+    shorten_timeouts(emb)
+    loader = [torch.tensor([rank, 5, step]) for step in range(STEPS)]
+    out = folder / f"{rank}.txt"
+    try:
+        for step, ids in enumerate(
+            flatbed.Prefetcher(loader, {emb: lambda ids: ids}) if kind == "loop" else loader
+        ):
+            if rank == culprit and step == 3:
+                fail(emb, way)
+            train(emb, optimizer, ids)
+        out.write_text("trained")
+    except flatbed.FlatbedError as error:
+        out.write_text(f"{type(error).__name__}: {error}")
+        for thread in threading.enumerate():
+            if thread.name == THREAD_NAME:
+                thread.join(60)
+                assert not thread.is_alive()
+        out.write_text(f"{out.read_text()}\nno thread left")
+    for other in set(range(WORLD)) - {culprit}:  # rank 0 hosts the store that the others ask
+        while not (folder / f"{other}.txt").exists():
+            time.sleep(0.1)
+    os._exit(0)
+
+
+def train(emb: flatbed.Embedding, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    emb(ids).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def shorten_timeouts(emb: flatbed.Embedding) -> None:
+    """Set the timeouts of this rank, when no rank has to wait for one that is still starting."""
+    assert emb.table._shards is not None
+    dist.barrier()
+    limit = datetime.timedelta(seconds=TIMEOUT)
+    dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+    emb.table._shards.channel._gloo._set_default_timeout(limit)
+
+
+def fail(emb: flatbed.Embedding, way: str) -> None:
+    if way == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif way == "finished":
+        os._exit(0)
+    elif way == "stuck":
+        time.sleep(600)
+    elif way == "raised":
+        raise ValueError("the loss is nan")
+    elif way == "disk":  # the lookups of others fail to read the rows of this rank
+        emb.table.close(discard=True)
+
+
+def store_of(rank: int, folder: Path) -> dist.Store:
+    """Return the store of all ranks, which the process of rank 0 hosts."""
+    port = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, WORLD, is_master=True, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(port)
+        return store
+    while not port.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), WORLD, is_master=False)
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    fork, others, culprits = mp.get_context("fork"), [], []
+    for case in cases:
+        kind, way, culprit = case.split("-")
+        (folder / case).mkdir()
+        for rank in range(WORLD):
+            process = fork.Process(target=worker, args=(rank, folder / case, kind, way, int(culprit)))
+            process.start()
+            (culprits if rank == int(culprit) else others).append(process)
+    for process in others:
+        process.join()
+    for process in culprits:
+        process.kill()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

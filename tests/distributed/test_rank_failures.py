@@ -1,0 +1,64 @@
+"""A rank that ends, fails or stops ends the lookups of the others, which name it. Three ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from flatbed.distributed.peers import wait_for
+from tests.distributed.processes import run_script
+
+REASONS = {
+    "lookup-killed-1": "",
+    "lookup-finished-1": "",
+    "lookup-stuck-1": "",
+    "lookup-disk-1": "is closed",
+    "loop-killed-1": "",
+    "loop-killed-0": "",  # hosts the store
+    "loop-raised-1": "",
+    "loop-stuck-1": "",
+}
+"""What ranks iterate over, how one of them fails, its number, and the reason if the others know it."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks have written."""
+    found: Path = tmp_path_factory.mktemp("failures")
+    run_script("rank_failures", found, *REASONS)
+    return found
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_the_other_ranks_raise(case: str, folder: Path) -> None:
+    """They raise within the timeout, and name the rank and, if it is known, the reason. Their threads end."""
+    culprit = case.rsplit("-", maxsplit=1)[1]
+    for rank in {"0", "1", "2"} - {culprit}:
+        found = (folder / case / f"{rank}.txt").read_text()
+        assert found.startswith("ExchangeError")
+        assert f"rank {culprit} " in found
+        assert REASONS[case] in found
+        assert found.endswith("no thread left")
+
+
+class LateWork:
+    """A collective that ends just after the first wait for it has."""
+
+    def __init__(self) -> None:
+        self.n_waits = 0
+
+    def wait(self, _: timedelta | None = None) -> None:
+        self.n_waits += 1
+        if self.n_waits == 1:
+            raise RuntimeError("Wait timeout")
+
+    def is_completed(self) -> bool:
+        return self.n_waits > 0
+
+
+def test_a_step_goes_on_if_a_slow_collective_ends_just_after_a_wait() -> None:
+    wait_for(work := LateWork(), None, mock.Mock())
+    assert work.n_waits == 2
