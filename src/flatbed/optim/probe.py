@@ -197,6 +197,7 @@ SPANS = (-2.0, 3.0, 5), (0.5, 0.6, 8), (0.3, 0.9, 16), (-0.3, 0.2, math.prod(LAR
 PARTS = tuple(torch.linspace(*span) for span in SPANS)
 APART = ((5,), (2, 2, 2), (2, 2, 2, 2), LARGE)
 JOINED = ((2 * math.prod(LARGE),),)
+NORMS = 1.0, 0.2, 0.6, 0.01, 0.1  # norms of gradients rise and fall, for each parameter at another step
 
 
 def refuse_shape_readers(
@@ -252,24 +253,29 @@ def _solve(
     for value, start in zip(_pieces([p.detach() for p in params]), PARTS, strict=True):
         value.copy_(start)
 
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is closure.empty
+
     def evaluate(step: int) -> Tensor:
         """Compute loss and gradients; each step has another goal and other gradients."""
         loss = torch.zeros((), device=device)
         for p in params:
             p.grad = torch.zeros_like(p)
         values, grads = _pieces([p.detach() for p in params]), _pieces([p.grad for p in params])
-        for value, grad, start in zip(values, grads, PARTS, strict=True):
+        for k, (value, grad, start) in enumerate(zip(values, grads, PARTS, strict=True)):
             error = value - (start.flip(0) * (0.7 - 0.4 * step) + 0.1).to(device)
             weight = torch.linspace(0.5, 2.0 + step, len(start), device=device)
             grad.copy_(weight * error)
             loss += (0.5 * weight * error**2).sum()
+            if not needs_closure:  # a line search needs the gradients of its loss
+                if step % 4 == 3:
+                    grad.copy_(_rotated(value))
+                grad.mul_(NORMS[(step + k) % len(NORMS)])
         return loss
 
     with _quietly(seed, device):
         small = twin(optimizer, _with_lr(group), list(params))
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        needs_closure = closure is not None and closure.default is closure.empty  # it calls it many times
-        for step in range(2 if needs_closure else FLAT_STEPS):
+        for step in range(2 if needs_closure else FLAT_STEPS):  # it calls a closure many times
             first = [evaluate(step)]  # before the step, since an optimizer may ignore its closure
 
             def again(step: int = step, first: list[Tensor] = first) -> Tensor:
@@ -277,6 +283,14 @@ def _solve(
 
             small.step() if closure is None else small.step(again)  # type: ignore[arg-type]
     return [value.cpu() for value in _pieces([p.detach() for p in params])]
+
+
+def _rotated(value: Tensor) -> Tensor:
+    """A gradient that is orthogonal to its parameter, and to each of the parameter's rows."""
+    even = len(value) // 2 * 2
+    pairs = value[:even].view(-1, 2)
+    turned = torch.stack([-pairs[:, 1], pairs[:, 0]], dim=1).flatten()
+    return torch.cat([turned, torch.zeros_like(value[even:])])
 
 
 def _pieces(tensors: list[Any]) -> list[Tensor]:
