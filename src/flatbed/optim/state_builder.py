@@ -88,10 +88,7 @@ def lacks_state(
     spec: OptimizerSpec, group: Group, param: Tensor, held: Mapping[str, Any], copies_weights: bool
 ) -> bool:
     """Tell if a parameter's state is not complete; `copies_weights`: with its master weight and average."""
-    needed = [
-        *spec.rule.state_names(group),
-        *(name for name in spec.rule.scalars if not name.startswith("_")),
-    ]
+    needed = [*spec.rule.state_names(group), *spec.rule.shown_scalars]
     if copies_weights and spec.options.ema_decay is not None:
         needed.append(EMA)
     if copies_weights and spec.options.master_weights and param.dtype in LOW:
@@ -125,8 +122,8 @@ class SlotBuilder:
     loaded: bool
     copies_weights: bool
     """True: master weights and averages that are missing start at the present weights."""
-    private: dict[int, dict[str, Tensor]]
-    """Scalars that torch does not know, by the id of their parameter's entry of `optimizer.state`."""
+    hidden: dict[int, dict[str, Tensor]]
+    """Scalars that torch does not have, by the id of their parameter's entry of `optimizer.state`."""
     missing: list[MissingTensor] = field(default_factory=list)
     slots: list[ParamSlot] = field(default_factory=list)
 
@@ -151,9 +148,10 @@ class SlotBuilder:
     def _refuse_foreign(self, slot: ParamSlot, held: dict[str, Any], names: Sequence[str]) -> None:
         """Raise for state of another optimizer: its keys, missing tensors, missing scalars."""
         rule = self.spec.rule
-        shown = [name for name in rule.scalars if not name.startswith("_")]
-        needed = [name for name in names if rule.state[name] is None] + (shown if self.loaded else [])
-        odd = [key for key in held if key in TORCH_KEYS - {*rule.state, *shown}] if self.loaded else []
+        needed = [name for name in names if rule.state[name] is None]
+        needed += rule.shown_scalars if self.loaded else ()
+        foreign = TORCH_KEYS - {*rule.state, *rule.shown_scalars} if self.loaded else ()
+        odd = [key for key in held if key in foreign]
         has_some = any(held.get(key) is not None for key in (*rule.state, *rule.scalars))
         lacking = [name for name in needed if has_some and held.get(name) is None]
         if odd or lacking:
@@ -187,8 +185,9 @@ class SlotBuilder:
     def _add_scalars(self, slot: ParamSlot, held: dict[str, Any]) -> None:
         rule, device = self.spec.rule, slot.param.device
         for name in rule.scalars:
-            value: Any = (self.private.get(id(held), {}) if name.startswith("_") else held).get(name)
-            if value is None and name.startswith("_"):  # state of torch's has been through a step
+            is_hidden = name in rule.hidden_scalars
+            value: Any = (self.hidden.get(id(held), {}) if is_hidden else held).get(name)
+            if value is None and is_hidden:  # state of torch's has been through a step
                 is_new = "step" in held and float(held["step"]) == 0
                 value = float(any(isinstance(held.get(key), Tensor) for key in rule.state) and not is_new)
             if value is None:
@@ -295,8 +294,8 @@ def build_slots(
             checks.check_param(param, name)
             checks.check_norm(spec.options, param, name)  # FSDP may wrap a module later
             checks.check_grad(param, grad, name)
-    private = {id(slot.published): slot.scalars for slot in previous if slot.published is not None}
-    builder = SlotBuilder(spec, loaded, copies_weights, private)
+    hidden = {id(slot.published): slot.scalars for slot in previous if slot.published is not None}
+    builder = SlotBuilder(spec, loaded, copies_weights, hidden)
     for (name, param, number), grad in zip(dense, grads, strict=True):
         held = state.get(param, {})
         if grad is not None or held or (early is not None and early(param)):
