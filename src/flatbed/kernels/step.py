@@ -51,8 +51,7 @@ class ParamSlot:
 
 def stride_of(param: Tensor) -> tuple[int, ...]:
     """The parameter's stride; if it has holes, the dense stride nearest to it."""
-    shape, stride = tuple(param.shape), param.stride()
-    return stride if is_dense(shape, stride) else dense_stride(shape, stride)
+    return dense_stride(tuple(param.shape), param.stride())
 
 
 def is_whole(param: Tensor) -> bool:
