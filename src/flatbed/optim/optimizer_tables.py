@@ -12,7 +12,7 @@ from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
-from flatbed.optim.state_builder import LOW, Groups, OptimizerSpec, named_tables
+from flatbed.optim.spec import LOW, Groups, OptimizerSpec, named_tables
 from flatbed.optim.table_step import TableSlot, TableStepper
 from flatbed.rule import Group, Rule
 from flatbed.tables.grads import RowGrads

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -12,17 +12,15 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from flatbed.distributed.dtensor import Sharding, is_dtensor, local_of, whole
-from flatbed.distributed.peers import Described
-from flatbed.distributed.shard_state import OwnRows, StateSharding
+from flatbed.distributed.shard_state import OwnRows
 from flatbed.errors import FlatbedError
-from flatbed.kernels.step import ParamSlot, StepOptions, stride_of
+from flatbed.kernels.step import ParamSlot, stride_of
 from flatbed.layout import ALIGNMENT, Spec, overlaps_itself, plan
 from flatbed.optim import checks
-from flatbed.rule import Group, Rule
+from flatbed.optim.spec import LOW, OptimizerSpec, named_params
+from flatbed.rule import Group
 from flatbed.tables.table import Table
 
-Groups = list[dict[str, Any]]
-LOW = (torch.bfloat16, torch.float16)
 MASTER, EMA = "master_weight", "ema"  # keys of state that torch does not have
 TORCH_KEYS = frozenset(
     (
@@ -32,56 +30,6 @@ TORCH_KEYS = frozenset(
     )
 )  # fmt: skip
 """The state of torch's optimizers. Keys that no optimizer of torch has belong to a wrapper, and are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSpec:
-    """An optimizer's class name, rule, options and default hyperparameters."""
-
-    name: str
-    rule: Rule
-    options: StepOptions
-    defaults: Group
-    state_sharding: StateSharding | None = None
-
-    def sharding_of(self, param: Tensor) -> Sharding | None:
-        """Sharding of a DTensor, or of the state of a whole parameter."""
-        if self.state_sharding is None or is_dtensor(param):
-            return Sharding.of(param)
-        return self.state_sharding.shard(param)
-
-
-def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str, Tensor, int]]:
-    """All parameters and tables with a name for messages and the number of their group."""
-    for number, group in enumerate(groups, first):
-        given = group.get("param_names")
-        for i, param in enumerate(group["params"]):
-            yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param, number
-
-
-def named_tables(groups: Sequence[Group], first: int = 0) -> list[tuple[str, Table, int]]:
-    """The tables among all parameters."""
-    return [(name, p, number) for name, p, number in named_params(groups, first) if isinstance(p, Table)]
-
-
-def describe(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
-    """Parameters and options as ranks that share DTensors compare them.
-
-    Whole parameters may differ between ranks, unless their gradients are part of a norm.
-    """
-    found = [Described("the class of the optimizer", spec.name)]
-    found += [Described(name, repr(value)) for name, value in asdict(spec.options).items()]
-    for number, group in enumerate(groups):
-        for name, value in group.items():
-            if name not in ("params", "param_names") and not is_on_gpu(value):
-                found.append(Described(f"{name} of group {number}", repr(value)))
-    for name, param, _ in named_params(groups):
-        sharding = None if isinstance(param, Table) else spec.sharding_of(param)
-        if sharding is not None or spec.options.needs_norm:
-            placed = f" placed {sharding.placements}" if sharding is not None else ""
-            mesh = None if sharding is None else sharding.mesh
-            found.append(Described(f"parameter {name}", f"{tuple(param.shape)} {param.dtype}{placed}", mesh))
-    return found
 
 
 def lacks_state(
@@ -94,11 +42,6 @@ def lacks_state(
     if copies_weights and spec.options.master_weights and param.dtype in LOW:
         needed.append(MASTER)
     return any(name not in held for name in needed)
-
-
-def is_on_gpu(value: Any) -> bool:
-    """Tell if a value is a tensor that cannot be read without waiting for a GPU."""
-    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 @dataclass(slots=True)

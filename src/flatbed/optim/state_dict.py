@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from flatbed.errors import FlatbedError
 from flatbed.optim.checks import check_group
-from flatbed.optim.state_builder import EMA, MASTER, TORCH_KEYS, Groups, OptimizerSpec
+from flatbed.optim.spec import Groups, OptimizerSpec
+from flatbed.optim.state_builder import EMA, MASTER, TORCH_KEYS
 from flatbed.optim.table_step import TableSlot
 from flatbed.tables.embedding import whole_field, write_field
 from flatbed.tables.table import Table
