@@ -125,16 +125,16 @@ class TorchStepper:
         if self.slots[bucket.slots[0]].param.dtype.itemsize < 4 and not wide:
             # Loss scaling keeps small gradients above zero; unscaled in 16 bits they would vanish.
             wide = options.stochastic_rounding or options.stochastic_state or update.scale is not None
+        scales = update.scales_grads and not wide
         # Torch's kernels make no temporaries, so that they may take everything at once.
-        in_parts = bucket.fused and not wide and update.scales_grads
-        at_once = bucket.fused and not wide and not in_parts
+        at_once = bucket.fused and not (wide or scales)
         for columns, scalars in _equal_columns(bucket.scalars, present):
             after = scalars
             indices = [bucket.slots[column] for column in columns]
-            if in_parts:
+            if scales:
                 for i in indices:
                     if self.slots[i].param.nbytes > CHUNK_BYTES:
-                        after = self._update_parts(i, update, scalars)
+                        after = self._update_large(i, update, scalars)
                 indices = [i for i in indices if self.slots[i].param.nbytes <= CHUNK_BYTES]
             for chunk in [indices] if at_once else self._chunks(indices):
                 tensors = self._tensors(chunk, wide)
@@ -147,13 +147,21 @@ class TorchStepper:
                 else:
                     line[columns] = value
 
-    def _update_parts(self, i: int, update: Update, scalars: Scalars) -> Scalars:
-        """Update a large dense parameter part by part: scaled gradients stay in the CPU's caches."""
+    def _update_large(self, i: int, update: Update, scalars: Scalars) -> Scalars:
+        """Update a large parameter by its scaled gradient, in memory that is kept.
+
+        Torch's kernels update it part by part: scaled gradients then stay in the CPU's caches.
+        """
         slot, grad, after = self.slots[i], self._grads[i], scalars
         assert grad is not None
-        if not len(self._scratch):
-            self._scratch = torch.empty(PART_BYTES, dtype=torch.uint8, device=self.device)
-        copy = self._scratch.view(grad.dtype)
+        nbytes = PART_BYTES if update.fused else grad.nbytes
+        if len(self._scratch) < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        copy = self._scratch[:nbytes].view(grad.dtype)
+        if not update.fused:
+            scaled = update.scaled(grad, out=copy.as_strided(grad.shape, grad.stride()))
+            held = {name: [tensor] for name, tensor in slot.state.items()}
+            return update.apply(Tensors([slot.param], [scaled], held), scalars)
         # Whole vectors, so that an element's bits do not depend on where the parts end.
         tensors = slot.param, grad, *slot.state.values()
         parts = [torch.split(tensor.as_strided((tensor.numel(),), (1,)), len(copy)) for tensor in tensors]
