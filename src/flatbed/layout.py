@@ -93,7 +93,7 @@ def plan(specs: Iterable[Spec], *, alignment: int = ALIGNMENT, max_bytes: int = 
             buffer = open_buffer.get(spec.key, -1)
             if buffer < 0 or lengths[buffer] + padded > limit:
                 buffer = open_buffer[spec.key] = new_buffer(spec.key)
-        stride = spec.stride if is_dense(spec.shape, spec.stride) else dense_stride(spec.shape, spec.stride)
+        stride = dense_stride(spec.shape, spec.stride)
         segments.append(Segment(spec.name, spec.shape, stride, lengths[buffer], buffer))
         members[buffer].append(position)
         # An empty tensor needs no elements, but its buffer must have some.
@@ -158,6 +158,8 @@ def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """Strides without holes that keep the order of dimensions, as torch's `preserve_format` does."""
+    if is_dense(shape, stride):
+        return stride
     order = sorted(range(len(shape)), key=lambda d: (stride[d], -d))
     dense = [0] * len(shape)
     step = 1

@@ -111,6 +111,16 @@ class Rule:
         has = self.has(group)
         return tuple(name for bit, name in enumerate(self.state) if has >> bit & 1)
 
+    @property
+    def shown_scalars(self) -> tuple[str, ...]:
+        """The scalars that are in `optimizer.state` and in state dicts, as torch's optimizers have them."""
+        return tuple(name for name in self.scalars if not name.startswith("_"))
+
+    @property
+    def hidden_scalars(self) -> tuple[str, ...]:
+        """The scalars that torch's optimizers do not have."""
+        return tuple(name for name in self.scalars if name.startswith("_"))
+
     def scalars_of_rows(self, group: Group, *, per_row_steps: bool) -> tuple[str, ...]:
         """The scalars that a table has in every record."""
         if per_row_steps:

@@ -271,3 +271,25 @@ def test_accelerates_checkpoints_are_complete(tmp_path: Path) -> None:
     accelerator.load_state(str(tmp_path))
     assert all(torch.equal(expected[n], p) for n, p in model.named_parameters())
     assert flat.is_valid()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about a single process
+def test_the_state_goes_through_distributed_checkpoints(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    models = [build("tied"), build("tied")]
+    flats = [FlatParams(model) for model in models]
+    optimizers = [torch.optim.Adam(flat.parameters(), lr=0.01) for flat in flats]
+    train(models[0], optimizers[0], 0, 2)
+    train(models[1], optimizers[1], 2, 3)  # other values, which loading replaces
+    saved, loaded = (
+        {"model": model.state_dict(), "optimizer": flat.optimizer_state_dict(optimizer)}
+        for model, flat, optimizer in zip(models, flats, optimizers, strict=True)
+    )
+    dcp.save(saved, checkpoint_id=tmp_path)
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    models[1].load_state_dict(loaded["model"])
+    flats[1].load_optimizer_state_dict(optimizers[1], loaded["optimizer"])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, 2, 4)
+    assert_same(*models)

@@ -81,6 +81,15 @@ class AdaNorm(Simple):
         return p.grad * (state["norm"] / norm)
 
 
+class AdaNormOfFalls(Simple):
+    """Scales gradients up while their norm falls, and leaves them alone while it rises."""
+
+    def direction(self, p: Any) -> torch.Tensor:
+        state, norm = self.state[p], p.grad.norm()
+        state["norm"] = 0.95 * state.get("norm", 0 * norm) + 0.05 * norm
+        return p.grad * (state["norm"] / norm).clamp(min=1.0)
+
+
 class AdaShift(Simple):
     """Moves nothing before the eleventh step, and then scales by the largest element of an old gradient."""
 
@@ -108,6 +117,14 @@ def factor_large(self: Any, p: Any) -> torch.Tensor:
     return p.grad / (squares.mean(0) * squares.mean(1, keepdim=True) / squares.mean()).sqrt()
 
 
+def project(self: Any, p: Any) -> torch.Tensor:
+    """As AdamP does it: only gradients that are almost orthogonal to the weights are changed."""
+    weight, grad = p.flatten(), p.grad.flatten()
+    cosine = torch.dot(weight, grad) / (weight.norm() * grad.norm() + 1e-8)
+    is_projected = p.dim() > 1 and cosine.abs() < 0.1 / p[0].numel() ** 0.5
+    return p.grad - 0.5 * p * grad.norm() / weight.norm() if is_projected else p.grad
+
+
 def centralize(self: Any, p: Any) -> torch.Tensor:
     return p.grad if p.dim() < 2 else p.grad - p.grad.mean(dim=tuple(range(1, p.dim())), keepdim=True)
 
@@ -132,6 +149,8 @@ SHAPE_READERS: list[tuple[Any, str]] = [
     (simple("Clipped", lambda self, p: p.grad * (1.0 / p.grad.norm()).clamp(max=1.0)), "Clipped"),
     (simple("Factored", factor_large), "Factored"),
     (AdaNorm, "AdaNorm"),
+    (AdaNormOfFalls, "AdaNormOfFalls"),
+    (simple("AdamP", project), "AdamP"),
     (AdaShift, "AdaShift"),
     (AvaGrad, "AvaGrad"),
     (JoinsAll, "JoinsAll"),

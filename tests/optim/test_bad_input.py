@@ -196,10 +196,14 @@ def test_parameters_replaced_later() -> None:
 
 
 def test_tables_are_not_traced() -> None:
+    from torch._dynamo.exc import Unsupported
+
     model = nn.Sequential(flatbed.Embedding(5, 3), nn.Linear(3, 1))
     optimizer, ids = flatbed.optim.Adam(model), torch.tensor([1, 2])
     with pytest.raises(flatbed.FlatbedError, match=r"torch\.export.*to_torch"):
         torch.export.export(model, (ids,))
+    with pytest.raises(Unsupported, match=r"torch\.export.*to_torch"):
+        torch.export.export(model, (ids,), strict=True)
     model(ids).sum().backward()
     with FakeTensorMode():
         with pytest.raises(flatbed.FlatbedError, match=r"a lookup under FakeTensorMode"):

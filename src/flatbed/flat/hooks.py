@@ -26,8 +26,8 @@ from flatbed.errors import FlatbedError
 from flatbed.flat import model_params
 from flatbed.flat.buffer import Buffer, clip, view
 from flatbed.flat.flat_parameter import FlatParameter
+from flatbed.flat.trial import refuse_shape_readers
 from flatbed.optim.optimizer import Optimizer
-from flatbed.optim.probe import refuse_shape_readers
 
 if TYPE_CHECKING:
     from flatbed.flat.params import FlatParams

@@ -9,8 +9,8 @@ import torch
 
 from flatbed.errors import FlatbedError
 from flatbed.flat.flat_parameter import FlatParameter
+from flatbed.flat.trial import element_state, twin
 from flatbed.layout import Segment
-from flatbed.optim.probe import element_state, twin
 from flatbed.optim.state_builder import own_storage
 
 if TYPE_CHECKING:

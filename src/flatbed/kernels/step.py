@@ -51,8 +51,7 @@ class ParamSlot:
 
 def stride_of(param: Tensor) -> tuple[int, ...]:
     """The parameter's stride; if it has holes, the dense stride nearest to it."""
-    shape, stride = tuple(param.shape), param.stride()
-    return stride if is_dense(shape, stride) else dense_stride(shape, stride)
+    return dense_stride(tuple(param.shape), param.stride())
 
 
 def is_whole(param: Tensor) -> bool:
@@ -189,17 +188,18 @@ class Update:
     factor: Tensor | None
 
     @property
-    def changes_grads(self) -> bool:
-        """Tell if gradients are unscaled or clipped in place, so that they must be copies."""
+    def scales_grads(self) -> bool:
+        """Tell if gradients are unscaled or clipped."""
         return self.scale is not None or self.factor is not None
 
     def __call__(self, tensors: Tensors, scalars: Scalars) -> Scalars:
-        """Unscale and clip gradients, update parameters and state, all in place; return the next scalars."""
+        """Update parameters and state in place by unscaled, clipped gradients; return the next scalars."""
+        grads = tensors.grads
         if self.scale is not None:
-            torch._foreach_div_(tensors.grads, self.scale)
+            grads = torch._foreach_div(grads, self.scale)
         if self.factor is not None:
-            torch._foreach_mul_(tensors.grads, self.factor)
-        return self.apply(tensors, scalars)
+            grads = torch._foreach_mul(grads, self.factor)
+        return self.apply(Tensors(tensors.params, grads, tensors.state), scalars)
 
     def scaled(self, grad: Tensor, out: Tensor) -> Tensor:
         """Unscale and clip a gradient into other memory."""
@@ -262,9 +262,9 @@ def _update_records(
 ) -> dict[str, float]:
     rule, weight = update.rule, held["weight"]
     wide = torch.promote_types(weight.dtype, torch.float32)
-    p, grads = weight.to(wide), grads.to(wide, copy=update.changes_grads)
+    p = weight.to(wide)
     state = {name: [held[name]] for name in rule.state_names(update.group)}
-    after = update(Tensors([p], [grads], state), tuple(scalars[name] for name in rule.scalars))
+    after = update(Tensors([p], [grads.to(wide)], state), tuple(scalars[name] for name in rule.scalars))
     if seed is not None and weight.dtype == torch.bfloat16:
         p = round_stochastically(p, seed=seed)
     held["weight"] = p.to(weight.dtype)

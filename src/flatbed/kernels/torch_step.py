@@ -20,12 +20,11 @@ from flatbed.kernels.step import (
     in_order,
     is_whole,
     round_stochastically,
-    stride_of,
 )
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 CHUNK_BYTES = 1 << 20  # of parameters: temporaries of an update should stay in the CPU's caches
-PART_BYTES = 4 << 20  # of one large parameter
+PART_BYTES = 4 << 20  # of a parameter that is larger than a chunk
 
 
 @dataclass(slots=True)
@@ -57,7 +56,6 @@ class TorchStepper:
         self._norm_classes = sorted({slot.norm_class for slot in slots})
         self.whole_grads: Grads | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._copies: dict[tuple[int, ...], list[Tensor]] = {}
         self._buckets = self._build()
 
     def _build(self) -> list[Bucket]:
@@ -127,15 +125,19 @@ class TorchStepper:
         if self.slots[bucket.slots[0]].param.dtype.itemsize < 4 and not wide:
             # Loss scaling keeps small gradients above zero; unscaled in 16 bits they would vanish.
             wide = options.stochastic_rounding or options.stochastic_state or update.scale is not None
+        scales = update.scales_grads and not wide
         # Torch's kernels make no temporaries, so that they may take everything at once.
-        at_once = bucket.fused and not (wide or update.changes_grads)
+        at_once = bucket.fused and not (wide or scales)
         for columns, scalars in _equal_columns(bucket.scalars, present):
             after = scalars
-            for chunk in self._chunks([bucket.slots[column] for column in columns], at_once):
-                if bucket.fused and not (wide or at_once) and self.slots[chunk[0]].param.nbytes > PART_BYTES:
-                    after = self._update_parts(chunk[0], update, scalars)
-                    continue
-                tensors = self._tensors(chunk, wide, copied=update.changes_grads)
+            indices = [bucket.slots[column] for column in columns]
+            if scales:
+                for i in indices:
+                    if self.slots[i].param.nbytes > CHUNK_BYTES:
+                        after = self._update_large(i, update, scalars)
+                indices = [i for i in indices if self.slots[i].param.nbytes <= CHUNK_BYTES]
+            for chunk in [indices] if at_once else self._chunks(indices):
+                tensors = self._tensors(chunk, wide)
                 after = update(tensors, scalars)
                 if wide:
                     self._copy_back(chunk, tensors, options)
@@ -145,14 +147,21 @@ class TorchStepper:
                 else:
                     line[columns] = value
 
-    def _update_parts(self, i: int, update: Update, scalars: Scalars) -> Scalars:
-        """Update a large dense parameter part by part: copies of its gradient stay in the CPU's caches."""
+    def _update_large(self, i: int, update: Update, scalars: Scalars) -> Scalars:
+        """Update a large parameter by its scaled gradient, in memory that is kept.
+
+        Torch's kernels update it part by part: scaled gradients then stay in the CPU's caches.
+        """
         slot, grad, after = self.slots[i], self._grads[i], scalars
         assert grad is not None
-        if len(self._scratch) < PART_BYTES:
-            self._scratch = torch.empty(PART_BYTES, dtype=torch.uint8, device=self.device)
-            self._copies.clear()
-        copy = self._scratch[:PART_BYTES].view(grad.dtype)
+        nbytes = PART_BYTES if update.fused else grad.nbytes
+        if len(self._scratch) < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        copy = self._scratch[:nbytes].view(grad.dtype)
+        if not update.fused:
+            scaled = update.scaled(grad, out=copy.as_strided(grad.shape, grad.stride()))
+            held = {name: [tensor] for name, tensor in slot.state.items()}
+            return update.apply(Tensors([slot.param], [scaled], held), scalars)
         # Whole vectors, so that an element's bits do not depend on where the parts end.
         tensors = slot.param, grad, *slot.state.values()
         parts = [torch.split(tensor.as_strided((tensor.numel(),), (1,)), len(copy)) for tensor in tensors]
@@ -162,20 +171,21 @@ class TorchStepper:
             after = update.apply(Tensors([param], grads, held), scalars)
         return after
 
-    def _chunks(self, indices: list[int], at_once: bool) -> Iterator[list[int]]:
+    def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
         """Group slots into those that one call updates."""
         chunk: list[int] = []
         nbytes = 0
         for i in indices:
             size = self.slots[i].param.nbytes
-            if chunk and nbytes + size > CHUNK_BYTES and not at_once:
+            if chunk and nbytes + size > CHUNK_BYTES:
                 yield chunk
                 chunk, nbytes = [], 0
             chunk.append(i)
             nbytes += size
-        yield chunk
+        if chunk:
+            yield chunk
 
-    def _tensors(self, chunk: list[int], wide: bool, *, copied: bool) -> Tensors:
+    def _tensors(self, chunk: list[int], wide: bool) -> Tensors:
         slots = [self.slots[i] for i in chunk]
         params = [slot.param for slot in slots]
         grads: list[Tensor] = [self._grads[i] for i in chunk]  # type: ignore[misc]
@@ -185,29 +195,9 @@ class TorchStepper:
             params = [
                 slot.param.to(dtype, copy=True) if slot.master is None else slot.master for slot in slots
             ]
-            grads = [grad.to(dtype, copy=True) for grad in grads]
+            grads = [grad.to(dtype) for grad in grads]
             state = {name: [tensor.to(dtype) for tensor in held] for name, held in state.items()}
-        elif copied:
-            grads = self._copied(chunk, grads)
         return Tensors(params, grads, state)
-
-    def _copied(self, indices: list[int], grads: list[Tensor]) -> list[Tensor]:
-        """Copies in memory that is kept: allocating it again takes longer than the copying."""
-        key = tuple(indices)
-        copies = self._copies.get(key)
-        if copies is None or copies[0].dtype != grads[0].dtype:
-            nbytes = sum(-(-grad.nbytes // 64) * 64 for grad in grads)
-            if len(self._scratch) < nbytes:
-                self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-                self._copies.clear()
-            copies, start = [], 0
-            for i, grad in zip(indices, grads, strict=True):
-                memory = self._scratch[start : start + grad.nbytes].view(grad.dtype)
-                copies.append(memory.as_strided(tuple(grad.shape), stride_of(self.slots[i].param)))
-                start += -(-grad.nbytes // 64) * 64
-            self._copies[key] = copies
-        torch._foreach_copy_(copies, grads)
-        return copies
 
     def _copy_back(self, chunk: list[int], tensors: Tensors, options: StepOptions) -> None:
         for column, i in enumerate(chunk):

@@ -25,10 +25,12 @@ from flatbed.kernels.step import NORM, SKIPPED, StepOptions, Stepper
 from flatbed.optim import checks, loss_scaling
 from flatbed.optim import state_dict as state_dicts
 from flatbed.optim.averages import put_averages, put_weights
+from flatbed.optim.optimizer_tables import OptimizerTables, check_table
 from flatbed.optim.options import OF_NORM, Extras, ParamsT
 from flatbed.optim.plan import Plan, StepGrads, StepStats, build_plan
-from flatbed.optim.state_builder import OptimizerSpec, describe, lacks_state, named_params, named_tables
-from flatbed.optim.table_step import OptimizerTables, TableSlot, check_table
+from flatbed.optim.spec import OptimizerSpec, describe, named_params, named_tables
+from flatbed.optim.state_builder import lacks_state
+from flatbed.optim.table_step import TableSlot
 from flatbed.rule import Rule
 from flatbed.tables.grads import RowGrads
 from flatbed.tables.table import Table

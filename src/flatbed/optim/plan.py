@@ -20,7 +20,8 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.step import STEPS, DenseStepper, Grads, ParamSlot, in_order, stride_of
 from flatbed.kernels.torch_step import TorchStepper
-from flatbed.optim.state_builder import Groups, OptimizerSpec, build_slots, publish_state
+from flatbed.optim.spec import Groups, OptimizerSpec
+from flatbed.optim.state_builder import build_slots, publish_state
 from flatbed.rule import Rule
 from flatbed.tables.table import Table
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -12,17 +12,15 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from flatbed.distributed.dtensor import Sharding, is_dtensor, local_of, whole
-from flatbed.distributed.peers import Described
-from flatbed.distributed.shard_state import OwnRows, StateSharding
+from flatbed.distributed.shard_state import OwnRows
 from flatbed.errors import FlatbedError
-from flatbed.kernels.step import ParamSlot, StepOptions, stride_of
+from flatbed.kernels.step import ParamSlot, stride_of
 from flatbed.layout import ALIGNMENT, Spec, overlaps_itself, plan
 from flatbed.optim import checks
-from flatbed.rule import Group, Rule
+from flatbed.optim.spec import LOW, OptimizerSpec, named_params
+from flatbed.rule import Group
 from flatbed.tables.table import Table
 
-Groups = list[dict[str, Any]]
-LOW = (torch.bfloat16, torch.float16)
 MASTER, EMA = "master_weight", "ema"  # keys of state that torch does not have
 TORCH_KEYS = frozenset(
     (
@@ -34,74 +32,16 @@ TORCH_KEYS = frozenset(
 """The state of torch's optimizers. Keys that no optimizer of torch has belong to a wrapper, and are kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerSpec:
-    """An optimizer's class name, rule, options and default hyperparameters."""
-
-    name: str
-    rule: Rule
-    options: StepOptions
-    defaults: Group
-    state_sharding: StateSharding | None = None
-
-    def sharding_of(self, param: Tensor) -> Sharding | None:
-        """Sharding of a DTensor, or of the state of a whole parameter."""
-        if self.state_sharding is None or is_dtensor(param):
-            return Sharding.of(param)
-        return self.state_sharding.shard(param)
-
-
-def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str, Tensor, int]]:
-    """All parameters and tables with a name for messages and the number of their group."""
-    for number, group in enumerate(groups, first):
-        given = group.get("param_names")
-        for i, param in enumerate(group["params"]):
-            yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param, number
-
-
-def named_tables(groups: Sequence[Group], first: int = 0) -> list[tuple[str, Table, int]]:
-    """The tables among all parameters."""
-    return [(name, p, number) for name, p, number in named_params(groups, first) if isinstance(p, Table)]
-
-
-def describe(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
-    """Parameters and options as ranks that share DTensors compare them.
-
-    Whole parameters may differ between ranks, unless their gradients are part of a norm.
-    """
-    found = [Described("the class of the optimizer", spec.name)]
-    found += [Described(name, repr(value)) for name, value in asdict(spec.options).items()]
-    for number, group in enumerate(groups):
-        for name, value in group.items():
-            if name not in ("params", "param_names") and not is_on_gpu(value):
-                found.append(Described(f"{name} of group {number}", repr(value)))
-    for name, param, _ in named_params(groups):
-        sharding = None if isinstance(param, Table) else spec.sharding_of(param)
-        if sharding is not None or spec.options.needs_norm:
-            placed = f" placed {sharding.placements}" if sharding is not None else ""
-            mesh = None if sharding is None else sharding.mesh
-            found.append(Described(f"parameter {name}", f"{tuple(param.shape)} {param.dtype}{placed}", mesh))
-    return found
-
-
 def lacks_state(
     spec: OptimizerSpec, group: Group, param: Tensor, held: Mapping[str, Any], copies_weights: bool
 ) -> bool:
     """Tell if a parameter's state is not complete; `copies_weights`: with its master weight and average."""
-    needed = [
-        *spec.rule.state_names(group),
-        *(name for name in spec.rule.scalars if not name.startswith("_")),
-    ]
+    needed = [*spec.rule.state_names(group), *spec.rule.shown_scalars]
     if copies_weights and spec.options.ema_decay is not None:
         needed.append(EMA)
     if copies_weights and spec.options.master_weights and param.dtype in LOW:
         needed.append(MASTER)
     return any(name not in held for name in needed)
-
-
-def is_on_gpu(value: Any) -> bool:
-    """Tell if a value is a tensor that cannot be read without waiting for a GPU."""
-    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 @dataclass(slots=True)
@@ -125,8 +65,8 @@ class SlotBuilder:
     loaded: bool
     copies_weights: bool
     """True: master weights and averages that are missing start at the present weights."""
-    private: dict[int, dict[str, Tensor]]
-    """Scalars that torch does not know, by the id of their parameter's entry of `optimizer.state`."""
+    hidden: dict[int, dict[str, Tensor]]
+    """Scalars that torch does not have, by the id of their parameter's entry of `optimizer.state`."""
     missing: list[MissingTensor] = field(default_factory=list)
     slots: list[ParamSlot] = field(default_factory=list)
 
@@ -151,9 +91,10 @@ class SlotBuilder:
     def _refuse_foreign(self, slot: ParamSlot, held: dict[str, Any], names: Sequence[str]) -> None:
         """Raise for state of another optimizer: its keys, missing tensors, missing scalars."""
         rule = self.spec.rule
-        shown = [name for name in rule.scalars if not name.startswith("_")]
-        needed = [name for name in names if rule.state[name] is None] + (shown if self.loaded else [])
-        odd = [key for key in held if key in TORCH_KEYS - {*rule.state, *shown}] if self.loaded else []
+        needed = [name for name in names if rule.state[name] is None]
+        needed += rule.shown_scalars if self.loaded else ()
+        foreign = TORCH_KEYS - {*rule.state, *rule.shown_scalars} if self.loaded else ()
+        odd = [key for key in held if key in foreign]
         has_some = any(held.get(key) is not None for key in (*rule.state, *rule.scalars))
         lacking = [name for name in needed if has_some and held.get(name) is None]
         if odd or lacking:
@@ -187,8 +128,9 @@ class SlotBuilder:
     def _add_scalars(self, slot: ParamSlot, held: dict[str, Any]) -> None:
         rule, device = self.spec.rule, slot.param.device
         for name in rule.scalars:
-            value: Any = (self.private.get(id(held), {}) if name.startswith("_") else held).get(name)
-            if value is None and name.startswith("_"):  # state of torch's has been through a step
+            is_hidden = name in rule.hidden_scalars
+            value: Any = (self.hidden.get(id(held), {}) if is_hidden else held).get(name)
+            if value is None and is_hidden:  # state of torch's has been through a step
                 is_new = "step" in held and float(held["step"]) == 0
                 value = float(any(isinstance(held.get(key), Tensor) for key in rule.state) and not is_new)
             if value is None:
@@ -295,8 +237,8 @@ def build_slots(
             checks.check_param(param, name)
             checks.check_norm(spec.options, param, name)  # FSDP may wrap a module later
             checks.check_grad(param, grad, name)
-    private = {id(slot.published): slot.scalars for slot in previous if slot.published is not None}
-    builder = SlotBuilder(spec, loaded, copies_weights, private)
+    hidden = {id(slot.published): slot.scalars for slot in previous if slot.published is not None}
+    builder = SlotBuilder(spec, loaded, copies_weights, hidden)
     for (name, param, number), grad in zip(dense, grads, strict=True):
         held = state.get(param, {})
         if grad is not None or held or (early is not None and early(param)):

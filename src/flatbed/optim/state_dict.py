@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from flatbed.errors import FlatbedError
 from flatbed.optim.checks import check_group
-from flatbed.optim.state_builder import EMA, MASTER, TORCH_KEYS, Groups, OptimizerSpec
+from flatbed.optim.spec import Groups, OptimizerSpec
+from flatbed.optim.state_builder import EMA, MASTER, TORCH_KEYS
 from flatbed.optim.table_step import TableSlot
 from flatbed.tables.embedding import whole_field, write_field
 from flatbed.tables.table import Table
@@ -173,20 +174,17 @@ def _check_table_state(spec: OptimizerSpec, slot: TableSlot, held: Any) -> dict[
             f"the checkpoint's state of table {slot.name} has '{odd[0]}', which {spec.name} does not keep "
             f"for tables: it belongs to another optimizer or to a wrapper. Build that one, or delete the key"
         )
-    missing = [name for name in table.scalars() if not name.startswith("_") and name not in found]
+    fields = table._storage.record.state
+    needed = [name for name in (*table.scalars(), *(f.name for f in fields)) if not name.startswith("_")]
+    missing = [name for name in needed if found.get(name) is None]
     if found and missing:
         raise FlatbedError(
             f"the checkpoint's state of table {slot.name} lacks '{missing[0]}' and has "
             f"{', '.join(map(repr, found))}: it belongs to another optimizer. Build that one"
         )
-    for field in table._storage.record.state:
+    for field in fields:
         value = found.get(field.name)
         shape = (table.num_embeddings, field.count)
-        if value is None and found and not field.name.startswith("_"):
-            raise FlatbedError(
-                f"the checkpoint's state of table {slot.name} lacks '{field.name}' and has "
-                f"{', '.join(map(repr, found))}: it belongs to another optimizer. Build that one"
-            )
         shapes = (shape, shape[:1]) if field.count == 1 else (shape,)
         if value is not None and tuple(value.shape) not in shapes:
             raise FlatbedError(
@@ -206,7 +204,7 @@ def _load_table_state(spec: OptimizerSpec, slot: TableSlot, held: dict[str, Any]
         elif held and field.name.startswith("_"):  # torch does not know it: its state has been through a step
             write_field(table, field.name, torch.ones(table.num_embeddings, 1, device="cpu"))
     names = [name for name in spec.rule.scalars if name not in slot.row_scalars]
-    hidden = {name: 1.0 for name in names if held and name.startswith("_")}
+    hidden = {name: 1.0 for name in names if held and name in spec.rule.hidden_scalars}
     table._storage.scalars = {**hidden, **{name: float(held[name]) for name in names if name in held}}
 
 

@@ -98,16 +98,19 @@ class DetachedTable(Tensor):
         raise _no_tensor(func)
 
 
+NOT_EXPORTED = (
+    "a table cannot become a fake tensor, as torch.export needs: export a copy of the model with "
+    "emb.to_torch() in place of each flatbed module"
+)
+
+
 def _no_tensor(func: Any) -> FlatbedError:
     if func is Tensor.is_contiguous:  # the first question of FSDP2
         return FlatbedError(
             "fully_shard cannot shard a table: pass ignored_params=set(flatbed.tables(model)) to fully_shard"
         )
     if func is Tensor._is_view:  # the first question of torch.export
-        return FlatbedError(
-            "a table cannot become a fake tensor, as torch.export needs: export a copy of the model with "
-            "emb.to_torch() in place of each flatbed module"
-        )
+        return FlatbedError(NOT_EXPORTED)
     return FlatbedError(
         f"{getattr(func, '__name__', func)} was called on a table, whose rows are not one tensor: use "
         f"table.read_rows(ids), table.write_rows(ids, values) or emb.weight; to train it, an optimizer of "
