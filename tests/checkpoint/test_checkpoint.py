@@ -395,7 +395,7 @@ def test_disk_table_whose_file_was_renamed_raises(tmp_path: Path) -> None:
     with pytest.raises(FlatbedError, match=r"1\.bed was removed or replaced.*put it back"):
         load_checkpoint(tmp_path / "saved", model, optimizer)
     with pytest.raises(FlatbedError, match="put it back"):
-        model.second.table._storage.revert("")
+        model.second.table._store.revert("")
     assert difference(snapshot(model, optimizer), before) is None
     (tmp_path / "elsewhere").rename(tmp_path / "1.bed")
     load_checkpoint(tmp_path / "saved", model, optimizer)

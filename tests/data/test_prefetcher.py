@@ -318,7 +318,7 @@ def test_a_table_that_grows_in_the_loop() -> None:
 
 def test_devices_must_agree(emb: flatbed.Embedding, monkeypatch: pytest.MonkeyPatch) -> None:
     other = flatbed.Embedding(ROWS, 4)
-    monkeypatch.setattr(other.table._storage, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(other.table._store, "device", torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"computes on cuda:0, and batches .* to cpu.*\.to\(\)"):
         Prefetcher([], {emb: "items", other: "items"})
 

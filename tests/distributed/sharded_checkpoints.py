@@ -248,7 +248,7 @@ def disk_tables_stay_in_their_files(folder: Path) -> None:
     name = f"users-{world}.bed" + (f".{rank}-of-{world}" if world > 1 else "")
     size = (place / name).stat().st_size
     train(model, optimizers, world=world, ranks=[rank])
-    assert 0 < model.users.table._storage.unsaved_rows < ROWS // world, "changed rows alone"
+    assert 0 < model.users.table._store.unsaved_rows < ROWS // world, "changed rows alone"
     flatbed.load_checkpoint(place / "run", model, optimizers)
     assert difference(contents(model), saved) is None
     model.users.table.close()

@@ -68,7 +68,7 @@ class Training:
 
     def batches(self) -> Iterator[Batch | None]:
         """From here on, without end; None stands for the one that a step makes by itself."""
-        if not self.embedding.table._storage.config.cache_rows:
+        if not self.embedding.table._store.config.cache_rows:
             return (None for _ in count())
         return iter(Prefetcher(map(batch, count(self.n_steps)), {self.embedding: lambda given: given[0]}))
 
@@ -282,7 +282,7 @@ class Trials:
             training.step()
         self.compare(training.embedding.table, step)
         training.embedding.table.checkpoint()
-        path = training.embedding.table._storage.config.path
+        path = training.embedding.table._store.config.path
         training.step()
         self.seen["rows that left the cache"] += training.embedding.table.cache_stats().written
         training.embedding.table.close(discard=True)

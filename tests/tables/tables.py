@@ -298,7 +298,7 @@ def assert_gradients(emb: Any, dense: Tensor, touched: Tensor, where: str) -> No
 
 def cached_rows(emb: Any) -> set[int]:
     """The rows in a table's cache, which no public function tells."""
-    rows = emb.table._storage.cache.index.row_of_slot
+    rows = emb.table._store.cache.index.row_of_slot
     return set(rows[rows >= 0].tolist())
 
 

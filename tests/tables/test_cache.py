@@ -40,7 +40,7 @@ def counts(emb: Any) -> tuple[int, ...]:
 
 
 def cache_of(emb: Any) -> Any:
-    return emb.table._storage.ensure_cache(1)
+    return emb.table._store.ensure_cache(1)
 
 
 # ---- eviction

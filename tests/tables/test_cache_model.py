@@ -44,7 +44,7 @@ class CacheMachine(RuleBasedStateMachine):
         options: dict[str, Any] = {"init": "zeros", "storage": self.storage, "path": path}
         self.emb = flatbed.Embedding(n_rows, DIM, cache_rows=n_slots, cache_policy=policy, **options)
         self.table = self.emb.table
-        self.store = self.table._storage
+        self.store = self.table._store
         self.nbytes = self.store.ensure_layout().record.nbytes
         self.expected = {row: torch.zeros(self.nbytes, dtype=torch.uint8) for row in range(n_rows)}
 

@@ -184,7 +184,7 @@ def test_failed_optimizer_changes_nothing(groups: int, wrong: str, tmp_path: Pat
     if wrong == "option":
         last["lr"] = -1.0
     elif wrong == "state":  # as if it had come from a file
-        second.table._storage.state_owned = False
+        second.table._store.state_owned = False
     else:
         options["master_weights"] = True
     together = [{**last, "params": [first.table, second.table]}]

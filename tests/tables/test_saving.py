@@ -62,10 +62,10 @@ def trained(storage: str, folder: Path, **options: Any) -> tuple[Embedding, torc
 
 def everything(table: Table) -> dict[str, torch.Tensor]:
     """All fields, as bytes so that equal means bitwise."""
-    _ = table._storage.ensure_layout()
+    _ = table._store.ensure_layout()
     fields = {
-        field.name: table._storage.read_field(field.name, 0, table.num_embeddings)
-        for field in table._storage.record.fields
+        field.name: table._store.read_field(field.name, 0, table.num_embeddings)
+        for field in table._store.record.fields
     }
     return {name: values.view(torch.uint8) for name, values in fields.items()}
 
@@ -89,7 +89,7 @@ def test_round_trip(storage: str, to: str, dtype: torch.dtype, tmp_path: Path) -
     assert same(everything(new), everything(emb.table))
     assert new.scalars() == emb.table.scalars() == {"step": 3.0}
     assert new.storage == to
-    assert new._storage.config.describe() == emb.table._storage.config.describe()
+    assert new._store.config.describe() == emb.table._store.config.describe()
     for table in (emb.table, new):  # new rows begin from the same seed
         table.resize(2 * ROWS)
     assert same(everything(new), everything(emb.table))
@@ -136,16 +136,16 @@ def test_dtypes_are_converted(storage: str, tmp_path: Path) -> None:
     emb.table.save(tmp_path / "t.safetensors")
     other = embedding(storage, tmp_path, dtype=torch.bfloat16)
     other.table.load(tmp_path / "t.safetensors")
-    found = other.table._storage.read_field("weight", 0, ROWS)
+    found = other.table._store.read_field("weight", 0, ROWS)
     assert torch.equal(found, emb.weight.to(torch.bfloat16))
-    assert other.table._storage.record["exp_avg"].dtype == emb.table._storage.record["exp_avg"].dtype
+    assert other.table._store.record["exp_avg"].dtype == emb.table._store.record["exp_avg"].dtype
 
 
 def test_table_that_was_never_used(tmp_path: Path) -> None:
     Embedding(ROWS, DIM, seed=3).table.save(tmp_path / "t.safetensors")
     found = safetensors.torch.load_file(tmp_path / "t.safetensors")
     assert torch.equal(found["weight"], Embedding(ROWS, DIM, seed=3).weight)
-    assert load_table(tmp_path / "t.safetensors")._storage.state_owned
+    assert load_table(tmp_path / "t.safetensors")._store.state_owned
 
 
 def test_scalars_are_kept_exactly_and_do_not_clash(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_scalars_are_kept_exactly_and_do_not_clash(tmp_path: Path) -> None:
     owner: Any = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     numbers = {"step": 16777217.0, "product": 0.1, "huge": 1e300, "zero": 0.0, "most": float("inf")}
     emb.table._attach(owner, (Field("step", torch.float32, 1, 2.0), Field("exp_avg", torch.float32, DIM)))
-    emb.table._storage.scalars = {
+    emb.table._store.scalars = {
         name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()
     }
     emb.table.save(tmp_path / "t.safetensors")
@@ -164,7 +164,7 @@ def test_scalars_are_kept_exactly_and_do_not_clash(tmp_path: Path) -> None:
     assert raw["product"].dtype == torch.float64
     new = load_table(tmp_path / "t.safetensors")
     assert new.scalars() == numbers
-    assert new._storage.record == emb.table._storage.record  # first values, too
+    assert new._store.record == emb.table._store.record  # first values, too
 
 
 # ---- without flatbed
@@ -344,11 +344,11 @@ def test_disk_file_is_not_overwritten(tmp_path: Path) -> None:
 def test_load_table_opens_a_disk_table_in_place(tmp_path: Path) -> None:
     emb, optimizer = trained("disk", tmp_path, dtype=torch.bfloat16, padding_idx=2, seed=4)
     emb.table.checkpoint()
-    expected, config = everything(emb.table), emb.table._storage.config
+    expected, config = everything(emb.table), emb.table._store.config
     emb.table.close()
     found = load_table(tmp_path / "t.bed")
     assert same(everything(found), expected)
-    assert found._storage.config == config
+    assert found._store.config == config
     assert found.scalars() == {"step": 3.0}
     del optimizer
 
@@ -385,13 +385,13 @@ def test_rows_are_allocated_at_the_first_use(storage: str, tmp_path: Path) -> No
     emb = embedding(storage, tmp_path)
     flatbed.optim.Adam(emb)
     _ = emb.table.storage, emb.table.nbytes, emb.table.state_names, repr(emb)
-    assert emb.table._storage.phase == "unallocated"
+    assert emb.table._store.phase == "unallocated"
     assert not list(tmp_path.iterdir())
     emb(torch.tensor([1]))
-    assert emb.table._storage.phase == "allocated"
+    assert emb.table._store.phase == "allocated"
     with emb.table:
         pass
-    assert emb.table._storage.phase == "closed"
+    assert emb.table._store.phase == "closed"
     with pytest.raises(FlatbedError, match="closed"):
         emb(torch.tensor([1]))
 

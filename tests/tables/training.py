@@ -83,9 +83,9 @@ def snapshot(model: nn.Module, optimizers: Any) -> dict[str, Any]:
         if not isinstance(value, flatbed.Table):
             found[name] = value.detach().clone()
     for i, table in enumerate(tables(model)):
-        _ = table._storage.ensure_layout()
-        for field in table._storage.record.fields:
-            found[f"table {i} {field.name}"] = table._storage.read_field(field.name, 0, table.num_embeddings)
+        _ = table._store.ensure_layout()
+        for field in table._store.record.fields:
+            found[f"table {i} {field.name}"] = table._store.read_field(field.name, 0, table.num_embeddings)
         found[f"table {i} scalars"] = torch.tensor(list(table.scalars().values()))
     for i, optimizer in enumerate(several(optimizers)):
         for key, held in optimizer.state_dict()["state"].items():
@@ -120,7 +120,7 @@ class Expected:
                 step(self.model, self.optimizer, len(self.seen))
             else:
                 for table in tables(self.model):
-                    _ = table._storage.ensure_layout()
+                    _ = table._store.ensure_layout()
             self.seen.append(snapshot(self.model, self.optimizer))
         return self.seen[n_steps]
 

@@ -369,7 +369,7 @@ def _begin_table(
             f"the rows of {name} are not in {path}, but in the table's own file: build it with "
             f'storage="disk" and that path, or save with copy_disk_tables=True'
         )
-    config, n_ranks = table._storage.config, manifest["shards"].get(name, 1)
+    config, n_ranks = table._store.config, manifest["shards"].get(name, 1)
     if config.n_shards != n_ranks:
         raise FlatbedError(
             f"the rows of {name} are in the table's own files, of {n_ranks} ranks, and not in {path}; there "
@@ -377,7 +377,7 @@ def _begin_table(
             "number"
         )
     assert config.path is not None
-    state = table._storage.state_at(token)
+    state = table._store.state_at(token)
     if config.read_only:
         if state is None:
             raise FlatbedError(
@@ -392,15 +392,15 @@ def _begin_table(
             "checkpoint in another folder). Load the folder that was saved last, put a copy of the file from "
             "then in its place, or save with copy_disk_tables=True from now on"
         )
-    table._storage.check_name()
+    table._store.check_name()
     saving.check_state(table, config.path, *state)
     return partial(_revert, table, token)
 
 
 def _revert(table: Table, token: str) -> None:
     """Let a disk table go back to its file's checkpoint."""
-    scalars = table._storage.revert(token)
+    scalars = table._store.revert(token)
     if table._owner is None:
-        table._storage.adopt_state(scalars)
+        table._store.adopt_state(scalars)
     else:
-        table._storage.set_scalars(scalars)
+        table._store.set_scalars(scalars)

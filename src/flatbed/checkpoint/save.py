@@ -142,9 +142,9 @@ def save_checkpoint(
             contents = {"token": token, "model": model_values, "extra": checked}
             _write_alone(version[0], training, contents, in_place=in_place, rng=random, files=files)
         for table in in_place:
-            storage = table._storage.disk_storage()
+            storage = table._store.disk_storage()
             prepared.append(storage)
-            table._storage.prepare_checkpoint(decision=folder / CURRENT, token=token)
+            table._store.prepare_checkpoint(decision=folder / CURRENT, token=token)
         lockstep.meet()
         if ranks.first:
             kept = _write_current(folder, name, token, keep=keep)

@@ -9,13 +9,16 @@ Streams of one device
 | | | "rows": the last admission, for rows that `protects` does not cover | `GpuCache.prefetch` |
 | | | the last access to a disk cache | `HostIndexCache._access` |
 | | | "scan": the block to compare with | `retrieval._copied_ahead` |
-| "batches": copies of batches | loader thread | its staging buffers, when reused | `BatchMover` |
+| "batches": copies of batches | loader thread | tensors that the loader made on a GPU | `BatchMover` |
 | "rows": admissions ahead of time | training thread | "batches": the ids of the batch | `BatchMover` |
-| | | training: work on rows that an admission may evict | `GpuCache.begin` |
+| | | training: work on rows that an admission may evict; without an event, all work | `GpuCache.begin` |
 | | | "files": the records of the batch | `HostIndexCache.reserve` |
 | "files": records read from disk | loader thread | the last access to the cache | `HostIndexCache._access` |
 | | | training: work on released rows | `RowPrefetch.finish` |
 | "scan": blocks of a table for `topk` | training thread | nothing: `topk` begins with an idle GPU | |
+
+The loader thread itself waits for copies from staging buffers before it fills them again (`StagingRing`), and
+for earlier steps, so that the device holds few batches (`PrefetchIterator.__next__`).
 
 CUDA graphs are captured in the user's stream. From the first captured lookup on, a table's rows are not
 prefetched to the GPU: see `tables.cache.gpu`.

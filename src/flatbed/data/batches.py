@@ -207,13 +207,13 @@ def common_device(tables: Sequence[Table], wanted: Any) -> torch.device:
     if wanted is not None:
         device = device_of(wanted)
     elif tables:
-        device = tables[0]._storage.device
+        device = tables[0]._store.device
     else:
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
     for table in tables:
-        if table._storage.device != device:
+        if table._store.device != device:
             raise ValueError(
-                f"{table!r} computes on {table._storage.device}, and batches are to be moved to {device}: "
+                f"{table!r} computes on {table._store.device}, and batches are to be moved to {device}: "
                 "move the module with .to(), or use a Prefetcher for each device"
             )
     return device

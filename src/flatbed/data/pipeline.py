@@ -319,7 +319,10 @@ class PrefetchIterator(Iterator[Any]):
             del end  # the traceback of the error refers to this frame
 
     def _take_batches(self) -> None:
-        """Take and admit all batches that are loaded, at least one. Loads one here if there is no thread."""
+        """Take and admit all batches that are loaded; wait for one only if none is ready.
+
+        Without threads (depth 0), load one here.
+        """
         pipeline = self._pipeline
         while self._end is None and pipeline.n_permits and not (pipeline.ready and pipeline.results.empty()):
             pipeline.n_permits -= 1

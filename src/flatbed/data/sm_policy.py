@@ -78,7 +78,7 @@ class SmPolicy:
 
     def _read(self) -> Reading:
         device = self._reserve.device
-        caches: list[Any] = [table._storage.cache for table in self._tables]
+        caches: list[Any] = [table._store.cache for table in self._tables]
         found = [(cache.index.counts, cache.records.shape[1]) for cache in caches if cache is not None]
         if device.type != "cuda":
             return Reading([(counts.clone(), nbytes) for counts, nbytes in found], time.monotonic())

@@ -16,7 +16,7 @@ class UniqueRows:
     """The unique rows among ids, in ascending order."""
 
     rows: Tensor
-    """int64; -1 for a key that is no row."""
+    """int64; -1 for a key that is no row. Kernels pad it with -1 to the number of ids."""
     inverse: Tensor
     """For every id, the position of its row in `rows`."""
     order: Tensor | None = None

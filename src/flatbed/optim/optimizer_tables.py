@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def state_fields(spec: OptimizerSpec, group: Group, table: Table) -> tuple[Field, ...]:
     """The fields of a record besides the weight."""
-    rule, config = spec.rule, table._storage.config
+    rule, config = spec.rule, table._store.config
     dtype = torch.promote_types(config.dtype, torch.float32)
     count = 1 if rule.rowwise else config.dim
     scalars = rule.scalars_of_rows(group, per_row_steps=spec.options.per_row_steps)
@@ -36,7 +36,7 @@ def state_fields(spec: OptimizerSpec, group: Group, table: Table) -> tuple[Field
 
 def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group: Group) -> None:
     """Raise if a table cannot be trained with these options, or holds state of another optimizer."""
-    options, dtype = spec.options, table._storage.config.dtype
+    options, dtype = spec.options, table._store.config.dtype
     wide = torch.promote_types(dtype, torch.float32)
     if options.master_weights and dtype in LOW:
         raise ValueError(
@@ -54,15 +54,15 @@ def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group:
     table._check_attach(owner, state_fields(spec, group, table))
     in_rows = spec.rule.scalars_of_rows(group, per_row_steps=options.per_row_steps)
     expected = set(spec.rule.shown_scalars) - set(in_rows)
-    known = {scalar for scalar in table._storage.scalars if not scalar.startswith("_")}
-    if not table._storage.state_owned and known and known != expected:
+    known = {scalar for scalar in table._store.scalars if not scalar.startswith("_")}
+    if not table._store.state_owned and known and known != expected:
         raise FlatbedError(
             f"table {name} holds state of another optimizer than {spec.name}: its scalars are "
             f"{sorted(known)}, expected {sorted(expected)}. Give it to the optimizer it was trained with, or "
             f"call table.drop_state() first to start again"
         )
-    trained_by = table._storage.optimizer
-    if not table._storage.state_owned and trained_by not in (None, spec.name):
+    trained_by = table._store.optimizer
+    if not table._store.state_owned and trained_by not in (None, spec.name):
         warnings.warn(
             f"table {name} holds the state of {trained_by}, and {spec.name} goes on with it: build "
             f"{trained_by}, or call table.drop_state() first, if that is not meant",
@@ -85,7 +85,7 @@ class OptimizerTables:
         self, spec: OptimizerSpec, owner: Any, state: dict[Any, Any], slot: TableSlot, group: Group
     ) -> None:
         """Make the optimizer own a table. State and scalars from a file or a copy are continued."""
-        rule, store = spec.rule, slot.table._storage
+        rule, store = spec.rule, slot.table._store
         remembered = {} if store.state_owned else dict(store.scalars)
         # State from elsewhere has been through a step.
         has_state = not store.state_owned and bool(store.record.state)
@@ -103,7 +103,7 @@ class OptimizerTables:
         State in the records is shown as None: `torch.distributed.checkpoint` loads by the names of the
         present state.
         """
-        rule, store = spec.rule, slot.table._storage
+        rule, store = spec.rule, slot.table._store
         # Kernels count in fp32, as torch does. Scalars of torch's own classes may need more.
         dtype = torch.float64 if rule.update is None else torch.float32
         scalars: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class OptimizerTables:
     def collect_grads(self, owner: Any, options: StepOptions) -> list[RowGrads | None]:
         """The gradients of all tables; with several ranks, their mean. Errors precede any change."""
         several = world_size() > 1
-        capturing = any(is_capturing(slot.table._storage.device) for slot in self.slots)
+        capturing = any(is_capturing(slot.table._store.device) for slot in self.slots)
         if several:
             self._refuse_local_norms(owner, options)
             if capturing:
@@ -158,7 +158,7 @@ class OptimizerTables:
                 table._grads.clear()
             packs.append(table._grads.packed())
         for slot, pack in zip(self.slots, packs, strict=True):
-            if pack is not None and slot.table._storage.config.storage == "disk":
+            if pack is not None and slot.table._store.config.storage == "disk":
                 slot.table._local_rows.reserve_space(pack)
         return packs
 
@@ -192,18 +192,16 @@ class OptimizerTables:
     ) -> list[TableStepper]:
         """Return the steppers of all devices, given their gradients. Scalars follow tables that moved."""
         for slot in self.slots:
-            if any(
-                value.device != slot.table._storage.device for value in slot.table._storage.scalars.values()
-            ):
+            if any(value.device != slot.table._store.device for value in slot.table._store.scalars.values()):
                 self.publish(spec, slot, groups[slot.group], state)
         key = id(groups), [_layout_key(spec.rule, slot, groups[slot.group]) for slot in self.slots]
         if key != self._built_from:
-            if any(is_capturing(slot.table._storage.device) for slot in self.slots):
+            if any(is_capturing(slot.table._store.device) for slot in self.slots):
                 raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
             self._retired += [stepper for stepper in self._steppers if stepper.captured]
             by_device: dict[torch.device, list[TableSlot]] = {}
             for slot in self.slots:
-                by_device.setdefault(slot.table._storage.device, []).append(slot)
+                by_device.setdefault(slot.table._store.device, []).append(slot)
             vectors = stats.of("tables", by_device)
             self._steppers = [
                 TableStepper(spec.rule, groups, slots, vectors[device]) for device, slots in by_device.items()
@@ -217,7 +215,7 @@ class OptimizerTables:
 
 def _layout_key(rule: Rule, slot: TableSlot, group: Group) -> tuple[Any, ...]:
     """All that the launches of a table depend on."""
-    store = slot.table._storage
+    store = slot.table._store
     layout = store.device, store.ensure_layout().record, slot.group, [*map(id, store.scalars.values())]
     options = [group[option] for option in rule.row_scalars.values() if option is not None]
     return (*layout, rule.has(group), options)

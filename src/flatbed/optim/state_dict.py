@@ -71,10 +71,10 @@ def _params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Ten
 def _table_state(slot: TableSlot) -> dict[str, Any]:
     """A table's state as torch has it for an embedding's weight; empty before the first step."""
     table = slot.table
-    if table._storage.relayout_pending:
+    if table._store.relayout_pending:
         return {}
     held: dict[str, Any] = {}
-    for name, value in slot.table._storage.scalars.items():  # in fp32, as in torch, unless that would round
+    for name, value in slot.table._store.scalars.items():  # in fp32, as in torch, unless that would round
         held[name] = value.float().clone() if bool(value.float() == value) else value.clone()
     for name in table.state_names:
         whole = whole_field(table, name)
@@ -174,7 +174,7 @@ def _check_table_state(spec: OptimizerSpec, slot: TableSlot, held: Any) -> dict[
             f"the checkpoint's state of table {slot.name} has '{odd[0]}', which {spec.name} does not keep "
             f"for tables: it belongs to another optimizer or to a wrapper. Build that one, or delete the key"
         )
-    fields = table._storage.record.state
+    fields = table._store.record.state
     needed = [name for name in (*table.scalars(), *(f.name for f in fields)) if not name.startswith("_")]
     missing = [name for name in needed if found.get(name) is None]
     if found and missing:
@@ -197,15 +197,15 @@ def _check_table_state(spec: OptimizerSpec, slot: TableSlot, held: Any) -> dict[
 def _load_table_state(spec: OptimizerSpec, slot: TableSlot, held: dict[str, Any]) -> None:
     """Write a table's fields and scalars; those that the checkpoint lacks get their first values."""
     table = slot.table
-    table._storage.set_state_fields(table._storage.record.state)
-    for field in table._storage.record.state:
+    table._store.set_state_fields(table._store.record.state)
+    for field in table._store.record.state:
         if field.name in held:
             write_field(table, field.name, held[field.name].reshape(-1, field.count))
         elif held and field.name.startswith("_"):  # torch does not know it: its state has been through a step
             write_field(table, field.name, torch.ones(table.num_embeddings, 1, device="cpu"))
     names = [name for name in spec.rule.scalars if name not in slot.row_scalars]
     hidden = {name: 1.0 for name in names if held and name in spec.rule.hidden_scalars}
-    table._storage.scalars = {**hidden, **{name: float(held[name]) for name in names if name in held}}
+    table._store.scalars = {**hidden, **{name: float(held[name]) for name in names if name in held}}
 
 
 def _warn_of_losses(spec: OptimizerSpec, state_dict: StateDict) -> None:

@@ -27,7 +27,7 @@ CHUNK_BYTES = 4 << 20  # of weights: temporaries of an update should stay in the
 
 @dataclass(slots=True)
 class TableSlot:
-    """A table as the step sees it. Its scalars, such as the step count, are `table._storage.scalars`."""
+    """A table as the step sees it. Its scalars, such as the step count, are `table._store.scalars`."""
 
     name: str
     table: Table
@@ -108,7 +108,7 @@ class TableStepper:
         self.packs = []
 
     def _launch(self, kernels: TritonRows, index: int, pack: RowGrads, options: StepOptions) -> None:
-        store, access = self.slots[index].table._storage, self.slots[index].table._local_rows
+        store, access = self.slots[index].table._store, self.slots[index].table._local_rows
         location, batch = access.location_for(pack.batch, update=True), pack.batch
         if location is not None:
             weights = None if batch is None else batch.weights
@@ -126,7 +126,7 @@ class TableStepper:
 def _check_fields(rule: Rule, slot: TableSlot, group: Group) -> None:
     """Raise if an option was changed that needs state for which the records have no room."""
     needed = (*rule.state_names(group), *rule.scalars_of_rows(group, per_row_steps=False))
-    missing = [name for name in needed if name not in slot.table._storage.record]
+    missing = [name for name in needed if name not in slot.table._store.record]
     if missing:
         raise FlatbedError(
             f"a changed option needs state ({missing[0]}) that the rows of table {slot.name} do not have: "
@@ -137,11 +137,11 @@ def _check_fields(rule: Rule, slot: TableSlot, group: Group) -> None:
 def _table_layout(rule: Rule, slot: TableSlot, group: Group) -> TableLayout:
     from flatbed.kernels._triton.row_step import TableLayout
 
-    record = slot.table._storage.record
+    record = slot.table._store.record
     names = [name for name in rule.state if name in record]
     return TableLayout(
         group=slot.group,
-        scalars=slot.table._storage.scalars,
+        scalars=slot.table._store.scalars,
         dim=record.weight.count,
         weight=record.weight.dtype,
         state=record[names[0]].dtype if names else record.weight.dtype,
@@ -155,7 +155,7 @@ def _table_layout(rule: Rule, slot: TableSlot, group: Group) -> TableLayout:
 def _update_in_chunks(slot: TableSlot, pack: RowGrads, update: Update, seeds: Any) -> None:
     """Read, update and write rows in torch operations."""
     access = slot.table._local_rows
-    before = {name: float(value) for name, value in slot.table._storage.scalars.items()}
+    before = {name: float(value) for name, value in slot.table._store.scalars.items()}
     after: Mapping[str, float] = before
     # Whole vectors, so that a row's bits do not depend on where the chunks end.
     size = max(1, CHUNK_BYTES // (pack.grads.shape[1] * 64)) * 16
@@ -168,5 +168,5 @@ def _update_in_chunks(slot: TableSlot, pack: RowGrads, update: Update, seeds: An
             update = Update(update.rule, update.group, False, update.scale, update.factor)
         after = update_rows(update, fields, grads, scalars=before, row_scalars=slot.row_scalars, seeds=seeds)
         access.write_fields_(rows, fields)
-    for name, value in slot.table._storage.scalars.items():
+    for name, value in slot.table._store.scalars.items():
         value.fill_(after[name])

@@ -25,7 +25,7 @@ def copy(table: Table) -> Table:
 
     No optimizer has the copy. Gradients that no step has used yet are not copied.
     """
-    store = table._storage
+    store = table._store
     if store.config.path is not None:
         raise FlatbedError(
             f"a table on disk ({store.config.path}) is not copied along: save it (table.save(path)) and make "
@@ -46,7 +46,7 @@ def copy(table: Table) -> Table:
 
 def parts(table: Table) -> tuple[Any, ...]:
     """Return the content of a pickled table: the arguments of `rebuild` after `kind`."""
-    store = table._storage
+    store = table._store
     config = store.config
     if config.path is not None:
         raise FlatbedError(
@@ -110,8 +110,8 @@ def rebuild(
 
 
 def _fill(table: Table, record: Record, fill: Fill, scalars: dict[str, float]) -> None:
-    table._storage.replace_rows(record, fill, fields=[f.name for f in record.fields], scalars=scalars)
-    table._storage.adopt_state(scalars)
+    table._store.replace_rows(record, fill, fields=[f.name for f in record.fields], scalars=scalars)
+    table._store.adopt_state(scalars)
 
 
 def _present(device: torch.device) -> torch.device:

@@ -67,7 +67,7 @@ class TableModule(nn.Module):
     @property
     def padding_idx(self) -> int | None:
         """The row that never gets a gradient."""
-        return self.table._storage.config.padding_idx
+        return self.table._store.config.padding_idx
 
     @property
     def weight(self) -> Tensor:
@@ -102,10 +102,10 @@ class TableModule(nn.Module):
         seed, shards = int(torch.randint(1 << 62, (), device="cpu")), self.table._shards
         if shards is not None:
             seed = shards.channel.first(seed, doing=shards.describe("new weights"))
-        self.table._storage.draw_again(seed)
+        self.table._store.draw_again(seed)
 
     def extra_repr(self) -> str:
-        config = self.table._storage.config
+        config = self.table._store.config
         parts = [f"{self.num_embeddings}, {config.dim}"]
         parts += [] if self.padding_idx is None else [f"padding_idx={self.padding_idx}"]
         parts += [f"storage={config.storage!r}"]
@@ -121,7 +121,7 @@ class TableModule(nn.Module):
         self._parameters = {name: one for name, one in parameters.items() if one is not table}
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call,unused-ignore]
-            probe = torch.empty(0, dtype=torch.uint8, device=table._storage.device)
+            probe = torch.empty(0, dtype=torch.uint8, device=table._store.device)
             table._move(fn(probe).device)
         finally:
             parameters.update(self._parameters)
@@ -217,7 +217,7 @@ def _open_table(
     check_file(config, resume)
     table = make(config, device, replicate=replicate or shards is not None, shards=shards)
     path = config.path
-    if path is not None and resume is None and table._storage.is_allocated and path not in _announced:
+    if path is not None and resume is None and table._store.is_allocated and path not in _announced:
         _announced.add(path)
         note(f"{path} exists, and the table continues from its rows; pass resume=True to silence this")
     return table
@@ -404,7 +404,7 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         table = self.table
         records_grad = needs_grad(table, training=self.training)
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
-        device = table._storage.device
+        device = table._store.device
         found = batch.unique
         rows = table._rows.lookup(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         if offsets is not None:
@@ -448,8 +448,8 @@ def whole_field(table: Table, name: str) -> Tensor:
     """A field of all rows as one contiguous tensor; on the GPU for tables that live there."""
     table._check_whole("all rows as one tensor")
     whole = _empty_field(table, name)
-    for start, stop in table._storage.field_blocks(name):
-        whole[start:stop] = table._storage.read_field(name, start, stop)
+    for start, stop in table._store.field_blocks(name):
+        whole[start:stop] = table._store.read_field(name, start, stop)
     return whole
 
 
@@ -458,13 +458,13 @@ def all_weights(table: Table) -> Tensor:
     if table._shards is None:
         return whole_field(table, WEIGHT)
     whole = _empty_field(table, WEIGHT)
-    for start, stop in row_blocks(0, table.num_embeddings, table._storage.record.nbytes):
-        whole[start:stop] = table._rows.weights(torch.arange(start, stop, device=table._storage.device))
+    for start, stop in row_blocks(0, table.num_embeddings, table._store.record.nbytes):
+        whole[start:stop] = table._rows.weights(torch.arange(start, stop, device=table._store.device))
     return whole
 
 
 def _empty_field(table: Table, name: str) -> Tensor:
-    store = table._storage
+    store = table._store
     field = store.record[name]
     nbytes = table.num_embeddings * field.nbytes
     on_gpu = store.config.storage == "device" and store.device.type == "cuda"
@@ -480,10 +480,10 @@ def _empty_field(table: Table, name: str) -> Tensor:
 @torch.no_grad()
 def write_field(table: Table, name: str, values: Tensor) -> None:
     """Replace a field of all rows; each rank writes the rows that it holds."""
-    config = table._storage.config
+    config = table._store.config
     own = values[config.shard_rank :: config.n_shards]
-    for start, stop in table._storage.field_blocks(name):
-        table._storage.write_field(name, start, own[start:stop].detach())
+    for start, stop in table._store.field_blocks(name):
+        table._store.write_field(name, start, own[start:stop].detach())
 
 
 def named_tables(module: nn.Module) -> Iterator[tuple[str, Table]]:

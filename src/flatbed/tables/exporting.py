@@ -38,7 +38,7 @@ def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
 
     If the table is sharded, all ranks call this, and the first rank writes.
     """
-    config = table._storage.config
+    config = table._store.config
     if path.suffix in FILES and shard_bytes is not None:
         raise ValueError(
             f"shard_bytes is for folders; found {path.name}: leave it out, or give a folder's name"
@@ -57,7 +57,7 @@ def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
     if table._shards is not None and table._shards.rank > 0:
         _serve(table, shard_rows if path.suffix not in FILES else table.num_embeddings)
         return
-    table._storage.ensure_layout()
+    table._store.ensure_layout()
     with (
         table._failing_together(READ),
         progress(f"exporting {path.name}", table.num_embeddings, "rows") as advance,
@@ -73,7 +73,7 @@ def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
 
 
 def _bounds(table: Table, rows: range) -> Iterator[tuple[int, int]]:
-    return row_blocks(rows.start, rows.stop, table._storage.record.nbytes)
+    return row_blocks(rows.start, rows.stop, table._store.record.nbytes)
 
 
 def _shards_of(n_rows: int, shard_rows: int) -> list[range]:
@@ -90,17 +90,17 @@ def _serve(table: Table, shard_rows: int) -> None:
 
 def _blocks(table: Table, rows: range) -> Iterator[tuple[int, Tensor]]:
     """Yield (first byte, weights) of consecutive rows of a file with these rows."""
-    size = table._storage.config.weight.nbytes
+    size = table._store.config.weight.nbytes
     for first, last in _bounds(table, rows):
         if table._shards is None:
-            weights = table._storage.read_field(WEIGHT, first, last)
+            weights = table._store.read_field(WEIGHT, first, last)
         else:
             weights = table.read_rows(torch.arange(first, last, device="cpu")).cpu()
         yield (first - rows.start) * size, weights
 
 
 def _write_npy(table: Table, path: Path, advance: Callable[[int], None]) -> None:
-    config, header = table._storage.config, io.BytesIO()
+    config, header = table._store.config, io.BytesIO()
     shape = (table.num_embeddings, config.dim)
     about = {"descr": np.dtype(NAMES[config.dtype]).str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, about)
@@ -114,7 +114,7 @@ def _write_npy(table: Table, path: Path, advance: Callable[[int], None]) -> None
 
 def _write_rows(table: Table, path: Path, name: str, rows: range, advance: Callable[[int], None]) -> None:
     """Write some rows to a safetensors file, as a tensor of this name."""
-    entry = TensorEntry(name, table._storage.config.dtype, (len(rows), table.embedding_dim))
+    entry = TensorEntry(name, table._store.config.dtype, (len(rows), table.embedding_dim))
     with writing(path, [entry], FORMAT) as writer:
         for offset, weights in _blocks(table, rows):
             writer.write(name, offset, weights)
@@ -133,7 +133,7 @@ def _write_shards(table: Table, path: Path, shard_rows: int, advance: Callable[[
             name = f"{WEIGHT}.{number:05}"
             files[name] = f"model-{number:05}-of-{len(shards):05}.safetensors"
             _write_rows(table, folder / files[name], name, rows, advance)
-        total = table.num_embeddings * table._storage.config.weight.nbytes
+        total = table.num_embeddings * table._store.config.weight.nbytes
         index = {"metadata": {"total_size": total}, "weight_map": files}
         write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 

@@ -154,8 +154,8 @@ class TableGrad(Tensor):
     @staticmethod
     def of(table: Table) -> TableGrad:
         """Return the gradient of a table that has one."""
-        dtype = torch.promote_types(table._storage.config.dtype, torch.float32)
-        empty = torch.empty(0, dtype=dtype, device=table._storage.device)
+        dtype = torch.promote_types(table._store.config.dtype, torch.float32)
+        empty = torch.empty(0, dtype=dtype, device=table._store.device)
         grad: TableGrad = torch.Tensor._make_subclass(TableGrad, empty)
         grad._table, grad._n_cleared = table, table._grads.n_cleared
         return grad

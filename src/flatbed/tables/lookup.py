@@ -34,7 +34,7 @@ def prepare_lookup(
     check_values_exist("a lookup")
     if isinstance(table._rows, ShardedRowIO):
         return _prepare_sharded(table, table._rows, ids, for_bag=for_bag, records_grad=records_grad)
-    store, checks = table._storage, table._deferred_checks
+    store, checks = table._store, table._deferred_checks
     n_rows, lead = store.config.n_rows, store.config.padding_idx if for_bag else None
     given = as_ids(ids)
     if for_bag:
@@ -75,12 +75,12 @@ def _find_rows(
 
     Calls `on_checked` before rows move, so that `step` need not wait for the bus.
     """
-    cache = table._storage.ensure_cache(len(keys)) if records_grad else None
+    cache = table._store.ensure_cache(len(keys)) if records_grad else None
     sought = keys if lead is None else _with_lead(keys, lead)
     if cache is not None:
         found, admission = cache.admit(sought, error_slot, on_checked)
     else:
-        found, admission = unique(sought, table._storage.config.n_rows, error_slot), None
+        found, admission = unique(sought, table._store.config.n_rows, error_slot), None
         if on_checked is not None:
             on_checked()
     return LookupBatch(shape, keys, found if lead is None else _without_lead(found), cache, admission)
@@ -93,7 +93,7 @@ def _prepare_sharded(
 
     Ids on a GPU raise here, too: the host waits for the number of rows of each owner.
     """
-    store, n_rows = table._storage, table.num_embeddings
+    store, n_rows = table._store, table.num_embeddings
     lead = store.config.padding_idx if for_bag else None
     doing = LOOKUP[records_grad]
     if isinstance(ids, Tensor) and lead is None and not is_capturing(store.device):
@@ -149,7 +149,7 @@ def _without_lead(found: UniqueRows) -> UniqueRows:
 
 
 def _check_capture(table: Table, ids: Tensor) -> None:
-    store = table._storage
+    store = table._store
     if not store.is_allocated or store.relayout_pending or table._local_rows.location_for() is None:
         raise FlatbedError(
             "a lookup of this table cannot be part of a CUDA graph"
@@ -172,7 +172,7 @@ class LookupFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
-        store = table._storage
+        store = table._store
         out = None
         if batch.cache is not None and batch.cache is store.cache and batch.exchanged is None:
             out = batch.cache.lookup(batch)
@@ -185,7 +185,7 @@ class LookupFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        table, batch, config = ctx.table, ctx.batch, ctx.table._storage.config
+        table, batch, config = ctx.table, ctx.batch, ctx.table._store.config
         grad = grads[0].detach().reshape(-1, config.dim)
         rows, sums = segment_sum(grad, batch.unique, config.padding_idx)
         table._record_grads(rows, sums, batch)

@@ -71,12 +71,12 @@ class PrefetchRequest:
 class RowPrefetch:
     """Prefetches rows of one table, for one iteration of a loader.
 
-    It never changes the result of a lookup. `depth` is the number of batches between the current one and the
-    last one prefetched.
+    It never changes the result of a lookup. Rows of up to `depth` batches after the current one are
+    prefetched.
     """
 
     def __init__(self, table: Table, depth: int) -> None:
-        store = table._storage
+        store = table._store
         self.table, self.store, self.depth = table, store, depth
         # In training, on a GPU or under Triton's interpreter, rows are admitted to a cache. The mode of this
         # thread counts: the loader thread has one of its own.
@@ -181,7 +181,7 @@ class RowPrefetch:
 
     def _admit(self, lookups: list[LookupRequest], moved: Mapping[int, Tensor], cache: Cache) -> None:
         """Admit the rows of each lookup. Lookups whose rows cannot be kept get no batch."""
-        # The current batch, `depth` batches after it, and the one whose step may still run; not this lookup.
+        # Keeps the two batches whose steps may still run, and all batches between them and this lookup.
         window = (self.depth + 2) * len(lookups) - 1
         for lookup in lookups:
             sought = moved[id(lookup.source if lookup.exchanged is None else lookup.exchanged.rows)]
@@ -221,7 +221,7 @@ class RowPrefetch:
                 if batch.ready is not None:
                     stream.wait_event(batch.ready)
                 batch.record_stream(stream)
-        for batch in batches:
+        for batch in batches:  # the first admission is the oldest: `protects` covers those after it
             if batch.cache is not None:
                 batch.cache.begin(batch.admission)
                 break
@@ -230,7 +230,11 @@ class RowPrefetch:
     # ---- in any thread
 
     def finish(self, request: PrefetchRequest) -> None:
-        """Let the rows be evicted after the training work issued so far. Idempotent."""
+        """End the lookups: they are no longer found. Idempotent.
+
+        Reservations in the cache of a disk table end after the training work issued so far. In a `GpuCache`,
+        windows alone decide which rows may be evicted.
+        """
         reserved = []
         for lookup in request.lookups:
             if lookup.batch is not None:

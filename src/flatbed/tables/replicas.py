@@ -31,7 +31,7 @@ def average_grads(table: Table) -> None:
     """Replace the recorded gradients by the mean over all ranks. A collective: every rank calls it."""
     if n_replicas(table) == 1:
         return
-    pending, device = table._grads, communication_device(table._storage.device)
+    pending, device = table._grads, communication_device(table._store.device)
     own = GradAccumulator(pending.n_rows, [part for part in pending.parts if not part.shared])
     packed = own.compact()
     n_rows = 0 if packed is None else len(packed.rows)
@@ -50,7 +50,7 @@ def any_replica(flag: Tensor | None, tables: Sequence[Table]) -> Tensor | None:
     """Return an overflow flag that is set if any rank has set its own: all ranks must skip together."""
     if world_size() == 1 or not any(table.replicate for table in tables):
         return flag
-    found = torch.zeros(1, device=tables[0]._storage.device) if flag is None else flag.clone()
+    found = torch.zeros(1, device=tables[0]._store.device) if flag is None else flag.clone()
     if any(table.replicate and table._shards is None for table in tables):
         found = any_rank(found)
     for channel in dict.fromkeys(table._shards.channel for table in tables if table._shards is not None):
@@ -60,7 +60,7 @@ def any_replica(flag: Tensor | None, tables: Sequence[Table]) -> Tensor | None:
 
 def _mean(table: Table, packed: RowGrads | None, sizes: list[int], device: torch.device) -> RowGrads:
     """Return the mean of all ranks' gradients, summed in rank order on every rank."""
-    dtype, target = torch.promote_types(table._storage.config.dtype, torch.float32), table._storage.device
+    dtype, target = torch.promote_types(table._store.config.dtype, torch.float32), table._store.device
     rows = torch.full((max(sizes),), -1, dtype=torch.int64, device=device)
     grads = torch.zeros((max(sizes), table.embedding_dim), dtype=dtype, device=device)
     if packed is not None:
@@ -95,5 +95,5 @@ def _unequal() -> FlatbedError:
 
 def _digest_of_kind(table: Table) -> int:
     """Return size, layout and step count as one number."""
-    kind = [table.num_embeddings, table._storage.record.describe(), sorted(table.scalars().items())]
+    kind = [table.num_embeddings, table._store.record.describe(), sorted(table.scalars().items())]
     return int.from_bytes(hashlib.sha256(json.dumps(kind).encode()).digest()[:7], "little")

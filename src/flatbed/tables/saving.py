@@ -133,7 +133,7 @@ def check_group(shards: RowShards) -> None:
 def _contents(table: Table) -> tuple[list[TensorEntry], dict[str, str], dict[str, Tensor]]:
     """Return the tensors of a table's file, its metadata, and the values of its 0-dim tensors."""
     table._deferred_checks.check_graphs()
-    store = table._storage
+    store = table._store
     store.ensure_layout()
     store.flush()
     n_rows, record = table.num_embeddings, store.record
@@ -163,7 +163,7 @@ def _write_rows(
     table: Table, writer: Writer, blocks: Iterable[tuple[range, Tensor, int]], path: Path
 ) -> None:
     """Write blocks of (rows, records, number of rows that all ranks have written with it)."""
-    record = table._storage.record
+    record = table._store.record
     buffer = torch.empty(0, dtype=torch.uint8)  # for all copies: new ones would fragment memory
     with progress(f"saving {path.name}", table.num_embeddings, "rows") as advance:
         for rows, records, n_done in blocks:
@@ -177,7 +177,7 @@ def _write_rows(
 
 
 def _rows_in_order(table: Table) -> Iterator[tuple[range, Tensor, int]]:
-    storage, nbytes = table._storage.ensure_layout(), table._storage.record.nbytes
+    storage, nbytes = table._store.ensure_layout(), table._store.record.nbytes
     for first, last in row_blocks(0, table.num_embeddings, nbytes):
         yield range(first, last), storage.read(first, last).cpu(), last - first
 
@@ -186,7 +186,7 @@ def _segments_in_order(
     table: Table, shards: RowShards, meet: Callable[[], None]
 ) -> Iterator[tuple[range, Tensor, int]]:
     """Yield this rank's segment of each window of rows; `meet` waits for the other ranks."""
-    storage, nbytes = table._storage.ensure_layout(), table._storage.record.nbytes
+    storage, nbytes = table._store.ensure_layout(), table._store.record.nbytes
     n_rows = min(max(1, SEGMENT_BYTES // nbytes), -(-shards.n_rows // shards.n_ranks))
     to_row_order = RowOrder(shards.channel, n_rows, nbytes)
     for window in row_windows(shards.n_rows, shards.n_ranks, n_rows):
@@ -315,7 +315,7 @@ def check_fit(table: Table, found: TableFile, *, with_state: bool = True) -> Non
 
 def check_state(table: Table, path: Path, fields: Iterable[Field], scalars: Iterable[str]) -> None:
     """Raise unless the optimizer that has the table, if any, keeps the same state as a file."""
-    kept = _counts(table._storage.record.state, table.scalars())
+    kept = _counts(table._store.record.state, table.scalars())
     held = _counts(fields, scalars)
     if table._owner is not None and held and kept != held:
         raise FlatbedError(
@@ -344,7 +344,7 @@ def begin_read(
     `undo` takes back what is done here, unless the function was called. Without state, a table keeps that of
     its optimizer; without an optimizer, it has none afterwards.
     """
-    store, owner, state = table._storage, table._owner, found.record.state if with_state else ()
+    store, owner, state = table._store, table._owner, found.record.state if with_state else ()
     is_adopted = owner is None and (bool(state) or not with_state)
     record = Record((store.config.weight, *state)) if is_adopted else store.record
     scalars = (found.scalars if with_state else {}) if is_adopted or state else table.scalars()

@@ -138,9 +138,9 @@ def exchange_grads(table: Table, shards: RowShards) -> None:
     If any rank has a gradient, all ranks have one afterwards, some of them without rows: a step counts on
     all ranks, or on none.
     """
-    pending, device = table._grads, table._storage.device
+    pending, device = table._grads, table._store.device
     own = GradAccumulator(pending.n_rows, [part for part in pending.parts if not part.shared])
-    dtype = torch.promote_types(table._storage.config.dtype, torch.float32)
+    dtype = torch.promote_types(table._store.config.dtype, torch.float32)
     packed = own.compact()
     if packed is None:
         sent = RowGrads(
@@ -157,7 +157,7 @@ def exchange_grads(table: Table, shards: RowShards) -> None:
     grads = shards.to_owners(exchanged, sent.grads)
     pairs = zip(*(torch.split(held, exchanged.counts) for held in (exchanged.rows, grads)), strict=True)
     parts = [RowGrads(*pair) for pair in pairs if len(pair[0])]
-    total = merge(parts, table._storage.config.n_rows) if parts else RowGrads(exchanged.rows, grads)
+    total = merge(parts, table._store.config.n_rows) if parts else RowGrads(exchanged.rows, grads)
     mean = RowGrads(total.rows, total.grads / shards.n_ranks, shared=True)
     pending.parts = [*(part for part in pending.parts if part.shared), mean]
 
@@ -170,7 +170,7 @@ def _facts(table: Table) -> dict[str, Any]:
         facts["lr"] = [rate for rate in rates if not isinstance(rate, Tensor)]
     if owner is None or (table._agreed is not None and table._agreed() is owner):
         return facts
-    config = table._storage.config
+    config = table._store.config
     groups = (group for group in owner.param_groups if any(p is table for p in group["params"]))
     options = {
         name: value for name, value in next(groups, {}).items() if name not in ("params", "param_names")
@@ -181,6 +181,6 @@ def _facts(table: Table) -> dict[str, Any]:
         "options of the step": getattr(owner, "_options", None),
         **{f"the option {name}": float(v) if isinstance(v, Tensor) else v for name, v in options.items()},
         **{name: value for name, value in config.describe().items() if name != "shard"},
-        "state": table._storage.record.describe(),
+        "state": table._store.record.describe(),
         "scalars": sorted(table.scalars().items()),
     }

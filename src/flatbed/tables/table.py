@@ -40,7 +40,7 @@ class Table(TableParameter):
     Optimizers of `flatbed.optim` update it (`flatbed.optim.from_torch` takes any elementwise class of torch).
     """
 
-    _storage: RowStore
+    _store: RowStore
     """The rows of this rank: all of them, unless the table is sharded."""
     _shards: RowShards | None
     """The division of rows among ranks; None if this rank holds all of them."""
@@ -74,9 +74,9 @@ class Table(TableParameter):
         """Use `flatbed.Embedding(rows, dim).table` or `flatbed.load_table(path)`."""
         empty = torch.empty(0, dtype=config.dtype, device=device)
         table = torch.Tensor._make_subclass(cls, empty, True)
-        table._storage = RowStore(config, device)
+        table._store = RowStore(config, device)
         table._shards = shards
-        table._local_rows = RowIO(table._storage)
+        table._local_rows = RowIO(table._store)
         table._rows = table._local_rows if shards is None else ShardedRowIO(table._local_rows, shards)
         table._grads = GradAccumulator(table.num_embeddings)
         table._deferred_checks = DeferredIdChecks()
@@ -96,31 +96,31 @@ class Table(TableParameter):
     @property
     def num_embeddings(self) -> int:
         """The number of rows, of all ranks together if the table is sharded."""
-        return self._storage.config.n_rows if self._shards is None else self._shards.n_rows
+        return self._store.config.n_rows if self._shards is None else self._shards.n_rows
 
     @property
     def embedding_dim(self) -> int:
-        return self._storage.config.dim
+        return self._store.config.dim
 
     @property
     def storage(self) -> str:  # type: ignore[override,unused-ignore]
         """Where the rows are kept: "host", "disk" or "device"."""
-        return self._storage.config.storage
+        return self._store.config.storage
 
     @property
     def nbytes(self) -> int:  # type: ignore[override,unused-ignore]
         """Size of all records in bytes, padding included; of all ranks together if the table is sharded."""
-        return self.num_embeddings * self._storage.record.nbytes
+        return self.num_embeddings * self._store.record.nbytes
 
     @property
     def state_names(self) -> tuple[str, ...]:
         """The optimizer state that rows have besides their weight."""
-        return tuple(field.name for field in self._storage.record.state)
+        return tuple(field.name for field in self._store.record.state)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override,unused-ignore]
         state = f", state {', '.join(self.state_names)}" if self.state_names else ""
-        where = f'"{self._storage.config.path}"' if self._storage.config.path else self.storage
-        config = self._storage.config
+        where = f'"{self._store.config.path}"' if self._store.config.path else self.storage
+        config = self._store.config
         part = f", rank {config.shard_rank} of {config.n_shards}" if config.n_shards > 1 else ""
         return f"Table({self.num_embeddings} × {config.dim}, {config.dtype}, {where}{part}{state})"
 
@@ -176,8 +176,8 @@ class Table(TableParameter):
         self._exchange_grads()
         grads = self._grads.compact() if compact else self._grads.packed()
         if grads is None:
-            rows = torch.empty(0, dtype=torch.int64, device=self._storage.device)
-            dtype = torch.promote_types(self._storage.config.dtype, torch.float32)
+            rows = torch.empty(0, dtype=torch.int64, device=self._store.device)
+            dtype = torch.promote_types(self._store.config.dtype, torch.float32)
             return RowGrads(rows, torch.empty((0, self.embedding_dim), dtype=dtype, device=rows.device))
         return grads
 
@@ -203,7 +203,7 @@ class Table(TableParameter):
 
     def _move(self, device: torch.device) -> None:
         """Compute on another device. Rows move at the next use, where needed."""
-        self._storage.move(device)
+        self._store.move(device)
         with torch._C.DisableTorchFunctionSubclass():  # so that next(model.parameters()).device is right
             self.data = torch.empty(0, dtype=self.dtype, device=device)
 
@@ -219,7 +219,7 @@ class Table(TableParameter):
 
         State of another optimizer in memory is replaced. In a file, replacing it would lose what was saved.
         """
-        store = self._storage
+        store = self._store
         has_file = store.config.storage == "disk" and store.is_allocated
         in_file = has_file and bool(store.record.state) and not store.relayout_pending
         if store.state_owned and not in_file:
@@ -237,15 +237,15 @@ class Table(TableParameter):
     def _attach(self, owner: torch.optim.Optimizer, state: tuple[Field, ...]) -> None:
         """Make an optimizer with these fields of state the owner. Loaded or copied state is continued."""
         self._check_attach(owner, state)
-        if self._storage.state_owned:
-            self._storage.set_state_fields(state)
-        self._storage.state_owned = True
+        if self._store.state_owned:
+            self._store.set_state_fields(state)
+        self._store.state_owned = True
         self._owner_ref = weakref.ref(owner)
         self._orphaned = None
 
     def drop_state(self) -> None:
         """Drop all optimizer state, and keep the weights."""
-        self._storage.set_state_fields(())
+        self._store.set_state_fields(())
         self._owner_ref = None
 
     @property
@@ -294,7 +294,7 @@ class Table(TableParameter):
         with self._failing_together(WRITE):
             given = as_values(values, (*wanted.shape, self.embedding_dim))
         rows, values = last_of_each(wanted.flatten(), given.reshape(-1, self.embedding_dim))
-        self._rows.write_weights_(rows, values.to(self._storage.device, self._storage.config.dtype))
+        self._rows.write_weights_(rows, values.to(self._store.device, self._store.config.dtype))
         self._orphaned = None  # the caller trains the rows
 
     def topk(  # type: ignore[override,unused-ignore]
@@ -317,13 +317,13 @@ class Table(TableParameter):
         """
         self._deferred_checks.check_graphs()
         search = retrieval.topk if self._shards is None else partial(retrieval.sharded_topk, self._shards)
-        return search(self._storage, queries, k, metric=metric, chunk_rows=chunk_rows)
+        return search(self._store, queries, k, metric=metric, chunk_rows=chunk_rows)
 
     def _checked(self, ids: Any, doing: str) -> Tensor:
         with self._failing_together(doing):
             wanted = as_ids(ids)
             check_range(wanted, self.num_embeddings)
-            return to_device(wanted, self._storage.device)
+            return to_device(wanted, self._store.device)
 
     def _check_whole(self, what: str) -> None:
         """Raise if the table is sharded."""
@@ -349,8 +349,8 @@ class Table(TableParameter):
         if self._shards is not None:
             is_own = self._shards.is_own(rows)
             rows, counts = self._shards.to_local(rows[is_own]), counts[is_own]
-        sized = self._storage.config.is_cache_sized
-        cache = self._storage.ensure_cache(len(rows)) if sized else self._storage.cache
+        sized = self._store.config.is_cache_sized
+        cache = self._store.ensure_cache(len(rows)) if sized else self._store.cache
         if cache is None:
             return
         n = min(len(rows), cache.n_slots)
@@ -359,15 +359,15 @@ class Table(TableParameter):
     def cache_stats(self) -> CacheStats:
         """Return counts of the cache so far: hits, misses, evictions, bytes moved. Waits for the GPU."""
         self._deferred_checks.check_graphs()
-        cache = self._storage.cache
+        cache = self._store.cache
         return CacheStats.of([0] * 5, rows=0, nbytes=0) if cache is None else cache.stats()
 
     def set_cache(
         self, cache_rows: int | None = None, cache_bytes: int | None = None, *, policy: str | None = None
     ) -> None:
         """Use an empty cache of another size or policy: 0 for none, the default size if none is given."""
-        chosen = self._storage.config.cache_policy if policy is None else policy
-        self._storage.change_cache(with_cache(self._storage.config, cache_rows, cache_bytes, chosen))
+        chosen = self._store.config.cache_policy if policy is None else policy
+        self._store.change_cache(with_cache(self._store.config, cache_rows, cache_bytes, chosen))
 
     def resize(self, num_embeddings: int) -> None:
         """Grow to so many rows. Rows, state and gradients stay; new rows are drawn from (seed, row).
@@ -376,14 +376,14 @@ class Table(TableParameter):
         """
         n_rows = as_integer("num_embeddings", num_embeddings)
         if self._shards is None:
-            self._storage.resize(n_rows)
+            self._store.resize(n_rows)
         else:
-            self._shards.resize(n_rows, self._storage.resize)
+            self._shards.resize(n_rows, self._store.resize)
         self._grads.n_rows = self.num_embeddings
 
     def scalars(self) -> dict[str, float]:
         """Return the optimizer state that is one number per table, such as the step count."""
-        return {name: float(value) for name, value in self._storage.scalars.items()}
+        return {name: float(value) for name, value in self._store.scalars.items()}
 
     # ---- files
 
@@ -391,7 +391,7 @@ class Table(TableParameter):
         """Make a disk table's rows and state durable, all or nothing: a crash leads back to here."""
         self._check_whole("table.checkpoint")
         self._deferred_checks.check_graphs()
-        self._storage.checkpoint()
+        self._store.checkpoint()
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizer state to a safetensors file, block by block.
@@ -435,15 +435,15 @@ class Table(TableParameter):
         checkpoints. If the checkpoint fails, the table stays open.
         """
         if not discard:
-            self._storage.settle()  # a checkpoint of its own would not be the one that the folder refers to
-        if not discard and self._storage.has_unsaved_changes:
-            if self._storage.is_part_of_folder or self._shards is not None:
+            self._store.settle()  # a checkpoint of its own would not be the one that the folder refers to
+        if not discard and self._store.has_unsaved_changes:
+            if self._store.is_part_of_folder or self._shards is not None:
                 raise FlatbedError(
-                    f"rows of {self._storage.config.path} changed since flatbed.save_checkpoint: save again, "
+                    f"rows of {self._store.config.path} changed since flatbed.save_checkpoint: save again, "
                     f"or call table.close(discard=True) to keep what the folder has"
                 )
             self.checkpoint()
-        self._storage.close()
+        self._store.close()
 
     def __enter__(self) -> Table:
         return self
@@ -454,9 +454,9 @@ class Table(TableParameter):
         After an exception, rows may be those of half a step. They are dropped with a line on stderr, and the
         file stays at its last checkpoint.
         """
-        if kind is not None and self._storage.unsaved_rows:
+        if kind is not None and self._store.unsaved_rows:
             note(
-                f"{self._storage.unsaved_rows} rows of {self._storage.config.path} changed since its last "
+                f"{self._store.unsaved_rows} rows of {self._store.config.path} changed since its last "
                 f"checkpoint and are dropped, since the `with` block ended by {kind.__name__}: call "
                 f"table.checkpoint() within the block where rows are complete"
             )

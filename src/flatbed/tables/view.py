@@ -32,11 +32,11 @@ class WeightView(Tensor):
             raise FlatbedError(
                 "a table on disk has no `weight` tensor: use read_rows(ids) and write_rows(ids, values)"
             )
-        storage = table._storage.ensure_layout()
-        table._storage.flush(drop=True)
+        storage = table._store.ensure_layout()
+        table._store.flush(drop=True)
         storage.check()
         assert storage.memory is not None
-        view = _guarded(storage.record.view(storage.memory, WEIGHT), table, table._storage.version)
+        view = _guarded(storage.record.view(storage.memory, WEIGHT), table, table._store.version)
         view._whole = True
         return view
 
@@ -229,7 +229,7 @@ def _views(value: Any) -> Any:
 
 
 def _check(view: WeightView) -> None:
-    store = view._table._storage
+    store = view._table._store
     store.check_process()
     if store.version != view._version_seen:
         raise FlatbedError(

@@ -81,7 +81,7 @@ def select_victims_kernel(
     window, n_slots, ageing,
     DIRECT: tl.constexpr, FREQUENCY: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Give each missing row a slot, and list the changed rows that these slots held.
+    """Give each missing row a slot; `victims` are the changed rows that these slots held, -1 for none.
 
     Slots of this batch carry the current tick; those of the last `window` admissions carry a tick that is at
     most `window` older. Both are kept. The program that raises a slot's stamp first owns the slot. A row

@@ -341,7 +341,7 @@ def field(record, OFFSET: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def located(memory, cached, slot_of_row_ptr, dirty_ptr, row, STRIDE: tl.constexpr, CHANGES: tl.constexpr):
-    """Addresses of records, in the cache or in the storage; CHANGES: mark the cache's lines as dirty.
+    """Addresses of records, in the cache or in the storage; CHANGES: mark the slots as dirty.
 
     The address is 0 for a record that is not cached, if the storage is out of reach (`memory` is 0).
     """

@@ -52,10 +52,10 @@ class Cache(Protocol):
         """
 
     def begin(self, admission: Any) -> None:
-        """Note that the training thread works on the batch with this admission from now on."""
+        """Begin the work on the batch with this admission: all work on earlier batches has been issued."""
 
     def protects(self, batch: LookupBatch | None) -> bool:
-        """Return True if no prefetch moves the rows of this batch while the training thread uses them."""
+        """Return True if no prefetch moves the rows of this batch before work that is issued now ends."""
 
     def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
         """Return the batch that is protected only if all of these are; None if there is none."""
@@ -64,7 +64,7 @@ class Cache(Protocol):
         """Read the weights of a batch's ids, (n,) → (n, dim), in one kernel; None if there is none for it."""
 
     def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation | None:
-        """Return where kernels find the rows of a batch; the current stream is ordered after prefetches.
+        """Return where kernels find the rows of a batch, after prefetches that may move them.
 
         None if kernels do not reach them: the host moves the records then. `update`: the rows will change.
         """

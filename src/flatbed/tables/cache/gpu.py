@@ -9,8 +9,9 @@ evict slots used by admissions T - W to T - 1. It is issued with W > 0 only if t
 into the cache together, so that all their rows are in slots.
 
 - Training work on the batch with admission t needs no order with prefetches, if `protects(t)`: no later
-  admission could evict the batch's rows (t >= `_oldest_protected`), and the batch is the current one
-  (t >= `_current`). `RowPrefetch.begin` orders it after admission t itself.
+  admission could evict the batch's rows (t >= `_oldest_protected`), and no later batch has begun
+  (t >= `_current`), since prefetches wait only for work that was issued before a later `begin`.
+  `RowPrefetch.begin` orders the work after admission t itself.
 - All other work (older batches, ids that were not prefetched, `read_rows`, `flush`) calls
   `wait_for_prefetch`: the current stream waits for the last prefetch, and the next prefetch waits for the
   current stream.
@@ -59,7 +60,7 @@ class GpuCache:
         self._current = 0
         self._begun: deque[tuple[int, torch.cuda.Event]] = deque()  # admission, end of work on earlier ones
         self._training_stream: torch.cuda.Stream | None = None
-        self._unordered: set[torch.cuda.Stream] = set()  # that the next prefetch waits for
+        self._streams_to_await: set[torch.cuda.Stream] = set()  # by the next prefetch
         self._prefetch_done: torch.cuda.Event | None = None
 
     # ---- admission
@@ -161,15 +162,15 @@ class GpuCache:
         if self.device.type != "cuda" or is_capturing(self.device):
             return
         stream = torch.cuda.current_stream(self.device)
-        self._unordered.add(stream)
+        self._streams_to_await.add(stream)
         if self._prefetch_done is not None:
             stream.wait_event(self._prefetch_done)
 
     def _wait_for_training(self, stream: torch.cuda.Stream, oldest_kept: int) -> None:
-        """Wait for work on rows that an admission may move: all but those of `oldest_kept` and later."""
-        while self._unordered:
-            stream.wait_stream(self._unordered.pop())
-        if self._prefetch_done is not None:
+        """Make a stream wait for work on rows that an admission may evict: those before `oldest_kept`."""
+        while self._streams_to_await:
+            stream.wait_stream(self._streams_to_await.pop())
+        if self._prefetch_done is not None:  # in another stream, if prefetchers of several threads take turns
             stream.wait_event(self._prefetch_done)
         while self._begun and self._begun[0][0] < oldest_kept:
             self._begun.popleft()
