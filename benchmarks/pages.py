@@ -154,7 +154,13 @@ TABLES: dict[str, Comparison | Grid] = {
             replace(RESNET_GRAPH, job="training step, ResNet-50, both in a CUDA graph"),
             replace(ZIPF, job="step of a 31 GB table, cache of 10 %, Zipf 1.05 ids"),
             replace(ZIPF, job="the same, flatbed in a CUDA graph", variant=CAPTURED),
-            Line("the same with uniform ids", CACHE, {**CACHED, "distribution": "uniform"}, TIME, CAPTURED),
+            Line(
+                "the same in a CUDA graph, uniform ids",
+                CACHE,
+                {**CACHED, "distribution": "uniform"},
+                TIME,
+                CAPTURED,
+            ),
             replace(NGRAMS, job="word2vec with 10 M hashed n-grams (16 GB), words/s"),
         )
     ),

@@ -260,14 +260,16 @@ def plan(
     traffic = f"{cost.wire_bytes / 1e6:,.0f} MB between ranks, {cost.bus_bytes / 1e6:,.0f} MB over the bus"
     cached = f"{hit_rate:.0%} of the rows in caches" if hit_rate else "none in a cache: the worst case"
     terms = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in cost.seconds.items())
+    placement = 'Sharded with shard="row".' if ranks > 1 else "On one GPU; --ranks for several."
+    unsharded = " Without shard, each rank holds all rows." if ranks > 1 else ""
     fit = {"this machine": _fit(table_bytes)} if ranks == 1 else {}
     return {
-        "table": Finding(None, f"{size}, {table_bytes / GB:,.0f} GB", 'Sharded with shard="row".'),
+        "table": Finding(None, f"{size}, {table_bytes / GB:,.0f} GB", placement),
         **fit,
         "host memory": Finding(
             None,
             memory,
-            f"Ranks: {ranks:,}. Hosts: {cost.n_hosts:,}. Without shard, each rank holds all rows.",
+            f"Ranks: {ranks:,}. Hosts: {cost.n_hosts:,}.{unsharded}",
         ),
         "GPU memory": Finding(
             None,

@@ -549,7 +549,7 @@ def test_existing_file_is_named_once_on_stderr(tmp_path: Path, capfd: pytest.Cap
         made("disk", tmp_path, padding_idx=2, **options).table.close()
     said = capfd.readouterr().err
     assert said.count(f"{tmp_path / 'table'} exists") == 1
-    assert "resume=True to silence" in said
+    assert "resume=True silences this" in said
 
 
 @pytest.mark.parametrize("resume", [None, True])

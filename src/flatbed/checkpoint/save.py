@@ -176,6 +176,8 @@ def _release(prepared: Iterable[DiskStorage]) -> None:
 
 def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return `extra` as a dict, if JSON does not change it."""
+    if not isinstance(extra, Mapping | None):
+        raise TypeError(f"extra must be a dict that JSON can hold; found {type(extra).__name__}")
     given = dict(extra or {})
     try:
         read = json.loads(json.dumps(given))

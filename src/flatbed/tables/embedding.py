@@ -219,7 +219,10 @@ def _open_table(
     path = config.path
     if path is not None and resume is None and table._store.is_allocated and path not in _announced:
         _announced.add(path)
-        note(f"{path} exists, and the table continues from its rows; pass resume=True to silence this")
+        note(
+            f"{path} exists: the table has its rows instead of new ones (resume=True silences this, "
+            f"resume=False refuses the file)"
+        )
     return table
 
 
@@ -408,7 +411,7 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         found = batch.unique
         rows = table._rows.lookup(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         if offsets is not None:
-            offsets = as_ids(offsets).to(device)
+            offsets = as_ids(offsets, name="offsets").to(device)
         if per_sample_weights is not None:
             if not isinstance(per_sample_weights, Tensor):
                 raise TypeError(

@@ -20,29 +20,29 @@ INT64 = np.dtype(np.int64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
-def as_ids(ids: Any) -> Tensor:
-    """Return ids as an int64 tensor on the device they are on."""
+def as_ids(ids: Any, *, name: str = "ids") -> Tensor:
+    """Return ids as an int64 tensor on the device they are on. Errors call them `name`."""
     if isinstance(ids, np.ndarray):
         if ids.dtype is INT64 and ids.flags.carray:
             return torch.from_numpy(ids)
         if ids.dtype.kind not in "iu":
-            raise TypeError(f"ids must be integers; found a numpy array of {ids.dtype}")
+            raise TypeError(f"{name} must be integers; found a numpy array of {ids.dtype}")
         if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
             at = int(ids.argmax())
             raise IndexError(f"id {ids.flat[at]} at {_position(at, ids.shape)} is larger than any table")
         return torch.from_numpy(np.require(ids, np.int64, ["C", "W"]))
     if not isinstance(ids, Tensor):
         if isinstance(ids, (list, tuple, range, int, np.integer)):
-            return as_ids(_as_array(ids))
+            return as_ids(_as_array(ids), name=name)
         raise TypeError(
-            f"ids must be integers in a tensor, a numpy array or a list; found {type(ids).__name__}"
+            f"{name} must be integers in a tensor, a numpy array or a list; found {type(ids).__name__}"
         )
     if ids.dtype == torch.uint64:
         if ids.device.type == "cpu":
             return as_ids(ids.numpy())
         return ids.view(torch.int64)  # too large ids become negative
     if ids.dtype not in INTEGERS:
-        raise TypeError(f"ids must be integers; found a tensor of {ids.dtype}")
+        raise TypeError(f"{name} must be integers; found a tensor of {ids.dtype}")
     found: Tensor = ids.detach()
     return found if found.dtype == torch.int64 else found.to(torch.int64)
 

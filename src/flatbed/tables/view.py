@@ -206,8 +206,8 @@ def _of_the_table(func: Any, view: WeightView, args: Any, kwargs: Any) -> tuple[
             return (None,)
         if setting or view._table.grad is not None:
             raise FlatbedError(
-                "the gradient of a table has the rows of the batch alone: it is emb.table.grad, also for "
-                "clip_grad_norm_(emb.parameters(), …)"
+                "emb.weight has no gradient of its own: give optimizers and clip_grad_norm_ "
+                "emb.parameters(). The gradient of the batch's rows is emb.table.grad"
             )
         return (None,)
     if attribute is Tensor.data and setting:

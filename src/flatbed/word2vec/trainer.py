@@ -273,7 +273,8 @@ class Trainer:
         if self.done and not self.losses:
             raise FlatbedError(
                 "nothing was trained: no word had a neighbour in its sentence (a line of the file). Give "
-                f"more text, longer sentences, or subsample=0 (found {self.settings.subsample:g})"
+                f"more text, longer sentences, or subsample=0 (--subsample 0); "
+                f"found {self.settings.subsample:g}"
             )
         return Progress(
             step=self.step,

@@ -248,7 +248,10 @@ class Draft:
 
 
 def _exists(path: Path) -> FlatbedError:
-    return FlatbedError(f"{path} exists already: open it, choose another path, or delete it first")
+    return FlatbedError(
+        f"{path} exists already, and did not when this table was built: another table or program has "
+        f"made it. Give every table a path of its own"
+    )
 
 
 def _predecessor(path: Path) -> str | None:
