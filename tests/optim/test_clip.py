@@ -66,6 +66,25 @@ def test_large_parameters_are_clipped_to_the_same_bits(name: str, options: dict[
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "Lion", "NAdam"])
+@pytest.mark.parametrize(
+    ("dtype", "other"), [(torch.bfloat16,) * 2, (torch.float16,) * 2, (torch.float32, torch.float64)]
+)
+def test_parameters_without_dimensions_are_clipped(
+    where: str, name: str, dtype: torch.dtype, other: torch.dtype
+) -> None:
+    """A logit scale, for example: torch promotes its gradient by the factor's dtype."""
+    values = [torch.tensor(0.5, dtype=dtype), torch.tensor([0.5] * 4, dtype=other)]
+    params = [nn.Parameter(value.to(where)) for value in values]
+    optimizer = getattr(flatbed.optim, name)(params, lr=0.1, max_norm=1.0)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert params[0] != 0.5
+    torch.testing.assert_close(params[0].double(), params[1][0].double(), rtol=0.01, atol=0)
+
+
 def test_a_noted_norm_does_not_change_later(where: str) -> None:
     model = build("mixed", where)
     optimizer = flatbed.optim.Adam(model.parameters(), max_norm=1.0)

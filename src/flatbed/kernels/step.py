@@ -196,9 +196,9 @@ class Update:
         """Update parameters and state in place by unscaled, clipped gradients; return the next scalars."""
         grads = tensors.grads
         if self.scale is not None:
-            grads = torch._foreach_div(grads, self.scale)
+            grads = _as_before(torch._foreach_div(grads, self.scale), grads)
         if self.factor is not None:
-            grads = torch._foreach_mul(grads, self.factor)
+            grads = _as_before(torch._foreach_mul(grads, self.factor), grads)
         return self.apply(Tensors(tensors.params, grads, tensors.state), scalars)
 
     def scaled(self, grad: Tensor, out: Tensor) -> Tensor:
@@ -217,6 +217,11 @@ class Update:
         # Torch treats a learning rate of shape (1,) as a number.
         group = {**self.group, "lr": lr.squeeze()} if isinstance(lr, Tensor) and lr.dim() else self.group
         return function(group, Tensors(tensors.params, grads, tensors.state), scalars)
+
+
+def _as_before(scaled: Sequence[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """Undo promotions: the factor, a tensor, changes the dtype of gradients without dimensions."""
+    return [s if s.dtype == g.dtype else s.to(g.dtype) for s, g in zip(scaled, grads, strict=True)]
 
 
 def round_stochastically(x: Tensor, *, seed: int) -> Tensor:

@@ -483,6 +483,26 @@ def test_interrupted_seal_is_taken_back(twice: bool, prepared: bool, tmp_path: P
     assert np.array_equal(everything(DiskStorage.open(tmp_path / "table")), now)
 
 
+def test_resize_that_is_interrupted_twice_opens_again(tmp_path: Path) -> None:
+    """The first Control-C follows the seal, the second one interrupts its removal."""
+    storage = made(tmp_path)
+    storage.scatter_(torch.arange(50), random_records(50))
+    before, seal = everything(storage), journal.Journal.seal
+
+    def sealed(self: journal.Journal, *args: Any, **options: Any) -> None:
+        seal(self, *args, **options)
+        raise KeyboardInterrupt
+
+    second = failing(journal.Journal, "unseal", KeyboardInterrupt())
+    with mock.patch.object(journal.Journal, "seal", sealed), second, pytest.raises(KeyboardInterrupt):
+        storage.resize(5000, fill=fill)
+    with pytest.raises(FlatbedError, match="close it and open it again"):
+        storage.scatter_(torch.arange(10), random_records(10))
+    storage.close()
+    opened = DiskStorage.open(tmp_path / "table")
+    assert np.array_equal(everything(opened)[: len(before)], before)
+
+
 def test_interrupted_scatter_changes_nothing(tmp_path: Path) -> None:
     storage = made(tmp_path)
     storage.scatter_(torch.arange(20), random_records(20))

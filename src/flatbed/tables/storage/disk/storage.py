@@ -344,6 +344,8 @@ class DiskStorage:
                 self._map(n_rows)
                 self._seal(state, None)
             except BaseException:
+                if self._is_half_sealed:
+                    self._broken = UNKNOWN
                 if self._broken is None:  # otherwise the seal may be durable, and refer to the new rows
                     table.truncate(max(before, file_size(self.n_rows, nbytes)))
                     write_sums(table, nbytes, sums, over_rows=True)
