@@ -74,7 +74,7 @@ class Loop:
         cache = SimpleNamespace(
             index=SimpleNamespace(counts=self.counts), records=torch.empty(2, RECORD_BYTES)
         )
-        tables: Any = [SimpleNamespace(_storage=SimpleNamespace(cache=one)) for one in (cache, None)]
+        tables: Any = [SimpleNamespace(_store=SimpleNamespace(cache=one)) for one in (cache, None)]
         monkeypatch.setattr(sm_policy.time, "monotonic", lambda: self.seconds)
         self.policy = SmPolicy(CPU, tables, "auto")
         self.policy._share_of_sms = 0.1  # of a GPU with 120 SMs
