@@ -219,7 +219,7 @@ class Update:
         return function(group, Tensors(tensors.params, grads, tensors.state), scalars)
 
 
-def _as_before(scaled: Sequence[Tensor], grads: list[Tensor]) -> list[Tensor]:
+def _as_before(scaled: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     """Undo promotions: the factor, a tensor, changes the dtype of gradients without dimensions."""
     return [s if s.dtype == g.dtype else s.to(g.dtype) for s, g in zip(scaled, grads, strict=True)]
 
