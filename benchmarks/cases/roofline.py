@@ -25,6 +25,7 @@ TURNS = 5
 WARM_UP = 5  # the fourth call is captured
 FLUSH_BYTES = 256 << 20  # several times the cache of any GPU
 CASES = ("gpt-like", "gpt-like:bf16-master", "resnet-like", "linear100")
+SHIFTED = f"{OPTIM}, gradients 4 bytes off"  # no gradient begins at a multiple of 16 bytes
 
 
 class Precision(NamedTuple):
@@ -67,6 +68,8 @@ def variants_of(model: Model, precision: Precision, *, on_gpu: bool) -> dict[str
     names = (FUSED,) if model.is_large else (trainers.LOOP, trainers.FOREACH, FUSED)
     found = {} if precision.master_weights else {name: trainers.VARIANTS[name] for name in names}
     found[OPTIM] = partial(trainers.with_flatbed, master_weights=precision.master_weights)
+    if not precision.master_weights:
+        found[SHIFTED] = found[OPTIM]
     if on_gpu and not precision.master_weights:
         found[f"{FUSED}, captured"] = with_captured_torch
     if on_gpu:
@@ -99,7 +102,10 @@ def run_model(model: Model, precision: str, speed: float, options: Options) -> I
     roofline_ms = n_elements * chosen.bytes_per_element / (1e6 * speed)
     for group in [[name] for name in variants] if model.is_large else [[*variants]]:
         harness.free_memory(options.device)
-        probes = {name: Probe(variants[name], shapes, chosen.dtype, options.device) for name in group}
+        probes = {
+            name: Probe(variants[name], shapes, chosen.dtype, options.device, shifts=name == SHIFTED)
+            for name in group
+        }
         for name, metrics in read_clocks(probes, steps, options).items():
             metrics |= {
                 "max_rel_error": trainers.max_rel_error(variants[name], "adam", options.device, chosen.dtype),
@@ -147,10 +153,18 @@ class Probe:
     """One variant on parameters and gradients of its own: times and memory."""
 
     def __init__(
-        self, setup: Setup, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+        self,
+        setup: Setup,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        shifts: bool,
     ) -> None:
         self.params = make_params(shapes, device, dtype)
         self.grads = trainers.draw_gradients(self.params, scale=trainers.SCALES[0], seed=SEED)
+        if shifts:
+            self.grads = [_shifted(grad) for grad in self.grads]
         self.flush = torch.zeros(FLUSH_BYTES // 4, device=device) if device.type == "cuda" else None
         before = harness.allocated_bytes(device)
         self.trainer = setup(self.params, trainers.given_loss, "adam", trainers.norm_to_clip(self.params))
@@ -176,6 +190,11 @@ class Probe:
             param.grad = grad
         if self.flush is not None:
             self.flush.sum()  # reads, so that nothing is left to be written back during the step
+
+
+def _shifted(grad: Tensor) -> Tensor:
+    """Copy a gradient to an address that is one element off the boundaries of the allocator."""
+    return torch.cat([grad.new_zeros(1), grad.flatten()])[1:].view(grad.shape)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
