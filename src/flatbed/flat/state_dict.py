@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatbed.errors import FlatbedError
-from flatbed.flat.flat_parameter import FlatParameter
+from flatbed.flat.buffer import FlatParameter
 from flatbed.flat.trial import element_state, twin
 from flatbed.layout import Segment
 from flatbed.optim.state_builder import own_storage
