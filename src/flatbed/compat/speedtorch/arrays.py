@@ -6,7 +6,7 @@ The conversions of names, datatypes and ids are those of switchers and matrices,
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ def as_array(values: Any) -> Array:
     return to_numpy(values) if isinstance(values, Tensor) else np.asarray(values)
 
 
-def flat_ids(*parts: Any) -> Array:
-    """Return ids of any kind and shape as one array, part by part."""
-    arrays = [as_array(part).reshape(-1) for part in parts]
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def flat_ids(ids: Any, more: Any = None) -> Array:
+    """Return ids of any kind and shape as one array: all of `ids`, then all of `more`."""
+    flat = as_array(ids).reshape(-1)
+    return flat if more is None else np.concatenate([flat, as_array(more).reshape(-1)])
 
 
 def row_ids(n_rows: int, ids: Array) -> Array:
@@ -127,7 +127,7 @@ def my_pinned_allocator(bsize: int) -> PMemory:
     return PMemory(bsize)
 
 
-class ArrayViews(ABC):
+class ArrayViews:
     """Where all rows are, and SpeedTorch's names for them as an array or a tensor."""
 
     _storage: str = "device"
@@ -141,13 +141,8 @@ class ArrayViews(ABC):
         if self._storage == "device":
             self._storage = "host" if self.CPUPinn else DEVICE_STORAGE[self.deviceType]
 
-    @abstractmethod
-    def getNumpyVersion(self) -> Any:
-        """Copy all rows to a numpy array; of an optimizer, to a dict of arrays by name."""
-
-    @abstractmethod
-    def getTorchVar(self) -> Any:
-        """Return all rows as a tensor over their memory; of an optimizer, as a dict of tensors."""
+    getNumpyVersion: Callable[[], Any]
+    getTorchVar: Callable[[], Any]
 
     def getCupyVar(self) -> Any:
         """Return what `getNumpyVersion` returns."""

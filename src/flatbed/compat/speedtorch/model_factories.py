@@ -50,10 +50,6 @@ class WeightSwitcher(Switcher):
 
     # ---- first values
 
-    def _create(self, *args: Any, **kwargs: Any) -> None:
-        super()._create(*args, **kwargs)
-        self._slots(self._variable()).set_switcher(WEIGHTS, self)
-
     def zerosInit(self) -> None:
         """Start all rows as zeros."""
         self._create()

@@ -50,7 +50,7 @@ class StateSwitcher(Switcher):
         self._names = self.optVarList = list(self._first_values)
         self._needs_state_dict = False
         if self.optVarList:
-            self._slots(self._variable()).set_switcher(self._key, self)
+            self._slots(self._variable()).switchers[self._key] = self
 
     def _variable(self) -> nn.Parameter:
         variable: nn.Parameter = attrgetter(self._path)(self.model)
@@ -83,7 +83,7 @@ class StateSwitcher(Switcher):
         """
         if not self.optVarList:
             return
-        group, weights = self._group(), self._slots(self._variable()).switcher(WEIGHTS)
+        group, weights = self._group(), self._slots(self._variable()).switchers.get(WEIGHTS)
         firsts = [float(group[v]) if isinstance(v, str) else v for v in self._first_values.values()]
         if None in firsts and weights is None:
             raise FlatbedError("found no rows of the variable: initialise its ModelFactory before optInit()")
@@ -99,10 +99,6 @@ class StateSwitcher(Switcher):
         if any(firsts) or None in firsts:
             self._fill(first_rows)
 
-    def _create(self, *args: Any, **kwargs: Any) -> None:
-        super()._create(*args, **kwargs)
-        self._slots(self._variable()).set_switcher(self._key, self)
-
     def _load(self, values: Tensor) -> None:
         super()._load(values)
         self._needs_state_dict = True
@@ -110,9 +106,9 @@ class StateSwitcher(Switcher):
     def close(self) -> None:
         """Release the memory, or save and close the file; training continues without this switcher."""
         super().close()
-        slots = self._slots(self._variable())
-        if slots.switcher(self._key) is self:
-            slots.set_switcher(self._key, None)
+        switchers = self._slots(self._variable()).switchers
+        if switchers.get(self._key) is self:
+            del switchers[self._key]
 
     # ---- the loop
 

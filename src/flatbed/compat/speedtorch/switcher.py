@@ -116,6 +116,7 @@ class Switcher(ArrayViews):
             module.table.checkpoint()  # creates the file
         self.close()
         self._module, self.fileName = module, None if path is None else str(path)
+        self._slots(self._variable()).switchers[self._key] = self
 
     def _table(self) -> Table:
         """Return the table, on the variable's device."""
@@ -183,7 +184,7 @@ class Switcher(ArrayViews):
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy rows from storage: those of the positive ids, then those of the negative ids."""
         variable = self._variable()
-        ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes)
         if not self._names:  # an optimizer without state
             row_ids(self.total_classes, ids)
             return
@@ -197,50 +198,41 @@ class Switcher(ArrayViews):
         slots = self._slots(variable)
         batch = slots.batch_of(ids, variable.device, self.total_classes)
         self._copy_in(variable, batch)
-        slots.set_switcher(self._key, self)
+        slots.switchers[self._key] = self
         self._batch, self._is_pending, self._version = batch, True, variable._version
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy the rows of the last `beforeForwardPass` back to storage."""
         variable = self._variable()
-        ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes)
+        batch, switchers = self._batch, self._slots(variable).switchers
         has_same_ids = self._holds(ids)
         if not has_same_ids:
             row_ids(self.total_classes, ids)
         if not self._names:
             return
-        slots = self._slots(variable)
-        if self._batch is None or not self._is_pending:
+        others: list[Switcher] = []
+        if variable._version != self._version:  # in the step, all switchers must have held the same rows
+            others = [one for one in switchers.values() if one._batch is not batch and not one._holds(ids)]
+        if batch is None or not self._is_pending:
             problem = "without a beforeForwardPass() since the last one, or since rows were loaded"
         elif not has_same_ids:
             problem = "with other ids than beforeForwardPass()"
-        elif slots.switcher(self._key) is not self:
+        elif switchers.get(self._key) is not self:
             problem = "after another switcher has replaced the rows: call it before that"
-        elif other := self._with_other_rows(slots.switchers(), ids, variable):
+        elif others:
             problem = (
-                f"after a step with other rows in {type(other).__name__}: call beforeForwardPass() of all "
-                "switchers with the same ids, in every batch"
+                f"after a step with other rows in {type(others[0]).__name__}: call beforeForwardPass() of "
+                "all switchers with the same ids, in every batch"
             )
         else:
-            self._copy_out(variable, self._batch)
+            self._copy_out(variable, batch)
             self._is_pending = False
             return
         raise FlatbedError(f"{type(self).__name__}.afterOptimizerStep() {problem}; nothing was written")
 
-    def _ids(self, positive: Any, negative: Any) -> Array:
-        """Return ids in the order of their slots: all positive ids, then all negative ones."""
-        return flat_ids(positive) if negative is None else flat_ids(positive, negative)
-
     def _holds(self, ids: Array) -> bool:
         return self._batch is not None and self._batch.holds(ids)
-
-    def _with_other_rows(self, switchers: Any, ids: Array, variable: nn.Parameter) -> Switcher | None:
-        """Return a switcher of the variable that held other rows than this one in the optimizer's step."""
-        if variable._version == self._version:
-            return None
-        others = (one for one in switchers if one._batch is not self._batch and not one._holds(ids))
-        found: Switcher | None = next(others, None)
-        return found
 
     # ---- all rows
 
