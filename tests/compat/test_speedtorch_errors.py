@@ -44,10 +44,7 @@ def test_options_about_slots(option: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda e: SpeedTorch.PytorchModelFactory(e, N, DIM, deviceType="tpu"),
-            "'cpu'; found 'tpu'",
-        ),
+        (lambda e: SpeedTorch.PytorchModelFactory(e, N, DIM, deviceType="tpu"), "'cpu'; found 'tpu'"),
         (lambda e: SpeedTorch.PytorchCOM(10, deviceType="tpu"), "found 'tpu'"),
         (lambda e: SpeedTorch.ModelFactory(e, N, DIM + 1), "embed_dimension"),
         (lambda e: SpeedTorch.ModelFactory(e, N, DIM, datatype="float64"), "expected torch.float64"),

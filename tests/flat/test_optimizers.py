@@ -170,13 +170,7 @@ def test_shape_readers_are_refused(make: Any, name: str) -> None:
     assert torch.equal(before.buffers[0], flat.buffers[0])
 
 
-ELEMENTWISE: list[Any] = [
-    *OPTIMIZERS,
-    Simple,
-    IgnoresClosure,
-    lambda p: NeedsMore(p, secret=1.0),
-    NoClosure,
-]
+ELEMENTWISE: list[Any] = [*OPTIMIZERS, Simple, IgnoresClosure, lambda p: NeedsMore(p, secret=1.0), NoClosure]
 
 
 @pytest.mark.parametrize("make", ELEMENTWISE, ids=lambda c: getattr(c, "name", getattr(c, "__name__", "")))

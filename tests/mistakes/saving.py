@@ -106,26 +106,10 @@ CHECKPOINTS = [
         TypeError,
         r"nn.Module; found generator",
     ),
+    mistake("save_checkpoint", "a scheduler", with_a_scheduler, TypeError, r"Optimizer.*found StepLR"),
+    mistake("save_checkpoint", "a tensor in extra", extra_tensor, TypeError, r"extra.*JSON.*Tensor"),
     mistake(
-        "save_checkpoint",
-        "a scheduler",
-        with_a_scheduler,
-        TypeError,
-        r"Optimizer.*found StepLR",
-    ),
-    mistake(
-        "save_checkpoint",
-        "a tensor in extra",
-        extra_tensor,
-        TypeError,
-        r"extra.*JSON.*Tensor",
-    ),
-    mistake(
-        "save_checkpoint",
-        "without the table",
-        without_its_table,
-        FlatbedError,
-        r"Adam.*table.*pass a module",
+        "save_checkpoint", "without the table", without_its_table, FlatbedError, r"Adam.*table.*pass a module"
     ),
     mistake(
         "load_checkpoint",
