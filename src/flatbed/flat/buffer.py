@@ -233,15 +233,11 @@ def _norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tens
     return [next(found) if t.numel() else t.new_zeros(()) for t in tensors]
 
 
-def check_max_norm(max_norm: float) -> None:
-    """Raise for a negative norm, with which clipping would reverse the gradients."""
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must not be negative; found {max_norm}")
-
-
 @torch.no_grad()
 def clip(buffers: Sequence[Buffer], max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale all gradients by the factor that torch would use, and return their norm; gather first."""
+    if not max_norm >= 0:  # it would reverse the gradients
+        raise ValueError(f"max_norm must not be negative; found {max_norm}")
     total = total_norm(buffers, norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for buffer in buffers:

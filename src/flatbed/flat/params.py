@@ -11,7 +11,7 @@ import torch
 
 from flatbed.errors import FlatbedError
 from flatbed.flat import hooks, state_dict
-from flatbed.flat.buffer import Buffer, FlatParameter, check_max_norm, clip, total_norm
+from flatbed.flat.buffer import Buffer, FlatParameter, clip, total_norm
 from flatbed.flat.model_params import Source, find_problems, read, rebind
 from flatbed.layout import Segment, Spec, plan
 
@@ -146,7 +146,6 @@ class FlatParams:
 
         On the CPU the result is bitwise equal to torch's.
         """
-        check_max_norm(max_norm)
         gathered = self._gathered()
         if error_if_nonfinite:
             total = total_norm(gathered, float(norm_type))
@@ -171,8 +170,6 @@ class FlatParams:
                 "this optimizer does not hold all flat parameters of this FlatParams: build it over "
                 "flat.parameters() or flat.groups(), not over model.parameters()"
             )
-        if max_norm is not None:
-            check_max_norm(max_norm)
         self._total_norm = None
         self._pending_clip = None if max_norm is None else (max_norm, float(norm_type))
         try:

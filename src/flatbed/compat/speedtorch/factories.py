@@ -199,7 +199,7 @@ class StateSwitcher(Switcher):
         if not self._path:
             found = ", ".join(name.removesuffix(".weight") for name in names)
             raise ValueError(f"the model has no variable {self.variable_name!r}; found {found}")
-        self.datatype = self.dtype
+        self.datatype, self._key = self.dtype, id(self.given_optimizer)
         self._set_up()
         self.dtype = self.datatype
         self._first_values = first_values(self.given_optimizer, self._group())
@@ -211,10 +211,6 @@ class StateSwitcher(Switcher):
     def _variable(self) -> nn.Parameter:
         variable: nn.Parameter = attrgetter(self._path)(self.model)
         return variable
-
-    @property
-    def _key(self) -> int:
-        return id(self.given_optimizer)
 
     def _group(self) -> dict[str, Any]:
         """Return the variable's group as it is now: loading a state dict makes new groups."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,9 +34,16 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Switcher(ArrayViews):
     """Copies rows of a batch out of storage before the forward pass, and back after the step.
 
-    A `flatbed.Embedding` stores all rows. Its rows hold all tensors of a switcher side by side.
+    A `flatbed.Embedding` stores all rows. Its rows hold all tensors of a switcher side by side. A subclass
+    has `_variable()`, which returns the variable as it is now, and copies rows of a batch from storage to the
+    model or the optimizer (`_copy_in`) and back (`_copy_out`).
     """
 
+    _variable: Callable[[], nn.Parameter]
+    _copy_in: Callable[[nn.Parameter, SlotBatch], None]
+    _copy_out: Callable[[nn.Parameter, SlotBatch], None]
+    _key: int
+    """Key in `Slots.switchers` of the place that this switcher copies rows to."""
     _init_method: ClassVar[str]
     _is_stacked: ClassVar[bool] = False
     """True for several tensors, by name."""
@@ -71,28 +77,11 @@ class Switcher(ArrayViews):
                 "datatype"
             )
 
-    @abstractmethod
-    def _variable(self) -> nn.Parameter:
-        """Return the variable as it is now."""
-
     def _slots(self, variable: nn.Parameter) -> Slots:
         """Return the slots of the variable; looking them up takes as long as copying some rows."""
         if self._last_slots is None or self._last_slots.variable() is not variable:
             self._last_slots = Slots.of(variable)
         return self._last_slots
-
-    @property
-    @abstractmethod
-    def _key(self) -> int:
-        """Key in `Slots.switcher` of the place that this switcher copies rows to."""
-
-    @abstractmethod
-    def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
-        """Copy rows from storage to the model or the optimizer."""
-
-    @abstractmethod
-    def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
-        """Copy rows back to storage."""
 
     # ---- storage
 
@@ -145,8 +134,6 @@ class Switcher(ArrayViews):
     def close(self) -> None:
         """Release the memory, or save and close the file."""
         if self._module is not None:
-            if self._storage == "disk":
-                self._module.table.checkpoint()
             self._module.table.close()
         self._module, self._parts = None, []
         self._forget_batch()
@@ -250,14 +237,12 @@ class Switcher(ArrayViews):
     def _by_name(self, tensors: Any) -> Any:
         return dict(zip(self._names, tensors, strict=True)) if self._is_stacked else tensors[0]
 
-    def _copy_to(self, out: Tensor) -> Tensor:
+    def _copied(self, out: Tensor | None = None) -> Tensor:
         """Copy all rows to a tensor (tensors, rows, dimension)."""
+        out = torch.empty(self._shape, dtype=self.datatype) if out is None else out
         for block in self._blocks():
             out[:, block] = self._read_block(block)
         return out
-
-    def _copied(self) -> Tensor:
-        return self._copy_to(torch.empty(self._shape, dtype=self.datatype))
 
     def _read_block(self, block: slice) -> Tensor:
         """Copy consecutive rows: (tensors, rows, dimension)."""
@@ -291,7 +276,7 @@ class Switcher(ArrayViews):
         shape = self._shape if self._is_stacked else self._shape[1:]
         dtype = to_numpy(torch.empty(0, dtype=self.datatype)).dtype
         array = np.lib.format.open_memmap(part, "w+", dtype, shape)
-        self._copy_to(torch.from_numpy(array).view(self._shape))
+        self._copied(torch.from_numpy(array).view(self._shape))
         array.flush()
         os.replace(part, path)
 
