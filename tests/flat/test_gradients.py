@@ -125,8 +125,13 @@ def test_gradients_replaced_between_backward_and_step(grads: str) -> None:
 
 @BOTH
 def test_gradients_of_the_flat_parameter_itself_count(grads: str) -> None:
-    model, flat, _ = make(grads)
+    model, flat, optimizer = make(grads)
     (p,) = flat.parameters()
+    (p**2).sum().backward()
+    before = p.detach().clone()
+    optimizer.step()
+    assert torch.allclose(optimizer.state[p]["exp_avg"], 0.1 * 2 * before)
+    optimizer.zero_grad()
     (p**2).sum().backward()
     assert torch.allclose(p.grad, 2 * p.detach())
     assert torch.allclose(model.encoder.weight.grad, 2 * model.encoder.weight)

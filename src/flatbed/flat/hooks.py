@@ -104,7 +104,8 @@ def _before_step(
     if not flats:
         return None
     step = Step(optimizer, flats)
-    step.set_in_step(False)  # an earlier step may have ended in an exception
+    for p in flats:
+        p.buffer.in_step = False  # an earlier step may have ended in an exception
     for owner in step.owners:
         owner.rebind()
     _check_first_step(optimizer, step)

@@ -8,7 +8,7 @@ does not work in place) do its values count, since the originals cannot have cha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,12 +34,11 @@ REBIND = "rebind() or the next step brings it back"
 
 @dataclass(slots=True)
 class SourceParam:
-    """One parameter: its name, its group, and the module attributes that hold it."""
+    """One parameter: its name and its group."""
 
     name: str
     parameter: torch.Tensor
     group: int
-    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -56,8 +55,7 @@ class Inputs:
 def read(source: Source) -> Inputs:
     """Read a module, parameters, (name, parameter) pairs or param-group dicts; tables are left out."""
     if isinstance(source, nn.Module):
-        slots = _slots(source)
-        entries = [SourceParam(n, p, 0, slots[id(p)]) for n, p in source.named_parameters()]
+        entries = [SourceParam(n, p, 0) for n, p in source.named_parameters()]
         inputs = Inputs([e for e in entries if not isinstance(e.parameter, Table)], [{}], module=source)
     elif not isinstance(source, Iterable) or isinstance(source, str | bytes | Mapping | torch.Tensor):
         raise TypeError(
@@ -102,16 +100,6 @@ def _read_items(items: list[Any]) -> Inputs:
                 )
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     return Inputs(list(entries.values()), options, named=named, grouped=grouped)
-
-
-def _slots(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """For each parameter, every module attribute that holds it: tied weights have several."""
-    slots: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                slots.setdefault(id(parameter), []).append((owner, name))
-    return slots
 
 
 def _refuse_unfit(entries: list[SourceParam]) -> None:
@@ -261,13 +249,14 @@ def rebind(flat: FlatParams, buffers: Iterable[Buffer]) -> None:
 
 def _replacements(flat: FlatParams) -> list[tuple[SourceParam, list[torch.Tensor]]]:
     """Entries whose module attributes now hold other Parameter objects, and those objects."""
-    if all(params.get(name) is p for params, name, p in flat._slots):
+    if all(params.get(name) is entry.parameter for params, name, entry in flat._slots):
         return []
-    held: list[tuple[SourceParam, list[torch.Tensor]]] = [
-        (entry, [p for owner, name in entry.slots if (p := owner._parameters.get(name)) is not None])
-        for entry in flat._entries
-    ]
-    return [(entry, found) for entry, found in held if any(p is not entry.parameter for p in found)]
+    held: dict[int, tuple[SourceParam, list[torch.Tensor]]] = {}
+    for params, name, entry in flat._slots:
+        p = params.get(name)
+        if p is not None:
+            held.setdefault(id(entry), (entry, []))[1].append(p)
+    return [(entry, found) for entry, found in held.values() if any(p is not entry.parameter for p in found)]
 
 
 def _adopt(flat: FlatParams, entry: SourceParam, held: list[torch.Tensor]) -> None:
@@ -275,7 +264,7 @@ def _adopt(flat: FlatParams, entry: SourceParam, held: list[torch.Tensor]) -> No
     new = held[0]
     if any(p is not new for p in held):
         raise FlatbedError(
-            f"the tied weight '{entry.name}' has come apart: {len(entry.slots)} module attributes held one "
+            f"the tied weight '{entry.name}' has come apart: {len(held)} module attributes held one "
             f"Parameter and now hold different ones (load_state_dict(assign=True) does that). Tie them "
             f"again by assigning one Parameter to all of them"
         )
@@ -289,4 +278,3 @@ def _adopt(flat: FlatParams, entry: SourceParam, held: list[torch.Tensor]) -> No
     for buffer in flat._buffers:
         buffer.originals = [new if p is entry.parameter else p for p in buffer.originals]
     entry.parameter = new
-    flat._find_slots()

@@ -76,7 +76,13 @@ class FlatParams:
         self._no_grads_reported = False
         self._pending_clip: tuple[float, float] | None = None  # max_norm and norm_type of `step`
         self._total_norm: torch.Tensor | None = None
-        self._find_slots()
+        by_id = {id(entry.parameter): entry for entry in self._entries}
+        self._slots = [  # module attributes that hold a flattened parameter: tied weights have several
+            (module._parameters, name, by_id[id(p)])
+            for module in (self._inputs.module.modules() if self._inputs.module is not None else ())
+            for name, p in module._parameters.items()
+            if id(p) in by_id
+        ]
         layout = plan(
             Spec(e.name, tuple(p.shape), p.stride(), p.element_size(), (e.group, p.device, p.dtype))
             for e, p in ((entry, entry.parameter) for entry in self._entries)
@@ -89,10 +95,6 @@ class FlatParams:
             if self.grads == "bound":
                 self._buffers[-1].bind_grads()
         hooks.install()
-
-    def _find_slots(self) -> None:
-        """List every module attribute that holds a flattened parameter, with the parameter."""
-        self._slots = [(m._parameters, name, e.parameter) for e in self._entries for m, name in e.slots]
 
     # ---- for an optimizer and its user
 
