@@ -142,7 +142,11 @@ def twin(
     group = {k: v for k, v in cloned(options).items() if k not in ("params", "param_names")}
     accepted = inspect.signature(kind.__init__).parameters
     known = {k: v for k, v in vars(optimizer).items() if isinstance(v, int | float | str | tuple | None)}
-    arguments = {k: v for k, v in cloned({**known, **optimizer.defaults}).items() if k in accepted}
+    arguments = {
+        k: v
+        for k, v in cloned({**known, "defaults": optimizer.defaults, **optimizer.defaults}).items()
+        if k in accepted
+    }
     return kind([{**group, "params": params}], **arguments)
 
 

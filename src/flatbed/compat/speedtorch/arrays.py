@@ -166,7 +166,8 @@ class StoredArray(ArrayViews):
     _init_method: str
     _tensor: Tensor | None = None
 
-    def _whole(self) -> Tensor:
+    def getTorchVar(self) -> Tensor:
+        """Return the array as a tensor over its memory."""
         if self._tensor is None:
             raise FlatbedError(f"{type(self).__name__} has no array yet: call {self._init_method} first")
         return self._tensor
@@ -182,28 +183,24 @@ class StoredArray(ArrayViews):
 
     def getData(self, indexes: Any) -> Tensor:
         """Copy rows by number, or any part that a tensor can be indexed with, to the computing device."""
-        whole = self._whole()
+        whole = self.getTorchVar()
         part = signed(whole)[as_index(indexes, whole.device)]
         return part.view(whole.dtype).to(computing_device(), copy=True)
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
         """Replace rows by number, or any part."""
-        whole = self._whole()
+        whole = self.getTorchVar()
         given = dataObject if isinstance(dataObject, Tensor) else torch.as_tensor(as_array(dataObject))
         values = given.detach().to(whole.dtype).to(whole.device)
         signed(whole)[as_index(indexes, whole.device)] = signed(values)
 
     def getNumpyVersion(self) -> Any:
         """Copy the array to numpy."""
-        return np.array(to_numpy(self._whole()))
-
-    def getTorchVar(self) -> Tensor:
-        """Return the array as a tensor over its memory."""
-        return self._whole()
+        return np.array(to_numpy(self.getTorchVar()))
 
     def saveCupy(self, saveFileName: FileName) -> None:
         """Write the array to a .npy file."""
-        np.save(npy_path(saveFileName), to_numpy(self._whole()), allow_pickle=False)
+        np.save(npy_path(saveFileName), to_numpy(self.getTorchVar()), allow_pickle=False)
 
     def loadCupy(self, loadFileName: FileName) -> None:
         """Replace the array by that of a .npy file."""
@@ -231,7 +228,7 @@ class MappedArray(StoredArray):
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
         """Replace rows by number, or any part, in the file."""
-        self._whole()
+        self.getTorchVar()
         if self._mapped.mode == "c":
             raise FlatbedError(f"{self.fileName} may only be read: change its permissions, or use DataGadget")
         super().insertData(dataObject, indexes)
@@ -246,7 +243,7 @@ class MappedArray(StoredArray):
 
     def checkpoint(self) -> None:
         """Write all changes to the file."""
-        self._whole()
+        self.getTorchVar()
         self._mapped.flush()
 
     def close(self) -> None:
