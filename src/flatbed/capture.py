@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from flatbed.cuda.streams import stream_for
 from flatbed.data.batches import as_tensor
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
@@ -23,9 +24,6 @@ WARM_UP = 3
 
 MAX_TABLES = 1024
 """Tables of one step whose ids are checked: pinned memory for them is allocated before the capture."""
-
-NO_FOREACH = (torch.uint16, torch.uint32, torch.uint64)
-"""Types that torch's multi-tensor kernels do not know."""
 
 
 def capture(
@@ -110,7 +108,8 @@ class CapturedStep:
         if not is_known or self._device.type == "cpu":
             moved = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
             return tree_map_only(Tensor, Tensor.detach, self._train_step(tree_unflatten(moved, structure)))
-        _copy_(self._inputs, leaves)
+        for static, leaf in zip(self._inputs, leaves, strict=True):
+            static.copy_(leaf, non_blocking=True)
         self._n_calls += 1
         if self._n_calls <= WARM_UP:
             return self._run_in_side_stream()
@@ -124,7 +123,7 @@ class CapturedStep:
             self._capture()
         assert self._graph is not None
         self._graph.replay()
-        result = _copies(self._outputs)
+        result = tree_map_only(Tensor, Tensor.clone, self._outputs)
         if self._checks:
             self._check_ids()
         return result
@@ -143,12 +142,12 @@ class CapturedStep:
 
     def _run_in_side_stream(self) -> Any:
         """Run a step as it is; not in the default stream, on which nothing can be captured."""
-        current, side = torch.cuda.current_stream(self._device), _side_stream(self._device)
+        current, side = torch.cuda.current_stream(self._device), stream_for(self._device, "captures")
         side.wait_stream(current)
         with torch.cuda.stream(side):
             result = self._train_step(self._static_batch())
         current.wait_stream(side)
-        return _copies(tree_map_only(Tensor, Tensor.detach, result))
+        return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -158,7 +157,7 @@ class CapturedStep:
         try:
             with (
                 checks_in_capture() as self._checks,
-                torch.cuda.graph(graph, stream=_side_stream(self._device)),
+                torch.cuda.graph(graph, stream=stream_for(self._device, "captures")),
             ):
                 outputs = self._train_step(self._static_batch())
                 for i, check in enumerate(self._checks[:MAX_TABLES]):
@@ -192,24 +191,6 @@ def _tensor(leaf: Any) -> Tensor:
     raise TypeError(f"a captured step takes batches of tensors and arrays of numbers; found {what}")
 
 
-def _copies(outputs: Any) -> Any:
-    """Copy all tensors of nested outputs."""
-    leaves, structure = tree_flatten(outputs)
-    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    copies = {i: torch.empty_like(tensor) for i, tensor in tensors.items()}
-    _copy_([*copies.values()], [*tensors.values()])
-    return tree_unflatten([copies.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
-
-
-def _copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors, in one kernel where torch has one: on one GPU, of one dtype."""
-    if len(targets) > 1 and not any(target.dtype in NO_FOREACH for target in targets):
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)
-
-
 def _hyperparameters(optimizers: list[torch.optim.Optimizer]) -> list[Any]:
     """Return what a graph holds as constants: numbers, but not tensors on a GPU, which it reads."""
     found: list[Any] = []
@@ -222,9 +203,3 @@ def _hyperparameters(optimizers: list[torch.optim.Optimizer]) -> list[Any]:
                 elif name not in ("params", "param_names"):
                     found.append(value)
     return found
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    from flatbed.cuda.streams import stream_for
-
-    return stream_for(device, "captures")

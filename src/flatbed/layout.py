@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 
 ALIGNMENT = 256  # bytes: fits the widest vector loads, and equals the alignment of CUDA's allocator
 MAX_BUFFER_BYTES = 1 << 30
@@ -40,25 +40,21 @@ class Segment:
         return self.offset + self.numel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BufferLayout:
     """One buffer: its length in elements, and the positions of its tensors in the input."""
 
     key: Hashable
-    numel: int
-    members: tuple[int, ...]
+    numel: int = 0
+    members: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The place of every tensor: `segments[i]` belongs to the i-th spec."""
 
-    segments: tuple[Segment, ...]
-    buffers: tuple[BufferLayout, ...]
-
-    def segments_of(self, buffer: int) -> tuple[Segment, ...]:
-        """The segments of one buffer, in order of their offsets."""
-        return tuple(self.segments[i] for i in self.buffers[buffer].members)
+    segments: list[Segment]
+    buffers: list[BufferLayout]
 
 
 def plan(specs: Iterable[Spec], *, alignment: int = ALIGNMENT, max_bytes: int = MAX_BUFFER_BYTES) -> Layout:
@@ -71,65 +67,25 @@ def plan(specs: Iterable[Spec], *, alignment: int = ALIGNMENT, max_bytes: int = 
     >>> [segment.offset for segment in layout.segments], layout.buffers[0].numel
     ([0, 64], 128)
     """
-    open_buffer: dict[Hashable, int] = {}
-    members: list[list[int]] = []
-    lengths: list[int] = []
-    keys: list[Hashable] = []
-    segments: list[Segment] = []
-
-    def new_buffer(key: Hashable) -> int:
-        members.append([])
-        lengths.append(0)
-        keys.append(key)
-        return len(keys) - 1
-
+    layout = Layout([], [])
+    open_buffers: dict[Hashable, int] = {}
     for position, spec in enumerate(specs):
         unit = max(1, alignment // spec.itemsize)
         limit = max_bytes // spec.itemsize
-        padded = _round_up(math.prod(spec.shape), unit)
-        if padded > limit:
-            buffer = new_buffer(spec.key)
-        else:
-            buffer = open_buffer.get(spec.key, -1)
-            if buffer < 0 or lengths[buffer] + padded > limit:
-                buffer = open_buffer[spec.key] = new_buffer(spec.key)
+        padded = -(-math.prod(spec.shape) // unit) * unit
+        number = open_buffers.get(spec.key, -1)
+        if number < 0 or layout.buffers[number].numel + padded > limit:
+            number = len(layout.buffers)
+            layout.buffers.append(BufferLayout(spec.key))
+            if padded <= limit:
+                open_buffers[spec.key] = number
+        buffer = layout.buffers[number]
         stride = dense_stride(spec.shape, spec.stride)
-        segments.append(Segment(spec.name, spec.shape, stride, lengths[buffer], buffer))
-        members[buffer].append(position)
+        layout.segments.append(Segment(spec.name, spec.shape, stride, buffer.numel, number))
+        buffer.members.append(position)
         # An empty tensor needs no elements, but its buffer must have some.
-        lengths[buffer] = max(lengths[buffer] + padded, unit)
-    buffers = tuple(
-        BufferLayout(key, numel, tuple(held)) for key, numel, held in zip(keys, lengths, members, strict=True)
-    )
-    return Layout(tuple(segments), buffers)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Neighbouring segments of equal length at equal distances: the rows of a matrix with gaps."""
-
-    offset: int
-    n_rows: int
-    length: int
-    step: int
-
-
-def equal_runs(segments: Sequence[Segment]) -> list[Run]:
-    """Group the segments of one buffer into the fewest matrices, in order.
-
-    >>> equal_runs(plan([Spec(n, (3,), (1,), 4) for n in "abc"]).segments)
-    [Run(offset=0, n_rows=3, length=3, step=64)]
-    """
-    runs: list[Run] = []
-    for segment in segments:
-        if runs and runs[-1].length == segment.numel:
-            last = runs[-1]
-            gap = segment.offset - (last.offset + (last.n_rows - 1) * last.step)
-            if last.n_rows == 1 or gap == last.step:
-                runs[-1] = Run(last.offset, last.n_rows + 1, last.length, gap)
-                continue
-        runs.append(Run(segment.offset, 1, segment.numel, max(1, segment.numel)))
-    return runs
+        buffer.numel = max(buffer.numel + padded, unit)
+    return layout
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -167,7 +123,3 @@ def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
         dense[d] = step
         step *= max(1, shape[d])
     return tuple(dense)
-
-
-def _round_up(n: int, unit: int) -> int:
-    return -(-n // unit) * unit

@@ -44,10 +44,7 @@ SPARSE: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD momentum": (O.SGD, {"lr": 0.1, "momentum": 0.9}),
     "SGD nesterov": (O.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
 }
-REFUSED: dict[Any, str] = {
-    O.Adafactor: "Adafactor.*its state 'row_var'",
-    O.LBFGS: "LBFGS.*closure",
-}
+REFUSED: dict[Any, str] = {O.Adafactor: "Adafactor.*its state 'row_var'", O.LBFGS: "LBFGS.*closure"}
 if hasattr(O, "Muon"):  # since torch 2.9
     REFUSED[O.Muon] = "Muon.*depends on other elements"
 STORAGES = ("device", "host", "disk")

@@ -41,11 +41,19 @@ def test_options_about_slots(option: dict[str, Any]) -> None:
         SpeedTorch.ModelFactory(nn.Embedding(4, DIM, **option), N, DIM)
 
 
-def test_unknown_devices() -> None:
-    with pytest.raises(ValueError, match="deviceType must be 'cuda' or 'cpu'; found 'tpu'"):
-        SpeedTorch.PytorchModelFactory(nn.Embedding(4, DIM), N, DIM, deviceType="tpu")
-    with pytest.raises(ValueError, match="found 'tpu'"):
-        SpeedTorch.PytorchCOM(10, deviceType="tpu")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda e: SpeedTorch.PytorchModelFactory(e, N, DIM, deviceType="tpu"), "'cpu'; found 'tpu'"),
+        (lambda e: SpeedTorch.PytorchCOM(10, deviceType="tpu"), "found 'tpu'"),
+        (lambda e: SpeedTorch.ModelFactory(e, N, DIM + 1), "embed_dimension"),
+        (lambda e: SpeedTorch.ModelFactory(e, N, DIM, datatype="float64"), "expected torch.float64"),
+        (lambda e: SpeedTorch.COM(10, "uint33"), "'float32'.*found 'uint33'"),
+    ],
+)
+def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(nn.Embedding(4, DIM))
 
 
 def test_averages_need_the_weights() -> None:
@@ -53,6 +61,74 @@ def test_averages_need_the_weights() -> None:
     state = SpeedTorch.OptimizerFactory(torch.optim.ASGD(model.parameters()), N, DIM, model, "0")
     with pytest.raises(FlatbedError, match="ModelFactory before optInit"):
         state.optInit()
+
+
+# ---- methods
+
+
+def with_rows(name: str, folder: Path, *, init: bool = True) -> Any:
+    """A switcher, a matrix of counts or a gadget, with rows."""
+    model = nn.ModuleDict({"u": nn.Embedding(4, DIM)})
+    on_disk = {"diskname": f"{folder}/rows"} if name.endswith("MM") else {}
+    np.save(folder / "data.npy", np.ones((N, DIM), np.float32))
+    if "Optimizer" in name:
+        optimizer = torch.optim.Adam(model.parameters())
+        made = getattr(SpeedTorch, name)(optimizer, N, DIM, model, "u", **on_disk)
+    elif "Model" in name:
+        made = getattr(SpeedTorch, name)(model["u"], N, DIM, **on_disk)
+    else:
+        given = N if "COM" in name else folder / "data.npy"
+        made = getattr(SpeedTorch, name)(given, **on_disk if "COM" in name else {})
+    first = {"Optimizer": "optInit", "Model": "zerosInit", "COM": "comInit", "Gadget": "gadgetInit"}
+    if init:
+        getattr(made, next(method for kind, method in first.items() if kind in name))()
+    return made
+
+
+SWITCHERS = ("ModelFactory", "ModelFactoryMM", "OptimizerFactory", "OptimizerFactoryMM")
+MATRICES, GADGETS = ("COM", "COMMM"), ("DataGadget", "DataGadgetMM")
+ALL = (*SWITCHERS, *MATRICES, *GADGETS)
+WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...], type[Exception], str]] = [
+    (ALL, "saveCupy", ("{}/no/x",), FileNotFoundError, r"no/x"),
+    (ALL, "loadCupy", ("{}/no",), FileNotFoundError, r"no\.npy"),
+    (("ModelFactoryMM", "COMMM"), "openFile", ("{}/no",), FileNotFoundError, r"/no"),
+    (SWITCHERS, "beforeForwardPass", ([0, N],), IndexError, rf"id {N} .*0 to {N - 1}"),
+    (SWITCHERS, "beforeForwardPass", (np.ones(1),), TypeError, r"integers.*float64"),
+    (SWITCHERS, "saveTorch", ("{}/no/x",), RuntimeError, r"no.* does not exist"),
+    (SWITCHERS, "loadTorch", ("{}/no.pt",), FileNotFoundError, r"no\.pt"),
+    (("ModelFactory",), "uniformDistributionInit", (1, -1), ValueError, r"low=1.*high"),
+    (("ModelFactory",), "normalDistributionInit", (0, -1), ValueError, r"std=-1"),
+    ((*MATRICES, *GADGETS), "getData", ([0, N],), IndexError, rf"index {N} .*size {N}"),
+    ((*MATRICES, *GADGETS), "getData", ([0.5],), TypeError, r"integers.*float64"),
+    ((*MATRICES, *GADGETS), "insertData", (np.ones((1, 3)), [1]), RuntimeError, r"shape mismatch.*\[3\]"),
+    (MATRICES, "addCounts", ([1], [N]), IndexError, rf"id {N} .*0 to {N - 1}"),
+    (MATRICES, "addCounts", ([1, 2], [0]), ValueError, r"2 rows, 1 columns"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "given", "error", "message"),
+    [(name, *rest) for names, *rest in WRONG for name in names],
+)
+def test_wrong_arguments_change_nothing(
+    name: str, method: str, given: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    made = with_rows(name, tmp_path)
+    before = made.getNumpyVersion()
+    with pytest.raises(error, match=message):
+        getattr(made, method)(*[one.format(tmp_path) if isinstance(one, str) else one for one in given])
+    np.testing.assert_equal(made.getNumpyVersion(), before)
+    made.close()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_calls_before_an_init(name: str, tmp_path: Path) -> None:
+    made = with_rows(name, tmp_path, init=False)
+    ids = {"getData": ([1],), "addCounts": ([1], [1]), "beforeForwardPass": ([1],), "saveCupy": ("rows",)}
+    for method in ("getNumpyVersion", "getTorchVar", "getCupyMM", "getEntries", "checkpoint", *ids):
+        if hasattr(made, method):
+            with pytest.raises(FlatbedError, match=rf"{name} has no .*: call \w+Init"):
+                getattr(made, method)(*ids.get(method, ()))
 
 
 # ---- ids

@@ -170,10 +170,15 @@ def test_shape_readers_are_refused(make: Any, name: str) -> None:
     assert torch.equal(before.buffers[0], flat.buffers[0])
 
 
+class WithoutConstructor(Simple):
+    __init__ = torch.optim.Optimizer.__init__  # type: ignore[assignment]
+
+
 ELEMENTWISE: list[Any] = [
     *OPTIMIZERS,
     Simple,
     IgnoresClosure,
+    lambda p: WithoutConstructor(p, {"lr": 0.01}),
     lambda p: NeedsMore(p, secret=1.0),
     NoClosure,
 ]

@@ -161,14 +161,6 @@ def test_dtensor_is_refused() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_flat_parameters_are_the_same_objects_each_time() -> None:
-    flat = FlatParams(build("mixed"))
-    first = flat.parameters()
-    assert all(a is b for a, b in zip(first, flat.parameters(), strict=True))
-    assert first[0].data_ptr() == flat.buffers[0].data_ptr()
-    assert isinstance(first[0], nn.Parameter)
-
-
 def test_memory_is_freed_without_the_cycle_collector() -> None:
     model = build("mixed")
     flat = FlatParams(model)

@@ -73,8 +73,10 @@ def assert_padding_is_zero(flat: flatbed.FlatParams) -> None:
     assert not any(buffer.any() for buffer in rest)
 
 
-@BOTH
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "grads"),
+    [*((model, "follow") for model in MODELS), ("mixed", "bound"), ("tied", "bound"), ("frozen", "bound")],
+)
 @pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda c: c.name)
 def test_bitwise_with_the_loop(case: OptimizerCase, model: str, grads: str) -> None:
     """Grouping and clipping are paired with the models and modes rather than crossed."""
@@ -87,8 +89,7 @@ def test_bitwise_with_the_loop(case: OptimizerCase, model: str, grads: str) -> N
 
 
 @DEVICES
-@BOTH
-@pytest.mark.parametrize("model", ["mixed", "conv"])
+@pytest.mark.parametrize(("model", "grads"), [("mixed", "follow"), ("conv", "bound")])
 @pytest.mark.parametrize(
     ("case", "option"),
     [(c, o) for c in OPTIMIZERS for o in ("foreach", "fused") if o == "foreach" or c.fused],

@@ -232,14 +232,6 @@ def test_moving_the_model_between_clipping_and_the_step_keeps_the_clipping(grads
     assert_same(reference, model)
 
 
-def test_flattening_twice_hands_the_parameters_over() -> None:
-    model = build("tied")
-    first = FlatParams(model)
-    second = FlatParams(model)
-    assert not first.is_valid()
-    assert second.is_valid()
-
-
 # ---- models whose layers were replaced
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,29 +27,29 @@ def moved_away(folder: Path) -> None:
     parameters.assert_buffer_is_valid()
 
 
-CONTIGUOUS = [
-    mistake(
+CONTIGUOUS: list[Any] = [
+    (
         "ContiguousParams",
         "a method",
-        lambda _: flatbed.ContiguousParams(model().parameters),  # type: ignore[arg-type]
+        lambda _: flatbed.ContiguousParams(model().parameters),
         TypeError,
         r"found a method.*module",
     ),
-    mistake(
+    (
         "ContiguousParams.assert_buffer_is_valid",
         "after p.data",
         moved_away,
         ValueError,
         r"'param 0' lies outside.*rebind\(\)",
     ),
-    mistake(
+    (
         "ContiguousParams.param_buffer",
         "of several",
         lambda _: contiguous(in_groups=True).param_buffer,
         ValueError,
         r"4 buffers.*flat.buffers",
     ),
-    mistake(
+    (
         "ContiguousParams.gradient_buffer",
         "of several",
         lambda _: contiguous(in_groups=True).gradient_buffer,
@@ -78,7 +79,7 @@ def with_a_scheduler(folder: Path) -> None:
     module = model()
     schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(module.parameters()), 1)
     with unchanged(lambda: list(folder.iterdir())):
-        flatbed.save_checkpoint(folder / "run", module, schedule)  # type: ignore[arg-type]
+        flatbed.save_checkpoint(folder / "run", module, schedule)
 
 
 def without_its_table(folder: Path) -> None:
@@ -91,71 +92,53 @@ def extra_tensor(folder: Path) -> None:
         flatbed.save_checkpoint(folder / "run", model(), extra={"loss": torch.ones(2)})
 
 
-CHECKPOINTS = [
-    mistake(
+CHECKPOINTS: list[Any] = [
+    (
         "save_checkpoint",
         "the wrong way round",
-        lambda folder: flatbed.save_checkpoint(model(), folder),  # type: ignore[arg-type]
+        lambda folder: flatbed.save_checkpoint(model(), folder),
         TypeError,
         r"folder.*found Sequential",
     ),
-    mistake(
+    (
         "save_checkpoint",
         "parameters",
-        lambda folder: flatbed.save_checkpoint(folder, model().parameters()),  # type: ignore[arg-type]
+        lambda folder: flatbed.save_checkpoint(folder, model().parameters()),
         TypeError,
         r"nn.Module; found generator",
     ),
-    mistake(
-        "save_checkpoint",
-        "a scheduler",
-        with_a_scheduler,
-        TypeError,
-        r"Optimizer.*found StepLR",
-    ),
-    mistake(
-        "save_checkpoint",
-        "a tensor in extra",
-        extra_tensor,
-        TypeError,
-        r"extra.*JSON.*Tensor",
-    ),
-    mistake(
-        "save_checkpoint",
-        "without the table",
-        without_its_table,
-        FlatbedError,
-        r"Adam.*table.*pass a module",
-    ),
-    mistake(
+    ("save_checkpoint", "a scheduler", with_a_scheduler, TypeError, r"Optimizer.*found StepLR"),
+    ("save_checkpoint", "a tensor in extra", extra_tensor, TypeError, r"extra.*JSON.*Tensor"),
+    ("save_checkpoint", "without the table", without_its_table, FlatbedError, r"Adam.*table.*pass a module"),
+    (
         "load_checkpoint",
         "a folder that does not exist",
         lambda folder: flatbed.load_checkpoint(folder / "missing", model()),
         FlatbedError,
         r"missing.*check the path",
     ),
-    mistake(
+    (
         "load_checkpoint",
         "no folder",
-        lambda folder: flatbed.load_checkpoint(None, model()),  # type: ignore[arg-type]
+        lambda folder: flatbed.load_checkpoint(None, model()),
         TypeError,
         r"Path; found NoneType",
     ),
-    mistake(
+    (
         "load_checkpoint",
         "of another model",
         load_into(lambda: nn.Linear(3, 3)),
         FlatbedError,
         r"lacks \['weight', 'bias'\].*lacks \['0.weight'",
     ),
-    mistake(
+    (
         "load_checkpoint",
         "of another size",
         load_into(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))),
         FlatbedError,
         r"0.weight.*\(4, 4\).*\(3, 4\)",
     ),
-    mistake(
+    (
         "load_checkpoint",
         "too many optimizers",
         load_optimizers,
@@ -164,4 +147,4 @@ CHECKPOINTS = [
     ),
 ]
 
-SAVING: list[Mistake] = [*CONTIGUOUS, *CHECKPOINTS]
+SAVING: list[Mistake] = [mistake(*row) for row in (*CONTIGUOUS, *CHECKPOINTS)]

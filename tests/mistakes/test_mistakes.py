@@ -17,12 +17,11 @@ from tests.mistakes.flat import FLAT
 from tests.mistakes.mistake import Mistake
 from tests.mistakes.optim import OPTIM
 from tests.mistakes.saving import SAVING
-from tests.mistakes.speedtorch import SPEEDTORCH
 from tests.mistakes.surface import NO_MISTAKE, commands, public
 from tests.mistakes.tables import TABLES
 from tests.mistakes.word2vec import WORD_VECTORS
 
-MISTAKES: list[Mistake] = [*FLAT, *SAVING, *OPTIM, *EMBEDDINGS, *TABLES, *DATA, *SPEEDTORCH, *WORD_VECTORS]
+MISTAKES: list[Mistake] = [*FLAT, *SAVING, *OPTIM, *EMBEDDINGS, *TABLES, *DATA, *WORD_VECTORS]
 
 
 @pytest.mark.parametrize("one", MISTAKES, ids=str)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flatbed
 
-STEPS = 12
+STEPS = 6
 
 
 def network() -> nn.Module:
@@ -65,20 +65,19 @@ def train(rank: int, mode: str | None, bucket_view: bool, accumulate: bool) -> l
 
 def worker(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    for bucket_view in (False, True):
-        for accumulate in (False, True):
-            expected = train(rank, None, bucket_view, accumulate)
-            for mode in ("follow", "bound", "compat", "optim"):
-                if mode == "optim":
-                    expected = train(rank, "fused", bucket_view, accumulate)
-                got = train(rank, mode, bucket_view, accumulate)
-                for a, b in zip(expected, got, strict=True):
-                    assert torch.equal(a, b), (mode, bucket_view, accumulate, (a - b).abs().max())
-                    both = [torch.empty_like(b) for _ in range(2)]
-                    dist.all_gather(both, b)
-                    assert torch.equal(*both), "the replicas must agree"
-                if rank == 0:
-                    print("same", mode, bucket_view, accumulate)
+    for bucket_view, accumulate in ((False, False), (True, True)):
+        expected = train(rank, None, bucket_view, accumulate)
+        for mode in ("follow", "bound", "compat", "optim"):
+            if mode == "optim":
+                expected = train(rank, "fused", bucket_view, accumulate)
+            got = train(rank, mode, bucket_view, accumulate)
+            for a, b in zip(expected, got, strict=True):
+                assert torch.equal(a, b), (mode, bucket_view, accumulate, (a - b).abs().max())
+                both = [torch.empty_like(b) for _ in range(2)]
+                dist.all_gather(both, b)
+                assert torch.equal(*both), "the replicas must agree"
+            if rank == 0:
+                print("same", mode, bucket_view, accumulate)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

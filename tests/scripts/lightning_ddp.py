@@ -48,7 +48,7 @@ def train(mode: str, devices: int, folder: str) -> None:
         accelerator="cpu",
         devices=devices,
         strategy="ddp_fork" if devices > 1 else "auto",
-        max_epochs=3,
+        max_epochs=1,
         gradient_clip_val=0.5,
         accumulate_grad_batches=2,
         logger=False,

@@ -1,6 +1,6 @@
 """Parameters in contiguous buffers, under any in-place optimizer of torch."""
 
-from flatbed.flat.flat_parameter import FlatParameter
+from flatbed.flat.buffer import FlatParameter
 from flatbed.flat.model_params import Source
 from flatbed.flat.params import FlatParams, Snapshot
 from flatbed.layout import Segment

@@ -1,4 +1,4 @@
-"""One buffer: the values of its parameters side by side, and their gradients once they are read.
+"""One buffer: the values of its parameters side by side, their gradients, and the flat parameter over both.
 
 The invariant of the flat gradient: whenever `gather` returns a tensor, that tensor holds the gradient of
 every original. Each original that has a gradient has a view of it as its `.grad`, and the rest is zero.
@@ -7,30 +7,23 @@ Clipping the flat gradient and clipping the originals' gradients are therefore t
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import repeat
-from operator import attrgetter, is_, sub
-from typing import TYPE_CHECKING
+from operator import is_, itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.layout import BufferLayout, Run, Segment, Spec, equal_runs, plan
+from flatbed.layout import BufferLayout, Segment, Spec, plan
 from flatbed.optim.state_builder import own_storage
 
 if TYPE_CHECKING:
-    from flatbed.flat.flat_parameter import FlatParameter
-
-get_grad = attrgetter("grad")
-get_version = attrgetter("_version")
-get_requires_grad = attrgetter("requires_grad")
-get_layout = attrgetter("layout")
-Tensors = tuple[torch.Tensor, ...]
-set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
-data_ptr = torch.Tensor.data_ptr
+    from flatbed.flat.params import FlatParams
 
 # The value of a zeroed bound gradient. Adding any gradient to it gives exactly that gradient, and scaling
 # keeps it. A segment full of it received no gradient, even if gradients were clipped or unscaled since.
@@ -54,18 +47,17 @@ class Buffer:
     """
 
     def __init__(
-        self, number: int, layout: BufferLayout, segments: Sequence[Segment], originals: list[torch.Tensor]
+        self, number: int, layout: BufferLayout, segments: list[Segment], originals: list[torch.Tensor]
     ) -> None:
         self.number = number
         self.group: int = layout.key[0]  # type: ignore[index]
         self.positions = layout.members
-        self.segments = tuple(segments)
+        self.segments = segments
         self.originals = originals
         self.flat: Callable[[], FlatParameter | None] = lambda: None
         self.bound = False
         self.grad: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
-        self.complete = False  # the last gather found a gradient for every original
         self.in_step = False  # an optimizer that holds this buffer is stepping: its gradients are gathered
         self.no_backward = False  # bound: autograd wrote nothing since the gradient was zeroed
         self.zeroed_versions: list[int] | None = None  # bound: the views' versions when last zeroed
@@ -76,13 +68,10 @@ class Buffer:
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate memory, copy the originals in, and make each of them a tensor over it."""
         self.data = torch.zeros(numel, dtype=dtype, device=device)
-        self.runs: list[Run] = equal_runs(self.segments)
         self.data_ptrs = [0] * len(self.segments)
         self._adopt(range(len(self.segments)))
-        filled = [s.offset for s in self.segments if s.numel] or [0]
-        self.first_elements = torch.tensor(filled, device=device)
 
-    def _adopt(self, positions: Sequence[int]) -> None:
+    def _adopt(self, positions: Iterable[int]) -> None:
         """Copy originals of the buffer's device and dtype into their segments."""
         for i in positions:
             p, target = self.originals[i], own_storage(view(self.data, self.segments[i]))
@@ -90,23 +79,30 @@ class Buffer:
             p.data = target  # frees the old memory at once: flattening never holds two copies of all
             self.data_ptrs[i] = p.data_ptr()
 
-    def bring_back(self, positions: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
-        """Copy originals that lie elsewhere into the buffer, which moves to their device and dtype first."""
+    def bring_back(self, positions: list[int], device: torch.device, dtype: torch.dtype) -> None:
+        """Copy originals that lie elsewhere into the buffer, which moves to their device and dtype first.
+
+        The flat gradient is dropped, since `Module.to` moves gradients as well. The originals keep theirs,
+        and the next gather copies them into a new flat gradient.
+        """
         if (device, dtype) == (self.data.device, self.data.dtype):
             self._adopt(positions)
         else:  # offsets depend on the size of an element
             specs = [Spec(s.name, s.shape, s.stride, dtype.itemsize) for s in self.segments]
             layout = plan(specs, max_bytes=1 << 62)
-            self.segments = tuple(replace(s, buffer=self.number) for s in layout.segments)
+            self.segments = [replace(s, buffer=self.number) for s in layout.segments]
             self._allocate(layout.buffers[0].numel, dtype, device)
             flat = self.flat()
             if flat is not None:
                 flat.data = self.data
-        self._remake_grads()
+        self.grad, self.views, self.in_step = None, [], False
+        if self.bound:
+            self.bind_grads()
+            self.zeroed_versions = None  # copies have no history: the values tell which received a gradient
 
     def relocated(self) -> list[int]:
         """Positions of the originals whose values lie outside their segments."""
-        ptrs = list(map(data_ptr, self.originals))
+        ptrs = list(map(torch.Tensor.data_ptr, self.originals))
         if ptrs == self.data_ptrs:
             return []
         return [i for i, (ptr, own) in enumerate(zip(ptrs, self.data_ptrs, strict=True)) if ptr != own]
@@ -123,93 +119,60 @@ class Buffer:
             self.data.copy_(flat.data)  # neither requires grad
             flat.data = self.data
 
-    def bump_versions(self, *, include_frozen: bool = True) -> None:
-        """Tell autograd that the originals changed: their counters miss writes through the buffer."""
-        changed = self.originals if include_frozen else [p for p in self.originals if p.requires_grad]
-        torch.autograd.graph.increment_version(changed)
-
     # ---- gradients
 
     def _make_views(self) -> None:
-        self.grad = torch.zeros_like(self.data)
-        self.views = [own_storage(view(self.grad, segment)) for segment in self.segments]
+        if not self.views:
+            self.grad = torch.zeros_like(self.data)
+            self.views = [own_storage(view(self.grad, segment)) for segment in self.segments]
 
     def bind_grads(self) -> None:
         """Bound mode: make every gradient a view; existing gradients are copied, absent ones are zeros."""
         self.bound = True
         self._make_views()
-        for p, target in zip(self.originals, self.views, strict=True):
-            target.fill_(UNTOUCHED) if p.grad is None else target.copy_(p.grad)
-            p.grad = target
-        self.zeroed_versions = list(map(get_version, self.views))
-
-    def _remake_grads(self) -> None:
-        """Drop the flat gradient after originals moved, since `Module.to` moves gradient views as well.
-
-        The originals keep their gradients; the next gather copies them into a new flat gradient.
-        """
-        self.grad, self.views, self.in_step = None, [], False
-        if self.bound:
-            self.bind_grads()
-            self.zeroed_versions = None  # copies have no history: the values tell which received a gradient
-
-    def in_place(self) -> bool:
-        """Return whether the gradient of every original is its view."""
-        return bool(self.views) and all(map(is_, map(get_grad, self.originals), self.views))
-
-    def read_in_step(self) -> torch.Tensor | None:
-        """The flat gradient if an optimizer's step gathered it, otherwise None.
-
-        The first gradient is compared since an exception inside a step leaves the flag behind.
-        """
-        return self.grad if self.in_step and self.originals[0].grad is self.views[0] else None
+        for p, own in zip(self.originals, self.views, strict=True):
+            own.fill_(UNTOUCHED) if p.grad is None else own.copy_(p.grad)
+            p.grad = own
+        self.zeroed_versions = [own._version for own in self.views]
 
     def gather(self) -> torch.Tensor | None:
         """The flat gradient, or None when no original has one; afterwards nothing is left to copy."""
-        if self.in_place():
-            self.complete = True
+        grads = [p.grad for p in self.originals]
+        if self.views and all(map(is_, grads, self.views)):
             return self.grad
-        grads = list(map(get_grad, self.originals))
-        n_absent = sum(map(is_, grads, repeat(None)))
-        self.complete = n_absent == 0
-        if n_absent == len(grads):
+        if all(g is None for g in grads):
             return None
-        if not self.views:
-            self._make_views()
-        if not self.complete:
-            with torch.no_grad():
-                torch._foreach_zero_([v for g, v in zip(grads, self.views, strict=True) if g is None])
-        trios = zip(self.originals, grads, self.views, strict=True)
+        self._make_views()
+        trios = list(zip(self.originals, grads, self.views, strict=True))
         arrived = [(p, g, own) for p, g, own in trios if g is not None and g is not own]
-        if arrived:
-            self._copy_in(*zip(*arrived, strict=True))
+        for p, g, _ in arrived:
+            if g.layout != torch.strided:
+                name = next(s.name for s, q in zip(self.segments, self.originals, strict=True) if q is p)
+                raise FlatbedError(
+                    f"the gradient of '{name}' is sparse; use sparse=False in its embedding, or train it "
+                    f"outside the FlatParams"
+                )
+        with torch.no_grad():
+            for _, absent, own in trios:
+                if absent is None:
+                    own.zero_()
+            if arrived:
+                torch._foreach_copy_([own for _, _, own in arrived], [g for _, g, _ in arrived])
+        for p, _, own in arrived:
+            p.grad = own
         return self.grad
 
-    def _copy_in(self, originals: Tensors, grads: Tensors, views: Tensors) -> None:
-        """Copy gradients into their views and make the views the originals' gradients."""
-        if set(map(get_layout, grads)) != {torch.strided}:
-            pairs = zip(self.originals, self.segments, strict=True)
-            names = [s.name for p, s in pairs if p.grad is not None and p.grad.layout != torch.strided]
-            raise FlatbedError(
-                f"the gradient of '{names[0]}' is sparse; use sparse=False in its embedding, or train it "
-                f"outside the FlatParams"
-            )
-        with torch.no_grad():
-            torch._foreach_copy_(views, grads)
-        deque(map(set_grad, originals, views), maxlen=0)
-
-    def drop_grads(self, *, in_place: bool) -> None:
-        """Do what `zero_grad` asks for: drop the originals' gradients, or zero bound ones.
-
-        `in_place` says that every gradient is its view already.
-        """
-        if not self.bound or self.grad is None:
-            deque(map(set_grad, self.originals, repeat(None)), maxlen=0)
+    def drop_grads(self) -> None:
+        """Do what `zero_grad` asks for: drop the originals' gradients, or zero bound ones."""
+        if not self.bound:
+            for p in self.originals:
+                p.grad = None
             return
+        assert self.grad is not None
         self.grad.fill_(UNTOUCHED)
-        if not in_place:
-            deque(map(set_grad, self.originals, self.views), maxlen=0)
-        self.zeroed_versions = list(map(get_version, self.views))
+        for p, own in zip(self.originals, self.views, strict=True):
+            p.grad = own
+        self.zeroed_versions = [own._version for own in self.views]
 
     def assign_grad(self, value: torch.Tensor) -> None:
         """Make a tensor assigned to the flat `.grad` the gradient of every original."""
@@ -218,94 +181,63 @@ class Buffer:
         if found != expected:
             raise ValueError(f"the gradient of a flat parameter is None or like {expected}; found {found}")
         grad = value.detach().clone()
-        if not self.views:
-            self._make_views()
-        assert self.grad is not None
-        self.grad.zero_()  # the padding stays zero
+        self._make_views()
         for p, own, segment in zip(self.originals, self.views, self.segments, strict=True):
-            own.copy_(view(grad, segment))
+            own.copy_(view(grad, segment))  # the padding stays zero
             p.grad = own
 
     # ---- missing gradients; ask after a gather
 
     def missing_grads(self) -> list[int]:
         """Positions of the originals that received no gradient."""
-        self.no_backward = False
-        absent = [] if self.complete else [i for i, p in enumerate(self.originals) if p.grad is None]
-        return sorted({*absent, *self._untouched()}) if self.bound else absent
-
-    def frozen(self) -> list[int]:
-        """Positions of the originals that are frozen now."""
-        if all(map(get_requires_grad, self.originals)):
-            return []
-        return [i for i, p in enumerate(self.originals) if not p.requires_grad]
+        absent = [i for i, p in enumerate(self.originals) if p.grad is None]
+        return sorted(absent + self._untouched()) if self.bound else absent
 
     def _untouched(self) -> list[int]:
         """Positions whose bound gradient, never None, received nothing since it was zeroed.
 
-        On the CPU the first elements settle most steps. Otherwise the views' versions tell: if all moved
-        alike, all received a gradient; if none moved, a replayed CUDA graph may have written them. Gradients
-        are read only where some versions lag behind, since that waits for the GPU.
+        If all versions of the views moved alike, all received a gradient. If none moved, a replayed CUDA
+        graph may have written them. Gradients are read only where some versions lag behind, since that waits
+        for the GPU.
         """
-        assert self.grad is not None
-        if self.grad.device.type == "cpu" and not _is_untouched(self.grad[self.first_elements]).any():
-            return []
-        late = [i for i, s in enumerate(self.segments) if s.numel]
+        late = list(range(len(self.views)))
+        self.no_backward = False
         if self.zeroed_versions is not None:
-            moves = list(map(sub, map(get_version, self.views), self.zeroed_versions))
+            moves = [v._version - before for v, before in zip(self.views, self.zeroed_versions, strict=True)]
             most = max(moves)
             self.no_backward = most == 0
             late = [i for i in late if moves[i] < most]
+        late = [i for i in late if self.views[i].numel()]
         if not late or is_capturing(self.data.device):
             return []
-        found = torch.stack([_is_untouched(self.views[i]).all() for i in late]).tolist()
-        return [i for i, untouched in zip(late, found, strict=True) if untouched]
+        is_zeroed = [((v == 0) & torch.signbit(v)).all() for v in (self.views[i] for i in late)]
+        return [i for i, untouched in zip(late, torch.stack(is_zeroed).tolist(), strict=True) if untouched]
 
-    # ---- norms, summed in the order in which torch sums them over separate parameters
+    # ---- norms
 
     @torch.no_grad()
-    def param_norms(self) -> torch.Tensor:
-        """The norm of the values of each original, in the order of the segments."""
-        return self._norms(self.originals, self.data, 2.0)
+    def param_norms(self) -> list[torch.Tensor]:
+        """The norm of the values of each original."""
+        return _norms(self.originals, 2.0)
 
-    def grad_norms(self, norm_type: float = 2.0) -> torch.Tensor:
+    def grad_norms(self, norm_type: float = 2.0) -> list[torch.Tensor]:
         """The norm of the gradient of each original, 0 where there is none; gather first."""
-        present = [p.grad is not None for p in self.originals]
-        if self.grad is None or not any(present):
-            return torch.zeros(len(self.segments), device=self.data.device)
-        found = self._norms(self.views, self.grad, norm_type)
-        return found if all(present) else found * torch.tensor(present, device=found.device)
-
-    def _norms(self, tensors: Sequence[torch.Tensor], flat: torch.Tensor, norm_type: float) -> torch.Tensor:
-        if flat.device.type == "cpu" and 4 * len(self.runs) <= len(tensors):
-            return torch.cat([_row_norms(flat, run, norm_type) for run in self.runs])
-        filled = [t for t in tensors if t.numel()]  # an empty tensor has no largest element
-        found = iter(torch._foreach_norm(filled, norm_type) if filled else ())
-        return torch.stack([next(found) if t.numel() else flat.new_zeros(()) for t in tensors])
+        if all(p.grad is None for p in self.originals):
+            return list(self.data.new_zeros(len(self.originals)))
+        return _norms(self.views, norm_type)
 
 
-def _is_untouched(grad: torch.Tensor) -> torch.Tensor:
-    return (grad == 0) & torch.signbit(grad)
-
-
-def _row_norms(flat: torch.Tensor, run: Run, norm_type: float) -> torch.Tensor:
-    """One reduction for a run of equal neighbours: each row of a matrix is summed as it would be alone."""
-    if not run.length:
-        return flat.new_zeros(run.n_rows)
-    rows = flat.as_strided((run.n_rows, run.length), (run.step, 1), flat.storage_offset() + run.offset)
-    norms: torch.Tensor = torch.linalg.vector_norm(rows, norm_type, dim=1)
-    return norms
-
-
-def check_max_norm(max_norm: float) -> None:
-    """Raise for a negative norm, with which clipping would reverse the gradients."""
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must not be negative; found {max_norm}")
+def _norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    filled = [t for t in tensors if t.numel()]  # an empty tensor has no largest element
+    found = iter(torch._foreach_norm(filled, norm_type) if filled else ())
+    return [next(found) if t.numel() else t.new_zeros(()) for t in tensors]
 
 
 @torch.no_grad()
 def clip(buffers: Sequence[Buffer], max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale all gradients by the factor that torch would use, and return their norm; gather first."""
+    if not max_norm >= 0:  # it would reverse the gradients
+        raise ValueError(f"max_norm must not be negative; found {max_norm}")
     total = total_norm(buffers, norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for buffer in buffers:
@@ -328,17 +260,86 @@ def total_norm(buffers: Sequence[Buffer], norm_type: float) -> torch.Tensor:
             torch.linalg.vector_norm(b.grad, norm_type).to(device) for b in buffers if b.grad is not None
         ]
         return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), norm_type)
-    parts: list[torch.Tensor] = []
-    positions: list[int] = []
+    norms: list[tuple[int, torch.Tensor]] = []
     for buffer in buffers:
-        assert buffer.grad is not None
-        found, held = buffer._norms(buffer.views, buffer.grad, norm_type), buffer.positions
-        if not buffer.complete:  # torch counts only present gradients, and zeros would change its sum
-            present = [i for i, p in enumerate(buffer.originals) if p.grad is not None]
-            found, held = found[torch.tensor(present, device=found.device)], tuple(held[i] for i in present)
-        parts.append(found.to(device))
-        positions += held
-    order = sorted(range(len(positions)), key=positions.__getitem__)
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.tensor(order, device=device)]
-    total: torch.Tensor = torch.linalg.vector_norm(joined, norm_type)
+        found = zip(buffer.originals, buffer.positions, buffer.grad_norms(norm_type), strict=True)
+        # Torch counts only present gradients, and zeros would change its sum.
+        norms += [(position, norm) for p, position, norm in found if p.grad is not None]
+    norms.sort(key=itemgetter(0))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), norm_type)
     return total
+
+
+# ---- the flat parameter
+
+_GRAD: Any = torch.Tensor.grad  # the slot of C++, which autograd writes and the property below hides
+
+
+class FlatParameter(nn.Parameter):
+    """All parameters of one buffer as one parameter; created by `FlatParams`."""
+
+    _owner: FlatParams
+    buffer: Buffer
+
+    @staticmethod
+    def over(owner: FlatParams, buffer: Buffer) -> FlatParameter:
+        """A flat parameter over the memory of one of `owner`'s buffers."""
+        flat = torch.Tensor._make_subclass(FlatParameter, buffer.data, True)
+        flat._owner = owner
+        flat.buffer = buffer
+        buffer.flat = weakref.ref(flat)
+        return flat
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The originals' gradients, gathered; None when none of them has one."""
+        if torch.compiler.is_compiling():
+            return _read_outside_of_the_graph(self)
+        buffer = self.buffer
+        # The first gradient is compared, since an exception inside a step leaves the flag behind.
+        if buffer.in_step and buffer.originals[0].grad is buffer.views[0]:
+            return buffer.grad
+        self._owner._repair(buffer)
+        return self.gather_grad()
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _GRAD.__set__(self, None)
+        self._owner._repair(self.buffer)
+        self.buffer.drop_grads() if value is None else self.buffer.assign_grad(value)
+
+    def gather_grad(self) -> torch.Tensor | None:
+        """Gather gradients of originals that lie in the buffer."""
+        grad, own = self.buffer.gather(), _GRAD.__get__(self)
+        if own is not None and own is not self.buffer.grad:
+            # Autograd differentiated something with respect to the flat parameter itself.
+            _GRAD.__set__(self, None)
+            self.buffer.assign_grad(own if grad is None else own + grad)
+            return self.buffer.grad
+        return grad
+
+    def show_grad(self, grad: torch.Tensor | None) -> None:
+        """Put the gradient into the slot of C++ for the time of a step, where a compiled step reads it."""
+        _GRAD.__set__(self, grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self._owner, memo).parameters()[self.buffer.number]
+        twin: FlatParameter = memo[id(self)]
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _flat_parameter, (self._owner, self.buffer.number)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"FlatParameter({self.numel()} elements, {self.dtype}, {self.device})"
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _read_outside_of_the_graph(flat: FlatParameter) -> torch.Tensor | None:
+    flat._owner._repair(flat.buffer)
+    return flat.buffer.gather()
+
+
+def _flat_parameter(owner: FlatParams, number: int) -> FlatParameter:
+    return owner.parameters()[number]

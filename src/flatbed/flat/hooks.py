@@ -11,7 +11,6 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +23,7 @@ from torch.optim.optimizer import (
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.flat import model_params
-from flatbed.flat.buffer import Buffer, clip, view
-from flatbed.flat.flat_parameter import FlatParameter
+from flatbed.flat.buffer import Buffer, FlatParameter, clip, view
 from flatbed.flat.trial import refuse_shape_readers
 from flatbed.optim.optimizer import Optimizer
 
@@ -33,33 +31,17 @@ if TYPE_CHECKING:
     from flatbed.flat.params import FlatParams
 
 
-@dataclass
-class FusedStepRequest:
-    """A request of `FlatParams.step`: clip gradients before the next step, and drop them after it."""
-
-    buffers: list[Buffer]
-    max_norm: float | None
-    norm_type: float
-    total_norm: torch.Tensor | None = None
-    is_done: bool = False
-
-
-@dataclass
 class Step:
-    """One step of one optimizer: the buffers it updates, and the frozen values to restore after it.
+    """One step of one optimizer: the buffers it updates, and the frozen values to restore after it."""
 
-    `is_only_hook` says that no other hook can replace a gradient between the two hooks of this module.
-    """
-
-    flats: list[FlatParameter]
-    is_only_hook: bool
-    request: FusedStepRequest | None = None
-    buffers: list[Buffer] = field(default_factory=list)
-    frozen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    @property
-    def owners(self) -> list[FlatParams]:
-        return list({id(p._owner): p._owner for p in self.flats}.values())
+    def __init__(self, optimizer: torch.optim.Optimizer, flats: list[FlatParameter]) -> None:
+        self.flats = flats
+        self.owners: list[FlatParams] = list({id(p._owner): p._owner for p in flats}.values())
+        own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        # No other hook can replace a gradient between the two hooks of this module.
+        self.is_only_hook = not own_hooks and len(_global_optimizer_pre_hooks) == 1
+        self.buffers: list[Buffer] = []
+        self.frozen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def set_in_step(self, active: bool) -> None:
         """Let the optimizer read the gathered gradients without another look at the originals."""
@@ -70,26 +52,26 @@ class Step:
 
     def collect(self) -> None:
         """Gather every gradient, refuse missing ones, and clip if `FlatParams.step` asks for it."""
-        self.buffers = []
+        self.buffers = [p.buffer for p in self.flats if p.gather_grad() is not None]
         for p in self.flats:
-            if p.gather_grad() is not None:
+            if p.buffer in self.buffers:
                 _refuse_missing(p._owner, p.buffer)
-                self.buffers.append(p.buffer)
         for owner in self.owners:
             if all(buffer.no_backward for buffer in self.buffers):
                 _report_no_grads(owner)
-        request = self.request
-        if request is not None and request.max_norm is not None:
-            gathered = [buffer for buffer in request.buffers if buffer in self.buffers]
-            request.total_norm = clip(gathered, request.max_norm, request.norm_type)
+            if owner._pending_clip is not None:
+                gathered = [buffer for buffer in owner._buffers if buffer in self.buffers]
+                owner._total_norm = clip(gathered, *owner._pending_clip)
+                owner._pending_clip = None
         self.set_in_step(True)
 
     def keep_frozen(self) -> None:
         """Copy the values of frozen parameters, which weight decay and momentum would move."""
-        for p in self.flats:
-            for i in p.buffer.frozen():
-                own = view(p.buffer.data, p.buffer.segments[i])
-                self.frozen.append((own, own.clone()))
+        for buffer in (p.buffer for p in self.flats):
+            for original, segment in zip(buffer.originals, buffer.segments, strict=True):
+                if not original.requires_grad:
+                    own = view(buffer.data, segment)
+                    self.frozen.append((own, own.clone()))
 
     def restore_frozen(self) -> None:
         if self.frozen:  # none of these tensors requires grad
@@ -121,15 +103,13 @@ def _before_step(
     flats = flat_parameters(optimizer)
     if not flats:
         return None
-    own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    step = Step(flats, is_only_hook=not own_hooks and len(_global_optimizer_pre_hooks) == 1)
+    step = Step(optimizer, flats)
     for p in flats:
         p.buffer.in_step = False  # an earlier step may have ended in an exception
-    _check_first_step(optimizer, step)
     for owner in step.owners:
-        step.request, owner._request = step.request or owner._request, None
-        model_params.rebind(owner, owner._buffers)
-        _refuse_unfrozen(owner, optimizer)
+        owner.rebind()
+    _check_first_step(optimizer, step)
+    _refuse_unfrozen(step.owners, optimizer)
     _refuse_old_state(optimizer, flats)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -153,7 +133,7 @@ def _collecting(closure: Callable[[], Any], step: Step) -> Callable[[], Any]:
         step.restore_frozen()
         loss = closure()
         for owner in step.owners:
-            model_params.rebind(owner, owner._buffers)
+            owner.rebind()
         step.collect()
         return loss
 
@@ -165,16 +145,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     if not steps:
         return
     step = steps.pop()
-    if step.request is not None:
-        step.request.is_done = True
-        for buffer in step.request.buffers:
-            buffer.drop_grads(in_place=buffer.in_step and buffer.complete)
     step.set_in_step(False)
     for p in step.flats:
         p.buffer.bring_flat_back()
     step.restore_frozen()
-    for buffer in step.buffers:
-        buffer.bump_versions(include_frozen=not step.frozen)
+    for buffer in step.buffers:  # the originals' version counters miss writes through the buffer
+        torch.autograd.graph.increment_version([p for p in buffer.originals if p.requires_grad])
 
 
 # ---- checks
@@ -182,43 +158,34 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 def _check_first_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
     """Check what depends on the optimizer's class and groups alone, once for each set of groups."""
-    first = optimizer.param_groups[0]["params"][0]
-    if _seen.get(optimizer) == len(optimizer.param_groups) or is_capturing(first.device):
+    if _seen.get(optimizer) == len(optimizer.param_groups) or is_capturing(step.flats[0].device):
         return
+    originals = {id(entry.parameter): entry.name for owner in step.owners for entry in owner._entries}
     is_elementwise = isinstance(optimizer, Optimizer) and optimizer._rule.update is not None
-    for group in [] if is_elementwise else optimizer.param_groups:
-        flat = next((p for p in group["params"] if type(p) is FlatParameter), None)
-        if flat is not None:
-            refuse_shape_readers(optimizer, group, flat.device)
-    for owner in step.owners:
-        _refuse_held_twice(owner, optimizer)
-        _warn_of_lost_options(owner, optimizer)
+    for group in optimizer.param_groups:
+        twice = [originals[id(p)] for p in group["params"] if id(p) in originals]
+        if twice:
+            raise FlatbedError(
+                f"{model_params.listed(twice)} is in this optimizer as a parameter of its own and inside a "
+                f"flat parameter, and would be updated twice; give the optimizer flat.parameters() alone"
+            )
+        flats = [p for p in group["params"] if type(p) is FlatParameter]
+        if flats and not is_elementwise:
+            refuse_shape_readers(optimizer, group, flats[0].device)
+        for p in flats:
+            _warn_of_lost_options(group, p._owner._inputs.options[p.buffer.group])
     _seen[optimizer] = len(optimizer.param_groups)
 
 
-def _refuse_held_twice(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None:
-    originals = {id(entry.parameter): entry.name for entry in owner._entries}
-    twice = [originals[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in originals]
-    if twice:
-        raise FlatbedError(
-            f"{model_params.listed(twice)} is in this optimizer as a parameter of its own and inside a flat "
-            f"parameter, and would be updated twice; give the optimizer flat.parameters() alone"
-        )
-
-
-def _warn_of_lost_options(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None:
-    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for p in owner.parameters():
-        group = group_of.get(id(p), {})
-        for key, value in owner._inputs.options[p.buffer.group].items() if group else ():
-            found = group.get(f"initial_{key}", group.get(key))
-            if found != value:
-                warnings.warn(
-                    f"the FlatParams was given a param group with {key}={value!r}, the optimizer has "
-                    f"{found!r} there: flat.groups() keeps the options, flat.parameters() does not",
-                    stacklevel=7,
-                )
-                return
+def _warn_of_lost_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+    for key, value in options.items():
+        found = group.get(f"initial_{key}", group.get(key))
+        if found != value:
+            warnings.warn(
+                f"the FlatParams was given a param group with {key}={value!r}, the optimizer has {found!r} "
+                f"there: flat.groups() keeps the options, flat.parameters() does not",
+                stacklevel=7,
+            )
 
 
 def _report_no_grads(owner: FlatParams) -> None:
@@ -255,8 +222,8 @@ def _refuse_missing(owner: FlatParams, buffer: Buffer) -> None:
     )
 
 
-def _refuse_unfrozen(owner: FlatParams, optimizer: torch.optim.Optimizer) -> None:
-    late = [entry for entry in model_params.unfrozen(owner) if entry.parameter.grad is not None]
+def _refuse_unfrozen(owners: list[FlatParams], optimizer: torch.optim.Optimizer) -> None:
+    late = [e for owner in owners for e in model_params.unfrozen(owner) if e.parameter.grad is not None]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]} if late else set()
     names = [entry.name for entry in late if id(entry.parameter) not in held]
     if names:

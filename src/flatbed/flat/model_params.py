@@ -8,20 +8,16 @@ does not work in place) do its values count, since the originals cannot have cha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatbed.errors import FlatbedError
-from flatbed.flat.buffer import Buffer
-from flatbed.flat.flat_parameter import FlatParameter
+from flatbed.flat.buffer import Buffer, FlatParameter
 from flatbed.layout import is_dense, overlaps_itself
 from flatbed.optim.checks import is_fsdp_shard
 from flatbed.tables.table import Table
@@ -38,21 +34,11 @@ REBIND = "rebind() or the next step brings it back"
 
 @dataclass(slots=True)
 class SourceParam:
-    """One parameter: its name, its group, and the module attributes that hold it."""
+    """One parameter: its name and its group."""
 
     name: str
     parameter: torch.Tensor
     group: int
-    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
-
-
-def module_slots(entries: list[SourceParam]) -> list[tuple[Any, ...]]:
-    """Every module attribute that holds a flattened parameter, as columns that C code can compare.
-
-    The columns are the dicts of the modules' parameters, the names in them, and the parameters.
-    """
-    slots = [(owner._parameters, name, e.parameter) for e in entries for owner, name in e.slots]
-    return list(zip(*slots, strict=True)) or [(), (), ()]
 
 
 @dataclass(slots=True)
@@ -69,8 +55,7 @@ class Inputs:
 def read(source: Source) -> Inputs:
     """Read a module, parameters, (name, parameter) pairs or param-group dicts; tables are left out."""
     if isinstance(source, nn.Module):
-        slots = _slots(source)
-        entries = [SourceParam(n, p, 0, slots[id(p)]) for n, p in source.named_parameters()]
+        entries = [SourceParam(n, p, 0) for n, p in source.named_parameters()]
         inputs = Inputs([e for e in entries if not isinstance(e.parameter, Table)], [{}], module=source)
     elif not isinstance(source, Iterable) or isinstance(source, str | bytes | Mapping | torch.Tensor):
         raise TypeError(
@@ -117,16 +102,6 @@ def _read_items(items: list[Any]) -> Inputs:
     return Inputs(list(entries.values()), options, named=named, grouped=grouped)
 
 
-def _slots(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """For each parameter, every module attribute that holds it: tied weights have several."""
-    slots: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                slots.setdefault(id(parameter), []).append((owner, name))
-    return slots
-
-
 def _refuse_unfit(entries: list[SourceParam]) -> None:
     """Raise for the first parameter that cannot lie in a buffer."""
     names: set[str] = set()
@@ -137,21 +112,11 @@ def _refuse_unfit(entries: list[SourceParam]) -> None:
         if entry.name in names:
             raise ValueError(f"the name '{entry.name}' is given twice: use names that tell parameters apart")
         names.add(entry.name)
-    _refuse_shared_memory([e for e in entries if _is_plain(e.parameter)])
-
-
-def _is_plain(p: torch.Tensor) -> bool:
-    """Return whether a parameter is an ordinary dense tensor with values."""
-    is_wrapper = any(map(is_traceable_wrapper_subclass, (p, p.data)))
-    strided = p.layout == torch.strided and not p.is_meta and not is_wrapper
-    return strided and p.numel() > 0 and is_dense(tuple(p.shape), p.stride())
-
-
-def _refuse_shared_memory(entries: list[SourceParam]) -> None:
-    """Raise for two parameters over one memory: flattening would separate them."""
+    plain = [e for e in entries if type(e.parameter.data) is torch.Tensor and not e.parameter.is_meta]
     spans = [
-        (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name, p.requires_grad)
-        for name, p in ((e.name, e.parameter) for e in entries)
+        (str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name, p.requires_grad)
+        for name, p in ((e.name, e.parameter) for e in plain)
+        if p.layout == torch.strided and p.numel() and is_dense(tuple(p.shape), p.stride())
     ]
     for (device, _, stop, name, trained), after in pairwise(sorted(spans)):
         if device == after[0] and after[1] < stop and (trained or after[4]):
@@ -162,31 +127,27 @@ def _refuse_shared_memory(entries: list[SourceParam]) -> None:
 
 
 def unfit(p: torch.Tensor) -> str | None:
-    """The reason why a parameter cannot lie in a buffer, or None."""
-    if is_lazy(p):
-        return "is an uninitialized lazy parameter; run one forward pass first"
+    """The reason why a parameter cannot lie in a buffer, or None; frozen ones are left alone."""
     if not p.requires_grad:
-        return None  # frozen parameters are left alone
-    if is_fsdp_shard(p):
-        return "is a shard of FSDP, which moves it in every step; give the optimizer the shards themselves"
-    if isinstance(p.data, FakeTensor):
-        return "is a fake tensor and has no values; flatten the model outside of FakeTensorMode"
-    if any(map(is_traceable_wrapper_subclass, (p, p.data))):
-        return (
-            f"is a {type(p.data).__name__}, which stores its values in its own way; keep it out of the "
-            f"source (FSDP2's DTensors: use torch.optim or flatbed.optim over the sharded parameters)"
-        )
+        return None
     reasons = {
+        "is an uninitialized lazy parameter; run one forward pass first": is_lazy(p),
+        "is a shard of FSDP, which moves it in every step; give the optimizer the shards": is_fsdp_shard(p),
         "is a flat parameter already; pass the model's own parameters": isinstance(p, FlatParameter),
         "is sparse; keep it out of the source": p.layout != torch.strided,
         "is complex; store it as two real parameters (torch.view_as_real)": p.is_complex(),
         "is on the meta device and has no values yet; materialize the model first": p.is_meta,
         "is not a leaf tensor; pass the parameter that it was computed from": not p.is_leaf,
+        f"is a {type(p.data).__name__}, which stores its values in its own way; keep it out of the source "
+        f"(FSDP2's DTensors: use torch.optim or flatbed.optim over the sharded parameters)": (
+            type(p.data) is not torch.Tensor
+        ),
     }
-    found = [reason for reason, applies in reasons.items() if applies]
-    if not found and overlaps_itself(tuple(p.shape), p.stride()):
-        found = [f"overlaps itself (stride {p.stride()}); make it contiguous first"]
-    return found[0] if found else None
+    for reason, applies in reasons.items():
+        if applies:
+            return reason
+    overlaps = overlaps_itself(tuple(p.shape), p.stride())
+    return f"overlaps itself (stride {p.stride()}); make it contiguous first" if overlaps else None
 
 
 # ---- parameters that left their buffer
@@ -270,40 +231,32 @@ def rebind(flat: FlatParams, buffers: Iterable[Buffer]) -> None:
         _adopt(flat, entry, held)
     for buffer in buffers:
         relocated = buffer.relocated()
-        if relocated:
-            _bring_back(buffer, relocated)
-        else:
+        if not relocated:
             buffer.bring_flat_back()
-
-
-def _bring_back(buffer: Buffer, positions: list[int]) -> None:
-    """Copy originals that lie elsewhere into the buffer; raise if they do not fit into one any more."""
-    for i in positions:
-        if tuple(buffer.originals[i].shape) != buffer.segments[i].shape:
-            raise FlatbedError(_describe(buffer, i))
-    kinds = {(p.device, p.dtype): s.name for p, s in zip(buffer.originals, buffer.segments, strict=True)}
-    if len(kinds) > 1:
-        found = ", ".join(f"'{name}' is {dtype} on {device}" for (device, dtype), name in kinds.items())
-        raise FlatbedError(
-            f"parameters of one buffer no longer share a device and dtype: {found}. Move or cast the whole "
-            f"model, or {REBUILD}"
-        )
-    buffer.bring_back(positions, *next(iter(kinds)))
+            continue
+        for i in relocated:
+            if tuple(buffer.originals[i].shape) != buffer.segments[i].shape:
+                raise FlatbedError(_describe(buffer, i))
+        kinds = {(p.device, p.dtype): s.name for p, s in zip(buffer.originals, buffer.segments, strict=True)}
+        if len(kinds) > 1:
+            found = ", ".join(f"'{name}' is {dtype} on {device}" for (device, dtype), name in kinds.items())
+            raise FlatbedError(
+                f"parameters of one buffer no longer share a device and dtype: {found}. Move or cast the "
+                f"whole model, or {REBUILD}"
+            )
+        buffer.bring_back(relocated, *next(iter(kinds)))
 
 
 def _replacements(flat: FlatParams) -> list[tuple[SourceParam, list[torch.Tensor]]]:
     """Entries whose module attributes now hold other Parameter objects, and those objects."""
-    dicts, names, parameters = flat._slots
-    if all(map(is_, map(dict.get, dicts, names), parameters)):
+    if all(params.get(name) is entry.parameter for params, name, entry in flat._slots):
         return []
-    found = []
-    for entry in flat._entries:
-        held: list[torch.Tensor] = [
-            p for owner, name in entry.slots if (p := owner._parameters.get(name)) is not None
-        ]
-        if any(p is not entry.parameter for p in held):
-            found.append((entry, held))
-    return found
+    held: dict[int, tuple[SourceParam, list[torch.Tensor]]] = {}
+    for params, name, entry in flat._slots:
+        p = params.get(name)
+        if p is not None:
+            held.setdefault(id(entry), (entry, []))[1].append(p)
+    return [(entry, found) for entry, found in held.values() if any(p is not entry.parameter for p in found)]
 
 
 def _adopt(flat: FlatParams, entry: SourceParam, held: list[torch.Tensor]) -> None:
@@ -311,7 +264,7 @@ def _adopt(flat: FlatParams, entry: SourceParam, held: list[torch.Tensor]) -> No
     new = held[0]
     if any(p is not new for p in held):
         raise FlatbedError(
-            f"the tied weight '{entry.name}' has come apart: {len(entry.slots)} module attributes held one "
+            f"the tied weight '{entry.name}' has come apart: {len(held)} module attributes held one "
             f"Parameter and now hold different ones (load_state_dict(assign=True) does that). Tie them "
             f"again by assigning one Parameter to all of them"
         )
@@ -325,4 +278,3 @@ def _adopt(flat: FlatParams, entry: SourceParam, held: list[torch.Tensor]) -> No
     for buffer in flat._buffers:
         buffer.originals = [new if p is entry.parameter else p for p in buffer.originals]
     entry.parameter = new
-    flat._slots = module_slots(flat._entries)

@@ -11,9 +11,8 @@ import torch
 
 from flatbed.errors import FlatbedError
 from flatbed.flat import hooks, state_dict
-from flatbed.flat.buffer import Buffer, check_max_norm, clip, total_norm
-from flatbed.flat.flat_parameter import FlatParameter
-from flatbed.flat.model_params import Source, SourceParam, find_problems, module_slots, read, rebind
+from flatbed.flat.buffer import Buffer, FlatParameter, clip, total_norm
+from flatbed.flat.model_params import Source, find_problems, read, rebind
 from flatbed.layout import Segment, Spec, plan
 
 
@@ -74,14 +73,25 @@ class FlatParams:
         entries = self._inputs.entries
         self._entries = [entry for entry in entries if entry.parameter.requires_grad]
         self._frozen = [entry for entry in entries if not entry.parameter.requires_grad]
-        self._slots = module_slots(self._entries)
         self._no_grads_reported = False
-        self._request: hooks.FusedStepRequest | None = None
-        layout = plan(_spec(entry) for entry in self._entries)
+        self._pending_clip: tuple[float, float] | None = None  # max_norm and norm_type of `step`
+        self._total_norm: torch.Tensor | None = None
+        by_id = {id(entry.parameter): entry for entry in self._entries}
+        self._slots = [  # module attributes that hold a flattened parameter: tied weights have several
+            (module._parameters, name, by_id[id(p)])
+            for module in (self._inputs.module.modules() if self._inputs.module is not None else ())
+            for name, p in module._parameters.items()
+            if id(p) in by_id
+        ]
+        layout = plan(
+            Spec(e.name, tuple(p.shape), p.stride(), p.element_size(), (e.group, p.device, p.dtype))
+            for e, p in ((entry, entry.parameter) for entry in self._entries)
+        )
         self._buffers: list[Buffer] = []
         for number, held in enumerate(layout.buffers):
+            segments = [layout.segments[i] for i in held.members]
             originals = [self._entries[i].parameter for i in held.members]
-            self._buffers.append(Buffer(number, held, layout.segments_of(number), originals))
+            self._buffers.append(Buffer(number, held, segments, originals))
             if self.grads == "bound":
                 self._buffers[-1].bind_grads()
         hooks.install()
@@ -138,7 +148,6 @@ class FlatParams:
 
         On the CPU the result is bitwise equal to torch's.
         """
-        check_max_norm(max_norm)
         gathered = self._gathered()
         if error_if_nonfinite:
             total = total_norm(gathered, float(norm_type))
@@ -163,17 +172,14 @@ class FlatParams:
                 "this optimizer does not hold all flat parameters of this FlatParams: build it over "
                 "flat.parameters() or flat.groups(), not over model.parameters()"
             )
-        if max_norm is not None:
-            check_max_norm(max_norm)
-        self._request = request = hooks.FusedStepRequest(self._buffers, max_norm, float(norm_type))
+        self._total_norm = None
+        self._pending_clip = None if max_norm is None else (max_norm, float(norm_type))
         try:
             optimizer.step()
         finally:
-            self._request = None
-        others = any(id(p) not in held for group in optimizer.param_groups for p in group["params"])
-        if others or not request.is_done:  # a GradScaler skips a step after an overflow
-            optimizer.zero_grad()
-        return request.total_norm
+            self._pending_clip = None
+        optimizer.zero_grad()
+        return self._total_norm
 
     def norms(self) -> dict[str, float]:
         """The norm of every parameter, by name; one transfer to the host per buffer."""
@@ -190,10 +196,10 @@ class FlatParams:
         largest = self._by_name([buffer.grad_norms(float("inf")) for buffer in self._buffers])
         return [name for name, value in largest.items() if not value < float("inf")]
 
-    def _by_name(self, values: list[torch.Tensor]) -> dict[str, float]:
+    def _by_name(self, norms: list[list[torch.Tensor]]) -> dict[str, float]:
         found: dict[str, float] = {}
-        for buffer, tensor in zip(self._buffers, values, strict=True):
-            found.update(zip((s.name for s in buffer.segments), tensor.tolist(), strict=True))
+        for buffer, tensors in zip(self._buffers, norms, strict=True):
+            found.update(zip((s.name for s in buffer.segments), torch.stack(tensors).tolist(), strict=True))
         return {entry.name: found[entry.name] for entry in self._entries}
 
     def _gathered(self) -> list[Buffer]:
@@ -219,7 +225,8 @@ class FlatParams:
             )
         for buffer, values in zip(self._buffers, snapshot.buffers, strict=True):
             buffer.data.copy_(values)
-            buffer.bump_versions()
+            # The originals' counters miss writes through the buffer.
+            torch.autograd.graph.increment_version(buffer.originals)
 
     # ---- parameters that left their buffer
 
@@ -277,9 +284,3 @@ class FlatParams:
             f"FlatParams({len(self._entries)} parameters, {n_elements} elements, "
             f"{n_buffers} buffer{'s' * (n_buffers != 1)}, grads={self.grads!r})"
         )
-
-
-def _spec(entry: SourceParam) -> Spec:
-    p = entry.parameter
-    key = (entry.group, p.device, p.dtype)
-    return Spec(entry.name, tuple(p.shape), p.stride(), p.element_size(), key=key)

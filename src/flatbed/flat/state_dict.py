@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatbed.errors import FlatbedError
-from flatbed.flat.flat_parameter import FlatParameter
+from flatbed.flat.buffer import FlatParameter
 from flatbed.flat.trial import element_state, twin
 from flatbed.layout import Segment
 from flatbed.optim.state_builder import own_storage
@@ -101,7 +101,13 @@ def _places(flat: FlatParams, optimizer: torch.optim.Optimizer) -> list[list[Pla
     group_of = {id(p): number for number, params in enumerate(groups) for p in params}
     numbers = {key: number for number, key in enumerate(group_of)}
     flats = flat.parameters()
-    _refuse_others(flats, groups)
+    held = {id(p) for params in groups for p in params if isinstance(p, FlatParameter)}
+    n_held = sum(id(f) in held for f in flats)
+    if n_held < len(flats) or n_held < len(held):
+        raise ValueError(
+            f"this optimizer holds {n_held} of {len(flats)} flat parameters of this FlatParams and "
+            f"{len(held) - n_held} of another FlatParams: build it over flat.parameters() or flat.groups()"
+        )
     target = {f.buffer.group: group_of[id(f)] for f in reversed(flats)}
     segments = {id(e): s for e, s in zip(flat._entries, flat.segments, strict=True)}
     inside: list[list[Place]] = [[] for _ in groups]
@@ -124,17 +130,6 @@ def _places(flat: FlatParams, optimizer: torch.optim.Optimizer) -> list[list[Pla
                 merged.append(Place("", p, p, numbers[id(p)]))
         merged += own
     return places
-
-
-def _refuse_others(flats: list[FlatParameter], groups: list[list[torch.Tensor]]) -> None:
-    """Raise unless an optimizer's flat parameters are all those of one FlatParams."""
-    held = {id(p) for params in groups for p in params if isinstance(p, FlatParameter)}
-    n_held = sum(id(f) in held for f in flats)
-    if n_held < len(flats) or n_held < len(held):
-        raise ValueError(
-            f"this optimizer holds {n_held} of {len(flats)} flat parameters of this FlatParams and "
-            f"{len(held) - n_held} of another FlatParams: build it over flat.parameters() or flat.groups()"
-        )
 
 
 def _part(optimizer: torch.optim.Optimizer, key: str, value: Any, place: Place) -> Any:
@@ -188,33 +183,18 @@ def _join(
                 f"{sorted(found or ())}. One flat state cannot express that; leave parameters that skipped "
                 f"steps out of the FlatParams"
             )
-    return {key: _join_key(optimizer, group, key, present) for key in keys}
-
-
-def _join_key(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, parts: list[tuple[Place, Any]]
-) -> Any:
-    values = [(place, found[key]) for place, found in parts]
-    if all(isinstance(v, torch.Tensor) for _, v in values):
-        is_scalar = all(v.dim() == 0 for _, v in values)
-        unlike = next((place.name for place, v in values if v.shape != place.parameter.shape), None)
-        if unlike is None and not (is_scalar and key not in element_state(optimizer, group)):
-            return _join_elements(values)
-        if not is_scalar:
-            raise FlatbedError(
-                f"the state '{key}' of '{unlike}' has neither the shape of its parameter nor is it a "
-                f"scalar; load a state of the same model"
-            )
-    plain = [(place.name, v.item() if isinstance(v, torch.Tensor) else v) for place, v in values]
-    first, expected = plain[0]
-    for name, value in plain:
-        if value != expected:
-            raise FlatbedError(
-                f"'{key}' is {expected} for '{first}' and {value} for '{name}'. One flat state holds one "
-                f"value for all; leave parameters that skipped steps out of the FlatParams"
-            )
-    kept = values[0][1]
-    return kept.clone() if isinstance(kept, torch.Tensor) else kept
+    joined = {}
+    for key in keys:
+        values = [(place, found[key]) for place, found in present]
+        tensors = [(place, v) for place, v in values if isinstance(v, torch.Tensor)]
+        is_like_params = all(v.shape == place.parameter.shape for place, v in tensors)
+        if len(tensors) < len(values) or not is_like_params:
+            joined[key] = _common_value(key, values)
+        elif any(v.dim() for _, v in tensors) or key in element_state(optimizer, group):
+            joined[key] = _join_elements(tensors)
+        else:  # all parameters are scalars, and so is a step count
+            joined[key] = _common_value(key, values)
+    return joined
 
 
 def _join_elements(values: list[tuple[Place, torch.Tensor]]) -> torch.Tensor:
@@ -225,3 +205,20 @@ def _join_elements(values: list[tuple[Place, torch.Tensor]]) -> torch.Tensor:
         assert place.segment is not None
         joined.as_strided(place.segment.shape, place.segment.stride, place.segment.offset).copy_(value)
     return joined
+
+
+def _common_value(key: str, values: list[tuple[Place, Any]]) -> Any:
+    """The value of a state that all parameters of a buffer share."""
+    first, kept = values[0]
+    for place, value in values:
+        if isinstance(value, torch.Tensor) and value.dim():
+            raise FlatbedError(
+                f"the state '{key}' of '{place.name}' has neither the shape of its parameter nor is it a "
+                f"scalar; load a state of the same model"
+            )
+        if value != kept:
+            raise FlatbedError(
+                f"'{key}' is {kept} for '{first.name}' and {value} for '{place.name}'. One flat state holds "
+                f"one value for all; leave parameters that skipped steps out of the FlatParams"
+            )
+    return kept.clone() if isinstance(kept, torch.Tensor) else kept

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections import OrderedDict, defaultdict
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -135,28 +133,21 @@ def _with_lr(group: dict[str, Any]) -> dict[str, Any]:
 def twin(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], params: list[Tensor]
 ) -> torch.optim.Optimizer:
-    """A new optimizer of the same class, with one group of these options over `params`."""
+    """A new optimizer of the same class, with one group of these options over `params`.
+
+    Arguments of the constructor are known from the optimizer's attributes and defaults. Another optimizer
+    among them is left out: its real parameters must not be touched.
+    """
     kind = type(optimizer)
     group = {k: v for k, v in cloned(options).items() if k not in ("params", "param_names")}
     accepted = inspect.signature(kind.__init__).parameters
-    arguments = cloned(optimizer.defaults)
-    named = {k: v for k, v in arguments.items() if k in accepted}
-    if any(a.kind is a.VAR_KEYWORD for a in accepted.values()):
-        with suppress(TypeError):  # `defaults` may hold what the constructor sets by itself
-            return kind([{**group, "params": params}], **arguments)
-    try:
-        return kind([{**group, "params": params}], **named)
-    except TypeError:  # its constructor takes more than `defaults` tells
-        public = {k: v for k, v in vars(optimizer).items() if not k.startswith("_")}
-        more = [v for k, v in public.items() if k not in ("defaults", "state", "param_groups")]
-        if not all(isinstance(value, (int, float, str, type(None))) for value in more):
-            raise  # it may wrap another optimizer, whose real parameters a trial must not touch
-        made = object.__new__(kind)
-        made.__dict__.update(optimizer.__dict__, state=defaultdict(dict))
-        made.__dict__["param_groups"] = [{**group, "params": params}]
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            made.__dict__[hooks] = OrderedDict()
-        return made
+    known = {k: v for k, v in vars(optimizer).items() if isinstance(v, int | float | str | tuple | None)}
+    arguments = {
+        k: v
+        for k, v in cloned({**known, "defaults": optimizer.defaults, **optimizer.defaults}).items()
+        if k in accepted
+    }
+    return kind([{**group, "params": params}], **arguments)
 
 
 def element_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:

@@ -5,21 +5,19 @@ correctly, which they do not in SpeedTorch.
 """
 
 from flatbed.compat.speedtorch.arrays import DataGadget, DataGadgetMM, PMemory, my_pinned_allocator
-from flatbed.compat.speedtorch.matrix import COM, COMMM, CPUPytorchCOM, GPUPytorchCOM, PytorchCOM
-from flatbed.compat.speedtorch.model_factories import (
+from flatbed.compat.speedtorch.factories import (
     CPUPytorchModelFactory,
+    CPUPytorchOptimizerFactory,
     GPUPytorchModelFactory,
+    GPUPytorchOptimizerFactory,
     ModelFactory,
     ModelFactoryMM,
-    PytorchModelFactory,
-)
-from flatbed.compat.speedtorch.optimizer_factories import (
-    CPUPytorchOptimizerFactory,
-    GPUPytorchOptimizerFactory,
     OptimizerFactory,
     OptimizerFactoryMM,
+    PytorchModelFactory,
     PytorchOptimizerFactory,
 )
+from flatbed.compat.speedtorch.matrix import COM, COMMM, CPUPytorchCOM, GPUPytorchCOM, PytorchCOM
 
 __all__ = [
     "COM",

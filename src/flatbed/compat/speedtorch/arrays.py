@@ -6,7 +6,7 @@ The conversions of names, datatypes and ids are those of switchers and matrices,
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ def as_array(values: Any) -> Array:
     return to_numpy(values) if isinstance(values, Tensor) else np.asarray(values)
 
 
-def flat_ids(*parts: Any) -> Array:
-    """Return ids of any kind and shape as one array, part by part."""
-    arrays = [as_array(part).reshape(-1) for part in parts]
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def flat_ids(ids: Any, more: Any = None) -> Array:
+    """Return ids of any kind and shape as one array: all of `ids`, then all of `more`."""
+    flat = as_array(ids).reshape(-1)
+    return flat if more is None else np.concatenate([flat, as_array(more).reshape(-1)])
 
 
 def row_ids(n_rows: int, ids: Array) -> Array:
@@ -127,7 +127,7 @@ def my_pinned_allocator(bsize: int) -> PMemory:
     return PMemory(bsize)
 
 
-class ArrayViews(ABC):
+class ArrayViews:
     """Where all rows are, and SpeedTorch's names for them as an array or a tensor."""
 
     _storage: str = "device"
@@ -141,13 +141,8 @@ class ArrayViews(ABC):
         if self._storage == "device":
             self._storage = "host" if self.CPUPinn else DEVICE_STORAGE[self.deviceType]
 
-    @abstractmethod
-    def getNumpyVersion(self) -> Any:
-        """Copy all rows to a numpy array; of an optimizer, to a dict of arrays by name."""
-
-    @abstractmethod
-    def getTorchVar(self) -> Any:
-        """Return all rows as a tensor over their memory; of an optimizer, as a dict of tensors."""
+    getNumpyVersion: Callable[[], Any]
+    getTorchVar: Callable[[], Any]
 
     def getCupyVar(self) -> Any:
         """Return what `getNumpyVersion` returns."""
@@ -171,7 +166,8 @@ class StoredArray(ArrayViews):
     _init_method: str
     _tensor: Tensor | None = None
 
-    def _whole(self) -> Tensor:
+    def getTorchVar(self) -> Tensor:
+        """Return the array as a tensor over its memory."""
         if self._tensor is None:
             raise FlatbedError(f"{type(self).__name__} has no array yet: call {self._init_method} first")
         return self._tensor
@@ -187,28 +183,24 @@ class StoredArray(ArrayViews):
 
     def getData(self, indexes: Any) -> Tensor:
         """Copy rows by number, or any part that a tensor can be indexed with, to the computing device."""
-        whole = self._whole()
+        whole = self.getTorchVar()
         part = signed(whole)[as_index(indexes, whole.device)]
         return part.view(whole.dtype).to(computing_device(), copy=True)
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
         """Replace rows by number, or any part."""
-        whole = self._whole()
+        whole = self.getTorchVar()
         given = dataObject if isinstance(dataObject, Tensor) else torch.as_tensor(as_array(dataObject))
         values = given.detach().to(whole.dtype).to(whole.device)
         signed(whole)[as_index(indexes, whole.device)] = signed(values)
 
     def getNumpyVersion(self) -> Any:
         """Copy the array to numpy."""
-        return np.array(to_numpy(self._whole()))
-
-    def getTorchVar(self) -> Tensor:
-        """Return the array as a tensor over its memory."""
-        return self._whole()
+        return np.array(to_numpy(self.getTorchVar()))
 
     def saveCupy(self, saveFileName: FileName) -> None:
         """Write the array to a .npy file."""
-        np.save(npy_path(saveFileName), to_numpy(self._whole()), allow_pickle=False)
+        np.save(npy_path(saveFileName), to_numpy(self.getTorchVar()), allow_pickle=False)
 
     def loadCupy(self, loadFileName: FileName) -> None:
         """Replace the array by that of a .npy file."""
@@ -236,7 +228,7 @@ class MappedArray(StoredArray):
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
         """Replace rows by number, or any part, in the file."""
-        self._whole()
+        self.getTorchVar()
         if self._mapped.mode == "c":
             raise FlatbedError(f"{self.fileName} may only be read: change its permissions, or use DataGadget")
         super().insertData(dataObject, indexes)
@@ -251,7 +243,7 @@ class MappedArray(StoredArray):
 
     def checkpoint(self) -> None:
         """Write all changes to the file."""
-        self._whole()
+        self.getTorchVar()
         self._mapped.flush()
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class CountMatrix(StoredArray):
 
     def addCounts(self, rowIndexes: Any, columnIndexes: Any, counts: Any = None) -> None:
         """Add `counts`, by default 1, to each entry, repeats included; raise if a sum does not fit."""
-        self._whole()
+        self.getTorchVar()
         rows, columns = (row_ids(self.total_classes, flat_ids(ids)) for ids in (rowIndexes, columnIndexes))
         given = np.ones(len(rows)) if counts is None else as_array(counts).reshape(-1).astype(np.float64)
         if not len(rows) == len(columns) == len(given):
@@ -87,7 +87,7 @@ class CountMatrix(StoredArray):
 
     def getEntries(self) -> tuple[Array, Array, Array]:
         """Return rows, columns and counts of all entries that are not 0, as numpy arrays."""
-        rows, columns = signed(self._whole()).nonzero(as_tuple=True)
+        rows, columns = signed(self.getTorchVar()).nonzero(as_tuple=True)
         return to_numpy(rows), to_numpy(columns), to_numpy(self.getData((rows, columns)))
 
 

@@ -6,9 +6,7 @@ Several slots may hold one row. They get one gradient, the sum over all of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import nullcontext
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,18 +34,15 @@ class SlotBatch:
         slots = np.arange(len(ids))
         scratch[ids] = slots
         self._last_of_row = scratch[ids]  # for every slot; sorting would take longer
-        self._is_last = self._last_of_row == slots
-        self.has_repeats = not self._is_last.all()
+        self.has_repeats = not (self._last_of_row == slots).all()
 
     @cached_property
-    def _last(self) -> Array:
-        return np.flatnonzero(self._is_last)
-
-    @cached_property
-    def _inverse(self) -> Array:
+    def _last_and_inverse(self) -> tuple[Array, Array]:
+        """The last slot of every row, and for every slot the position of its row among these."""
+        last = np.flatnonzero(self._last_of_row == np.arange(len(self.ids)))
         position = np.empty_like(self._last_of_row)
-        position[self._last] = np.arange(len(self._last))
-        return position[self._last_of_row]
+        position[last] = np.arange(len(last))
+        return last, position[self._last_of_row]
 
     def holds(self, ids: Array) -> bool:
         """Tell whether these ids, of any dtype, are those of the slots."""
@@ -57,7 +52,7 @@ class SlotBatch:
     @property
     def unique(self) -> Array:
         """The rows, each once."""
-        return self.ids[self._last]
+        return self.ids[self._last_and_inverse[0]]
 
     @cached_property
     def index(self) -> Tensor:
@@ -67,20 +62,21 @@ class SlotBatch:
     @cached_property
     def last(self) -> Tensor:
         """The last slot of every row in `unique`."""
-        return torch.from_numpy(self._last).to(self.device)
+        return torch.from_numpy(self._last_and_inverse[0]).to(self.device)
 
     @cached_property
     def inverse(self) -> Tensor:
         """For every slot, the position of its row in `unique`."""
-        return torch.from_numpy(self._inverse).to(self.device)
+        return torch.from_numpy(self._last_and_inverse[1]).to(self.device)
 
     @cached_property
     def repeated(self) -> tuple[Tensor, Tensor, int]:
         """The slots of rows that have several; for each slot, the number of its row among these; how many."""
-        is_repeated = np.bincount(self._inverse) > 1
-        slots = np.flatnonzero(is_repeated[self._inverse])
+        inverse = self._last_and_inverse[1]
+        is_repeated = np.bincount(inverse) > 1
+        slots = np.flatnonzero(is_repeated[inverse])
         numbers = np.cumsum(is_repeated) - 1
-        rows = torch.from_numpy(numbers[self._inverse[slots]])
+        rows = torch.from_numpy(numbers[inverse[slots]])
         return torch.from_numpy(slots).to(self.device), rows.to(self.device), int(numbers[-1]) + 1
 
 
@@ -93,8 +89,8 @@ class Slots:
         self._batch_of_grad: SlotBatch | None = None
         self._scratch: Array = np.empty(0, np.int64)
         self._hook: Any = None
-        self._switchers: dict[int, weakref.ref[Any]] = {}
-        """Switchers that last copied rows to the variable, and to each optimizer's state."""
+        self.switchers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """Switchers that last copied rows to the variable, and to each optimizer's state, by their keys."""
 
     @staticmethod
     def of(variable: Tensor) -> Slots:
@@ -103,22 +99,6 @@ class Slots:
         if slots is None:
             slots = _SLOTS[variable] = Slots(variable)
         return slots
-
-    def switcher(self, key: int) -> Any:
-        """Return the switcher that last copied rows to a place, unless it is gone."""
-        found = self._switchers.get(key)
-        return None if found is None else found()
-
-    def switchers(self) -> Iterator[Any]:
-        """Yield the switchers of all places."""
-        return (one for each in self._switchers.values() if (one := each()) is not None)
-
-    def set_switcher(self, key: int, switcher: Any) -> None:
-        """Record that a switcher copies rows to a place; None removes the last one."""
-        if switcher is None:
-            self._switchers.pop(key, None)
-        elif self.switcher(key) is not switcher:
-            self._switchers[key] = weakref.ref(switcher)
 
     def batch_of(self, ids: Array, device: torch.device, n_rows: int) -> SlotBatch:
         """Return a batch of these ids, (n,), which are checked; the loaded one if its ids are the same."""
@@ -183,14 +163,10 @@ def _replace_leaf_node(variable: Tensor) -> None:
     torch makes a new node for a tensor whose dtype has changed, as `module.double()` changes it.
     """
     data = variable.data
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        variable.data = _empty(torch.float32 if data.dtype == torch.float64 else torch.float64, data.device)
+    other = torch.float32 if data.dtype == torch.float64 else torch.float64
+    with torch.inference_mode(False):
+        variable.data = torch.empty(0, dtype=other, device=data.device)
         variable.data = data
-
-
-@lru_cache(maxsize=8)
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _shared(grad: Tensor, batch: SlotBatch) -> Tensor:

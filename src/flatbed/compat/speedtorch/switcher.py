@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,9 +34,16 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Switcher(ArrayViews):
     """Copies rows of a batch out of storage before the forward pass, and back after the step.
 
-    A `flatbed.Embedding` stores all rows. Its rows hold all tensors of a switcher side by side.
+    A `flatbed.Embedding` stores all rows. Its rows hold all tensors of a switcher side by side. A subclass
+    has `_variable()`, which returns the variable as it is now, and copies rows of a batch from storage to the
+    model or the optimizer (`_copy_in`) and back (`_copy_out`).
     """
 
+    _variable: Callable[[], nn.Parameter]
+    _copy_in: Callable[[nn.Parameter, SlotBatch], None]
+    _copy_out: Callable[[nn.Parameter, SlotBatch], None]
+    _key: int
+    """Key in `Slots.switchers` of the place that this switcher copies rows to."""
     _init_method: ClassVar[str]
     _is_stacked: ClassVar[bool] = False
     """True for several tensors, by name."""
@@ -71,28 +77,11 @@ class Switcher(ArrayViews):
                 "datatype"
             )
 
-    @abstractmethod
-    def _variable(self) -> nn.Parameter:
-        """Return the variable as it is now."""
-
     def _slots(self, variable: nn.Parameter) -> Slots:
         """Return the slots of the variable; looking them up takes as long as copying some rows."""
         if self._last_slots is None or self._last_slots.variable() is not variable:
             self._last_slots = Slots.of(variable)
         return self._last_slots
-
-    @property
-    @abstractmethod
-    def _key(self) -> int:
-        """Key in `Slots.switcher` of the place that this switcher copies rows to."""
-
-    @abstractmethod
-    def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
-        """Copy rows from storage to the model or the optimizer."""
-
-    @abstractmethod
-    def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
-        """Copy rows back to storage."""
 
     # ---- storage
 
@@ -116,6 +105,7 @@ class Switcher(ArrayViews):
             module.table.checkpoint()  # creates the file
         self.close()
         self._module, self.fileName = module, None if path is None else str(path)
+        self._slots(self._variable()).switchers[self._key] = self
 
     def _table(self) -> Table:
         """Return the table, on the variable's device."""
@@ -144,8 +134,6 @@ class Switcher(ArrayViews):
     def close(self) -> None:
         """Release the memory, or save and close the file."""
         if self._module is not None:
-            if self._storage == "disk":
-                self._module.table.checkpoint()
             self._module.table.close()
         self._module, self._parts = None, []
         self._forget_batch()
@@ -183,7 +171,7 @@ class Switcher(ArrayViews):
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy rows from storage: those of the positive ids, then those of the negative ids."""
         variable = self._variable()
-        ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes)
         if not self._names:  # an optimizer without state
             row_ids(self.total_classes, ids)
             return
@@ -197,50 +185,41 @@ class Switcher(ArrayViews):
         slots = self._slots(variable)
         batch = slots.batch_of(ids, variable.device, self.total_classes)
         self._copy_in(variable, batch)
-        slots.set_switcher(self._key, self)
+        slots.switchers[self._key] = self
         self._batch, self._is_pending, self._version = batch, True, variable._version
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Copy the rows of the last `beforeForwardPass` back to storage."""
         variable = self._variable()
-        ids = self._ids(retrievedPosIndexes, retrievedNegIndexes)
+        ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes)
+        batch, switchers = self._batch, self._slots(variable).switchers
         has_same_ids = self._holds(ids)
         if not has_same_ids:
             row_ids(self.total_classes, ids)
         if not self._names:
             return
-        slots = self._slots(variable)
-        if self._batch is None or not self._is_pending:
+        others: list[Switcher] = []
+        if variable._version != self._version:  # in the step, all switchers must have held the same rows
+            others = [one for one in switchers.values() if one._batch is not batch and not one._holds(ids)]
+        if batch is None or not self._is_pending:
             problem = "without a beforeForwardPass() since the last one, or since rows were loaded"
         elif not has_same_ids:
             problem = "with other ids than beforeForwardPass()"
-        elif slots.switcher(self._key) is not self:
+        elif switchers.get(self._key) is not self:
             problem = "after another switcher has replaced the rows: call it before that"
-        elif other := self._with_other_rows(slots.switchers(), ids, variable):
+        elif others:
             problem = (
-                f"after a step with other rows in {type(other).__name__}: call beforeForwardPass() of all "
-                "switchers with the same ids, in every batch"
+                f"after a step with other rows in {type(others[0]).__name__}: call beforeForwardPass() of "
+                "all switchers with the same ids, in every batch"
             )
         else:
-            self._copy_out(variable, self._batch)
+            self._copy_out(variable, batch)
             self._is_pending = False
             return
         raise FlatbedError(f"{type(self).__name__}.afterOptimizerStep() {problem}; nothing was written")
 
-    def _ids(self, positive: Any, negative: Any) -> Array:
-        """Return ids in the order of their slots: all positive ids, then all negative ones."""
-        return flat_ids(positive) if negative is None else flat_ids(positive, negative)
-
     def _holds(self, ids: Array) -> bool:
         return self._batch is not None and self._batch.holds(ids)
-
-    def _with_other_rows(self, switchers: Any, ids: Array, variable: nn.Parameter) -> Switcher | None:
-        """Return a switcher of the variable that held other rows than this one in the optimizer's step."""
-        if variable._version == self._version:
-            return None
-        others = (one for one in switchers if one._batch is not self._batch and not one._holds(ids))
-        found: Switcher | None = next(others, None)
-        return found
 
     # ---- all rows
 
@@ -258,14 +237,12 @@ class Switcher(ArrayViews):
     def _by_name(self, tensors: Any) -> Any:
         return dict(zip(self._names, tensors, strict=True)) if self._is_stacked else tensors[0]
 
-    def _copy_to(self, out: Tensor) -> Tensor:
+    def _copied(self, out: Tensor | None = None) -> Tensor:
         """Copy all rows to a tensor (tensors, rows, dimension)."""
+        out = torch.empty(self._shape, dtype=self.datatype) if out is None else out
         for block in self._blocks():
             out[:, block] = self._read_block(block)
         return out
-
-    def _copied(self) -> Tensor:
-        return self._copy_to(torch.empty(self._shape, dtype=self.datatype))
 
     def _read_block(self, block: slice) -> Tensor:
         """Copy consecutive rows: (tensors, rows, dimension)."""
@@ -299,7 +276,7 @@ class Switcher(ArrayViews):
         shape = self._shape if self._is_stacked else self._shape[1:]
         dtype = to_numpy(torch.empty(0, dtype=self.datatype)).dtype
         array = np.lib.format.open_memmap(part, "w+", dtype, shape)
-        self._copy_to(torch.from_numpy(array).view(self._shape))
+        self._copied(torch.from_numpy(array).view(self._shape))
         array.flush()
         os.replace(part, path)
 

@@ -1,8 +1,9 @@
-"""The optimizer factories: an optimizer's state of all rows, in five kinds of memory."""
+"""The factories: switchers of rows of an embedding and of state of an optimizer, in five kinds of memory."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -13,13 +14,168 @@ from torch import Tensor, nn
 
 from flatbed import FlatbedError
 from flatbed.compat.speedtorch.arrays import FileName
-from flatbed.compat.speedtorch.model_factories import WEIGHTS
 from flatbed.compat.speedtorch.slots import SlotBatch
 from flatbed.compat.speedtorch.switcher import DiskSwitcher, Switcher
 from flatbed.optim import from_torch
 
+REFUSED = {
+    "max_norm": (None, "it would renormalise some of a row's slots and not the others"),
+    "padding_idx": (None, "it names a slot, which holds another row in every batch"),
+    "scale_grad_by_freq": (False, "it would count slots instead of rows"),
+}
+WEIGHTS = 0
+"""Key of the variable itself in `Slots.switchers`."""
 IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that choose how a step is computed and not its result."""
+
+
+# A dataclass takes its fields as arguments, in their order: that of SpeedTorch's constructors.
+
+
+@dataclass(eq=False, repr=False)
+class WeightSwitcher(Switcher):
+    """Switcher of a variable's rows."""
+
+    model_variable: Any
+    total_classes: int
+    embed_dimension: int
+
+    _init_method = "zerosInit(), uniformDistributionInit(), normalDistributionInit() or customInit()"
+    _key = WEIGHTS
+
+    def __post_init__(self) -> None:
+        for option, (default, reason) in REFUSED.items():
+            if getattr(self.model_variable, option, default) is not default:
+                raise ValueError(f"found an embedding with {option}, but {reason}: leave it out")
+        self._set_up()
+
+    def _variable(self) -> nn.Parameter:
+        given = self.model_variable
+        variable: nn.Parameter = given if isinstance(given, nn.Parameter) else given.weight
+        return variable
+
+    # ---- first values
+
+    def zerosInit(self) -> None:
+        """Start all rows as zeros."""
+        self._create()
+
+    def uniformDistributionInit(self, low: float, high: float) -> None:
+        """Draw all rows uniformly from [low, high)."""
+        self._create(("uniform", low, high))
+
+    def normalDistributionInit(self, mean: float, stdDev: float) -> None:
+        """Draw all rows from a normal distribution."""
+        self._create(("normal", mean, stdDev))
+
+    @torch.no_grad()
+    def customInit(self, initFunction: Callable[..., object], *args: Any) -> None:
+        """Fill all rows by `initFunction(tensor, *args)`, such as nn.init.xavier_uniform_."""
+        whole = torch.zeros(self.total_classes, self.embed_dimension, dtype=self.datatype)
+        initFunction(whole, *args)
+        self._create()
+        self._fill(lambda block: whole[None, block])
+
+    # ---- the loop
+
+    def variableTransformer(self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None) -> Any:
+        """Return static inputs for the forward pass: slots, as numpy arrays of int64.
+
+        Their shape is (batchSize, posPerBatch); with `negPerBatch` a second one is (batchSize, negPerBatch).
+        """
+        n_positive = batchSize * posPerBatch
+        positive = np.arange(n_positive).reshape(batchSize, posPerBatch)
+        if negPerBatch is None:
+            return positive
+        negative = np.arange(n_positive, n_positive + batchSize * negPerBatch)
+        return positive, negative.reshape(batchSize, negPerBatch)
+
+    def _copy_in(self, variable: nn.Parameter, batch: SlotBatch) -> None:
+        """Copy rows through `.data`, so that only steps of the optimizer change the variable's version."""
+        if len(batch.ids) > variable.shape[0]:
+            with torch.inference_mode(False):
+                variable.data = variable.data.new_empty(len(batch.ids), self.embed_dimension)
+            variable.grad = None
+        self._read(batch, [variable.data])
+        self._slots(variable).load(batch)
+
+    def _copy_out(self, variable: nn.Parameter, batch: SlotBatch) -> None:
+        self._write(batch, [variable.data])
+
+
+@dataclass(eq=False, repr=False)
+class ModelFactory(WeightSwitcher):
+    """All rows of an embedding: on the variable's device, or with `CPUPinn` in host memory.
+
+    `diskname` is the default name for `saveCupy` and `loadCupy`. It may be left out, as in later releases.
+
+    >>> import numpy as np, torch, flatbed.compat.speedtorch as SpeedTorch
+    >>> embedding = torch.nn.Embedding(4, 2)  # as many slots as a batch has ids
+    >>> switcher = SpeedTorch.ModelFactory(embedding, total_classes=1000, embed_dimension=2, CPUPinn=True)
+    >>> switcher.zerosInit()
+    >>> slots = torch.from_numpy(switcher.variableTransformer(batchSize=4, posPerBatch=1))
+    >>> ids = np.array([7, 999, 7, 3], dtype=np.int32)
+    >>> optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    >>> switcher.beforeForwardPass(ids)
+    >>> embedding(slots).sum().backward()
+    >>> optimizer.step()
+    >>> switcher.afterOptimizerStep(ids)
+    >>> switcher.getNumpyVersion()[7]  # twice in the batch: both gradients count
+    array([-2., -2.], dtype=float32)
+    """
+
+    diskname: Any = "variable"
+    datatype: Any = "float32"
+    CPUPinn: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(getattr(torch, str(self.diskname).removeprefix("torch."), None), torch.dtype):
+            # Later releases have no diskname: datatype and CPUPinn are one position to the left.
+            self.CPUPinn = self.CPUPinn or self.datatype is True
+            self.diskname, self.datatype = "variable", self.diskname
+        super().__post_init__()
+
+
+@dataclass(eq=False, repr=False)
+class ModelFactoryMM(WeightSwitcher, DiskSwitcher):
+    """All rows of an embedding in a file: `DISKNAME0.bed`, or the next number that is free.
+
+    `checkpoint()` and `close()` save the rows, `openFile()` continues with them; `CPUPinn` changes nothing.
+    """
+
+    diskname: FileName = "variable"
+    datatype: Any = "float32"
+    CPUPinn: bool = False
+
+
+@dataclass(eq=False, repr=False)
+class PytorchModelFactory(WeightSwitcher):
+    """All rows of an embedding: `deviceType` "cuda" for the variable's device, "cpu" for host memory.
+
+    GPUs address the host memory with any `pinType`.
+    """
+
+    datatype: Any = "float32"
+    deviceType: str = "cuda"
+    pinType: bool = False
+
+
+@dataclass(eq=False, repr=False)
+class GPUPytorchModelFactory(WeightSwitcher):
+    """All rows of an embedding, on the variable's device."""
+
+    datatype: Any = "float32"
+
+
+@dataclass(eq=False, repr=False)
+class CPUPytorchModelFactory(WeightSwitcher):
+    """All rows of an embedding, in host memory."""
+
+    datatype: Any = "float32"
+    _storage = "host"
+
+
+# ---- state of optimizers
 
 
 @dataclass(eq=False, repr=False)
@@ -43,22 +199,18 @@ class StateSwitcher(Switcher):
         if not self._path:
             found = ", ".join(name.removesuffix(".weight") for name in names)
             raise ValueError(f"the model has no variable {self.variable_name!r}; found {found}")
-        self.datatype = self.dtype
+        self.datatype, self._key = self.dtype, id(self.given_optimizer)
         self._set_up()
         self.dtype = self.datatype
         self._first_values = first_values(self.given_optimizer, self._group())
         self._names = self.optVarList = list(self._first_values)
         self._needs_state_dict = False
         if self.optVarList:
-            self._slots(self._variable()).set_switcher(self._key, self)
+            self._slots(self._variable()).switchers[self._key] = self
 
     def _variable(self) -> nn.Parameter:
         variable: nn.Parameter = attrgetter(self._path)(self.model)
         return variable
-
-    @property
-    def _key(self) -> int:
-        return id(self.given_optimizer)
 
     def _group(self) -> dict[str, Any]:
         """Return the variable's group as it is now: loading a state dict makes new groups."""
@@ -83,7 +235,7 @@ class StateSwitcher(Switcher):
         """
         if not self.optVarList:
             return
-        group, weights = self._group(), self._slots(self._variable()).switcher(WEIGHTS)
+        group, weights = self._group(), self._slots(self._variable()).switchers.get(WEIGHTS)
         firsts = [float(group[v]) if isinstance(v, str) else v for v in self._first_values.values()]
         if None in firsts and weights is None:
             raise FlatbedError("found no rows of the variable: initialise its ModelFactory before optInit()")
@@ -99,10 +251,6 @@ class StateSwitcher(Switcher):
         if any(firsts) or None in firsts:
             self._fill(first_rows)
 
-    def _create(self, *args: Any, **kwargs: Any) -> None:
-        super()._create(*args, **kwargs)
-        self._slots(self._variable()).set_switcher(self._key, self)
-
     def _load(self, values: Tensor) -> None:
         super()._load(values)
         self._needs_state_dict = True
@@ -110,9 +258,9 @@ class StateSwitcher(Switcher):
     def close(self) -> None:
         """Release the memory, or save and close the file; training continues without this switcher."""
         super().close()
-        slots = self._slots(self._variable())
-        if slots.switcher(self._key) is self:
-            slots.set_switcher(self._key, None)
+        switchers = self._slots(self._variable()).switchers
+        if switchers.get(self._key) is self:
+            del switchers[self._key]
 
     # ---- the loop
 
