@@ -151,7 +151,7 @@ _MARK = Kernel(mark_kernel, BLOCK)
 
 
 def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
-    ids, n = ids.contiguous(), len(ids)
+    ids, n = ids.contiguous(), ids.numel()  # `len` is Python in torch
     keys = torch.empty(n, dtype=torch.int32, device=ids.device)
     if n:
         _TO_INT32_KEYS(-(-n // BLOCK), ids.device, ids, keys, n, n_rows)
@@ -168,7 +168,7 @@ def unique(
 
     `begins`: the clock of a cache, which the first kernel advances, and a count, which it sets to 0.
     """
-    n, device = len(keys), keys.device
+    n, device = keys.numel(), keys.device
     n_blocks = -(-(n + 1) // BLOCK)
     rows = torch.empty(n, dtype=torch.int64, device=device)
     inverse = torch.empty(n, dtype=torch.int64, device=device)
@@ -280,7 +280,7 @@ def sum_chunks_kernel(
 
 
 def segment_sum(grads: Tensor, found: UniqueRows, padding: int) -> tuple[Tensor, Tensor]:
-    n, dim = len(found.rows), grads.shape[1]
+    n, dim = found.rows.numel(), grads.shape[1]
     wide, rows_at_once, sum_segments, sum_chunks = _sum_kernels(grads.dtype, dim)
     kept, sums = torch.empty_like(found.rows), torch.empty((n, dim), dtype=wide, device=grads.device)
     if n == 0:
@@ -399,7 +399,7 @@ def scatter_(
 def _move(
     location: RecordLocation, rows: Tensor, buffer: Tensor, shape: MoverShape | None, *, direction: str
 ) -> None:
-    rows, n, words = rows.contiguous(), len(rows), buffer.shape[1] // 8
+    rows, n, words = rows.contiguous(), rows.numel(), buffer.shape[1] // 8
     if n == 0:
         return
     if shape is None and location.is_near:  # the GPU's own memory: as many programs as there are rows for
