@@ -315,9 +315,10 @@ class PrefetchIterator(Iterator[Any]):
             del end  # the traceback of the error refers to this frame
 
     def _take_batches(self) -> None:
-        """Take all batches that are loaded, and admit their rows; wait for one only if none is ready.
+        """Take all batches that are loaded; wait for one only if none is ready.
 
-        Without threads (depth 0), load one here.
+        Their rows are admitted in the stream "rows", after the copies of the ids. Without threads (depth 0),
+        a batch is loaded here.
         """
         pipeline = self._pipeline
         while self._end is None:
@@ -332,20 +333,17 @@ class PrefetchIterator(Iterator[Any]):
                 self._end = taken
                 return
             pipeline.ready.append(taken)
-            if taken.requests:
-                self._admit(taken)
-
-    def _admit(self, taken: PendingBatch) -> None:
-        """Admit the rows of a loaded batch; on a GPU in the stream "rows", after the copies of its ids."""
-        assert taken.moved is not None
-        moved = taken.moved.tensors
-        if self._rows is not None:
-            self._rows.wait_event(taken.moved.arrived)
-        with self._in_rows:
-            for prefetch, request in taken.requests:
-                for tensor in request.tensors if self._rows is not None else ():
-                    moved[id(tensor)].record_stream(self._rows)  # type: ignore[arg-type,unused-ignore]
-                prefetch.admit(request, moved)
+            if not taken.requests:
+                continue
+            assert taken.moved is not None
+            moved = taken.moved.tensors
+            if self._rows is not None:
+                self._rows.wait_event(taken.moved.arrived)
+            with self._in_rows:
+                for prefetch, request in taken.requests:
+                    for tensor in request.tensors if self._rows is not None else ():
+                        moved[id(tensor)].record_stream(self._rows)  # type: ignore[arg-type,unused-ignore]
+                    prefetch.admit(request, moved)
 
     def _fail(self, error: BaseException) -> None:
         """Close, and let the loader thread tell other ranks the reason."""

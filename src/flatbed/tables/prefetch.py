@@ -82,29 +82,25 @@ class RowPrefetch:
 
         Raises IndexError for ids out of range; unless `at_once`, `begin` does, if the table has not grown.
         """
-        request = PrefetchRequest([LookupRequest(one, as_ids(one.cpu())) for one in ids], ids)
-        try:
-            self._check_range(request)
-        except IndexError:
-            if at_once:
-                raise
-            request.is_in_range = False
-            return request
+        request, n_rows = PrefetchRequest([], ids), self.table.num_embeddings
+        for one in ids:
+            lookup = LookupRequest(one, as_ids(one.cpu()))
+            request.lookups.append(lookup)
+            try:
+                check_range(lookup.sought, n_rows)
+            except IndexError as error:
+                if at_once:
+                    raise IndexError(f"the lookups of {self.table!r}: {error}") from None
+                request.is_in_range = False
         shards = self.table._shards
+        if not request.is_in_range:
+            return request
         if shards is not None and self.depth:
             for lookup in request.lookups:
                 lookup.route = shards.route(torch.from_numpy(np.unique(lookup.sought.numpy())))
         elif self.reads_disk:
             self._plan_reads(request)
         return request
-
-    def _check_range(self, request: PrefetchRequest) -> None:
-        n_rows = self.table.num_embeddings
-        for lookup in request.lookups:
-            try:
-                check_range(lookup.sought, n_rows)
-            except IndexError as error:
-                raise IndexError(f"the lookups of {self.table!r}: {error}") from None
 
     def exchange(self, request: PrefetchRequest, channel: Channel) -> None:
         """Ask other ranks for rows, if the table is sharded. All ranks do so in one order."""
@@ -217,7 +213,7 @@ class RowPrefetch:
         CPU. Raises IndexError if ids are out of range; the table may have grown since they were checked.
         """
         if not request.is_in_range:
-            self._check_range(request)
+            self.check(request.tensors, at_once=True)
         self._training_stream = stream
         batches = [lookup.batch for lookup in request.lookups if lookup.batch is not None]
         for batch in batches if stream is not None else ():

@@ -31,37 +31,18 @@ class MoverShape(NamedTuple):
 # other SMs to the model: GEMMs on Hopper run one program per SM, and those that find theirs taken run late.
 # Measured on an H200: alone at least 92 % of the rate of 96 or more programs of 4 warps; beside GEMMs of
 # 2.44 ms, 96 MiB both ways take 2.9 ms instead of 4.2 (1,536 bytes).
+SIZES = (64, 128, 256, 512, 1024, 1536, 2048, 4096)
+ROWS_AT_ONCE = (256, 128, 64, 32, 16, 8, 8, 4)
+PROGRAMS = {
+    "both": (12, 12, 12, 12, 12, 12, 8, 8),  # reads and writes at once
+    "read": (6, 8, 8, 8, 8, 8, 8, 6),
+    "write": (6, 6, 6, 6, 6, 6, 6, 6),
+}
 MOVERS = {
-    "both": {  # reads and writes at once
-        64: MoverShape(12, 32, 256),
-        128: MoverShape(12, 32, 128),
-        256: MoverShape(12, 32, 64),
-        512: MoverShape(12, 32, 32),
-        1024: MoverShape(12, 32, 16),
-        1536: MoverShape(12, 32, 8),
-        2048: MoverShape(8, 32, 8),
-        4096: MoverShape(8, 32, 4),
-    },
-    "read": {
-        64: MoverShape(6, 32, 256),
-        128: MoverShape(8, 32, 128),
-        256: MoverShape(8, 32, 64),
-        512: MoverShape(8, 32, 32),
-        1024: MoverShape(8, 32, 16),
-        1536: MoverShape(8, 32, 8),
-        2048: MoverShape(8, 32, 8),
-        4096: MoverShape(6, 32, 4),
-    },
-    "write": {
-        64: MoverShape(6, 32, 256),
-        128: MoverShape(6, 32, 128),
-        256: MoverShape(6, 32, 64),
-        512: MoverShape(6, 32, 32),
-        1024: MoverShape(6, 32, 16),
-        1536: MoverShape(6, 32, 8),
-        2048: MoverShape(6, 32, 8),
-        4096: MoverShape(6, 32, 4),
-    },
+    direction: {
+        size: MoverShape(n, 32, rows) for size, n, rows in zip(SIZES, programs, ROWS_AT_ONCE, strict=True)
+    }
+    for direction, programs in PROGRAMS.items()
 }
 MAX_COLUMNS = 512  # words of a record in flight; longer records are moved in several parts
 
@@ -145,17 +126,9 @@ def mark_kernel(
         tl.atomic_min(error_slot_ptr, position)
 
 
-_TO_INT32_KEYS = Kernel(to_int32_keys_kernel, BLOCK)
+TO_INT32_KEYS = Kernel(to_int32_keys_kernel, BLOCK)
 _HEADS = [Kernel(heads_kernel, advances_clock, BLOCK) for advances_clock in (False, True)]
 _MARK = Kernel(mark_kernel, BLOCK)
-
-
-def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
-    ids, n = ids.contiguous(), ids.numel()  # `len` is Python in torch
-    keys = torch.empty(n, dtype=torch.int32, device=ids.device)
-    if n:
-        _TO_INT32_KEYS(-(-n // BLOCK), ids.device, ids, keys, n, n_rows)
-    return keys
 
 
 def unique(
