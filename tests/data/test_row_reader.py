@@ -176,22 +176,6 @@ def test_copies_are_chosen_by_the_memory_that_is_available(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("ids", "error", "message"),
-    [
-        (np.array([[0], [-1]]), IndexError, r"id -1 at position \(1, 0\)"),
-        (-1, IndexError, "id -1"),
-        (np.array([1.0]), TypeError, "float64"),
-        (torch.ones(3, dtype=torch.bool), TypeError, "bool"),
-        ("3", TypeError, "found str"),
-        (np.array([2**63], np.uint64), IndexError, str(2**63)),
-    ],
-)
-def test_wrong_ids(ids: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        RowReader(numbers(10, 3), device="cpu")[ids]
-
-
-@pytest.mark.parametrize(
     ("array", "error", "message"),
     [
         (np.zeros(3, [("a", "i4"), ("b", "f4")]), TypeError, "'a'.*one field"),

@@ -100,12 +100,11 @@ def same_bits_of_bags(_: Path) -> None:
 
 
 def same_bits_with_caches(folder: Path) -> None:
+    """The batches ahead of one lookup fit into the cache together; those of two lookups do not."""
     if dist.get_world_size() == 2 and not torch.cuda.is_available():
         with interpreted_kernels():
-            for storage, cache_rows in (("host", 110), ("host", 5), ("disk", 110)):
-                assert_prefetching_changes_nothing(
-                    folder, storage, 1, steps=3, rows=99, cache_rows=cache_rows
-                )
+            for storage in ("host", "disk"):
+                assert_prefetching_changes_nothing(folder, storage, 1, steps=3, rows=99, cache_rows=40)
 
 
 def ids_travel_ahead(folder: Path) -> None:
