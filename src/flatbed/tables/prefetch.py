@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing, stream_for
 from flatbed.distributed.channel import Channel
-from flatbed.distributed.row_shards import Exchanged, Route
+from flatbed.distributed.row_shards import Exchanged
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.rows import to_int32_keys, unique
@@ -33,8 +33,6 @@ class LookupRequest:
     """The ids as they are in the batch."""
     sought: Tensor
     """The rows of this rank that are looked up, with repeats; on the host."""
-    route: Route | None = None
-    """If the table is sharded, the rows to ask other ranks for; on the host."""
     exchanged: Exchanged | None = None
     """If the table is sharded, the rows that ranks have asked each other for; on the host."""
     rows_to_read: Tensor | None = None
@@ -92,23 +90,18 @@ class RowPrefetch:
                 if at_once:
                     raise IndexError(f"the lookups of {self.table!r}: {error}") from None
                 request.is_in_range = False
-        shards = self.table._shards
-        if not request.is_in_range:
-            return request
-        if shards is not None and self.depth:
-            for lookup in request.lookups:
-                lookup.route = shards.route(torch.from_numpy(np.unique(lookup.sought.numpy())))
-        elif self.reads_disk:
+        if self.reads_disk and self.depth and request.is_in_range and self.table._shards is None:
             self._plan_reads(request)
         return request
 
     def exchange(self, request: PrefetchRequest, channel: Channel) -> None:
         """Ask other ranks for rows, if the table is sharded. All ranks do so in one order."""
-        if self.table._shards is None:
+        shards = self.table._shards
+        if shards is None:
             return
         for lookup in request.lookups:
-            assert lookup.route is not None
-            found = lookup.exchanged = self.table._shards.exchange_ahead(lookup.route, channel)
+            route = shards.route(torch.from_numpy(np.unique(lookup.sought.numpy())))
+            found = lookup.exchanged = shards.exchange_ahead(route, channel)
             lookup.sought = found.rows
             request.tensors += [found.route.order, found.route.rows, found.rows]
         if self.reads_disk:
