@@ -51,6 +51,9 @@ class GpuCache:
     """Records of hot rows, their index, and the order between training and prefetches."""
 
     def __init__(self, storage: MemoryStorage, n_slots: int, *, policy: str, device: torch.device) -> None:
+        from flatbed.kernels._triton import cache as kernels
+
+        self._kernels = kernels
         self.storage = storage
         self.n_rows, self.n_slots, self.device = storage.n_rows, n_slots, device
         self.weight, self.record_bytes = storage.record.weight, storage.record.nbytes
@@ -115,14 +118,12 @@ class GpuCache:
         error_slot: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
     ) -> tuple[UniqueRows, int]:
-        from flatbed.kernels._triton import cache
-
         if self.index.moving:
             raise FlatbedError(INTERRUPTED)
         n, before = keys.numel(), self._oldest_protected
         number = self._n_admissions = self._n_admissions + (n > 0)
         self._oldest_protected = number + 1  # nothing is protected if a launch below raises
-        unique = cache.admit(
+        unique = self._kernels.admit(
             self.index, keys, self.location, window=window, error_slot=error_slot, on_checked=on_checked
         )
         if n == 0:
@@ -185,11 +186,11 @@ class GpuCache:
     # ---- rows
 
     def lookup(self, batch: LookupBatch) -> Tensor:
-        from flatbed.kernels._triton import cache
-
         if not self.protects(batch):
             self.wait_for_prefetch()
-        return cache.lookup(self.location, batch.keys, self.weight.count, self.weight.dtype, self.n_rows)
+        return self._kernels.lookup(
+            self.location, batch.keys, self.weight.count, self.weight.dtype, self.n_rows
+        )
 
     def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation:
         if not self.protects(batch):
@@ -200,12 +201,10 @@ class GpuCache:
         """Do nothing: memory has room for every row."""
 
     def flush(self) -> None:
-        from flatbed.kernels._triton import cache
-
         self.wait_for_prefetch()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        cache.flush(self.index, self.location)
+        self._kernels.flush(self.index, self.location)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
