@@ -1,16 +1,13 @@
-"""Stand-ins for row prefetching and for a stream of copies; loaders; running threads and processes."""
+"""A stand-in for row prefetching; loaders; running threads and processes."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
-import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -19,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from flatbed.data.pipeline import THREAD_NAME
-from flatbed.data.transfer import CopyStream, StagingRing
 from flatbed.tables.table import Table
 
 ROWS = 50
@@ -49,10 +45,11 @@ class FakePrefetch:
     fail: Callable[[str, int], None] = lambda call, number: None
     """Raises for a call and the first id of its batch."""
 
-    def check(self, ids: list[Tensor]) -> FakeRequest:
+    def check(self, ids: list[Tensor], *, at_once: bool) -> FakeRequest:
         request = FakeRequest(ids, [one.flatten().tolist() for one in ids])
         self._note("check", request)
-        self.requests.append(request)
+        if self.depth:
+            self.requests.append(request)
         return request
 
     def read(self, request: FakeRequest) -> None:
@@ -67,7 +64,7 @@ class FakePrefetch:
         request.state = "admitted"
         self._note("admit", request)
 
-    def begin(self, request: FakeRequest) -> None:
+    def begin(self, request: FakeRequest, *_: Any) -> None:
         assert request.state == "admitted"
         request.state, request.tensors = "begun", []
         self._note("begin", request)
@@ -89,85 +86,6 @@ class FakePrefetch:
     @property
     def n_open(self) -> int:
         return sum(request.state != "finished" for request in self.requests)
-
-
-# ---- copies
-
-
-class Reached:
-    """An event."""
-
-    def __init__(self) -> None:
-        self.flag = threading.Event()
-
-    def synchronize(self) -> None:
-        assert self.flag.wait(60), "no copy reaches this event"
-
-
-class LateCopies(CopyStream):
-    """A stream without a GPU: a thread copies later, from what the ring has by then."""
-
-    def __init__(
-        self, ring: StagingRing | None = None, *, seed: int = 0, most_seconds: float = 0.0005
-    ) -> None:
-        self.device = CPU
-        self.ring = small_ring() if ring is None else ring
-        self.chance = random.Random(seed)
-        self.most_seconds = most_seconds
-        self.todo: SimpleQueue[Any] = SimpleQueue()
-        self.may_copy = threading.Event()
-        self.may_copy.set()
-        self.n_copies = 0
-        self.fail_at: int | None = None
-        self.thread = threading.Thread(target=self._run, name="late copies", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while (one := self.todo.get()) is not None:
-            if isinstance(one, Reached):
-                one.flag.set()
-                continue
-            assert self.may_copy.wait(60)
-            time.sleep(self.chance.random() * self.most_seconds)
-            target, source = one
-            target.copy_(source)
-            del one, target, source
-
-    def context(self) -> Any:
-        return nullcontext()
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        self.n_copies += 1
-        if self.n_copies == self.fail_at:
-            raise RuntimeError("the device is gone")
-        self.todo.put((target, source))
-
-    def send_small(self, source: Tensor) -> Tensor:
-        target = torch.empty_like(source, memory_format=torch.contiguous_format)
-        self.copy(target, source.clone())
-        return target
-
-    def record(self) -> Reached:
-        event = Reached()
-        self.todo.put(event)
-        return event
-
-    def hand_over(self, *tensors: Tensor, copied: Any = None) -> None:
-        (self.record() if copied is None else copied).synchronize()
-
-
-@contextmanager
-def late_copies(ring: StagingRing | None = None, **options: Any) -> Iterator[LateCopies]:
-    made = LateCopies(ring, **options)
-    try:
-        yield made
-    finally:
-        made.todo.put(None)
-        made.thread.join(60)
-
-
-def small_ring(n_chunks: int = 3, chunk_bytes: int = 4096) -> StagingRing:
-    return StagingRing(n_chunks, chunk_bytes, pin=False)
 
 
 # ---- loaders

@@ -37,8 +37,9 @@ def test_every_batch_in_order(emb: flatbed.Embedding, prefetches: list[FakePrefe
     found = list(Prefetcher(batches(20), {emb: "items"}, depth=depth))
     assert [first(batch) for batch in found] == list(range(20))
     (prefetch,) = prefetches
-    for call in ("check", "admit", "begin", "finish", *(["read"] if prefetch.reads_disk else [])):
+    for call in ("admit", "begin", "finish", *(["read"] if prefetch.reads_disk else [])):
         assert prefetch.numbers(call) == (list(range(20)) if depth else []), "no rows are prefetched"
+    assert prefetch.numbers("check") == list(range(20))
     assert prefetch.depth == depth
 
 
@@ -217,7 +218,8 @@ class Data:
         (lambda ids: [1, ids], -1),
         (Data, "items"),
         (lambda ids: ids, lambda batch: batch),
-        (lambda ids: {"a": {"b": [ids]}}, lambda batch: batch["a"]["b"][0]),
+        (lambda ids: {"a": {"b": [ids]}}, lambda batch: batch["a"]["b"][0].tolist()),
+        (lambda ids: ids, lambda batch: batch.to(torch.uint64)),
     ],
 )
 def test_keys_and_functions(
@@ -225,23 +227,6 @@ def test_keys_and_functions(
 ) -> None:
     list(Prefetcher([make(np.array([4, 5])), make(torch.tensor([[6]]))], {emb: selector}))
     assert [request.ids for request in prefetches[0].requests] == [[[4, 5]], [[6]]]
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        torch.tensor([3, 4], dtype=torch.int32),
-        torch.tensor([3, 4], dtype=torch.uint64),
-        np.array([3, 4], np.uint8),
-        np.array([[3], [4]]),
-        [3, 4],
-        range(3, 5),
-    ],
-    ids=lambda ids: type(ids).__name__,
-)
-def test_kinds_of_ids(emb: flatbed.Embedding, prefetches: list[FakePrefetch], ids: Any) -> None:
-    assert len(list(Prefetcher([{}] * 3, {emb: lambda batch: ids}))) == 3
-    assert all(request.ids == [[3, 4]] for request in prefetches[0].requests)
 
 
 def test_several_tables_and_lookups(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
@@ -548,7 +533,7 @@ def test_settings_of_torch_are_those_of_the_loop() -> None:
     assert there == here
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_delays_and_ends(emb: flatbed.Embedding, prefetches: list[FakePrefetch], seed: int) -> None:
     chance = random.Random(seed)
 

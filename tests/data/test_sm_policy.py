@@ -101,7 +101,7 @@ def test_sms_are_reserved_while_they_pay_for_themselves(monkeypatch: pytest.Monk
     assert loop.run(enough, missing=0, written=11 * SHARE) == MOVER_SMS
     loop.counts.zero_()  # a new cache
     assert loop.run(1, missing=0) == MOVER_SMS
-    loop.policy.close()
+    loop.policy.reserve.set(0)
     assert made[0].calls == [MOVER_SMS, 0, MOVER_SMS, 0]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flatbed import Prefetcher
-from flatbed.data.batches import as_tensor
-from flatbed.data.transfer import FEW, StagingRing, pinned, send
-from tests.data.fakes import LateCopies, Reached, late_copies, small_ring
+from flatbed.data import batches as transfers
+from flatbed.data.batches import ALIGNMENT, FEW, as_tensor, pinned, send
+from tests.data.fakes import CPU
 
 KINDS = {
     "contiguous": lambda: np.arange(60.0).reshape(3, 4, 5),
@@ -68,108 +66,30 @@ def check(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("n_beside", [0, FEW], ids=["alone", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_arrives_bit_for_bit(kind: str, n_beside: int) -> None:
+def test_every_kind_arrives_bit_for_bit(kind: str, n_beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(transfers, "SMALL_BYTES", 2048)
     want = given(kind)
-    with late_copies() as copies:
-        sent, _ = send([want, *torch.ones(n_beside, 2).unbind()], copies)
-        copies.hand_over()
+    sent, _ = send([want, *torch.ones(n_beside, 8).unbind()], CPU)
     check(sent[:1], [want])
     if kind in ("transposed", "channels last", "small channels last", "fortran", "permuted"):
         assert sent[0].stride() == want.stride(), "as with Tensor.to"
+    check([pinned(want)], [want])
 
 
-def test_small_tensors_share_copies_and_large_ones_have_several() -> None:
-    small = [torch.full((i % 7 + 1, 3), i) for i in range(100)]
-    large = torch.arange(5000.0)
-    with late_copies() as copies:
-        sent, owners = send([*small, large], copies)
-        copies.hand_over()
-        n_shared = len(owners) - 1
-        assert n_shared < len(small) / 10
-        assert copies.n_copies == n_shared + -(-large.nbytes // 4096)
-    check(sent, [*small, large])
-    assert max(owner.nbytes for owner in owners[1:]) <= 4096
-    assert all(tensor.data_ptr() % 16 == 0 for tensor in sent)
-
-
-def test_tensors_that_share_memory_are_not_views_of_each_other() -> None:
-    """A write to one must not make autograd complain about another that was saved for backward."""
-    with late_copies() as copies:
-        sent, _ = send([*torch.ones(FEW + 1, 4).unbind()], copies)
-        copies.hand_over()
-    a, b = sent[:2]
-    loss = (b * torch.ones(4, requires_grad=True) * b).sum()
-    a.mul_(2)
+def test_small_tensors_share_memory() -> None:
+    """They are not views of each other to autograd, which would complain about changes of its neighbours."""
+    small = [torch.full((i % 7 + 1, 4), float(i)) for i in range(100)]
+    sent, owners = send([*small, torch.ones(3), torch.arange(500_000.0)], CPU)
+    check(sent[:100], small)
+    assert len(owners) == 3
+    assert len({tensor.untyped_storage().data_ptr() for tensor in sent[:100]}) == 1
+    assert all(tensor.data_ptr() % ALIGNMENT == sent[0].data_ptr() % ALIGNMENT for tensor in sent[:100])
+    one, other = sent[:2]
+    loss = (other * torch.ones(2, 4, requires_grad=True) * other).sum()
+    one.mul_(2)
     loss.backward()
-    assert b.tolist() == [1, 1, 1, 1]
-
-
-class EarlyEvents(LateCopies):
-    """A stream whose events are reached before its copies are done."""
-
-    def record(self) -> Reached:
-        self.may_copy.clear()
-        event = Reached()
-        event.flag.set()
-        return event
-
-
-@pytest.mark.parametrize("kind", [LateCopies, EarlyEvents])
-def test_a_chunk_is_not_written_to_before_its_copy_is_done(kind: type[LateCopies]) -> None:
-    """The stream with early events shows that the test would find a chunk that is reused too early."""
-    copies = kind(small_ring(2, 2048))
-    wanted = [torch.full((300,), float(i)) for i in range(50)]
-    found = [send([one], copies)[0][0] for one in wanted]
-    copies.may_copy.set()
-    copies.todo.put(None)
-    copies.thread.join(60)
-    assert all(map(torch.equal, found, wanted)) == (kind is LateCopies)
-
-
-def test_many_threads_share_a_ring() -> None:
-    with late_copies(small_ring(2, 1024)) as copies, ThreadPoolExecutor(4) as pool:
-
-        def run(number: int) -> bool:
-            want = torch.full((200,), number)
-            sent, _ = send([want], copies)
-            copies.hand_over()
-            return torch.equal(sent[0], want)
-
-        assert all(pool.map(run, range(80)))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_random_batches_through_random_rings(seed: int) -> None:
-    chance = random.Random(seed)
-    with late_copies(seed=seed) as copies:
-        for _ in range(10):
-            tensors = [given(chance.choice([*KINDS])) for _ in range(chance.randint(0, 12))]
-            copies.ring = small_ring(chance.randint(1, 3), chance.choice([1024, 4096, 65536]))
-            sent, _ = send(tensors, copies)
-            copies.hand_over()
-            check(sent, tensors)
-
-
-@pytest.mark.parametrize("fail_at", [1, 2, 3])
-def test_the_ring_is_whole_after_an_error_of_the_device(fail_at: int) -> None:
-    with late_copies(small_ring(2, 1024)) as copies:
-        large = torch.arange(1000.0)
-        copies.fail_at = fail_at
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            send([large], copies)
-        for _ in range(3):
-            sent, _ = send([large], copies)
-        copies.hand_over()
-        check(sent, [large])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_copies_that_stay(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
-    tensor = given(kind)
-    copy = pinned(tensor)
-    check([copy], [tensor])
-    assert (copy is tensor) == (kind in ("sparse", "with gradient", "conjugate", "negative"))
+    assert torch.equal(other, small[1])
 
 
 # ---- on a GPU
@@ -194,7 +114,7 @@ def test_pinned_tensors_and_tensors_of_the_gpu_need_no_staging(monkeypatch: pyte
     def fail(*_: Any) -> None:
         raise AssertionError("staged")
 
-    monkeypatch.setattr(StagingRing, "send", fail)
+    monkeypatch.setattr(transfers, "_staged", fail)
     given = {"pinned": torch.arange(100_000).pin_memory(), "gpu": torch.arange(10, device="cuda")}
     (found,) = Prefetcher([given], device="cuda")
     assert found["gpu"] is given["gpu"]

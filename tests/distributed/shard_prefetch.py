@@ -76,10 +76,11 @@ def assert_prefetching_changes_nothing(
 
 
 def same_bits(folder: Path) -> None:
-    depths = (0, 1, 2, 3) if dist.get_world_size() == 2 else (0, 2)
-    for storage in ("host", "disk", "device"):
-        assert_prefetching_changes_nothing(folder, storage, *depths)
-    assert_prefetching_changes_nothing(folder, "disk", 1, 3, cache_rows=5)
+    assert_prefetching_changes_nothing(folder, "host", 0, 1, 3)
+    assert_prefetching_changes_nothing(folder, "disk", 2, cache_rows=5)
+    if dist.get_world_size() == 2:
+        assert_prefetching_changes_nothing(folder, "disk", 1)
+        assert_prefetching_changes_nothing(folder, "device", 2)
 
 
 def same_bits_of_bags(_: Path) -> None:
@@ -99,11 +100,11 @@ def same_bits_of_bags(_: Path) -> None:
 
 
 def same_bits_with_caches(folder: Path) -> None:
+    """The batches ahead of one lookup fit into the cache together; those of two lookups do not."""
     if dist.get_world_size() == 2 and not torch.cuda.is_available():
         with interpreted_kernels():
-            assert_prefetching_changes_nothing(folder, "host", 2, rows=20 * ROWS, cache_rows=110)
-            assert_prefetching_changes_nothing(folder, "host", 1, steps=3, cache_rows=5)
-            assert_prefetching_changes_nothing(folder, "disk", 2, rows=20 * ROWS, cache_rows=110)
+            for storage in ("host", "disk"):
+                assert_prefetching_changes_nothing(folder, storage, 1, steps=3, rows=99, cache_rows=40)
 
 
 def ids_travel_ahead(folder: Path) -> None:
@@ -163,7 +164,7 @@ def train_on(batches: Iterator[dict[str, Any]], emb: flatbed.Embedding) -> list[
 def uneven_loaders(_: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     emb = flatbed.Embedding(ROWS, DIM, shard="row")
-    for depth in (0, 1, 3):
+    for depth in (0, 3):
         for first in (0, 3):  # batches of rank 1, the first to end
             n = first if rank == 1 else 5 + rank
             assert train_on(loop_over(n, emb, depth=depth), emb) == [2] * first
@@ -222,7 +223,7 @@ def failing_loaders(_: Path) -> None:
         finally:
             assert taken == 3
 
-    for depth in (0, 1, 3):
+    for depth in (0, 3):
         for arguments, error, message in [
             ((Broken("no file"), depth), Broken, "no file"),
             ((ROWS, depth), IndexError, "out of range"),
@@ -235,7 +236,7 @@ def failing_loaders(_: Path) -> None:
 
 def leaving_early(_: Path) -> None:
     emb = flatbed.Embedding(ROWS, DIM, shard="row")
-    for depth in (1, 2, 3):
+    for depth in (1, 3):
         for _ in range(2):  # all ranks
             for step, batch in enumerate(loop_over(9, emb, depth=depth)):
                 emb(batch["ids"])

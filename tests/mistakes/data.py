@@ -109,7 +109,7 @@ DATA: list[Mistake] = [
         "generator",
     ),
     in_a_batch("an id too large", {"items": torch.tensor([1, 10])}, IndexError, "id 10 at position 1"),
-    in_a_batch("a missing key", {"ids": torch.tensor([1])}, KeyError, "'items'.*keys 'ids'.*give a key"),
-    in_a_batch("a key of a list", [torch.tensor([1]), 3], AttributeError, "'items'.*list of length 2"),
+    in_a_batch("a missing key", {"ids": torch.tensor([1])}, KeyError, "'items'.*keys .'ids'.: give a key"),
+    in_a_batch("a key of a list", [torch.tensor([1]), 3], AttributeError, "'items'.*batch of type list"),
     in_a_batch("floats", {"items": torch.tensor([0.5])}, TypeError, "integers.*found torch.float32"),
 ]

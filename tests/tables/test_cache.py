@@ -362,6 +362,7 @@ class Simulation:
         self.current = self.training
         self.work: list[Work] = []
         self.pending: list[list[LookupBatch]] = []
+        self.issued: Any = None
         self.begun: list[list[LookupBatch]] = []
         self.cache.device = torch.device("cuda")
         admit = kernels.admit
@@ -385,8 +386,8 @@ class Simulation:
         for keys in lookups:
             found = self.cache.prefetch(keys, window=self.window, reservation=None)
             if found is not None:
-                ready: Any = self.side.record_event()
-                batches.append(LookupBatch(keys.shape, keys, found[0], self.cache, found[1], ready=ready))
+                unique, number, ready = found
+                batches.append(LookupBatch(keys.shape, keys, unique, self.cache, number, ready=ready))
         self.current = self.training
         self.pending.append(batches)
 
@@ -395,7 +396,8 @@ class Simulation:
         for batch in batches:
             self.training.wait_event(batch.ready)
         if batches:
-            self.cache.begin(batches[0].admission)
+            stream: Any = self.training
+            self.cache.begin(batches[0].admission, stream, self.issued)
         self.begun.append(batches)
 
     def use(self, batch: LookupBatch | None, rows: Tensor) -> None:
@@ -423,6 +425,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, seed: int) -> Simulation:
         )
 
     for _ in range(14):
+        simulation.issued = simulation.training.record_event()  # before the prefetches, as in a `Prefetcher`
         while len(simulation.pending) < depth + 1:
             simulation.prefetch([ids() for _ in range(n_lookups)])
         simulation.begin()
@@ -451,6 +454,7 @@ class TestOrder:
     def test_prefetches_overlap_training(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With room for all batches, a prefetch does not wait for the batch in hand, nor the other way."""
         simulation = Simulation(monkeypatch, N_ROWS, 1, 1)
+        simulation.issued = simulation.training.record_event()
         simulation.prefetch([torch.tensor([1, 2])])
         simulation.begin()
         (batch,) = simulation.begun[0]

@@ -134,7 +134,7 @@ class CacheMachine(RuleBasedStateMachine):
         batches = [torch.tensor([n % self.n_rows for n in numbers], dtype=torch.int64) for numbers in lists]
         requests = []
         for ids in batches:
-            requests.append(prefetcher.check([ids]))
+            requests.append(prefetcher.check([ids], at_once=True))
             prefetcher.read(requests[-1])
             prefetcher.admit(requests[-1], {id(ids): ids})
         for ids, request in zip(batches, requests, strict=True):

@@ -2,23 +2,35 @@
 
 Streams of one device
 
-| stream | owner | waits for | recorded by |
-|---|---|---|---|
-| training: the user's current stream | training thread | "batches": the batch handed out | `BatchMover` |
-| | | "rows": the admission of that batch | `RowPrefetch.admit` |
-| | | "rows": the last admission, for rows that `protects` does not cover | `GpuCache.prefetch` |
-| | | the last access to a disk cache | `HostIndexCache._access` |
-| | | "scan": the block to compare with | `retrieval._copied_ahead` |
-| "batches": copies of batches | loader thread | tensors that the loader made on a GPU | `BatchMover` |
-| "rows": admissions ahead of time | training thread | "batches": the ids of the batch | `BatchMover` |
-| | | training: work on rows that an admission may evict; without an event, all work | `GpuCache.begin` |
-| | | "files": the records of the batch | `HostIndexCache.reserve` |
-| "files": records read from disk | loader thread | the last access to the cache | `HostIndexCache._access` |
-| | | training: work on released rows | `RowPrefetch.finish` |
-| "scan": blocks of a table for `topk` | training thread | nothing: `topk` begins with an idle GPU | |
+| stream | work | thread |
+|---|---|---|
+| training: the user's current stream | lookups, backward passes, steps | training thread |
+| "batches" | copies of batches | loader thread |
+| "rows" | admissions ahead of time | training thread |
+| "files" | records read from disk | loader thread |
+| "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
 
-The loader thread itself waits for copies from staging buffers before it fills them again (`StagingRing`), and
-for earlier steps, so that the device holds few batches (`PrefetchIterator.__next__`).
+Events between them, and the reason for each
+
+| event | waits for it | reason |
+|---|---|---|
+| `MovedBatch.arrived`, after the copies of a batch | "rows" | admissions read the ids of the batch |
+| | training | the model reads the batch |
+| `issued`: training, at each `next` of a loop | "rows" | an admission may evict rows of older batches |
+| | loader thread | a batch is copied after the step of an earlier one, so that few are on the device |
+| `LookupBatch.ready`, after an admission | training | lookup and step use slots that the admission filled |
+| the last one, `GpuCache._prefetch_done` | training | uses rows that `protects` does not cover |
+| training, at such work | "rows" | the next admission may evict these rows |
+| `Reservation.ready`, after records were read | "rows" | the lookup reads them |
+| `HostIndexCache._last`, after an access | "files", training | the next access sees its records |
+| training, at `RowPrefetch.finish` | "files" | the released rows may be evicted |
+| the loader's stream, before copies | "batches" | the loader made tensors of the batch on a GPU |
+| `arrived`, for loaders that reuse memory | the loader's stream | the loader writes to these tensors again |
+| "scan", after a block | training | `topk` compares queries with the block |
+
+`record_stream` tells torch's allocator of memory that another stream uses: ids and batches (of "batches", for
+"rows" and training), and the tensors of an admission (of "rows", for training). Staging memory is pinned by
+torch's allocator, which keeps a block until its copy is done.
 
 CUDA graphs are captured in the user's stream. From the first captured lookup on, a table's rows are not
 prefetched to the GPU: see `tables.cache.gpu`.

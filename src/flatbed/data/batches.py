@@ -1,22 +1,25 @@
-"""Nested batches: their leaves, and the ids that each table is asked for in them."""
+"""Nested batches: their leaves, the ids in them, and the way of their tensors to the device.
+
+Tensors are copied through pinned memory of torch's allocator, which keeps a block until its copy is done. The
+loader thread issues the copies in the stream "batches": see `cuda.streams`.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass
 from operator import is_
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
-from flatbed.tables.config import device_of
-from flatbed.tables.embedding import TableModule
+from flatbed.cuda.streams import stream_for
 from flatbed.tables.ids import INTEGERS, as_ids
-from flatbed.tables.prefetch import RowPrefetch
 from flatbed.tables.table import Table
 
 Array = np.ndarray[Any, Any]
@@ -25,6 +28,12 @@ Selector: TypeAlias = str | int | Callable[[Any], Any]
 
 ID_DTYPES = frozenset({*INTEGERS, torch.uint64})
 MAX_KEYS = 8  # keys of a batch that an error names
+PIECE_BYTES = 32 << 20  # of a large tensor: the bus copies a piece while the host fills the next
+DIRECT_BYTES = 1 << 16  # pinned tensors of this size or more need no staging
+SMALL_BYTES = 1 << 20  # smaller tensors may share memory and a copy, if there are more than FEW of them
+FEW = 4
+ALIGNMENT = 16  # bytes: kernels expect it of addresses
+
 
 # ---- leaves
 
@@ -117,103 +126,229 @@ def as_tensor(array: Array) -> Any:
 # ---- ids
 
 
-@dataclass(frozen=True, slots=True)
-class TableLookups:
-    """The lookups of one table in each batch of one iteration."""
-
-    table: Table
-    selectors: Sequence[Selector]
-    prefetch: RowPrefetch
-
-    def ids(self, batch: Any) -> list[Tensor]:
-        """Select the ids of a batch: tensors of the batch itself where the selector returns them."""
-        ids: list[Tensor] = []
-        for selector in self.selectors:
-            try:
-                if callable(selector):
-                    found = selector(batch)
-                elif isinstance(selector, str) and not hasattr(batch, "keys"):
-                    found = getattr(batch, selector)
-                else:
-                    found = batch[selector]
-            except (KeyError, IndexError, AttributeError, TypeError) as error:
-                if callable(selector):
-                    raise
-                raise type(error)(
-                    f"lookups[{self.table!r}] is the key {selector!r}, which was not found in a batch of "
-                    f"type {_described(batch)}: give a key of the batch, or a function of it"
-                ) from error
-            are_several = isinstance(found, (list, tuple)) and any(
-                isinstance(one, (Tensor, np.ndarray)) for one in found
-            )
-            for one in found if are_several else [found]:
-                is_tensor = isinstance(one, Tensor) and one.dtype in ID_DTYPES
-                ids.append(one if is_tensor else self._converted(one))
-        return ids
-
-    def _converted(self, found: Any) -> Tensor:
+def select_ids(table: Table, selectors: Sequence[Selector], batch: Any) -> list[Tensor]:
+    """Select the ids of a batch: tensors of the batch itself where the selector returns them."""
+    ids: list[Tensor] = []
+    for selector in selectors:
         try:
-            return as_ids(found)
-        except (TypeError, ValueError) as error:
-            what = found.dtype if isinstance(found, (Tensor, np.ndarray)) else type(found).__name__
-            raise TypeError(
-                f"lookups[{self.table!r}] must select integers in a tensor, a numpy array or a list, or a "
-                f"list of tensors or arrays; found {what} ({error})"
+            if callable(selector):
+                found = selector(batch)
+            elif isinstance(selector, str) and not hasattr(batch, "keys"):
+                found = getattr(batch, selector)
+            else:
+                found = batch[selector]
+        except (KeyError, IndexError, AttributeError, TypeError) as error:
+            if callable(selector):
+                raise
+            keys = f" with the keys {[*batch.keys()][:MAX_KEYS]}" if hasattr(batch, "keys") else ""
+            raise type(error)(
+                f"lookups[{table!r}] is the key {selector!r}, which was not found in a batch of type "
+                f"{type(batch).__name__}{keys}: give a key of the batch, or a function of it"
             ) from error
+        is_list = isinstance(found, (list, tuple))
+        are_several = is_list and any(isinstance(one, (Tensor, np.ndarray)) for one in found)
+        for one in found if are_several else [found]:
+            is_tensor = isinstance(one, Tensor) and one.dtype in ID_DTYPES
+            ids.append(one if is_tensor else _converted(table, one))
+    return ids
 
 
-def _described(batch: Any) -> str:
-    kind = type(batch).__name__
-    if hasattr(batch, "keys"):
-        return f"{kind} with the keys {', '.join(map(repr, list(batch.keys())[:MAX_KEYS]))}"
-    return f"{kind} of length {len(batch)}" if isinstance(batch, Sequence) else kind
-
-
-def selectors_by_table(lookups: Any) -> dict[Table, list[Selector]]:
-    """Check the argument `lookups` of a `Prefetcher`. Two modules may share a table."""
-    if lookups is None:
-        return {}
-    if not isinstance(lookups, Mapping):
+def _converted(table: Table, found: Any) -> Tensor:
+    try:
+        return as_ids(found)
+    except (TypeError, ValueError) as error:
+        what = found.dtype if isinstance(found, (Tensor, np.ndarray)) else type(found).__name__
         raise TypeError(
-            "lookups must map each module to a key of the batch or to a function of it, {emb: 'items'} for "
-            f"example; found {type(lookups).__name__}"
-        )
-    selectors: dict[Table, list[Selector]] = {}
-    for module, selector in lookups.items():
-        table = module.table if isinstance(module, TableModule) else module
-        if not isinstance(table, Table):
-            found, inside = type(module).__name__, ""
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                inside = ", whose rows are not prefetched: leave it out"
-            elif isinstance(module, nn.Module):
-                inside = ": give each embedding in it"
-            if type(module).__module__.startswith("torch.nn."):
-                found = f"torch.nn.{found}"
-            raise TypeError(
-                "a key of lookups must be a flatbed.Embedding, a flatbed.EmbeddingBag or a flatbed.Table; "
-                f"found {found}{inside}"
-            )
-        if not callable(selector) and not isinstance(selector, (str, int)):
-            raise TypeError(
-                f"lookups[{table!r}] must be a key of the batch or a function of it; found "
-                f"{type(selector).__name__}"
-            )
-        selectors.setdefault(table, []).append(selector)
-    return selectors
+            f"lookups[{table!r}] must select integers in a tensor, a numpy array or a list, or a "
+            f"list of tensors or arrays; found {what} ({error})"
+        ) from error
 
 
-def common_device(tables: Sequence[Table], wanted: Any) -> torch.device:
-    """Return the device of the batches: `wanted`, that of the tables, or the current GPU if there is one."""
-    if wanted is not None:
-        device = device_of(wanted)
-    elif tables:
-        device = tables[0]._store.device
+# ---- to the device
+
+
+@dataclass(slots=True, eq=False)
+class MovedBatch:
+    """A batch whose copies were issued."""
+
+    batch: Any
+    tensors: dict[int, Tensor]
+    """Tensors on the device, by the id of their host tensor."""
+    has_objects: bool
+    """The batch may have objects that are to be moved by their own `to`."""
+    owners: list[Tensor] = field(default_factory=list)
+    """Tensors that own the memory of the batch on a GPU."""
+    arrived: Any = None
+    """The event after the copies; None on a CPU."""
+
+
+class BatchMover:
+    """Moves batches to a device; on a GPU in the stream "batches", or in the current one.
+
+    `is_reused`: the loader may write to a batch when it makes the next one. No tensor shares its memory then.
+    """
+
+    def __init__(self, device: torch.device, *, is_reused: bool = False, in_current: bool = False) -> None:
+        self.device, self.is_reused = device, is_reused
+        self.on_gpu = device.type == "cuda"
+        self._stream = stream_for(device, "batches") if self.on_gpu and not in_current else None
+
+    def to_host(self, batch: Any) -> tuple[Any, list[Any]]:
+        """Turn arrays into tensors, and pin objects that move themselves. Returns each leaf once, too."""
+        seen: dict[int, tuple[Any, Any]] = {}
+
+        def convert(leaf: Any) -> Any:
+            if id(leaf) in seen:
+                return seen[id(leaf)][1]
+            found = as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+            if isinstance(found, Tensor):
+                if not self.on_gpu:
+                    is_shared = not self.is_reused or found.requires_grad
+                    found = found.cpu() if is_shared else found.cpu().clone()
+            elif self.on_gpu and callable(getattr(found, "pin_memory", None)):
+                found = found.pin_memory()
+            seen[id(leaf)] = (leaf, found)  # with the leaf, so that its id stays its own
+            return found
+
+        host = map_leaves(convert, batch)
+        return host, [found for _, found in seen.values()]
+
+    def move(self, batch: Any, leaves: list[Any], extra: Sequence[Tensor] = ()) -> MovedBatch:
+        """Issue the copies of a batch with these leaves, and of the tensors `extra`. Does not wait."""
+        tensors = {id(leaf): leaf for leaf in (*leaves, *extra) if isinstance(leaf, Tensor)}
+        has_objects = any(not isinstance(leaf, Tensor) for leaf in leaves)
+        if not self.on_gpu:
+            return MovedBatch(batch, tensors, has_objects)
+        stream = self._stream or torch.cuda.current_stream(self.device)
+        origins = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        for origin in origins:  # the loader's own work
+            stream.wait_event(torch.cuda.current_stream(origin).record_event())
+        with torch.cuda.stream(stream):
+            sent, owners = send([*tensors.values()], self.device, is_reused=self.is_reused)
+            arrived = stream.record_event()
+        if self.is_reused:
+            for origin in origins:  # the loader may write there again
+                torch.cuda.current_stream(origin).wait_event(arrived)
+        moved = dict(zip(tensors, sent, strict=True))
+        there = map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch)
+        return MovedBatch(there, moved, has_objects, owners, arrived)
+
+    def hand_out(self, moved: MovedBatch, stream: torch.cuda.Stream | None) -> Any:
+        """Return the batch for the training stream, which waits for the copies.
+
+        Objects that move themselves are moved here: their memory then belongs to the training stream.
+        """
+        if stream is not None:
+            stream.wait_event(moved.arrived)
+            for tensor in moved.owners:
+                tensor.record_stream(stream)  # type: ignore[arg-type,unused-ignore]
+        return map_leaves(self._move_object, moved.batch) if moved.has_objects else moved.batch
+
+    def _move_object(self, leaf: Any) -> Any:
+        if not moves_itself(leaf):
+            return leaf
+        if self.on_gpu:
+            with suppress(TypeError):  # not all have that argument
+                return leaf.to(self.device, non_blocking=True)
+        return leaf.to(self.device)
+
+
+def send(
+    tensors: Sequence[Tensor], device: torch.device, *, is_reused: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Issue the copies of tensors to the device. Returns the tensors there, and those that own their memory.
+
+    Many small tensors share memory, and one copy. Pinned ones are copied from where they are, unless their
+    memory `is_reused` after this call. Others (sparse, quantized, subclasses) are moved by their own `to`.
+    Axes keep their order in memory.
+    """
+    moved: dict[int, Tensor] = {}
+    owners: list[Tensor] = []
+    small: dict[int, Tensor] = {}
+    for i, tensor in enumerate(tensors):
+        if not _is_plain(tensor):
+            is_copied = is_reused and not tensor.requires_grad
+            moved[i] = tensor.to(device, non_blocking=not is_reused, copy=is_copied)
+            owners += _parts(moved[i])
+            continue
+        nbytes = tensor.nbytes
+        if nbytes >= DIRECT_BYTES and not is_reused and tensor.is_pinned():
+            moved[i] = tensor.to(device, non_blocking=True)
+        elif 0 < nbytes < SMALL_BYTES and nbytes % ALIGNMENT == 0 and tensor.is_contiguous():
+            small[i] = tensor
+            continue
+        elif nbytes > PIECE_BYTES and tensor.is_contiguous():
+            moved[i] = _send_large(tensor, device)
+        else:
+            moved[i] = _staged(tensor, device).to(device, non_blocking=True)
+        owners.append(moved[i])
+    if len(small) > FEW:
+        shared, together = _send_together([*small.values()], device)
+        owners.append(shared)
     else:
-        device = device_of("cuda" if torch.cuda.is_available() else "cpu")
-    for table in tables:
-        if table._store.device != device:
-            raise ValueError(
-                f"{table!r} computes on {table._store.device}, and batches are to be moved to {device}: "
-                "move the module with .to(), or use a Prefetcher for each device"
-            )
-    return device
+        together = [_staged(tensor, device).to(device, non_blocking=True) for tensor in small.values()]
+        owners += together
+    moved.update(zip(small, together, strict=True))
+    return [moved[i] for i in range(len(tensors))], owners
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and not tensor.requires_grad
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that own the memory of a tensor."""
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def _staged(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor into memory from which copies to the device do not wait; axes keep their order."""
+    return torch.empty_like(tensor, pin_memory=device.type == "cuda").copy_(tensor)
+
+
+def _send_large(source: Tensor, device: torch.device) -> Tensor:
+    """Send a contiguous tensor in pieces."""
+    moved = torch.empty_like(source, device=device)
+    n = PIECE_BYTES // source.dtype.itemsize
+    for there, here in zip(torch.split(moved.view(-1), n), torch.split(source.view(-1), n), strict=True):
+        there.copy_(_staged(here, device), non_blocking=True)
+    return moved
+
+
+def _send_together(sources: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Send contiguous tensors in one copy. Returns their memory on the device and a tensor there for each."""
+    flat = [source.view(-1).view(torch.uint8) for source in sources]
+    sizes = [len(one) for one in flat]
+    staging = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    torch.cat(flat, out=staging)
+    memory = staging.to(device, non_blocking=True)
+    parts = zip(torch.split(memory, sizes), sources, strict=True)
+    # `.data`, since a write to one tensor must not count as a change of the others to autograd.
+    return memory, [part.view(source.dtype).view(source.shape).data for part, source in parts]
+
+
+def pinned_batches(batches: Sequence[Any], mover: BatchMover) -> list[Any]:
+    """Copy the arrays and tensors of all batches, into pinned memory where that is faster."""
+    hosts = [mover.to_host(batch) for batch in batches]
+    copies = {id(leaf): pinned(leaf) for _, leaves in hosts for leaf in leaves if isinstance(leaf, Tensor)}
+    return [map_leaves(lambda leaf: copies.get(id(leaf), leaf), host) for host, _ in hosts]
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """Copy a host tensor, into pinned memory unless it is so small that it is staged anyway."""
+    if not _is_plain(tensor):
+        return tensor
+    is_large = tensor.nbytes >= DIRECT_BYTES and torch.cuda.is_available()
+    return torch.empty_like(tensor, pin_memory=is_large).copy_(tensor)

@@ -1,11 +1,7 @@
 """One iteration of a `Prefetcher`: what the loader threads and the training thread do with each batch.
 
-Streams on a GPU: the loader thread issues copies of batches in "batches". The training thread issues
-admissions of rows in "rows", which waits for the copies of the ids. The training stream waits for both when a
-batch is handed out. The loader thread waits for events of earlier steps before it copies more batches.
-
-If a table is sharded, the loader threads of all ranks agree on each batch (`LoaderRanks`), and exchange its
-ids before its copies are issued.
+`cuda.streams` has the streams and the order between them. If a table is sharded, the loader threads of all
+ranks agree on each batch (`LoaderRanks`), and exchange its ids before its copies are issued.
 """
 
 from __future__ import annotations
@@ -26,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatbed.cuda.streams import relax_capture, stream_for
-from flatbed.data.batches import TableLookups, without_rows
+from flatbed.data.batches import BatchMover, MovedBatch, Selector, select_ids, without_rows
 from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks
 from flatbed.data.sm_policy import SmPolicy
-from flatbed.data.transfer import BatchMover, MovedBatch, record_stream
 from flatbed.distributed.failures import reason_of
-from flatbed.tables.prefetch import PrefetchRequest, RowPrefetch, check_ids
+from flatbed.tables.prefetch import PrefetchRequest, RowPrefetch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -77,7 +72,7 @@ class Pipeline:
     def __init__(
         self,
         batches: Iterator[Any],
-        lookups: list[TableLookups],
+        lookups: list[tuple[list[Selector], RowPrefetch]],
         mover: BatchMover,
         *,
         depth: int,
@@ -91,7 +86,7 @@ class Pipeline:
         self.in_use: PendingBatch | None = None
         self.is_started = self.is_closed = False
         stages: list[Callable[[Any], PendingBatch | End]] = [self.load] if depth else []
-        if depth and any(lookup.prefetch.reads_disk for lookup in lookups):
+        if depth and any(prefetch.reads_disk for _, prefetch in lookups):
             stages.append(self._read)
         self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(max(2, len(stages) + 1))]
         self.permits, self.results = self._queues[0], self._queues[-1]
@@ -135,51 +130,50 @@ class Pipeline:
         del result  # the traceback of the error refers to this frame
 
     def load(self, steps: Any) -> PendingBatch | End:
-        """Load a batch, stage its lookups, and issue its copies. `steps` is the event after earlier steps."""
-        pending = PendingBatch()
+        """Load a batch, check its ids, and issue its copies. `steps` is the event after earlier steps."""
+        pending, ranks = PendingBatch(), self.ranks
         try:
-            batch, leaves = self._stage(pending)
+            batch, leaves = self._to_host(next(self.batches, NO_BATCH), pending)
             if batch is NO_BATCH:
                 return End()
-            if self.ranks is not None:
+            if ranks is not None:
                 for prefetch, request in pending.requests:
-                    prefetch.exchange(request, self.ranks.channel)
+                    prefetch.exchange(request, ranks.channel)
             if steps is not None:
                 steps.synchronize()  # the device holds no more than depth + 1 batches
             extra = [tensor for _, request in pending.requests for tensor in request.tensors]
             pending.moved = self.mover.move(batch, leaves, extra)
-            if self.ranks is not None:
-                self.ranks.n_loaded += 1
+            if ranks is not None:
+                ranks.n_loaded += 1
         except BaseException as error:
             pending.finish()
-            if self.ranks is not None:
-                self.ranks.leave(error)
+            if ranks is not None:
+                ranks.leave(error)
             if isinstance(error, StopIteration):  # it would end the loop as if there were no more batches
                 raise RuntimeError("StopIteration was raised while a batch was prepared") from error
             raise
         return pending
 
-    def _stage(self, pending: PendingBatch) -> tuple[Any, list[Any]]:
-        """Load a batch to the host and check its ids; return it with its leaves, or NO_BATCH at the end.
+    def _to_host(self, batch: Any, pending: PendingBatch) -> tuple[Any, list[Any]]:
+        """Return a batch on the host with its leaves, and check its ids; NO_BATCH at the end.
 
         If a table is sharded, ranks agree whether there is another batch.
         """
         ranks = self.ranks
-        batch = next(self.batches, NO_BATCH)
         leaves: list[Any] = []
         has_ended = batch is NO_BATCH
-        if has_ended:
-            if ranks is None or self.is_closed:
-                return NO_BATCH, []
+        if has_ended and ranks is not None and not self.is_closed:
             batch = ranks.empty_batch
+        elif has_ended:
+            return NO_BATCH, []
         if batch is not NO_BATCH:
             batch, leaves = self.mover.to_host(batch)
-            for lookup in self.lookups:
-                ids = lookup.ids(batch)
-                if not self.depth or ranks is not None:  # the error of one rank is for all of them
-                    check_ids(lookup.table, ids)
+            at_once = not self.depth or ranks is not None  # the error of one rank is for all of them
+            for selectors, prefetch in self.lookups:
+                ids = select_ids(prefetch.table, selectors, batch)
+                request = prefetch.check(ids, at_once=at_once)
                 if self.depth:
-                    pending.requests.append((lookup.prefetch, lookup.prefetch.check(ids)))
+                    pending.requests.append((prefetch, request))
         if ranks is not None:
             if ranks.uneven == "empty" and not has_ended:
                 ranks.empty_batch = without_rows(batch)
@@ -217,7 +211,7 @@ class Pipeline:
         self.batches = iter(())  # ends the processes of a DataLoader
         self._discard_results()
         if self.sms is not None:
-            self.sms.close()
+            self.sms.reserve.set(0)
         if self.in_use is not None:
             self.in_use.finish()
         while self.ready:
@@ -272,6 +266,7 @@ class PrefetchIterator(Iterator[Any]):
         self._end: End | None = None
         device = pipeline.mover.device
         self._rows = stream_for(device, "rows") if device.type == "cuda" else None
+        self._in_rows: Any = nullcontext() if self._rows is None else torch.cuda.stream(self._rows)
         self._close = weakref.finalize(self, pipeline.close)
         _open.add(self)
         _close_at_exit()
@@ -285,10 +280,11 @@ class PrefetchIterator(Iterator[Any]):
                 pipeline.start()
             if pipeline.in_use is not None:
                 pipeline.in_use.finish()
-            steps = None
-            if self._rows is not None:
+            stream = steps = None
+            if self._rows is not None:  # one event for all: the loader thread, and each cache
+                stream = torch.cuda.current_stream(pipeline.mover.device)
                 steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
-                steps.record(torch.cuda.current_stream(pipeline.mover.device))
+                steps.record(stream)
             self._take_batches()
             if pipeline.ready:
                 if pipeline.ranks is not None:
@@ -296,8 +292,8 @@ class PrefetchIterator(Iterator[Any]):
                 pending = pipeline.in_use = pipeline.ready.popleft()
                 assert pending.moved is not None
                 for prefetch, request in pending.requests:
-                    prefetch.begin(request)
-                batch = pipeline.mover.hand_out(pending.moved)
+                    prefetch.begin(request, stream, steps)
+                batch = pipeline.mover.hand_out(pending.moved, stream)
                 pending.moved = None  # the loop alone holds the batch
                 for _ in range(pipeline.depth - pipeline.n_permits - len(pipeline.ready)):
                     pipeline.n_permits += 1
@@ -319,34 +315,35 @@ class PrefetchIterator(Iterator[Any]):
             del end  # the traceback of the error refers to this frame
 
     def _take_batches(self) -> None:
-        """Take and admit all batches that are loaded; wait for one only if none is ready.
+        """Take all batches that are loaded; wait for one only if none is ready.
 
-        Without threads (depth 0), load one here.
+        Their rows are admitted in the stream "rows", after the copies of the ids. Without threads (depth 0),
+        a batch is loaded here.
         """
         pipeline = self._pipeline
-        while self._end is None and pipeline.n_permits and not (pipeline.ready and pipeline.results.empty()):
-            pipeline.n_permits -= 1
-            self._take(pipeline.results.get())
-        if not pipeline.depth:
-            self._take(pipeline.load(None))
-
-    def _take(self, taken: PendingBatch | End) -> None:
-        """Admit the rows of a loaded batch in the stream "rows", after the copies of its ids."""
-        if isinstance(taken, End):
-            self._end = taken
-            return
-        self._pipeline.ready.append(taken)
-        if not taken.requests:
-            return
-        assert taken.moved is not None
-        moved = taken.moved.tensors
-        if self._rows is not None:
-            self._rows.wait_event(taken.moved.arrived)
-            for tensor in (tensor for _, request in taken.requests for tensor in request.tensors):
-                record_stream(moved[id(tensor)], self._rows)
-        with nullcontext() if self._rows is None else torch.cuda.stream(self._rows):
-            for prefetch, request in taken.requests:
-                prefetch.admit(request, moved)
+        while self._end is None:
+            if pipeline.depth == 0 and not pipeline.ready:
+                taken = pipeline.load(None)
+            elif pipeline.n_permits and not (pipeline.ready and pipeline.results.empty()):
+                pipeline.n_permits -= 1
+                taken = pipeline.results.get()
+            else:
+                return
+            if isinstance(taken, End):
+                self._end = taken
+                return
+            pipeline.ready.append(taken)
+            if not taken.requests:
+                continue
+            assert taken.moved is not None
+            moved = taken.moved.tensors
+            if self._rows is not None:
+                self._rows.wait_event(taken.moved.arrived)
+            with self._in_rows:
+                for prefetch, request in taken.requests:
+                    for tensor in request.tensors if self._rows is not None else ():
+                        moved[id(tensor)].record_stream(self._rows)  # type: ignore[arg-type,unused-ignore]
+                    prefetch.admit(request, moved)
 
     def _fail(self, error: BaseException) -> None:
         """Close, and let the loader thread tell other ranks the reason."""

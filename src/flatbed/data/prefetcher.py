@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from flatbed.data.batches import Selector, TableLookups, common_device, selectors_by_table
+from flatbed.data.batches import BatchMover, Selector, pinned_batches
 from flatbed.data.loader_ranks import UNEVEN, LoaderRanks, common_channel
 from flatbed.data.pipeline import Pipeline, PrefetchIterator
 from flatbed.data.sm_policy import SmPolicy
-from flatbed.data.transfer import BatchMover, CopyStream, pinned_batches
 from flatbed.errors import FlatbedError
+from flatbed.tables.config import device_of
 from flatbed.tables.embedding import TableModule
 from flatbed.tables.prefetch import RowPrefetch
 from flatbed.tables.table import Table
@@ -126,10 +126,9 @@ class Prefetcher:
 
     def __iter__(self) -> PrefetchIterator:
         device = self.device
-        copies = CopyStream(device, current=self.depth == 0) if device.type == "cuda" else None
-        is_pinned = self.pin and copies is not None
+        is_pinned = self.pin and device.type == "cuda"
         is_reused = self.depth > 0 and not is_pinned and _may_reuse(self.loader)
-        mover = BatchMover(device, copies, is_reused=is_reused)
+        mover = BatchMover(device, is_reused=is_reused, in_current=self.depth == 0)
         sms = None
         if self.reserve_sms is not None and self.depth and self._selectors:
             sms = SmPolicy(device, [*self._selectors], self.reserve_sms)
@@ -137,9 +136,7 @@ class Prefetcher:
             self._previous.join(PREVIOUS_SECONDS)  # persistent workers are not for two threads
         # The loader's iterator is made here and not in the thread: DataLoaders draw a seed and fork then.
         batches = self._begin(mover)
-        lookups = [
-            TableLookups(table, s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()
-        ]
+        lookups = [(s, RowPrefetch(table, self.depth)) for table, s in self._selectors.items()]
         ranks = None
         if self._channel is not None:
             ranks = LoaderRanks(self._channel, [*self._selectors], uneven=self.uneven, depth=self.depth)
@@ -147,7 +144,7 @@ class Prefetcher:
         return PrefetchIterator(self._previous)
 
     def _begin(self, mover: BatchMover) -> Iterator[Any]:
-        if self.pin and mover.copies is not None:
+        if self.pin and mover.on_gpu:
             if self._pinned is None:
                 assert isinstance(self.loader, Sequence)
                 self._pinned = pinned_batches(self.loader, mover)
@@ -189,3 +186,48 @@ class OneShotItems(Iterator[Any]):
         except StopIteration:
             self.is_exhausted = True
             raise
+
+
+def selectors_by_table(lookups: Any) -> dict[Table, list[Selector]]:
+    """Check the argument `lookups` of a `Prefetcher`. Two modules may share a table."""
+    if lookups is None:
+        return {}
+    if not isinstance(lookups, Mapping):
+        raise TypeError(
+            "lookups must map each module to a key of the batch or to a function of it, {emb: 'items'} for "
+            f"example; found {type(lookups).__name__}"
+        )
+    selectors: dict[Table, list[Selector]] = {}
+    for module, selector in lookups.items():
+        table = module.table if isinstance(module, TableModule) else module
+        if not isinstance(table, Table):
+            prefix = "torch.nn." if type(module).__module__.startswith("torch.nn.") else ""
+            raise TypeError(
+                "a key of lookups must be a flatbed.Embedding, a flatbed.EmbeddingBag or a flatbed.Table; "
+                f"found {prefix}{type(module).__name__}: give each flatbed embedding of a model, and leave "
+                "out torch's, whose rows are not prefetched"
+            )
+        if not callable(selector) and not isinstance(selector, (str, int)):
+            raise TypeError(
+                f"lookups[{table!r}] must be a key of the batch or a function of it; found "
+                f"{type(selector).__name__}"
+            )
+        selectors.setdefault(table, []).append(selector)
+    return selectors
+
+
+def common_device(tables: Sequence[Table], wanted: Any) -> torch.device:
+    """Return the device of the batches: `wanted`, that of the tables, or the current GPU if there is one."""
+    if wanted is not None:
+        device = device_of(wanted)
+    elif tables:
+        device = tables[0]._store.device
+    else:
+        device = device_of("cuda" if torch.cuda.is_available() else "cpu")
+    for table in tables:
+        if table._store.device != device:
+            raise ValueError(
+                f"{table!r} computes on {table._store.device}, and batches are to be moved to {device}: "
+                "move the module with .to(), or use a Prefetcher for each device"
+            )
+    return device

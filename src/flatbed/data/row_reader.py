@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,13 @@ import torch
 from torch import Tensor
 
 from flatbed.cuda import host_memory
-from flatbed.data.batches import Array, as_tensor, common_device
-from flatbed.data.transfer import CopyStream
+from flatbed.cuda.streams import stream_for
+from flatbed.data.batches import Array, as_tensor
 from flatbed.errors import FlatbedError
 from flatbed.kernels import rows as ops
 from flatbed.kernels import use_triton
 from flatbed.kernels.locations import RecordLocation
+from flatbed.tables.config import device_of
 from flatbed.tables.ids import as_ids, check_range, to_device
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class RowReader:
     def __init__(
         self, array: Array | str | os.PathLike[str], *, device: Any = None, copy: bool | None = None
     ) -> None:
-        self.device = common_device((), device)
+        self.device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         rows = _checked(_mapped(Path(array)) if isinstance(array, str | os.PathLike) else array)
         self.shape: tuple[int, ...] = rows.shape
         self.dtype = _dtype(rows)
@@ -112,12 +112,12 @@ class RowReader:
 
 def _source_for(array: Array, device: torch.device, copy: bool | None) -> CopiedRows | GatheredRows:
     if device.type == "cpu" or not array.nbytes:
-        return GatheredRows(array)
+        return GatheredRows(array, torch.device("cpu"))
     if copy is None:
         copy = CopiedRows.nbytes_for(array) < host_memory.available_bytes() // 2
     if copy and use_triton(device):
         return CopiedRows(array, device)
-    return GatheredRows(array, CopyStream(device))
+    return GatheredRows(array, device)
 
 
 class CopiedRows:
@@ -167,37 +167,35 @@ class CopiedRows:
 class GatheredRows:
     """Rows that torch's threads gather from the array: for a GPU into pinned memory, and from there."""
 
-    def __init__(self, array: Array, copies: CopyStream | None = None) -> None:
-        self.name = "cpu" if copies is None else "staged"
+    def __init__(self, array: Array, device: torch.device) -> None:
+        self.name = "cpu" if device.type == "cpu" else "staged"
         self._gather: Callable[[Tensor, Tensor], Any] | None = gather_into(array)
         self._row_bytes = array[0].nbytes if len(array) else 0
-        self._copies = copies
+        self._device = device
 
     def gather(self, ids: Tensor) -> Tensor:
         """Return rows as bytes, given int64 ids on any device: (n,) → (n, bytes of a row)."""
         assert self._gather is not None
-        ids = ids.cpu()
-        copies, shape = self._copies, (len(ids), self._row_bytes)
-        if copies is None or self._row_bytes > copies.ring.chunk_bytes:
-            found = torch.empty(shape, dtype=torch.uint8)
+        ids, device, shape = ids.cpu(), self._device, (len(ids), self._row_bytes)
+        if device.type == "cpu":
+            found = torch.empty(shape, dtype=torch.uint8, device=device)
             self._gather(found, ids)
-            return found if copies is None else found.to(copies.device)
-        n = max(1, min(GATHER_BYTES, copies.ring.chunk_bytes) // self._row_bytes)
-        with copies.context():
-            found = torch.empty(shape, dtype=torch.uint8, device=copies.device)
-            for first in range(0, len(ids), n):
-                fill = partial(_gather_lines, self._gather, ids[first : first + n])
-                copies.ring.send(found[first : first + n].view(-1), fill, copies)
-        copies.hand_over(found)
+            return found
+        copies, current = stream_for(device, "batches"), torch.cuda.current_stream(device)
+        with torch.cuda.stream(copies):  # not behind the work of the current stream
+            found = torch.empty(shape, dtype=torch.uint8, device=device)
+            n = max(1, GATHER_BYTES // self._row_bytes)
+            for there, some in zip(torch.split(found, n), torch.split(ids, n), strict=True):
+                memory = torch.empty(there.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+                self._gather(memory, some)
+                there.copy_(memory, non_blocking=True)
+        current.wait_stream(copies)
+        found.record_stream(current)  # type: ignore[arg-type,unused-ignore]
         return found
 
     def close(self) -> None:
         """Drop the array."""
         self._gather = None
-
-
-def _gather_lines(gather: Callable[[Tensor, Tensor], Any], ids: Tensor, memory: Tensor) -> None:
-    gather(memory.view(len(ids), -1), ids)
 
 
 def gather_into(array: Array) -> Callable[[Tensor, Tensor], Any]:

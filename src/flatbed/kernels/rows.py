@@ -39,9 +39,13 @@ def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
     """Convert ids, (n,), to int32 keys where kernels sort them and they fit; -1 for an id that is no row."""
     if n_rows > INT32_ROWS or ids.dtype != torch.int64 or not use_triton(ids.device):
         return ids
-    from flatbed.kernels._triton import rows
+    from flatbed.kernels._triton.rows import BLOCK, TO_INT32_KEYS
 
-    return rows.to_int32_keys(ids, n_rows)
+    n = ids.numel()
+    keys = torch.empty(n, dtype=torch.int32, device=ids.device)
+    if n:
+        TO_INT32_KEYS(-(-n // BLOCK), ids.device, ids.contiguous(), keys, n, n_rows)
+    return keys
 
 
 def segment_sum(grads: Tensor, found: UniqueRows, padding_idx: int | None) -> tuple[Tensor, Tensor]:

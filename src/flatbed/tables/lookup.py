@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,58 +31,44 @@ def prepare_lookup(
     For a bag of a table with a padding row, the first unique row is -1, in place of the padding row.
     """
     check_values_exist("a lookup")
+    store, checks = table._store, table._deferred_checks
+    n_rows, device, lead = store.config.n_rows, store.device, store.config.padding_idx if for_bag else None
+    capturing = is_capturing(device)
+    if records_grad and device.type == "cuda" and checks.graph_slot is None and not capturing:
+        checks.prepare_capture(device, n_rows)
+    if table._prefetched and lead is None and not capturing and isinstance(ids, Tensor):
+        for batch in table._prefetched:
+            if batch.matches(ids):
+                batch = batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
+                if isinstance(table._rows, ShardedRowIO):
+                    return table._rows.exchange_again(LOOKUP[records_grad], batch, admits=records_grad)
+                if records_grad and batch.cache is not None and batch.cache.protects(batch):
+                    return batch
     if isinstance(table._rows, ShardedRowIO):
         return _prepare_sharded(table, table._rows, ids, for_bag=for_bag, records_grad=records_grad)
-    store, checks = table._store, table._deferred_checks
-    n_rows, lead = store.config.n_rows, store.config.padding_idx if for_bag else None
     given = as_ids(ids)
     if for_bag:
         _check_bags(given)
-    find_rows = partial(_find_rows, table, given.shape, lead=lead, records_grad=records_grad)
-    if is_capturing(store.device):
+    on_checked = None
+    if capturing:
         _check_capture(table, given)
-        return find_rows(_device_keys(given, n_rows, store.device), checks.graph_error_slot())
-    is_on_host = given.device.type == "cpu"
-    if is_on_host:
+        keys, error_slot = _keys(given, n_rows, device), checks.graph_error_slot()
+    elif given.device.type == "cpu":
         check_range(given, n_rows)
-    if records_grad and store.device.type == "cuda" and checks.graph_slot is None:
-        checks.prepare_capture(store.device, n_rows)
-    if records_grad and lead is None and isinstance(ids, Tensor):
-        for batch in table._prefetched:
-            if batch.cache is not None and batch.matches(ids) and batch.cache.protects(batch):
-                return replace(batch, shape=given.shape)
-    if is_on_host:
-        return find_rows(_host_keys(given, n_rows, store.device))
-    keys = _device_keys(given, n_rows, store.device)
-    error_slot = new_error_slot(store.device)
-    table._raise_bad_ids(wait=False)
-    defer = partial(checks.add, given, error_slot, n_rows=n_rows, offset=int(lead is not None))
-    return find_rows(keys, error_slot, defer)
-
-
-def _find_rows(
-    table: Table,
-    shape: torch.Size,
-    keys: Tensor,
-    error_slot: Tensor | None = None,
-    on_checked: Callable[[], None] | None = None,
-    *,
-    lead: int | None,
-    records_grad: bool,
-) -> LookupBatch:
-    """Find the unique rows of keys. With `records_grad`, they are admitted to the table's cache.
-
-    Calls `on_checked` before rows move, so that `step` need not wait for the bus.
-    """
-    cache = table._store.ensure_cache(len(keys)) if records_grad else None
+        keys, error_slot = _keys(given, n_rows, device, in_range=True), None
+    else:
+        keys, error_slot = _keys(given, n_rows, device), new_error_slot(device)
+        table._raise_bad_ids(wait=False)
+        on_checked = partial(checks.add, given, error_slot, n_rows=n_rows, offset=int(lead is not None))
+    cache = store.ensure_cache(keys.numel()) if records_grad else None
     sought = keys if lead is None else _with_lead(keys, lead)
-    if cache is not None:
+    if cache is not None:  # calls `on_checked` before rows move, so that `step` need not wait for the bus
         found, admission = cache.admit(sought, error_slot, on_checked)
     else:
-        found, admission = unique(sought, table._store.config.n_rows, error_slot), None
+        found, admission = unique(sought, n_rows, error_slot), None
         if on_checked is not None:
             on_checked()
-    return LookupBatch(shape, keys, found if lead is None else _without_lead(found), cache, admission)
+    return LookupBatch(given.shape, keys, found if lead is None else _without_lead(found), cache, admission)
 
 
 def _prepare_sharded(
@@ -93,26 +78,20 @@ def _prepare_sharded(
 
     Ids on a GPU raise here, too: the host waits for the number of rows of each owner.
     """
-    store, n_rows = table._store, table.num_embeddings
-    lead = store.config.padding_idx if for_bag else None
+    device, n_rows = table._store.device, table.num_embeddings
+    lead = table._store.config.padding_idx if for_bag else None
     doing = LOOKUP[records_grad]
-    if isinstance(ids, Tensor) and lead is None and not is_capturing(store.device):
-        for batch in table._prefetched:
-            if batch.matches(ids):
-                return access.exchange_again(doing, replace(batch, shape=ids.shape), admits=records_grad)
     with access.shards.failing_together(doing):
-        if is_capturing(store.device):
+        if is_capturing(device):
             raise FlatbedError("a lookup in a sharded table cannot be part of a CUDA graph")
         given = as_ids(ids)
         if for_bag:
             _check_bags(given)
-        error_slot = None
-        if given.device.type == "cpu":
+        on_host = given.device.type == "cpu"
+        if on_host:
             check_range(given, n_rows)
-            keys = _host_keys(given, n_rows, store.device)
-        else:
-            keys = _device_keys(given, n_rows, store.device)
-            error_slot = new_error_slot(store.device)
+        error_slot = None if on_host else new_error_slot(device)
+        keys = _keys(given, n_rows, device, in_range=on_host)
         found = unique(keys if lead is None else _with_lead(keys, lead), n_rows, error_slot)
         route = access.shards.route(found.rows)
         if error_slot is not None and int(error_slot) != NO_ERROR:
@@ -127,14 +106,11 @@ def _check_bags(ids: Tensor) -> None:
         raise ValueError(f"bags are (bags, length), or (n,) with offsets; found {tuple(ids.shape)}")
 
 
-def _host_keys(ids: Tensor, n_rows: int, device: torch.device) -> Tensor:
-    """Copy ids in range to the computing device, flat, in the dtype that kernels sort fastest."""
-    is_int32 = n_rows <= INT32_ROWS and use_triton(device)
-    return to_device(ids.flatten(), device, torch.int32 if is_int32 else torch.int64)
-
-
-def _device_keys(ids: Tensor, n_rows: int, device: torch.device) -> Tensor:
-    """Return ids of any value as keys on the computing device, flat."""
+def _keys(ids: Tensor, n_rows: int, device: torch.device, *, in_range: bool = False) -> Tensor:
+    """Return ids as keys on the computing device, flat, in the dtype that kernels sort fastest."""
+    if in_range:  # copied in that dtype
+        is_int32 = n_rows <= INT32_ROWS and use_triton(device)
+        return to_device(ids.flatten(), device, torch.int32 if is_int32 else torch.int64)
     return to_int32_keys(ids.flatten().to(device, non_blocking=True), n_rows)
 
 

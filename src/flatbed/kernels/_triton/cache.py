@@ -215,13 +215,12 @@ def admit(
     window: int = 0,
     error_slot: Tensor | None = None,
     on_checked: Callable[[], None] | None = None,
-    shape: MoverShape | None = None,
 ) -> UniqueRows:
     """Find the unique rows of keys and bring them into the cache: unique, probe, select victims, move.
 
     Slots of this and of the last `window` admissions are not evicted. Rows without a slot stay in storage.
     """
-    n, device, n_rows = len(keys), keys.device, len(index.slot_of_row)
+    n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
     n_missing = torch.empty(1, dtype=torch.int32, device=device)
     found = unique(keys, n_rows, error_slot, (index.clock, n_missing))
     if on_checked is not None:
@@ -243,7 +242,7 @@ def admit(
         index.slot_of_row, index.row_of_slot, index.stamp, frequency, index.dirty, index.clock, index.counts,
         window, index.n_slots, index.ageing,
     )  # fmt: skip
-    fill_and_write_back(location, missing, slots, victims, n_missing, shape)
+    fill_and_write_back(location, missing, slots, victims, n_missing)
     index.moving = False
     return found
 
@@ -264,7 +263,7 @@ def fill_and_write_back(
 ) -> None:
     """Read missing records into slots, and write back the changed ones that they replace."""
     shape = shape or mover_shape("both", location.stride)
-    n_programs = min(shape.programs, -(-len(missing) // shape.rows))
+    n_programs = min(shape.programs, -(-missing.numel() // shape.rows))
     launch = _fill_kernel(location.stride, shape)
     launch(n_programs, missing.device, *location.addresses, missing, slots, victims, n_missing)
 
@@ -290,7 +289,7 @@ def flush(index: CacheIndex, location: RecordLocation, shape: MoverShape | None 
 
 def lookup(location: RecordLocation, ids: Tensor, dim: int, dtype: torch.dtype, n_rows: int) -> Tensor:
     """Read the weights of ids, (n,) → (n, dim)."""
-    ids, n = ids.contiguous(), len(ids)
+    ids, n = ids.contiguous(), ids.numel()
     out = torch.empty((n, dim), dtype=dtype, device=ids.device)
     if n:
         at_once, launch = _lookup(location.stride, dtype, dim)

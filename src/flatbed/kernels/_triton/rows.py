@@ -31,37 +31,18 @@ class MoverShape(NamedTuple):
 # other SMs to the model: GEMMs on Hopper run one program per SM, and those that find theirs taken run late.
 # Measured on an H200: alone at least 92 % of the rate of 96 or more programs of 4 warps; beside GEMMs of
 # 2.44 ms, 96 MiB both ways take 2.9 ms instead of 4.2 (1,536 bytes).
+SIZES = (64, 128, 256, 512, 1024, 1536, 2048, 4096)
+ROWS_AT_ONCE = (256, 128, 64, 32, 16, 8, 8, 4)
+PROGRAMS = {
+    "both": (12, 12, 12, 12, 12, 12, 8, 8),  # reads and writes at once
+    "read": (6, 8, 8, 8, 8, 8, 8, 6),
+    "write": (6, 6, 6, 6, 6, 6, 6, 6),
+}
 MOVERS = {
-    "both": {  # reads and writes at once
-        64: MoverShape(12, 32, 256),
-        128: MoverShape(12, 32, 128),
-        256: MoverShape(12, 32, 64),
-        512: MoverShape(12, 32, 32),
-        1024: MoverShape(12, 32, 16),
-        1536: MoverShape(12, 32, 8),
-        2048: MoverShape(8, 32, 8),
-        4096: MoverShape(8, 32, 4),
-    },
-    "read": {
-        64: MoverShape(6, 32, 256),
-        128: MoverShape(8, 32, 128),
-        256: MoverShape(8, 32, 64),
-        512: MoverShape(8, 32, 32),
-        1024: MoverShape(8, 32, 16),
-        1536: MoverShape(8, 32, 8),
-        2048: MoverShape(8, 32, 8),
-        4096: MoverShape(6, 32, 4),
-    },
-    "write": {
-        64: MoverShape(6, 32, 256),
-        128: MoverShape(6, 32, 128),
-        256: MoverShape(6, 32, 64),
-        512: MoverShape(6, 32, 32),
-        1024: MoverShape(6, 32, 16),
-        1536: MoverShape(6, 32, 8),
-        2048: MoverShape(6, 32, 8),
-        4096: MoverShape(6, 32, 4),
-    },
+    direction: {
+        size: MoverShape(n, 32, rows) for size, n, rows in zip(SIZES, programs, ROWS_AT_ONCE, strict=True)
+    }
+    for direction, programs in PROGRAMS.items()
 }
 MAX_COLUMNS = 512  # words of a record in flight; longer records are moved in several parts
 
@@ -145,17 +126,9 @@ def mark_kernel(
         tl.atomic_min(error_slot_ptr, position)
 
 
-_TO_INT32_KEYS = Kernel(to_int32_keys_kernel, BLOCK)
+TO_INT32_KEYS = Kernel(to_int32_keys_kernel, BLOCK)
 _HEADS = [Kernel(heads_kernel, advances_clock, BLOCK) for advances_clock in (False, True)]
 _MARK = Kernel(mark_kernel, BLOCK)
-
-
-def to_int32_keys(ids: Tensor, n_rows: int) -> Tensor:
-    ids, n = ids.contiguous(), len(ids)
-    keys = torch.empty(n, dtype=torch.int32, device=ids.device)
-    if n:
-        _TO_INT32_KEYS(-(-n // BLOCK), ids.device, ids, keys, n, n_rows)
-    return keys
 
 
 def unique(
@@ -168,7 +141,7 @@ def unique(
 
     `begins`: the clock of a cache, which the first kernel advances, and a count, which it sets to 0.
     """
-    n, device = len(keys), keys.device
+    n, device = keys.numel(), keys.device
     n_blocks = -(-(n + 1) // BLOCK)
     rows = torch.empty(n, dtype=torch.int64, device=device)
     inverse = torch.empty(n, dtype=torch.int64, device=device)
@@ -280,7 +253,7 @@ def sum_chunks_kernel(
 
 
 def segment_sum(grads: Tensor, found: UniqueRows, padding: int) -> tuple[Tensor, Tensor]:
-    n, dim = len(found.rows), grads.shape[1]
+    n, dim = found.rows.numel(), grads.shape[1]
     wide, rows_at_once, sum_segments, sum_chunks = _sum_kernels(grads.dtype, dim)
     kept, sums = torch.empty_like(found.rows), torch.empty((n, dim), dtype=wide, device=grads.device)
     if n == 0:
@@ -399,7 +372,7 @@ def scatter_(
 def _move(
     location: RecordLocation, rows: Tensor, buffer: Tensor, shape: MoverShape | None, *, direction: str
 ) -> None:
-    rows, n, words = rows.contiguous(), len(rows), buffer.shape[1] // 8
+    rows, n, words = rows.contiguous(), rows.numel(), buffer.shape[1] // 8
     if n == 0:
         return
     if shape is None and location.is_near:  # the GPU's own memory: as many programs as there are rows for

@@ -44,15 +44,22 @@ class Cache(Protocol):
         the admission: `LookupBatch.admission`.
         """
 
-    def prefetch(self, keys: Tensor, *, window: int, reservation: Any) -> tuple[UniqueRows, Any] | None:
+    def prefetch(
+        self, keys: Tensor, *, window: int, reservation: Any
+    ) -> tuple[UniqueRows, Any, torch.cuda.Event | None] | None:
         """Admit a batch ahead of time, in the current stream. Returns None if its rows cannot be kept.
 
         `window` is the number of earlier admissions whose rows are kept, too; `reservation` is that of a
-        batch whose rows were read from disk.
+        batch whose rows were read from disk. Also returns the admission, and the event after it.
         """
 
-    def begin(self, admission: Any) -> None:
-        """Begin the work on the batch with this admission: all work on earlier batches has been issued."""
+    def begin(
+        self, admission: Any, stream: torch.cuda.Stream | None, issued: torch.cuda.Event | None
+    ) -> None:
+        """Begin the work on the batch with this admission, in this stream.
+
+        `issued` was recorded there after all work on earlier batches. Both are None on a CPU.
+        """
 
     def protects(self, batch: LookupBatch | None) -> bool:
         """Return True if no prefetch moves the rows of this batch before work that is issued now ends."""
@@ -128,7 +135,7 @@ class LookupBatch:
         """Keep the tensors, which were allocated in another stream, until this stream has used them."""
         found = self.unique
         for tensor in (self.keys, found.rows, found.inverse, found.order, found.starts, found.rank):
-            if tensor is not None and tensor.is_cuda:
+            if tensor is not None:
                 tensor.record_stream(stream)
 
 

@@ -16,7 +16,8 @@ into the cache together, so that all their rows are in slots.
   `wait_for_prefetch`: the current stream waits for the last prefetch, and the next prefetch waits for the
   current stream.
 - Prefetch T waits for the training work on batches before T - W, whose rows it may evict: `GpuCache.begin`
-  records the end of work on earlier batches. Without such an event it waits for the training stream.
+  is given the event after the work on earlier batches. Without such an event it waits for the training
+  stream. Prefetches need no order among themselves, since they run in one stream.
 - The index's clock on the device and `_n_admissions` on the host count the same admissions.
 - CUDA graphs run admissions that the host does not count. From the first captured admission on, nothing is
   prefetched and nothing is protected.
@@ -39,12 +40,20 @@ from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.storage.memory import MemoryStorage
 
 MAX_WINDOW = 1024
+# After an interrupted admission, the index names slots whose records may not be there.
+INTERRUPTED = (
+    "the program was interrupted (Ctrl-C) while rows moved into a table's cache, and rows that changed may "
+    "be lost: build the model again, and load its last checkpoint"
+)
 
 
 class GpuCache:
     """Records of hot rows, their index, and the order between training and prefetches."""
 
     def __init__(self, storage: MemoryStorage, n_slots: int, *, policy: str, device: torch.device) -> None:
+        from flatbed.kernels._triton import cache as kernels
+
+        self._kernels = kernels
         self.storage = storage
         self.n_rows, self.n_slots, self.device = storage.n_rows, n_slots, device
         self.weight, self.record_bytes = storage.record.weight, storage.record.nbytes
@@ -76,30 +85,25 @@ class GpuCache:
         elif self.device.type == "cuda":
             self._training_stream = torch.cuda.current_stream(self.device)
         self.wait_for_prefetch()
-        window = self._window if self._fits(len(keys), self._window) else 0
+        window = self._window if self._fits(keys.numel(), self._window) else 0
         return self._admit(keys, window, error_slot, on_checked)
 
-    def prefetch(self, keys: Tensor, *, window: int, reservation: object) -> tuple[UniqueRows, int] | None:
+    def prefetch(
+        self, keys: Tensor, *, window: int, reservation: object
+    ) -> tuple[UniqueRows, int, torch.cuda.Event | None] | None:
         """Admit a batch, if its ids fit in addition to those of the last `window` admissions."""
-        if self.in_graphs or not self._fits(len(keys), window):
+        if self.in_graphs or not self._fits(keys.numel(), window):
             return None
         self._window = window
         if self.device.type != "cuda":
-            return self._admit(keys, window)
+            return *self._admit(keys, window), None
         stream = torch.cuda.current_stream(self.device)
         self._wait_for_training(stream, self._n_admissions + 1 - window)
         try:
-            return self._admit(keys, window)
+            found = self._admit(keys, window)
         finally:
             self._prefetch_done = stream.record_event()
-
-    def _check_moves(self) -> None:
-        """Raise after an interrupted admission: the index names slots whose records may not be there."""
-        if self.index.moving:
-            raise FlatbedError(
-                "the program was interrupted (Ctrl-C) while rows moved into a table's cache, and rows that "
-                "changed may be lost: build the model again, and load its last checkpoint"
-            )
+        return *found, self._prefetch_done
 
     def _fits(self, n_ids: int, window: int) -> bool:
         if self.index.direct:
@@ -114,13 +118,12 @@ class GpuCache:
         error_slot: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
     ) -> tuple[UniqueRows, int]:
-        from flatbed.kernels._triton import cache
-
-        self._check_moves()
-        n, before = len(keys), self._oldest_protected
+        if self.index.moving:
+            raise FlatbedError(INTERRUPTED)
+        n, before = keys.numel(), self._oldest_protected
         number = self._n_admissions = self._n_admissions + (n > 0)
         self._oldest_protected = number + 1  # nothing is protected if a launch below raises
-        unique = cache.admit(
+        unique = self._kernels.admit(
             self.index, keys, self.location, window=window, error_slot=error_slot, on_checked=on_checked
         )
         if n == 0:
@@ -150,15 +153,18 @@ class GpuCache:
         numbers = [-1 if batch.admission is None else batch.admission for batch in batches]
         return batches[numbers.index(min(numbers))]
 
-    def begin(self, admission: int) -> None:
+    def begin(
+        self, admission: int, stream: torch.cuda.Stream | None, issued: torch.cuda.Event | None
+    ) -> None:
         self._current = max(self._current, admission)  # several prefetchers may take turns
-        if self.device.type == "cuda":
-            self._training_stream = torch.cuda.current_stream(self.device)
-            self._begun.append((self._current, self._training_stream.record_event()))
+        if issued is not None:
+            self._training_stream = stream
+            self._begun.append((self._current, issued))
 
     def wait_for_prefetch(self) -> None:
         """Order the current stream after all prefetches, and the next prefetch after the current stream."""
-        self._check_moves()
+        if self.index.moving:
+            raise FlatbedError(INTERRUPTED)
         if self.device.type != "cuda" or is_capturing(self.device):
             return
         stream = torch.cuda.current_stream(self.device)
@@ -170,8 +176,6 @@ class GpuCache:
         """Make a stream wait for work on rows that an admission may evict: those before `oldest_kept`."""
         while self._streams_to_await:
             stream.wait_stream(self._streams_to_await.pop())
-        if self._prefetch_done is not None:  # in another stream, if prefetchers of several threads take turns
-            stream.wait_event(self._prefetch_done)
         while self._begun and self._begun[0][0] < oldest_kept:
             self._begun.popleft()
         if self._begun:
@@ -182,11 +186,11 @@ class GpuCache:
     # ---- rows
 
     def lookup(self, batch: LookupBatch) -> Tensor:
-        from flatbed.kernels._triton import cache
-
         if not self.protects(batch):
             self.wait_for_prefetch()
-        return cache.lookup(self.location, batch.keys, self.weight.count, self.weight.dtype, self.n_rows)
+        return self._kernels.lookup(
+            self.location, batch.keys, self.weight.count, self.weight.dtype, self.n_rows
+        )
 
     def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation:
         if not self.protects(batch):
@@ -197,12 +201,10 @@ class GpuCache:
         """Do nothing: memory has room for every row."""
 
     def flush(self) -> None:
-        from flatbed.kernels._triton import cache
-
-        self._check_moves()
+        self.wait_for_prefetch()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        cache.flush(self.index, self.location)
+        self._kernels.flush(self.index, self.location)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
