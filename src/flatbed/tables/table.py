@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.context
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,7 @@ from flatbed.errors import FlatbedError
 from flatbed.progress import note
 from flatbed.tables import copying, exporting, replicas, retrieval, saving
 from flatbed.tables.cache.base import CacheStats, LookupBatch
-from flatbed.tables.config import Config, as_integer, device_of, with_cache
+from flatbed.tables.config import Config, as_integer, device_of
 from flatbed.tables.factory import warm as warm_cache
 from flatbed.tables.grads import GradAccumulator, RowGrads, TableGrad
 from flatbed.tables.ids import DeferredIdChecks, as_ids, as_values, check_range, most_used, to_device
@@ -67,11 +68,12 @@ class Table(TableParameter):
         cls,
         config: Config,
         *,
-        device: torch.device,
+        device: Any,
         replicate: bool = True,
         shards: RowShards | None = None,
     ) -> Table:
         """Use `flatbed.Embedding(rows, dim).table` or `flatbed.load_table(path)`."""
+        device = device_of(device)
         empty = torch.empty(0, dtype=config.dtype, device=device)
         table = torch.Tensor._make_subclass(cls, empty, True)
         table._store = RowStore(config, device)
@@ -366,8 +368,11 @@ class Table(TableParameter):
         self, cache_rows: int | None = None, cache_bytes: int | None = None, *, policy: str | None = None
     ) -> None:
         """Use an empty cache of another size or policy: 0 for none, the default size if none is given."""
-        chosen = self._store.config.cache_policy if policy is None else policy
-        self._store.change_cache(with_cache(self._store.config, cache_rows, cache_bytes, chosen))
+        config = self._store.config
+        policy = config.cache_policy if policy is None else policy
+        self._store.change_cache(
+            replace(config, cache_rows=cache_rows, cache_bytes=cache_bytes, cache_policy=policy)
+        )
 
     def resize(self, num_embeddings: int) -> None:
         """Grow to so many rows. Rows, state and gradients stay; new rows are drawn from (seed, row).
@@ -482,10 +487,3 @@ class Table(TableParameter):
     @classmethod
     def _rebuild(cls, *parts: Any) -> Table:
         return copying.rebuild(cls, *parts)
-
-
-def make(config: Config, device: Any, *, replicate: bool, shards: RowShards | None = None) -> Table:
-    """Return a table that computes on `device`."""
-    if not isinstance(replicate, bool):
-        raise TypeError(f"replicate must be True or False; found {replicate!r}")
-    return Table(config, device=device_of(device), replicate=replicate, shards=shards)
