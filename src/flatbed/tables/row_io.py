@@ -102,7 +102,7 @@ class RowIO:
             self.store.cache.reserve_space(grads.rows, grads.batch)
             return
         rows = grads.rows.cpu()
-        self.store.make_room(rows[rows >= 0])
+        self.store.disk_storage().make_room(rows[rows >= 0])
 
     def scatter_(self, rows: Tensor, records: Tensor) -> None:
         """Replace the records of unique rows; the row -1 is skipped."""

@@ -439,9 +439,7 @@ class Table(TableParameter):
         unloadable. So does a sharded table, since a crash might leave ranks at different
         checkpoints. If the checkpoint fails, the table stays open.
         """
-        if not discard:
-            self._store.settle()  # a checkpoint of its own would not be the one that the folder refers to
-        if not discard and self._store.has_unsaved_changes:
+        if not discard and self._store.has_unsaved_changes():
             if self._store.is_part_of_folder or self._shards is not None:
                 raise FlatbedError(
                     f"rows of {self._store.config.path} changed since flatbed.save_checkpoint: save again, "
