@@ -21,7 +21,7 @@ from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.config import Config, as_integer, device_of
 from flatbed.tables.factory import warm as warm_cache
 from flatbed.tables.grads import GradAccumulator, RowGrads, TableGrad
-from flatbed.tables.ids import DeferredIdChecks, as_ids, as_values, check_range, most_used, to_device
+from flatbed.tables.ids import DeferredIdChecks, as_floats, as_ids, check_range, most_used, to_device
 from flatbed.tables.parameter import TableParameter
 from flatbed.tables.record import Field
 from flatbed.tables.row_io import RowIO, last_of_each
@@ -294,7 +294,10 @@ class Table(TableParameter):
         """Replace the weights of some rows: ids of any shape, values (*shape, dim). State stays as it is."""
         wanted = self._checked(ids, WRITE)
         with self._failing_together(WRITE):
-            given = as_values(values, (*wanted.shape, self.embedding_dim))
+            shape = (*wanted.shape, self.embedding_dim)
+            given = as_floats(values, "values", f"of shape {shape}")
+            if given.shape != shape:
+                raise ValueError(f"values for these ids must have shape {shape}; found {tuple(given.shape)}")
         rows, values = last_of_each(wanted.flatten(), given.reshape(-1, self.embedding_dim))
         self._rows.write_weights_(rows, values.to(self._store.device, self._store.config.dtype))
         self._orphaned = None  # the caller trains the rows
@@ -347,16 +350,17 @@ class Table(TableParameter):
         `ids` are ids as they occur, with repeats, or unique ids with `counts` of how often each occurs. A
         cache of no given size stays as large as it is.
         """
-        rows, counts = most_used(as_ids(ids).cpu().flatten(), counts, self.num_embeddings)
+        given = as_ids(ids).cpu().flatten()
+        check_range(given, self.num_embeddings)
+        rows, counts = most_used(given, counts)
         if self._shards is not None:
             is_own = self._shards.is_own(rows)
             rows, counts = self._shards.to_local(rows[is_own]), counts[is_own]
         sized = self._store.config.is_cache_sized
         cache = self._store.ensure_cache(len(rows)) if sized else self._store.cache
-        if cache is None:
-            return
-        n = min(len(rows), cache.n_slots)
-        warm_cache(cache, rows[:n].flip(0), counts[:n].flip(0))
+        if cache is not None:
+            n = min(len(rows), cache.n_slots)
+            warm_cache(cache, rows[:n].flip(0), counts[:n].flip(0))
 
     def cache_stats(self) -> CacheStats:
         """Return counts of the cache so far: hits, misses, evictions, bytes moved. Waits for the GPU."""
