@@ -70,9 +70,9 @@ def sharded_topk(
     with shards.channel.posting_failures():
         n_found = min(k, config.n_rows - (config.local_padding_idx is not None))
         values, ids = _search(store, asked, n_found, metric=metric, chunk_rows=chunk_rows)
-    values = functional.pad(values, (0, k - n_found), value=-torch.inf)
-    ids = functional.pad(shards.to_global(ids), (0, k - n_found), value=NO_ROW)
-    values, ids = (shards.all_to_all(part, counts, n_own) for part in (values, ids))
+    best = values.new_full((len(asked), k), -torch.inf), ids.new_full((len(asked), k), NO_ROW)
+    best[0][:, :n_found], best[1][:, :n_found] = values, shards.to_global(ids)
+    values, ids = (shards.all_to_all(part, counts, n_own) for part in best)
     # (ranks * queries, k) → (queries, ranks * k)
     values, ids = (torch.cat(part.view(n_ranks, -1, k).unbind(), 1) for part in (values, ids))
     ids, order = ids.sort(dim=1)

@@ -13,10 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flatbed.distributed.ranks import world_size
 from flatbed.distributed.row_shards import RowShards
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
-from flatbed.tables import copying, exporting, replicas, retrieval, saving
+from flatbed.tables import copying, exporting, retrieval, saving
 from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.config import Config, as_integer, device_of
 from flatbed.tables.factory import warm as warm_cache
@@ -162,7 +163,9 @@ class Table(TableParameter):
     @property
     def _n_ranks(self) -> int:
         """Number of ranks that take part in an exchange of gradients."""
-        return replicas.n_replicas(self) if self._shards is None else self._shards.n_ranks
+        if self._shards is not None:
+            return self._shards.n_ranks
+        return world_size() if self.replicate else 1
 
     @property
     def grad_rows(self) -> Tensor | None:
@@ -175,20 +178,9 @@ class Table(TableParameter):
     def _row_grads(self, *, compact: bool = True) -> RowGrads:
         """Return all recorded gradients, each row once; without the row -1 if `compact`, which waits."""
         self._raise_bad_ids()
-        self._exchange_grads()
+        exchange_grads(self)
         grads = self._grads.compact() if compact else self._grads.packed()
-        if grads is None:
-            rows = torch.empty(0, dtype=torch.int64, device=self._store.device)
-            dtype = torch.promote_types(self._store.config.dtype, torch.float32)
-            return RowGrads(rows, torch.empty((0, self.embedding_dim), dtype=dtype, device=rows.device))
-        return grads
-
-    def _exchange_grads(self) -> None:
-        """Average gradients over ranks, which must all call this; owners keep those of their rows."""
-        if self._shards is None:
-            replicas.average_grads(self)
-        else:
-            exchange_grads(self, self._shards)
+        return RowGrads.empty(self._store) if grads is None else grads
 
     def _record_grads(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
         """Record the gradients of a lookup. Called in backward, in any thread."""
