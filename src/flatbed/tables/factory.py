@@ -135,9 +135,8 @@ def warm(cache: Cache, rows: Tensor, counts: Tensor) -> None:
 
 def location_of(storage: Storage, device: torch.device) -> RecordLocation | None:
     """Return where kernels and operations of a device find the records of a storage; None if they cannot."""
-    if not isinstance(storage, MemoryStorage):
+    if storage.memory is None:
         return None
     storage.check()
-    if storage.device == device or (storage.reach == device and use_triton(device)):
-        return RecordLocation(storage.memory)
-    return None
+    is_reached = storage.device == device or (storage.reach == device and use_triton(device))
+    return RecordLocation(storage.memory) if is_reached else None

@@ -40,7 +40,7 @@ class RowStore:
 
     unallocated  `ensure_layout` allocates at the first use, when the fields of a record are known
     allocated    `ensure_layout` also moves rows if their fields or the computing device changed since;
-                 `resize` and `replace_rows` replace the storage
+                 `resize` and `begin_replace` replace the storage
     closed       `close` has released memory and files; every use raises
 
     `record` says what rows shall hold. If the allocated rows hold something else, `relayout_pending` is True.
