@@ -285,8 +285,8 @@ def test_an_export_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("freeze", [False, True])
-def test_to_torch(storage: str, freeze: bool, tmp_path: Path) -> None:
+def test_to_torch(storage: str, tmp_path: Path) -> None:
+    freeze = storage == "host"
     weight = torch.randn(40, 6)
     emb = Setup(storage, "cpu", tmp_path).embedding(weight, padding_idx=3).requires_grad_(not freeze)
     made = emb.eval().to_torch()
@@ -298,8 +298,7 @@ def test_to_torch(storage: str, freeze: bool, tmp_path: Path) -> None:
     assert torch.equal(emb.read_rows(range(40)), weight)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("include_last_offset", [False, True])
+@pytest.mark.parametrize(("mode", "include_last_offset"), [("sum", False), ("mean", True)])
 def test_bags_to_torch(mode: str, include_last_offset: bool) -> None:
     bag = flatbed.EmbeddingBag(40, 6, padding_idx=0, mode=mode, include_last_offset=include_last_offset)
     made = bag.to_torch()
