@@ -235,7 +235,8 @@ class TableModule(nn.Module):
         if options.get("path") is not None:
             options["resume"] = False
         options = {"dtype": weights.dtype, "device": weights.device, **options}
-        made = cls(*weights.shape, padding_idx, init="zeros", **options)
+        make: Any = cls
+        made: Self = make(*weights.shape, padding_idx, init="zeros", **options)
         write_field(made.table, WEIGHT, weights)
         return made.requires_grad_(not freeze)
 

@@ -140,7 +140,8 @@ def _draw(init: Init, words: Words) -> Values:
     values = _uniform(words)
     values *= second - first
     values += first
-    return np.minimum(values, np.nextafter(second, first), out=values)  # low + u * width may round up to high
+    np.minimum(values, np.nextafter(second, first), out=values)  # low + u * width may round up to high
+    return values
 
 
 def _words(key: int, dim: int, rows: range) -> Words:
