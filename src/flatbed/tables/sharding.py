@@ -117,14 +117,13 @@ class ShardedRowIO:
 
     def lookup(self, batch: LookupBatch) -> Tensor:
         """Read the weights of a batch's unique rows, which ranks have exchanged."""
-        assert batch.exchanged is not None
-        return self._weights(batch.exchanged, batch)
+        return self.weights(batch.unique.rows, batch)
 
-    def weights(self, rows: Tensor) -> Tensor:
-        """Read the weights of rows, (n,) → (n, dim), on the computing device."""
-        return self._weights(self.exchange(READ, self.shards.route(rows)))
-
-    def _weights(self, exchanged: Exchanged, batch: LookupBatch | None = None) -> Tensor:
+    def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
+        """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
+        exchanged = None if batch is None else batch.exchanged
+        if exchanged is None:
+            exchanged = self.exchange(READ, self.shards.route(rows))
         with self.shards.channel.posting_failures():
             held = self.local.weights(exchanged.rows, batch)
         return self.shards.to_askers(exchanged, held)

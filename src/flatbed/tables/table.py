@@ -218,10 +218,9 @@ class Table(TableParameter):
         in_file = has_file and bool(store.record.state) and not store.relayout_pending
         if store.state_owned and not in_file:
             return
-        kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (store.record.state, state)]
-        if kinds[0] != kinds[1]:
-            found = ", ".join(name for name, *_ in kinds[0])
-            wanted = ", ".join(name for name, *_ in kinds[1]) or "none"
+        held, kept = ([(f.name, f.dtype, f.count) for f in some] for some in (store.record.state, state))
+        if held != kept:
+            found, wanted = (", ".join(name for name, *_ in some) or "none" for some in (held, kept))
             raise FlatbedError(
                 f"the table holds optimizer state of its own ({found}), and {type(owner).__name__} keeps "
                 f"other ({wanted}): give it to the optimizer it was trained with, or call table.drop_state() "
