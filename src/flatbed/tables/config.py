@@ -32,18 +32,17 @@ class Config:
     init: initializers.Init
     seed: int
     padding_idx: int | None
+    # Records in the cache. None without `cache_bytes`: a few batches on a GPU, no cache on a CPU.
     cache_rows: int | None = None
-    """Records in the cache. None without `cache_bytes`: a few batches on a GPU, no cache on a CPU."""
     cache_bytes: int | None = None
     cache_policy: str = "lfu"
+    # Names in `describe` that a file at `path` must agree with, since the user gave them.
     asked: frozenset[str] = field(default=frozenset(), compare=False)
-    """Names in `describe` that a file at `path` must agree with, since the user gave them."""
-    read_only: bool = False
-    """The file of a disk table is neither locked nor changed."""
+    read_only: bool = False  # the file of a disk table is neither locked nor changed
+    # `n_rows` and `path` are those of the rank `shard_rank`, which holds every n-th row; `padding_idx` and
+    # first weights are those of the row in the whole table.
     shard_rank: int = 0
     n_shards: int = 1
-    """Ranks that the rows are sharded across. `n_rows` and `path` are those of the rank `shard_rank`, which
-    holds every n-th row; `padding_idx` and first weights are those of the row in the whole table."""
 
     def __post_init__(self) -> None:
         if self.n_rows < 1 or self.dim < 1:
@@ -105,16 +104,13 @@ class Config:
 def build_config(
     num_embeddings: Any,
     embedding_dim: Any,
-    padding_idx: int | None = None,
+    padding_idx: int | None,
     *,
-    storage: str = "host",
-    path: str | Path | None = None,
-    dtype: torch.dtype | None = None,
-    init: Any = None,
-    seed: int | None = None,
-    cache_rows: int | None = None,
-    cache_bytes: int | None = None,
-    cache_policy: str = "lfu",
+    path: str | Path | None,
+    dtype: torch.dtype | None,
+    init: Any,
+    seed: int | None,
+    **others: Any,
 ) -> Config:
     """Validate the arguments of an embedding module."""
     if isinstance(num_embeddings, Tensor):
@@ -133,16 +129,13 @@ def build_config(
         n_rows=n_rows,
         dim=as_integer("embedding_dim", embedding_dim),
         dtype=torch.get_default_dtype() if dtype is None else dtype,
-        storage=storage,
         path=None if path is None else Path(path).absolute(),
         init=initializers.parse("normal" if init is None else init),
         # Drawn as torch draws first weights: repeatable with torch.manual_seed, different for every table.
         seed=int(torch.randint(1 << 62, (), device="cpu")) if seed is None else as_integer("seed", seed),
         padding_idx=padding_idx,
-        cache_rows=cache_rows,
-        cache_bytes=cache_bytes,
-        cache_policy=cache_policy,
         asked=frozenset(name for name, value in given.items() if value is not None) | {"padding_idx"},
+        **others,
     )
     initializers.check_fits(config.init, config.dtype)
     return config

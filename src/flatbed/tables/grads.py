@@ -30,14 +30,11 @@ class RowGrads:
 
     rows: Tensor
     grads: Tensor
-    task: int = -1
-    """The backward pass that recorded it."""
-    shared: bool = False
-    """True if it is the mean over all ranks already."""
+    task: int = -1  # the backward pass that recorded it
+    shared: bool = False  # True if it is the mean over all ranks already
+    # The lookup that the rows are of; for a sum over several lookups one that stands for all, or None.
     batch: LookupBatch | None = None
-    """The lookup that the rows are of; for a sum over several lookups one that stands for all, or None."""
-    captured: bool = False
-    """True if it is part of a CUDA graph."""
+    captured: bool = False  # True if it is part of a CUDA graph
 
     @staticmethod
     def empty(store: RowStore) -> RowGrads:

@@ -50,20 +50,14 @@ class RowStore:
         self.config = config
         self.device = device
         self.record = Record((config.weight,))
-        self.scalars: dict[str, Any] = {}
-        """Optimizer state that is one number per table, as it was saved."""
-        self.optimizer: str | None = None
-        """Class of the optimizer that the state is of; None if that is not known."""
+        self.scalars: dict[str, Any] = {}  # optimizer state that is one number per table
+        self.optimizer: str | None = None  # class of the optimizer that the state is of, if known
+        # False for state that was loaded or copied: the first optimizer with the same fields continues it.
         self.state_owned = True
-        """True if the state belongs to an optimizer of this process. State that was loaded or copied does
-        not: the first optimizer with the same fields continues with it."""
-        self.version = 0
-        """Number of changes of fields, size, device or memory: views of an earlier version are stale."""
+        self.version = 0  # changes of fields, size, device or memory: views of an earlier version are stale
         self._laid_out = -1  # the version that `ensure_layout` has seen to
-        self.writes = 0
-        """Number of operations that may have changed rows."""
-        self.cache: Cache | None = None
-        """Hot records on the computing device; made by `ensure_cache`."""
+        self.writes = 0  # operations that may have changed rows
+        self.cache: Cache | None = None  # hot records on the computing device; made by `ensure_cache`
         self._cache_serves = 0  # ids that the cache was found large enough for, or cannot be larger
         self._captured: list[Any] = []  # memory that CUDA graphs still use
         self._storage: Storage | None = None

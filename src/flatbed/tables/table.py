@@ -42,28 +42,19 @@ class Table(TableParameter):
     Optimizers of `flatbed.optim` update it (`flatbed.optim.from_torch` takes any elementwise class of torch).
     """
 
-    _store: RowStore
-    """The rows of this rank: all of them, unless the table is sharded."""
-    _shards: RowShards | None
-    """The division of rows among ranks; None if this rank holds all of them."""
-    _local_rows: RowIO
-    """Access to the rows of this rank."""
-    _rows: RowIO | ShardedRowIO
-    """Access to all rows: with several ranks of a sharded table, a collective."""
+    _store: RowStore  # rows of this rank: all of them, unless the table is sharded
+    _shards: RowShards | None  # division of rows among ranks; None if this rank holds all of them
+    _local_rows: RowIO  # access to the rows of this rank
+    _rows: RowIO | ShardedRowIO  # access to all rows: with several ranks of a sharded table, a collective
     _grads: GradAccumulator
     _deferred_checks: DeferredIdChecks
-    _prefetched: list[LookupBatch]
-    """Prefetched lookups of the current batch."""
+    _prefetched: list[LookupBatch]  # prefetched lookups of the current batch
     replicate: bool
-    _exchanges: int
-    """Number of comparisons with other replicas: each one takes other rows as its sample."""
-    _agreed: weakref.ref[Any] | None
-    """The optimizer that the ranks of a sharded table have compared."""
+    _exchanges: int  # comparisons with other replicas so far: each one takes other rows as its sample
+    _agreed: weakref.ref[Any] | None  # the optimizer that the ranks of a sharded table have compared
     _owner_ref: weakref.ref[Any] | None
-    _last_training: bool
-    """The mode of the last lookup with gradient: True for training, False for evaluation."""
-    _orphaned: bool | None
-    """The mode of the lookup whose gradients were recorded while no optimizer had the table, if any."""
+    _last_training: bool  # mode of the last lookup with gradient: True for training, False for evaluation
+    _orphaned: bool | None  # mode of a lookup whose gradients were recorded while no optimizer had the table
 
     def __new__(
         cls,
