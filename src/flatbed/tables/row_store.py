@@ -115,7 +115,7 @@ class RowStore:
     def ensure_layout(self) -> Storage:
         """Allocate or move rows if needed, and return their storage. A cache may have newer rows: `flush`."""
         storage = self._storage
-        if storage is None or self._laid_out != self.version or self._is_forked:
+        if storage is None or self._laid_out != self.version or os.getpid() != self._process:
             self.check_process()
             with self._lock:
                 storage = self._allocate_or_move()
