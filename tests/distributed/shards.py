@@ -18,7 +18,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flatbed
@@ -120,6 +119,8 @@ def every_storage_and_optimizer(folder: Path) -> None:
     rprop = lambda params, lr, **options: optim.from_torch(torch.optim.Rprop, params, lr=lr, **options)  # noqa: E731
     for storage in ("host", "disk", "device"):
         assert_as_one_process(folder, optim.Adam, storage=storage)
+    if dist.get_world_size() > 2:
+        return
     assert_as_one_process(folder, optim.SGD, momentum=0.9, weight_decay=0.1)
     assert_as_one_process(folder, optim.SGD, storage="disk")
     for make in (optim.Adagrad, optim.SparseAdam, optim.RowwiseAdagrad, rprop):
@@ -130,14 +131,15 @@ def every_storage_and_optimizer(folder: Path) -> None:
 def bags_accumulation_and_unused_tables(folder: Path) -> None:
     adam = flatbed.optim.Adam
     bag = flatbed.EmbeddingBag
-    for mode in ("mean", "sum"):
-        assert_as_one_process(folder, adam, kind=bag, mode=mode)
+    assert_as_one_process(folder, adam, kind=bag, mode="mean")
+    for unused in (0, dist.get_world_size() - 1):
+        assert_as_one_process(folder, adam, unused=unused)
+    if dist.get_world_size() > 2:
+        return
     offsets: Output = lambda module, ids: module(ids.flatten(), torch.arange(0, ids.numel(), 3))  # noqa: E731
     assert_as_one_process(folder, flatbed.optim.SGD, kind=bag, output=offsets)
     assert_as_one_process(folder, flatbed.optim.SGD, accumulate=True)
     assert_as_one_process(folder, adam, accumulate=True, storage="disk")
-    for unused in (0, dist.get_world_size() - 1):
-        assert_as_one_process(folder, adam, unused=unused)
     assert_as_one_process(folder, adam, dtype=torch.bfloat16)
     assert_as_one_process(folder, adam, dtype=torch.float64, kind=bag)
 
@@ -293,7 +295,7 @@ def growth(folder: Path) -> None:
 def random_operations(folder: Path) -> None:
     """Any sequence of operations leaves a sharded table and one that holds all rows with the same bits."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    for number, storage in enumerate(("host", "disk", "device")):
+    for number, storage in enumerate(("host", "disk", "device") if world == 2 else ("disk",)):
         shared = torch.Generator().manual_seed(number)  # what all ranks do next
         paths = [folder / f"walk-{world}-{name}" for name in ("sharded.bed", f"{rank}.whole")]
         given = [{"path": path} if storage == "disk" else {} for path in paths]
@@ -347,49 +349,6 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = self.head(self.emb(ids))
         return out
-
-
-def norms_beside_ddp(_: Path) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    sgd, adam = flatbed.optim.SGD, flatbed.optim.Adam
-    for make, options in ((sgd, {}), (adam, {}), (adam, {"shard_state": True})):
-        model, whole = Model(shard="row"), Model(replicate=False)
-        called = DDP(model)
-        optimizers = [
-            make(model, lr=0.05, max_norm=0.5, **options),
-            make(whole, lr=0.05, max_norm=0.5),
-        ]
-        for step in range(STEPS):
-            called(ids_of(step, rank)).pow(2).sum().backward()
-            for other in range(world):
-                (whole(ids_of(step, other)).pow(2).sum() / world).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            norms = [optimizer.grad_norm for optimizer in optimizers]
-            torch.testing.assert_close(*norms)
-            assert_equal_on_all_ranks(norms[0].reshape(1))
-            assert_equal_on_all_ranks(model.head.weight.detach())
-        torch.testing.assert_close(model.emb.read_rows(EVERY), whole.emb.read_rows(EVERY))
-    assert_raises(lambda: nn.utils.clip_grad_norm_(model.emb.parameters(), 1.0), "max_norm=")
-
-
-def norms_beside_fsdp2(_: Path) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model, whole = Model(shard="row"), Model(replicate=False)
-    fully_shard(model, ignored_params=set(flatbed.tables(model)))
-    optimizers = [flatbed.optim.AdamW(one, lr=0.05, max_norm=0.5) for one in (model, whole)]
-    for step in range(STEPS):
-        model(ids_of(step, rank)).pow(2).sum().backward()
-        for other in range(world):
-            (whole(ids_of(step, other)).pow(2).sum() / world).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        norms = [optimizer.grad_norm for optimizer in optimizers]
-        torch.testing.assert_close(*norms)
-        assert_equal_on_all_ranks(norms[0].reshape(1))
-    torch.testing.assert_close(model.emb.read_rows(EVERY), whole.emb.read_rows(EVERY))
 
 
 def overflows(_: Path) -> None:
@@ -538,6 +497,8 @@ def refused(folder: Path) -> None:
     ]
     for action in actions:
         assert_raises(action, "ranks share this one")
+    emb([1]).sum().backward()
+    assert_raises(lambda: nn.utils.clip_grad_norm_(emb.parameters(), 1.0), "max_norm=")
     alone = [dist.new_group([one]) for one in range(world)][rank]
     assert_raises(lambda: flatbed.Embedding(ROWS, DIM, shard="row", process_group=alone), "replicate=False")
     with pytest.raises(ValueError, match="replicate=False"):
@@ -598,8 +559,6 @@ SCENARIOS = [
     search,
     growth,
     random_operations,
-    norms_beside_ddp,
-    norms_beside_fsdp2,
     overflows,
     several_tables_and_groups,
     bad_ids_on_one_rank,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -101,22 +100,6 @@ def test_bags_by_kernels(mode: str, call: str, padding: int | None, last: bool, 
     check(mode, call, padding, last, kernel_device)
 
 
-def test_ids_and_offsets_of_any_kind() -> None:
-    ours, theirs = both(mode="sum")
-    ids, offsets = torch.tensor([3, 1, 1, 19]), torch.tensor([0, 2])
-    expected = theirs(ids, offsets)
-    kinds: list[Any] = [ids.numpy(), ids.tolist(), ids.int(), ids.to(torch.uint8), ids.numpy().astype(">u4")]
-    for given in kinds:
-        for starts in (
-            offsets,
-            offsets.int(),
-            offsets.numpy(),
-            offsets.tolist(),
-            np.array([0, 2], np.uint16),
-        ):
-            assert torch.equal(ours(given, starts), expected)
-
-
 def test_wrong_arguments_raise() -> None:
     ours, theirs = both(mode="sum")
     with pytest.raises(ValueError, match="found"):
@@ -138,12 +121,6 @@ def test_wrong_arguments_raise() -> None:
         with pytest.raises(NotImplementedError, match="per_sample_weights"):
             other(torch.tensor([[1, 2]]), None, torch.ones(1, 2))
     assert ours.table.grad is None
-
-
-def test_repr_and_attributes() -> None:
-    bag = flatbed.EmbeddingBag(3, 2, padding_idx=-1, mode="max", include_last_offset=True)
-    assert repr(bag) == "EmbeddingBag(3, 2, padding_idx=2, storage='host', mode='max')"
-    assert bag.include_last_offset
 
 
 def test_freezing_leaves_the_sample_weights_their_gradient() -> None:

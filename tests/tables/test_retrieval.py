@@ -150,6 +150,7 @@ def test_queries_keep_their_shape_and_need_no_tensor() -> None:
     queries = torch.randn(2, 3, 4, requires_grad=True)
     values, ids = emb.topk(queries, 6)
     assert values.shape == ids.shape == (2, 3, 6)
+    assert emb.topk(queries[:0], 6)[0].shape == (0, 3, 6)
     assert not values.requires_grad
     alone = emb.topk(queries[1, 2].tolist(), 6)
     torch.testing.assert_close(alone, (values[1, 2], ids[1, 2]))
@@ -184,7 +185,6 @@ def test_a_row_of_zeros_has_cosine_zero() -> None:
     [
         (torch.ones(2, 5), 1, {}, ValueError, r"\(n, 4\).*found shape \(2, 5\)"),
         (torch.tensor(1.0), 1, {}, ValueError, r"found shape \(\)"),
-        (torch.ones(0, 4), 1, {}, ValueError, r"at least one query; found shape \(0, 4\)"),
         (torch.ones(2, 4).long(), 1, {}, TypeError, "found torch.int64"),
         ("queries", 1, {}, TypeError, "found str"),
         (torch.ones(2, 4), 10, {}, ValueError, "between 1 and 9.*padding_idx; found 10"),
@@ -285,8 +285,8 @@ def test_an_export_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("freeze", [False, True])
-def test_to_torch(storage: str, freeze: bool, tmp_path: Path) -> None:
+def test_to_torch(storage: str, tmp_path: Path) -> None:
+    freeze = storage == "host"
     weight = torch.randn(40, 6)
     emb = Setup(storage, "cpu", tmp_path).embedding(weight, padding_idx=3).requires_grad_(not freeze)
     made = emb.eval().to_torch()
@@ -298,8 +298,7 @@ def test_to_torch(storage: str, freeze: bool, tmp_path: Path) -> None:
     assert torch.equal(emb.read_rows(range(40)), weight)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("include_last_offset", [False, True])
+@pytest.mark.parametrize(("mode", "include_last_offset"), [("sum", False), ("mean", True)])
 def test_bags_to_torch(mode: str, include_last_offset: bool) -> None:
     bag = flatbed.EmbeddingBag(40, 6, padding_idx=0, mode=mode, include_last_offset=include_last_offset)
     made = bag.to_torch()

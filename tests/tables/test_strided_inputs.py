@@ -145,21 +145,8 @@ def test_topk(form: str, make: Make, where: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", [flatbed.Embedding, flatbed.EmbeddingBag])
 @pytest.mark.parametrize("form", QUERIES)
-def test_from_pretrained(form: str, kind: Any, where: str) -> None:
+def test_from_pretrained(form: str, where: str) -> None:
     weights = QUERIES[form](torch.linspace(-1, 1, 4 * DIM).view(4, DIM))
-    emb = kind.from_pretrained(weights, device=where)
+    emb = flatbed.Embedding.from_pretrained(weights, device=where)
     assert torch.equal(emb.read_rows(range(len(weights))).cpu(), weights)
-
-
-@on_all
-def test_warm(form: str, make: Make, where: str) -> None:
-    ids = FORMS[form](IDS.to(where))
-    emb = make()
-    before = emb.read_rows(range(N_ROWS))
-    emb.table.warm(ids, strided(torch.ones(plain(ids).numel())))
-    assert torch.equal(emb.read_rows(range(N_ROWS)), before)
-    emb(plain(ids).to(where))
-    if "cache" in emb.extra_repr() and where != "cpu":
-        assert emb.table.cache_stats().misses == len(plain(ids).unique())  # of `warm`

@@ -15,7 +15,7 @@ from flatbed.tables.record import WEIGHT, Record
 from flatbed.tables.saving import TableFile, inspect, read_into
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.format import is_disk_table
-from flatbed.tables.table import Table, make
+from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import as_path, check_tensors
 
 
@@ -52,7 +52,7 @@ def load_table(
                 f'{path} is the file of a table with storage="disk" and opens in place; found '
                 f"storage={storage!r}, to={to}: leave both out, or load a copy made by table.save"
             )
-        table = make(_config_of_disk_table(path, read_only=read_only), device, replicate=replicate)
+        table = Table(_config_of_disk_table(path, read_only=read_only), device=device, replicate=replicate)
         table.requires_grad_(not read_only)
         return table
     if read_only and path.exists():
@@ -64,7 +64,7 @@ def load_table(
         raise FlatbedError(f"{target} exists already: load it, choose another path, or delete it first")
     with _in_checkpoint(path, name) if _is_checkpoint(path) else nullcontext(path) as file:
         found = inspect(file)
-        table = make(found.config(storage, target), device, replicate=replicate)
+        table = Table(found.config(storage, target), device=device, replicate=replicate)
         read_into(table, found)
     return table
 

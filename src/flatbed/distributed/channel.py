@@ -44,10 +44,8 @@ class Header:
     """The statements of all ranks at the beginning of an exchange, in rank order."""
 
     states: list[int]
-    counts: list[int]
-    """The count that each rank has for this one."""
-    numbers: list[int]
-    """The exchange ahead of time that each rank would use; 0 for none."""
+    counts: list[int]  # the count that each rank has for this one
+    numbers: list[int]  # the exchange ahead of time that each rank would use; 0 for none
 
 
 class Channel:
@@ -66,11 +64,10 @@ class Channel:
         self._gloo = _gloo_of(parent, number)
         self.n_exchanges = 0
         self._n_tables = 0
+        # They return an error to raise if another rank is known never to answer a header.
         self.watchers: list[Callable[[], BaseException | None]] = []
-        """Return an error to raise if another rank is known never to answer a header."""
         self.loaders: list[Channel] = []
-        self.is_free = False
-        """Of a loader's channel: no loop uses it, and the last one ended on all ranks."""
+        self.is_free = False  # of a loader's channel: no loop uses it, and the last one ended on all ranks
 
     @staticmethod
     def of(parent: Any) -> Channel:

@@ -62,14 +62,10 @@ def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
 class Route:
     """Rows of this rank's lookup in the order of their owners."""
 
-    order: Tensor
-    """Positions of the rows, sorted by owner; the row -1 is left out."""
-    rows: Tensor
-    """Rows within their owners' parts, in this order."""
-    counts: list[int]
-    """Number of rows of each owner."""
-    n_rows: int
-    """Number of rows, with the row -1."""
+    order: Tensor  # positions of the rows, sorted by owner; the row -1 is left out
+    rows: Tensor  # rows within their owners' parts, in this order
+    counts: list[int]  # number of rows of each owner
+    n_rows: int  # number of rows, with the row -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +73,10 @@ class Exchanged:
     """A route that ranks have exchanged: rows that this rank asks for, and rows that it is asked for."""
 
     route: Route
-    rows: Tensor
-    """Rows of this rank's part that all ranks ask for, in rank order."""
-    counts: list[int]
-    """Number of rows that each rank asks for."""
-    is_idle: bool = False
-    """True if no rank has anything to exchange."""
-    number: int = 0
-    """Of an exchange ahead of time: the same number on all ranks, and on no other exchange."""
+    rows: Tensor  # rows of this rank's part that all ranks ask for, in rank order
+    counts: list[int]  # number of rows that each rank asks for
+    is_idle: bool = False  # True if no rank has anything to exchange
+    number: int = 0  # of an exchange ahead of time: the same on all ranks, and on no other exchange
 
 
 class RowShards:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flatbed.distributed.dtensor import ShardGroups
 from flatbed.kernels.step import Scaling
 from flatbed.rule import Group
-from flatbed.tables.replicas import any_replica
+from flatbed.tables.sharding import any_replica
 from flatbed.tables.table import Table
 
 

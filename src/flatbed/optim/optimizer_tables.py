@@ -17,6 +17,7 @@ from flatbed.optim.table_step import TableSlot, TableStepper
 from flatbed.rule import Group, Rule
 from flatbed.tables.grads import RowGrads
 from flatbed.tables.record import Field
+from flatbed.tables.sharding import exchange_grads
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class OptimizerTables:
             table = slot.table
             table._grads.check_capture(capturing)
             if several:
-                table._exchange_grads()
+                exchange_grads(table)
             if not table._needs_grad:
                 table._grads.clear()
             packs.append(table._grads.packed())

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import glob
-import inspect
 import operator
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +17,6 @@ from flatbed.kernels.cache import POLICIES
 from flatbed.tables import initializers
 from flatbed.tables.record import NAMES, WEIGHT, Field
 
-P = ParamSpec("P")
 STORAGES = ("host", "disk", "device")
 
 
@@ -36,24 +32,21 @@ class Config:
     init: initializers.Init
     seed: int
     padding_idx: int | None
+    # Records in the cache. None without `cache_bytes`: a few batches on a GPU, no cache on a CPU.
     cache_rows: int | None = None
-    """Records in the cache. None without `cache_bytes`: a few batches on a GPU, no cache on a CPU."""
     cache_bytes: int | None = None
     cache_policy: str = "lfu"
+    # Names in `describe` that a file at `path` must agree with, since the user gave them.
     asked: frozenset[str] = field(default=frozenset(), compare=False)
-    """Names in `describe` that a file at `path` must agree with, since the user gave them."""
-    read_only: bool = False
-    """The file of a disk table is neither locked nor changed."""
+    read_only: bool = False  # the file of a disk table is neither locked nor changed
+    # `n_rows` and `path` are those of the rank `shard_rank`, which holds every n-th row; `padding_idx` and
+    # first weights are those of the row in the whole table.
     shard_rank: int = 0
     n_shards: int = 1
-    """Ranks that the rows are sharded across. `n_rows` and `path` are those of the rank `shard_rank`, which
-    holds every n-th row; `padding_idx` and first weights are those of the row in the whole table."""
 
     def __post_init__(self) -> None:
         if self.n_rows < 1 or self.dim < 1:
             raise ValueError(f"a table has at least one row and one column; found {self.n_rows} × {self.dim}")
-        if self.n_rows * self.dim >= 1 << 56:
-            raise ValueError(f"a table of {self.n_rows} × {self.dim} is larger than any memory")
         if self.dtype not in NAMES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, NAMES))}; found {self.dtype!r}")
         if self.storage not in STORAGES:
@@ -64,21 +57,15 @@ class Config:
                 f"found storage={self.storage!r}, path={self.path}"
             )
         if self.path is not None and self.path.suffix in (".new", ".journal"):
-            raise ValueError(
-                f"{self.path.suffix} is the ending of files that flatbed makes beside a table's; found path="
-                f"{self.path}: choose another one, items.bed for example"
-            )
+            raise ValueError(f"{self.path.suffix} is the ending of files of flatbed; found path={self.path}")
         if self.path is not None and not self.path.absolute().parent.is_dir():
             raise FlatbedError(f"there is no folder {self.path.absolute().parent}: make it first")
-        self._check_cache()
-
-    def _check_cache(self) -> None:
         if self.cache_rows is not None and self.cache_bytes is not None:
             raise ValueError(
                 f"give cache_rows or cache_bytes, not both; found {self.cache_rows} and {self.cache_bytes}"
             )
         for name, value in (("cache_rows", self.cache_rows), ("cache_bytes", self.cache_bytes)):
-            if value is not None and value < 0:
+            if value is not None and as_integer(name, value) < 0:
                 raise ValueError(f"{name} is 0 (no cache) or more; found {value}")
             if value and self.storage == "device":
                 raise ValueError(f'{name}={value}: a table with storage="device" needs no cache')
@@ -117,16 +104,13 @@ class Config:
 def build_config(
     num_embeddings: Any,
     embedding_dim: Any,
-    padding_idx: int | None = None,
+    padding_idx: int | None,
     *,
-    storage: str = "host",
-    path: str | Path | None = None,
-    dtype: torch.dtype | None = None,
-    init: Any = None,
-    seed: int | None = None,
-    cache_rows: int | None = None,
-    cache_bytes: int | None = None,
-    cache_policy: str = "lfu",
+    path: str | Path | None,
+    dtype: torch.dtype | None,
+    init: Any,
+    seed: int | None,
+    **others: Any,
 ) -> Config:
     """Validate the arguments of an embedding module."""
     if isinstance(num_embeddings, Tensor):
@@ -145,17 +129,16 @@ def build_config(
         n_rows=n_rows,
         dim=as_integer("embedding_dim", embedding_dim),
         dtype=torch.get_default_dtype() if dtype is None else dtype,
-        storage=storage,
         path=None if path is None else Path(path).absolute(),
         init=initializers.parse("normal" if init is None else init),
         # Drawn as torch draws first weights: repeatable with torch.manual_seed, different for every table.
         seed=int(torch.randint(1 << 62, (), device="cpu")) if seed is None else as_integer("seed", seed),
         padding_idx=padding_idx,
         asked=frozenset(name for name, value in given.items() if value is not None) | {"padding_idx"},
+        **others,
     )
-    empty = torch.empty((0, config.dim), dtype=config.dtype, device="cpu")
-    initializers.fill_(empty, first_row=0, init=config.init, seed=config.seed)  # raises if init does not fit
-    return with_cache(config, cache_rows, cache_bytes, cache_policy)
+    initializers.check_fits(config.init, config.dtype)
+    return config
 
 
 def part_of(config: Config, rank: int, n_ranks: int, n_rows: int) -> Config:
@@ -179,26 +162,6 @@ def part_of(config: Config, rank: int, n_ranks: int, n_rows: int) -> Config:
     return replace(config, n_rows=n_rows, path=path, shard_rank=rank, n_shards=n_ranks)
 
 
-def check_file(config: Config, resume: bool | None) -> None:
-    """Raise unless the file of a disk table exists as `resume` says; None: it may or may not."""
-    if resume not in (None, True, False):
-        raise TypeError(f"resume must be True, False or None; found {resume!r}")
-    path = config.path
-    if path is None and resume is not None:
-        raise ValueError(f'resume is for storage="disk"; found resume={resume}, storage={config.storage!r}')
-    if path is not None and resume is True and not path.exists():
-        raise FlatbedError(f"there is no table at {path}, and resume=True: check the path")
-    if path is not None and resume is False and path.exists():
-        raise FlatbedError(f"{path} exists, and resume=False: choose another path, or delete the file first")
-
-
-def with_cache(config: Config, cache_rows: int | None, cache_bytes: int | None, cache_policy: str) -> Config:
-    """Return the same table with another cache."""
-    rows = None if cache_rows is None else as_integer("cache_rows", cache_rows)
-    nbytes = None if cache_bytes is None else as_integer("cache_bytes", cache_bytes)
-    return replace(config, cache_rows=rows, cache_bytes=nbytes, cache_policy=cache_policy)
-
-
 WITHOUT = {
     "sparse": "gradients of a table have the rows of the batch alone: leave it out",
     "max_norm": "rows are not renormalised at lookup: leave it out; an optimizer's max_norm clips gradients",
@@ -208,22 +171,6 @@ WITHOUT = {
     "_freeze": "use emb.requires_grad_(False)",
 }
 """Arguments of torch's embeddings that tables do not have, and the remedy."""
-
-
-def explained(init: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a module's constructor so that unknown arguments raise with a remedy."""
-    known = [name for name in inspect.signature(init).parameters if name != "self"]
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                kind = type(args[0]).__name__
-                hint = WITHOUT.get(name, f"it has {', '.join(known)}")
-                raise TypeError(f"flatbed.{kind} has no argument {name!r}: {hint}")
-        init(*args, **kwargs)
-
-    return checked
 
 
 def as_integer(name: str, value: Any) -> int:
@@ -239,7 +186,7 @@ def device_of(device: Any) -> torch.device:
     try:
         found = torch.get_default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f'device must be "cpu", "cuda" or "cuda:1", for example; found {device!r}') from None
+        raise ValueError(f'device must be "cpu", "cuda" or "cuda:1"; found {device!r}') from None
     check_device(found)
     if found.type == "cpu":
         return torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,7 +111,10 @@ def rebuild(
 
 
 def _fill(table: Table, record: Record, fill: Fill, scalars: dict[str, float]) -> None:
-    table._store.replace_rows(record, fill, fields=[f.name for f in record.fields], scalars=scalars)
+    fields = [field.name for field in record.fields]
+    with ExitStack() as undo:
+        doing = "copying the table"
+        table._store.begin_replace(record, fill, fields=fields, scalars=scalars, doing=doing, undo=undo)()
     table._store.adopt_state(scalars)
 
 

@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flatbed.cuda.host_memory import available_bytes
-from flatbed.distributed.row_shards import RowShards
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
-from flatbed.tables.config import Config, build_config, check_file, explained
+from flatbed.tables.config import WITHOUT, Config, build_config
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, needs_grad, prepare_lookup
 from flatbed.tables.parameter import NOT_EXPORTED
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.sharding import shard_config
 from flatbed.tables.storage.base import row_blocks
-from flatbed.tables.table import Table, make
+from flatbed.tables.table import Table
 from flatbed.tables.view import SavedWeight, WeightView
 
 if TYPE_CHECKING:
@@ -46,7 +45,51 @@ class TableModule(nn.Module):
     sparse = False
     """Options of torch's modules that tables do not have."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        storage: str = "host",
+        path: str | Path | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        init: Any = None,
+        seed: int | None = None,
+        resume: bool | None = None,
+        replicate: bool = True,
+        shard: str | None = None,
+        mesh: DeviceMesh | None = None,
+        process_group: Any = None,
+        cache_rows: int | None = None,
+        cache_bytes: int | None = None,
+        cache_policy: str = "lfu",
+        **unknown: Any,
+    ) -> None:
+        for name in unknown:
+            hint = WITHOUT.get(name, "see help(flatbed.Embedding)")
+            raise TypeError(f"flatbed.{type(self).__name__} has no argument {name!r}: {hint}")
+        config = build_config(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            storage=storage,
+            path=path,
+            dtype=dtype,
+            init=init,
+            seed=seed,
+            cache_rows=cache_rows,
+            cache_bytes=cache_bytes,
+            cache_policy=cache_policy,
+        )
+        config, shards = shard_config(
+            config, shard, replicate=replicate, mesh=mesh, process_group=process_group
+        )
+        _check_resume(config, resume)
+        self._hold(Table(config, device=device, replicate=replicate or shards is not None, shards=shards))
+
+    def _hold(self, table: Table) -> None:
         nn.Module.__init__(self)  # that of nn.Embedding would allocate all rows
         self._parameters[WEIGHT] = table
 
@@ -173,7 +216,7 @@ class TableModule(nn.Module):
                 f"from_table takes a flatbed.Table; found {type(table).__name__} (weights: from_pretrained)"
             )
         made = cls.__new__(cls)
-        TableModule.__init__(made, table)
+        made._hold(table)
         made._set_options(**options)
         return made
 
@@ -189,13 +232,10 @@ class TableModule(nn.Module):
             )
         if "init" in options:
             raise TypeError(f"from_pretrained takes no init; found init={options['init']!r}")
-        path = options.get("path")
-        if path is not None and Path(path).exists():
-            raise FlatbedError(f"{path} exists, and from_pretrained would overwrite it: choose another path")
-        if path is not None:
+        if options.get("path") is not None:
             options["resume"] = False
-        make: Any = cls
         options = {"dtype": weights.dtype, "device": weights.device, **options}
+        make: Any = cls
         made: Self = make(*weights.shape, padding_idx, init="zeros", **options)
         write_field(made.table, WEIGHT, weights)
         return made.requires_grad_(not freeze)
@@ -210,20 +250,23 @@ torch_embedding: Any = nn.Embedding
 torch_embedding_bag: Any = nn.EmbeddingBag
 
 
-def _open_table(
-    config: Config, device: Any, *, replicate: bool, shards: RowShards | None, resume: bool | None
-) -> Table:
-    """Make a table, or open its file. With ``resume=None``, an opened file is named once, on stderr."""
-    check_file(config, resume)
-    table = make(config, device, replicate=replicate or shards is not None, shards=shards)
+def _check_resume(config: Config, resume: bool | None) -> None:
+    """Raise unless a disk table's file exists as `resume` says. With None, an existing file is named once."""
     path = config.path
-    if path is not None and resume is None and table._store.is_allocated and path not in _announced:
+    if path is None:
+        if resume is not None:
+            raise ValueError(
+                f'resume is for storage="disk"; found resume={resume}, storage={config.storage!r}'
+            )
+    elif resume is not None and bool(resume) != path.exists():
+        found = "exists: choose another path, or delete the file" if path.exists() else "is missing"
+        raise FlatbedError(f"resume={resume}, and {path} {found}")
+    elif resume is None and path.exists() and path not in _announced:
         _announced.add(path)
         note(
             f"{path} exists: the table has its rows instead of new ones (resume=True silences this, "
             f"resume=False refuses the file)"
         )
-    return table
 
 
 class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
@@ -258,52 +301,12 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
     >>> optimizer.step()
     """
 
-    @explained
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        *,
-        storage: str = "host",
-        path: str | Path | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        init: Any = None,
-        seed: int | None = None,
-        resume: bool | None = None,
-        replicate: bool = True,
-        shard: str | None = None,
-        mesh: DeviceMesh | None = None,
-        process_group: Any = None,
-        cache_rows: int | None = None,
-        cache_bytes: int | None = None,
-        cache_policy: str = "lfu",
-    ) -> None:
-        config = build_config(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            storage=storage,
-            path=path,
-            dtype=dtype,
-            init=init,
-            seed=seed,
-            cache_rows=cache_rows,
-            cache_bytes=cache_bytes,
-            cache_policy=cache_policy,
-        )
-        config, shards = shard_config(
-            config, shard, replicate=replicate, mesh=mesh, process_group=process_group
-        )
-        super().__init__(_open_table(config, device, replicate=replicate, shards=shards, resume=resume))
-
     def to_torch(self) -> nn.Embedding:
         """Copy the weights into an nn.Embedding, in host memory unless the table is on a GPU.
 
         If the table is sharded, all ranks call this, and each gets all rows.
         """
-        weights, freeze = all_weights(self.table), not self.table.requires_grad
+        weights, freeze = whole_field(self.table, WEIGHT, collective=True), not self.table.requires_grad
         made = nn.Embedding.from_pretrained(weights, freeze, self.padding_idx)  # type: ignore[no-untyped-call,unused-ignore]
         return cast(nn.Embedding, made.train(self.training))
 
@@ -337,7 +340,6 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
     mode: str
     include_last_offset: bool
 
-    @explained
     def __init__(
         self,
         num_embeddings: int,
@@ -346,39 +348,10 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         *,
         mode: str = "mean",
         include_last_offset: bool = False,
-        storage: str = "host",
-        path: str | Path | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        init: Any = None,
-        seed: int | None = None,
-        resume: bool | None = None,
-        replicate: bool = True,
-        shard: str | None = None,
-        mesh: DeviceMesh | None = None,
-        process_group: Any = None,
-        cache_rows: int | None = None,
-        cache_bytes: int | None = None,
-        cache_policy: str = "lfu",
+        **options: Any,
     ) -> None:
-        config = build_config(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            storage=storage,
-            path=path,
-            dtype=dtype,
-            init=init,
-            seed=seed,
-            cache_rows=cache_rows,
-            cache_bytes=cache_bytes,
-            cache_policy=cache_policy,
-        )
         _check_mode(mode)
-        config, shards = shard_config(
-            config, shard, replicate=replicate, mesh=mesh, process_group=process_group
-        )
-        super().__init__(_open_table(config, device, replicate=replicate, shards=shards, resume=resume))
+        super().__init__(num_embeddings, embedding_dim, padding_idx, **options)
         self._set_options(mode=mode, include_last_offset=include_last_offset)
 
     def _set_options(self, *, mode: str = "mean", include_last_offset: bool = False) -> None:
@@ -389,7 +362,7 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
     def to_torch(self) -> nn.EmbeddingBag:
         """Copy the weights into an nn.EmbeddingBag: see `Embedding.to_torch`."""
         made = nn.EmbeddingBag.from_pretrained(
-            all_weights(self.table),
+            whole_field(self.table, WEIGHT, collective=True),
             freeze=not self.table.requires_grad,
             mode=self.mode,
             include_last_offset=self.include_last_offset,
@@ -447,37 +420,30 @@ def _check_mode(mode: str) -> None:
         raise ValueError(f"mode must be 'sum', 'mean' or 'max'; found {mode!r}")
 
 
-def whole_field(table: Table, name: str) -> Tensor:
-    """A field of all rows as one contiguous tensor; on the GPU for tables that live there."""
-    table._check_whole("all rows as one tensor")
-    whole = _empty_field(table, name)
-    for start, stop in table._store.field_blocks(name):
-        whole[start:stop] = table._store.read_field(name, start, stop)
-    return whole
+def whole_field(table: Table, name: str, *, collective: bool = False) -> Tensor:
+    """Return a field of all rows as one tensor; on the GPU for tables that live there.
 
-
-def all_weights(table: Table) -> Tensor:
-    """The weights of all rows as one tensor. If the table is sharded, this is a collective."""
-    if table._shards is None:
-        return whole_field(table, WEIGHT)
-    whole = _empty_field(table, WEIGHT)
-    for start, stop in row_blocks(0, table.num_embeddings, table._store.record.nbytes):
-        whole[start:stop] = table._rows.weights(torch.arange(start, stop, device=table._store.device))
-    return whole
-
-
-def _empty_field(table: Table, name: str) -> Tensor:
-    store = table._store
+    With `collective`, all ranks of a sharded table call this for its weights.
+    """
+    if not collective:
+        table._check_whole("all rows as one tensor")
+    store, n_rows = table._store, table.num_embeddings
     field = store.record[name]
-    nbytes = table.num_embeddings * field.nbytes
     on_gpu = store.config.storage == "device" and store.device.type == "cuda"
-    if not on_gpu and nbytes > available_bytes():
+    if not on_gpu and n_rows * field.nbytes > available_bytes():
         raise FlatbedError(
-            f"{name} of this table takes {nbytes / 1e9:.1f} GB, and {available_bytes() / 1e9:.1f} GB are "
-            f"free: write it to a file with table.save(path) or flatbed.save_checkpoint instead"
+            f"{name} of this table takes {n_rows * field.nbytes / 1e9:.1f} GB, and "
+            f"{available_bytes() / 1e9:.1f} GB are free: write it to a file with table.save(path) or "
+            f"flatbed.save_checkpoint instead"
         )
     device = store.device if on_gpu else torch.device("cpu")
-    return torch.empty((table.num_embeddings, field.count), dtype=field.dtype, device=device)
+    whole = torch.empty((n_rows, field.count), dtype=field.dtype, device=device)
+    for start, stop in row_blocks(0, n_rows, store.record.nbytes):
+        if table._shards is None:
+            whole[start:stop] = store.read_field(name, start, stop)
+        else:
+            whole[start:stop] = table.read_rows(torch.arange(start, stop, device="cpu"))
+    return whole
 
 
 @torch.no_grad()
@@ -485,7 +451,7 @@ def write_field(table: Table, name: str, values: Tensor) -> None:
     """Replace a field of all rows; each rank writes the rows that it holds."""
     config = table._store.config
     own = values[config.shard_rank :: config.n_shards]
-    for start, stop in table._store.field_blocks(name):
+    for start, stop in row_blocks(0, config.n_rows, table._store.record.nbytes):
         table._store.write_field(name, start, own[start:stop].detach())
 
 

@@ -53,7 +53,7 @@ def open_storage(config: Config) -> tuple[DiskStorage | ReadOnlyStorage, Config]
     """
     assert config.path is not None
     storage = ReadOnlyStorage(config.path) if config.read_only else DiskStorage.open(config.path)
-    weight, found, about = config.weight, storage.record.weight, storage.meta.get("table", {})
+    weight, about = storage.record.weight, storage.meta.get("table", {})
     rank, n_ranks = about.get("shard", [0, 1])
     if (rank, n_ranks) != (config.shard_rank, config.n_shards):
         storage.close()
@@ -62,19 +62,15 @@ def open_storage(config: Config) -> tuple[DiskStorage | ReadOnlyStorage, Config]
             f'{config.shard_rank} of {config.n_shards}: open it by flatbed.Embedding(…, shard="row") with '
             f"the path that it was made with, on as many ranks"
         )
-    if (storage.n_rows, found.count, found.dtype) != (config.n_rows, weight.count, weight.dtype):
-        storage.close()
-        raise FlatbedError(
-            f"{config.path} holds a table of {storage.n_rows} × {found.count} in {found.dtype}; asked "
-            f"for {config.n_rows} × {weight.count} in {weight.dtype}. Ask for what it holds "
-            f"(flatbed.load_table reads it from the file), or choose another path"
-        )
-    for name, wanted in config.describe().items():
-        if name in config.asked & about.keys() and about[name] != wanted:
+    given = {name: value for name, value in config.describe().items() if name in config.asked & about.keys()}
+    asked = {"size": f"{config.n_rows} × {config.dim}", "dtype": config.dtype, **given}
+    found = {**about, "size": f"{storage.n_rows} × {weight.count}", "dtype": weight.dtype}
+    for name, wanted in asked.items():
+        if found[name] != wanted:
             storage.close()
             raise FlatbedError(
-                f"{config.path} was made with {name}={about[name]}; asked for {wanted}. Ask for what it has "
-                f"(flatbed.load_table reads it from the file), or choose another path"
+                f"{config.path} holds a table with {name}={found[name]}; asked for {wanted}. Ask for what it "
+                f"has (flatbed.load_table reads it from the file), or choose another path"
             )
     if "init" in about:
         config = replace(config, init=initializers.described(about["init"]), seed=int(about["seed"]))
@@ -135,9 +131,8 @@ def warm(cache: Cache, rows: Tensor, counts: Tensor) -> None:
 
 def location_of(storage: Storage, device: torch.device) -> RecordLocation | None:
     """Return where kernels and operations of a device find the records of a storage; None if they cannot."""
-    if not isinstance(storage, MemoryStorage):
+    if storage.memory is None:
         return None
     storage.check()
-    if storage.device == device or (storage.reach == device and use_triton(device)):
-        return RecordLocation(storage.memory)
-    return None
+    is_reached = storage.device == device or (storage.reach == device and use_triton(device))
+    return RecordLocation(storage.memory) if is_reached else None

@@ -18,6 +18,7 @@ from flatbed.kernels.rows import segment_sum, unique
 from flatbed.tables.cache.base import LookupBatch
 
 if TYPE_CHECKING:
+    from flatbed.tables.row_store import RowStore
     from flatbed.tables.table import Table
 
 MAX_PARTS = 16  # recorded parts; more are summed at once
@@ -29,14 +30,18 @@ class RowGrads:
 
     rows: Tensor
     grads: Tensor
-    task: int = -1
-    """The backward pass that recorded it."""
-    shared: bool = False
-    """True if it is the mean over all ranks already."""
+    task: int = -1  # the backward pass that recorded it
+    shared: bool = False  # True if it is the mean over all ranks already
+    # The lookup that the rows are of; for a sum over several lookups one that stands for all, or None.
     batch: LookupBatch | None = None
-    """The lookup that the rows are of; for a sum over several lookups one that stands for all, or None."""
-    captured: bool = False
-    """True if it is part of a CUDA graph."""
+    captured: bool = False  # True if it is part of a CUDA graph
+
+    @staticmethod
+    def empty(store: RowStore) -> RowGrads:
+        """Return gradients of no row."""
+        dtype = torch.promote_types(store.config.dtype, torch.float32)
+        rows = torch.empty(0, dtype=torch.int64, device=store.device)
+        return RowGrads(rows, torch.empty((0, store.config.dim), dtype=dtype, device=store.device))
 
 
 @dataclass(slots=True)
@@ -88,6 +93,15 @@ class GradAccumulator:
             if packed is not None:
                 self.parts = [compacted(packed)]
             return self.parts[0] if self.parts else None
+
+    def unshared(self) -> RowGrads | None:
+        """Return the sum of the parts that ranks have not exchanged, without the row -1."""
+        return GradAccumulator(self.n_rows, [part for part in self.parts if not part.shared]).compact()
+
+    def share(self, mean: RowGrads) -> None:
+        """Replace the parts that ranks have not exchanged by their mean."""
+        mean.shared = True
+        self.parts = [*(part for part in self.parts if part.shared), mean]
 
     def check_capture(self, capturing: bool) -> None:
         """Raise if gradients were recorded inside a captured CUDA graph and are used outside, or reversed."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -86,38 +87,33 @@ def _position(at: int, shape: tuple[int, ...]) -> str:
     return f"position {index[0] if len(index) == 1 else index}"
 
 
-def as_values(values: Any, shape: tuple[int, ...]) -> Tensor:
-    """Return values for rows as a tensor of this shape, on the device they are on."""
+def as_floats(values: Any, name: str, shape: str) -> Tensor:
+    """Return numbers as a tensor, on the device they are on. Errors call them `name`, of `shape`."""
     try:
         given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError):
+        kind = type(values).__name__
         raise TypeError(
-            f"values must be a tensor, an array or lists of numbers, of shape {shape}; found "
-            f"{type(values).__name__}"
+            f"{name} must be a tensor, an array or lists of numbers, {shape}; found {kind}"
         ) from None
-    if tuple(given.shape) != shape:
-        raise ValueError(f"values for these ids must have shape {shape}; found {tuple(given.shape)}")
     if not given.is_floating_point():
-        raise TypeError(f"values must be floating point numbers; found {given.dtype}: convert with .float()")
+        raise TypeError(f"{name} must be floating point numbers; found {given.dtype}: convert with .float()")
     return given
 
 
-def most_used(rows: Tensor, counts: Any, n_rows: int) -> tuple[Tensor, Tensor]:
+def most_used(rows: Tensor, counts: Any) -> tuple[Tensor, Tensor]:
     """Return unique rows, most frequent first, and how often they occur."""
-    check_range(rows, n_rows)
-    rows, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
+    unique, which, times = torch.unique(rows, return_inverse=True, return_counts=True)
     if counts is not None:
         given = torch.as_tensor(counts, dtype=torch.float64, device="cpu").flatten()
-        if len(given) != len(which):
+        if len(given) != len(rows) or not bool((given >= 0).all()):  # nan included
             raise ValueError(
-                f"counts are one per id, none of them negative; found {len(given)} for {len(which)} ids"
+                f"counts are one per id, none of them negative; found {len(given)} for {len(rows)} ids, the "
+                f"smallest {float(given.min()) if len(given) else 0:g}"
             )
-        bad = given[~(given >= 0)]  # nan included
-        if len(bad):
-            raise ValueError(f"counts are one per id, none of them negative; found {bad[0].item():g}")
-        times = torch.zeros(len(rows), dtype=torch.float64).index_add_(0, which, given)
+        times = torch.zeros(len(unique), dtype=torch.float64).index_add_(0, which, given)
     order = times.argsort(descending=True, stable=True)
-    return rows[order], times[order].clamp(min=1)
+    return unique[order], times[order].clamp(min=1)
 
 
 def to_device(ids: Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -168,18 +164,27 @@ class DeferredIdChecks:
 
     def add(self, ids: Tensor, error_slot: Tensor, *, n_rows: int, offset: int = 0) -> None:
         """Remember a lookup; `offset` is subtracted from the recorded position."""
-        self.pending.append(PendingCheck(ids, error_slot, n_rows=n_rows, offset=offset))
+        if not error_slot.is_cuda:
+            self.pending.append(PendingCheck(ids, n_rows, offset, error_slot))
+            return
+        position = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
+        position.copy_(error_slot, non_blocking=True)
+        copied = torch.cuda.current_stream(error_slot.device).record_event()
+        # A copy of the ids: the user may overwrite them.
+        self.pending.append(PendingCheck(ids.clone(), n_rows, offset, position, copied))
 
     def error(self, *, wait: bool) -> IndexError | None:
         """Return the first error that is known; with `wait`, of all lookups. Later lookups are dropped."""
         pending, self.pending = self.pending, []
         for check in pending:
-            if not (wait or check.is_known):
+            if not wait and check.copied is not None and not check.copied.query():  # type: ignore[no-untyped-call,unused-ignore]
                 self.pending.append(check)
                 continue
-            error = check.error()
-            if error is not None:
-                return error
+            if check.copied is not None:
+                check.copied.synchronize()
+            if int(check.position) != NO_ERROR:
+                at = int(check.position) - check.offset
+                return out_of_range(int(check.ids.flatten()[at]), at, tuple(check.ids.shape), check.n_rows)
         return None
 
     # ---- CUDA graphs
@@ -201,15 +206,10 @@ class DeferredIdChecks:
 
     def check_graphs(self) -> None:
         """Raise if a CUDA graph was replayed with ids out of range. Waits for the GPU, if there was one."""
-        if self.graph_slot is not None and self._in_graphs:
-            self._raise_graph_error(int(self.graph_slot))
-
-    def _raise_graph_error(self, position: int) -> None:
-        if position == NO_ERROR:
+        if self.graph_slot is None or not self._in_graphs or int(self.graph_slot) == NO_ERROR:
             return
-        assert self.graph_slot is not None
+        position, n_rows = int(self.graph_slot), self._n_rows
         self.graph_slot.fill_(NO_ERROR)
-        n_rows = self._n_rows
         raise IndexError(
             f"a CUDA graph was replayed with ids out of range for a table of {n_rows} rows "
             f"(0 to {n_rows - 1}), the first of them at position {position} of its lookup: they were "
@@ -217,34 +217,12 @@ class DeferredIdChecks:
         )
 
 
+@dataclass(slots=True)
 class PendingCheck:
     """A lookup of GPU ids; the position of its first bad id is being copied to the host."""
 
-    def __init__(self, ids: Tensor, error_slot: Tensor, *, n_rows: int, offset: int = 0) -> None:
-        self.ids = ids.clone() if ids.is_cuda else ids  # the user may overwrite them
-        self.n_rows, self.offset = n_rows, offset
-        self.position = error_slot
-        self.copied: torch.cuda.Event | None = None
-        if error_slot.is_cuda:
-            self.position = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
-            self.position.copy_(error_slot, non_blocking=True)
-            self.copied = torch.cuda.current_stream(error_slot.device).record_event()
-
-    @property
-    def is_known(self) -> bool:
-        """True if the position is on the host."""
-        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call,unused-ignore]
-
-    def wait(self) -> int:
-        """Return the position of the first bad id, or NO_ERROR."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return int(self.position)
-
-    def error(self) -> IndexError | None:
-        """Return the error to raise, if any. Waits."""
-        position = self.wait()
-        if position == NO_ERROR:
-            return None
-        at = position - self.offset
-        return out_of_range(int(self.ids.flatten()[at]), at, tuple(self.ids.shape), self.n_rows)
+    ids: Tensor
+    n_rows: int
+    offset: int
+    position: Tensor
+    copied: torch.cuda.Event | None = None

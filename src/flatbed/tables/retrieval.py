@@ -21,6 +21,7 @@ from flatbed.kernels import rows as ops
 from flatbed.progress import progress
 from flatbed.tables.config import as_integer
 from flatbed.tables.factory import location_of
+from flatbed.tables.ids import as_floats
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.row_store import RowStore
 from flatbed.tables.storage.base import Storage
@@ -40,32 +41,11 @@ NO_ROW = (1 << 63) - 1  # sorts after all rows of equal score
 AHEAD = 2  # blocks that are being copied to the GPU while one is used
 
 
-def topk(
-    store: RowStore, queries: Any, k: Any, *, metric: str = "dot", chunk_rows: Any = None
-) -> tuple[Tensor, Tensor]:
+def topk(store: RowStore, queries: Any, k: Any, *, metric: str, chunk_rows: Any) -> tuple[Tensor, Tensor]:
     """Find the k rows with the greatest scores: queries (*shape, dim) → values and ids, (*shape, k)."""
-    config, device, padding_idx = store.config, store.device, store.config.local_padding_idx
-    given = _checked_queries(queries, config.dim)
-    k = _checked_k(k, config.n_rows - (padding_idx is not None))
-    _check_metric(metric)
-    dtype = torch.promote_types(torch.promote_types(given.dtype, config.dtype), torch.float32)
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        # A copy, since queries may be a view of a table's weights; contiguous, since torch rounds by strides.
-        flat = given.detach().reshape(-1, config.dim)
-        wanted = flat.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-        if metric == "cosine":
-            wanted = functional.normalize(wanted, eps=EPS)
-        searches = [Search(part, k, metric, padding_idx) for part in torch.split(wanted, MAX_QUERIES)]
-        max_rows = MAX_SCORES[device.type] // len(searches[0].queries)
-        block_rows = None if chunk_rows is None else _checked_chunk(chunk_rows)
-        with progress(f"top {k} of {config.n_rows:,} rows", config.n_rows, "rows") as advance:
-            for first, rows in weight_blocks(store, block_rows):
-                for part, start in _parts(rows, first, max_rows):
-                    for search in searches:
-                        search.add_rows(part, start)
-                advance(len(rows))
-        values = torch.cat([search.values for search in searches], 1).T.contiguous()
-        ids = torch.cat([search.ids for search in searches], 1).T.contiguous()
+    n_rows = store.config.n_rows - (store.config.local_padding_idx is not None)
+    given, k = _checked(queries, k, metric, dim=store.config.dim, n_rows=n_rows)
+    values, ids = _search(store, given.reshape(-1, store.config.dim), k, metric=metric, chunk_rows=chunk_rows)
     shape = (*given.shape[:-1], k)
     return values.view(shape), ids.view(shape)
 
@@ -80,18 +60,19 @@ def sharded_topk(
     """
     config, n_ranks = store.config, shards.n_ranks
     with shards.failing_together(TOPK):
-        given = _checked_queries(queries, config.dim, may_be_empty=True)
-        k = _checked_k(k, shards.n_rows - (config.padding_idx is not None))
-        _check_metric(metric)
+        n_rows = shards.n_rows - (config.padding_idx is not None)
+        given, k = _checked(queries, k, metric, dim=config.dim, n_rows=n_rows)
     flat = given.detach().reshape(-1, config.dim).to(store.device)
     n_own = [len(flat)] * n_ranks
     facts = {"k": k, "metric": metric, "dtype of queries": flat.dtype}
     counts = shards.channel.announce(shards.describe(TOPK), n_own, facts=facts).counts
     asked = shards.all_to_all(flat.repeat(n_ranks, 1), n_own, counts)
     with shards.channel.posting_failures():
-        values, ids = _best_of_part(store, asked, k, metric=metric, chunk_rows=chunk_rows)
-    ids = torch.where(ids < NO_ROW, shards.to_global(ids), NO_ROW)
-    values, ids = (shards.all_to_all(part, counts, n_own) for part in (values, ids))
+        n_found = min(k, config.n_rows - (config.local_padding_idx is not None))
+        values, ids = _search(store, asked, n_found, metric=metric, chunk_rows=chunk_rows)
+    best = values.new_full((len(asked), k), -torch.inf), ids.new_full((len(asked), k), NO_ROW)
+    best[0][:, :n_found], best[1][:, :n_found] = values, shards.to_global(ids)
+    values, ids = (shards.all_to_all(part, counts, n_own) for part in best)
     # (ranks * queries, k) → (queries, ranks * k)
     values, ids = (torch.cat(part.view(n_ranks, -1, k).unbind(), 1) for part in (values, ids))
     ids, order = ids.sort(dim=1)
@@ -100,19 +81,44 @@ def sharded_topk(
     return values[:, :k].reshape(shape), ids.gather(1, order[:, :k]).view(shape)
 
 
-def _best_of_part(
+def _checked(queries: Any, k: Any, metric: str, *, dim: int, n_rows: int) -> tuple[Tensor, int]:
+    given = as_floats(queries, "queries", f"(n, {dim})")
+    if given.dim() < 1 or given.shape[-1] != dim:
+        raise ValueError(f"queries must be (n, {dim}), as rows are; found shape {tuple(given.shape)}")
+    k = as_integer("k", k)
+    if not 1 <= k <= n_rows:
+        raise ValueError(f"k must be between 1 and {n_rows}, the rows besides padding_idx; found {k}")
+    if metric not in METRICS:
+        raise ValueError(f"metric must be one of {', '.join(METRICS)}; found {metric!r}")
+    return given, k
+
+
+@torch.no_grad()
+def _search(
     store: RowStore, queries: Tensor, k: int, *, metric: str, chunk_rows: Any
 ) -> tuple[Tensor, Tensor]:
-    """Find the best rows of this rank, (n, k). `NO_ROW` fills the rest, if it has fewer."""
-    config = store.config
-    n_found = min(k, config.n_rows - (config.local_padding_idx is not None))
+    """Find the best rows of this rank: (n, dim) → values and ids, (n, k)."""
+    config, device = store.config, store.device
     dtype = torch.promote_types(torch.promote_types(queries.dtype, config.dtype), torch.float32)
-    values = torch.full((len(queries), k), -torch.inf, dtype=dtype, device=store.device)
-    ids = torch.full((len(queries), k), NO_ROW, device=store.device)
-    if n_found and len(queries):
-        found = topk(store, queries, n_found, metric=metric, chunk_rows=chunk_rows)
-        values[:, :n_found], ids[:, :n_found] = found
-    return values, ids
+    if chunk_rows is not None and as_integer("chunk_rows", chunk_rows) < 1:
+        raise ValueError(f"chunk_rows must be at least 1; found {chunk_rows}")
+    with torch.autocast(device.type, enabled=False):
+        # A copy, since queries may be a view of a table's weights; contiguous, since torch rounds by strides.
+        wanted = queries.detach().to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+        if metric == "cosine":
+            wanted = functional.normalize(wanted, eps=EPS)
+        searches = [
+            Search(part, k, metric, config.local_padding_idx) for part in torch.split(wanted, MAX_QUERIES)
+        ]
+        max_rows = MAX_SCORES[device.type] // max(1, len(searches[0].queries))
+        with progress(f"top {k} of {config.n_rows:,} rows", config.n_rows, "rows") as advance:
+            for first, rows in weight_blocks(store, chunk_rows, max_rows) if k and len(wanted) else ():
+                for search in searches:
+                    search.add_rows(rows, first)
+                advance(len(rows))
+        values = torch.cat([search.values for search in searches], 1).T.contiguous()
+        ids = torch.cat([search.ids for search in searches], 1).T.contiguous()
+    return values.view(len(wanted), k), ids.view(len(wanted), k)
 
 
 class Search:
@@ -205,8 +211,8 @@ def candidates(values: Tensor, k: int, *, above: Tensor | None = None) -> tuple[
 # ---- rows
 
 
-def weight_blocks(store: RowStore, block_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, weights) of consecutive blocks on the computing device.
+def weight_blocks(store: RowStore, block_rows: int | None, max_rows: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first row, weights) of consecutive blocks on the computing device, multiples of `UNIT` rows.
 
     Blocks of a table that is in the device's memory are views. All others are copies, which are made ahead
     of time on a GPU.
@@ -216,8 +222,8 @@ def weight_blocks(store: RowStore, block_rows: int | None = None) -> Iterator[tu
     storage.check()
     is_in_place = storage.memory is not None and storage.device == device
     if block_rows is None:
-        nbytes = IN_PLACE_BYTES if is_in_place else COPIED_BYTES
-        block_rows = max(UNIT, nbytes // storage.record.weight.nbytes // UNIT * UNIT)
+        block_rows = (IN_PLACE_BYTES if is_in_place else COPIED_BYTES) // storage.record.weight.nbytes
+    block_rows = UNIT * max(1, min(-(-block_rows // UNIT), max_rows // UNIT))
     n_rows = storage.n_rows
     bounds = [(first, min(first + block_rows, n_rows)) for first in range(0, n_rows, block_rows)]
     if is_in_place:
@@ -262,50 +268,3 @@ def _copied(storage: Storage, device: torch.device, first: int, last: int) -> Te
     staged = torch.empty((last - first, weight.count), dtype=weight.dtype, device="cpu", pin_memory=True)
     staged.copy_(storage.record.view(storage.read(first, last), WEIGHT))
     return staged.to(device, non_blocking=True)
-
-
-def _parts(rows: Tensor, first: int, max_rows: int) -> Iterator[tuple[Tensor, int]]:
-    """Split a block so that its scores fit into memory, at multiples of `UNIT`."""
-    step = max(UNIT, max_rows // UNIT * UNIT)
-    for start in range(0, len(rows), step):
-        yield rows[start : start + step], first + start
-
-
-# ---- arguments
-
-
-def _checked_queries(queries: Any, dim: int, *, may_be_empty: bool = False) -> Tensor:
-    try:
-        given = queries if isinstance(queries, Tensor) else torch.as_tensor(queries, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f"queries must be a tensor, an array or lists of numbers, (n, {dim}); found "
-            f"{type(queries).__name__}"
-        ) from None
-    if not given.is_floating_point():
-        raise TypeError(f"queries must be floating point numbers; found {given.dtype}: convert with .float()")
-    if given.dim() < 1 or given.shape[-1] != dim:
-        raise ValueError(f"queries must be (n, {dim}), as rows are; found shape {tuple(given.shape)}")
-    if not given.numel() and not may_be_empty:
-        raise ValueError(f"there must be at least one query; found shape {tuple(given.shape)}")
-    return given
-
-
-def _check_metric(metric: str) -> None:
-    if metric not in METRICS:
-        raise ValueError(f"metric must be one of {', '.join(METRICS)}; found {metric!r}")
-
-
-def _checked_k(k: Any, n_rows: int) -> int:
-    wanted = as_integer("k", k)
-    if not 1 <= wanted <= n_rows:
-        raise ValueError(f"k must be between 1 and {n_rows}, the rows besides padding_idx; found {wanted}")
-    return wanted
-
-
-def _checked_chunk(chunk_rows: Any) -> int:
-    """Return the rows of a block, rounded up to a multiple of `UNIT`."""
-    chunk = as_integer("chunk_rows", chunk_rows)
-    if chunk < 1:
-        raise ValueError(f"chunk_rows must be at least 1; found {chunk}")
-    return -(-chunk // UNIT) * UNIT

@@ -102,7 +102,7 @@ class RowIO:
             self.store.cache.reserve_space(grads.rows, grads.batch)
             return
         rows = grads.rows.cpu()
-        self.store.make_room(rows[rows >= 0])
+        self.store.disk_storage().make_room(rows[rows >= 0])
 
     def scatter_(self, rows: Tensor, records: Tensor) -> None:
         """Replace the records of unique rows; the row -1 is skipped."""
@@ -111,12 +111,11 @@ class RowIO:
         if location is not None:
             ops.scatter_(location, rows, records)
             return
-        target, wanted = self._host_access(), rows.to("cpu")
+        wanted = rows.to("cpu")
         present = wanted >= 0
-        if bool(present.all()):
-            target.scatter_(wanted, records)
-        else:
-            target.scatter_(wanted[present], records[present.to(records.device)])
+        if not bool(present.all()):
+            wanted, records = wanted[present], records[present.to(records.device)]
+        self._host_access().scatter_(wanted, records)
 
     def write_fields_(self, rows: Tensor, fields: Mapping[str, Tensor]) -> None:
         """Replace fields of unique rows: the inverse of `read_fields`."""

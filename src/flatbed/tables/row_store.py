@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ class RowStore:
 
     unallocated  `ensure_layout` allocates at the first use, when the fields of a record are known
     allocated    `ensure_layout` also moves rows if their fields or the computing device changed since;
-                 `resize` and `replace_rows` replace the storage
+                 `resize` and `begin_replace` replace the storage
     closed       `close` has released memory and files; every use raises
 
     `record` says what rows shall hold. If the allocated rows hold something else, `relayout_pending` is True.
@@ -50,20 +50,14 @@ class RowStore:
         self.config = config
         self.device = device
         self.record = Record((config.weight,))
-        self.scalars: dict[str, Any] = {}
-        """Optimizer state that is one number per table, as it was saved."""
-        self.optimizer: str | None = None
-        """Class of the optimizer that the state is of; None if that is not known."""
+        self.scalars: dict[str, Any] = {}  # optimizer state that is one number per table
+        self.optimizer: str | None = None  # class of the optimizer that the state is of, if known
+        # False for state that was loaded or copied: the first optimizer with the same fields continues it.
         self.state_owned = True
-        """True if the state belongs to an optimizer of this process. State that was loaded or copied does
-        not: the first optimizer with the same fields continues with it."""
-        self.version = 0
-        """Number of changes of fields, size, device or memory: views of an earlier version are stale."""
+        self.version = 0  # changes of fields, size, device or memory: views of an earlier version are stale
         self._laid_out = -1  # the version that `ensure_layout` has seen to
-        self.writes = 0
-        """Number of operations that may have changed rows."""
-        self.cache: Cache | None = None
-        """Hot records on the computing device; made by `ensure_cache`."""
+        self.writes = 0  # operations that may have changed rows
+        self.cache: Cache | None = None  # hot records on the computing device; made by `ensure_cache`
         self._cache_serves = 0  # ids that the cache was found large enough for, or cannot be larger
         self._captured: list[Any] = []  # memory that CUDA graphs still use
         self._storage: Storage | None = None
@@ -105,9 +99,14 @@ class RowStore:
         """Changes whenever rows may have: rows read at the same generation are equal."""
         return self.version, self.writes
 
+    @property
+    def _is_forked(self) -> bool:
+        """True in a process forked from the one that made the table, such as a DataLoader worker."""
+        return os.getpid() != self._process
+
     def check_process(self) -> None:
-        """Raise in a forked process, such as a DataLoader worker, which does not share the memory."""
-        if os.getpid() != self._process:
+        """Raise in a forked process, which does not share the memory."""
+        if self._is_forked:
             raise FlatbedError(
                 "a table cannot be used in a process forked from the one that made it (a DataLoader worker, "
                 "for example): look rows up in the training process"
@@ -144,26 +143,18 @@ class RowStore:
         self.forget_cache()
         self.flush()
         assert self._storage is not None
-        with reported("moving the table", self.config.n_rows, self._kept_rows(record)) as fill:
+        # State that was to be replaced begins again.
+        kept = kept_rows(self._storage, record, with_state=not self.relayout_pending)
+        with reported("moving the table", self.config.n_rows, kept) as fill:
             self._use_storage(self._storage.rebuilt(record, fill=fill, device=self.device, meta=self._meta()))
-
-    def _kept_rows(self, record: Record) -> Fill:
-        """Rows of the present storage with other fields. State that was to be replaced begins again."""
-        assert self._storage is not None
-        return kept_rows(self._storage, record, with_state=not self.relayout_pending)
 
     # ---- transitions
 
     def set_state_fields(self, state: Iterable[Field]) -> None:
         """Give rows these fields of optimizer state, at their first values, from the next use on."""
-        record = Record((self.config.weight, *state))
-        if self._storage is not None and self._storage.record == record and record.state:
-            self.flush(drop=True)
-            for first, last in row_blocks(0, self.config.n_rows, record.nbytes):
-                records = self._storage.read(first, last).cpu()
-                fill_state(record, records)
-                self._storage.write_(first, records)
-        self.record = record
+        self.record = record = Record((self.config.weight, *state))
+        if self._storage is not None and not self.relayout_pending and record.state:
+            self._overwrite(lambda first, last, records: fill_state(record, records))
         self.version += 1
         self.state_owned = True
         self.scalars = {}
@@ -180,15 +171,6 @@ class RowStore:
             if name in scalars and isinstance(value, Tensor):
                 self.scalars[name] = value.fill_(scalars[name])
 
-    def replace_rows(
-        self, record: Record, fill: Fill, *, fields: Iterable[str], scalars: Mapping[str, float]
-    ) -> None:
-        """Replace all rows. Rows of a disk table are durable when this returns, unchanged after an error."""
-        with ExitStack() as undo:
-            self.begin_replace(
-                record, fill, fields=fields, scalars=scalars, doing="copying the table", undo=undo
-            )()
-
     def begin_replace(
         self,
         record: Record,
@@ -202,7 +184,8 @@ class RowStore:
         """Begin to replace all rows, and return the function that completes it; until then nothing changes.
 
         `fill` writes `fields`; rows keep what they have of others. New files and new memory are complete when
-        this returns. `undo` removes them, unless the function was called.
+        this returns, and rows of a disk table are durable after the function. `undo` removes them, unless the
+        function was called.
         """
         is_complete = {field.name for field in record.fields} <= set(fields)
         n_rows, meta = self.config.n_rows, self._meta(scalars)
@@ -213,16 +196,24 @@ class RowStore:
                     new = create_storage(self.config, record, self.device, fill=filling, meta=meta)
                 undo.callback(self._drop_unless_used, new)
                 return lambda: self._use_storage(new)
-            self.ensure_layout()
+            storage = self.ensure_layout()
             if not self.in_memory:
                 on_disk = self.disk_storage()  # raises for a table that is read-only
                 self.forget_cache()
-                kept = [] if is_complete else [self._kept_rows(record)]
+                kept = [] if is_complete else [kept_rows(storage, record, with_state=True)]
                 with reported(doing, n_rows, in_turn(*kept, fill)) as filling:
                     draft = on_disk.draft(record, fill=filling, meta=meta)
                 undo.callback(draft.discard)
                 return lambda: self._use_storage(on_disk.replaced_by(draft))
-        return lambda: self._replace_in_memory(record, fill, doing)
+
+        def replace_in_memory() -> None:
+            with self._lock:
+                if record != self.record:
+                    self.relayout(record)
+                with reported(doing, n_rows, fill) as filling:
+                    self._overwrite(filling)
+
+        return replace_in_memory
 
     def _use_storage(self, storage: Storage) -> None:
         self._storage, self.record = storage, storage.record
@@ -234,15 +225,8 @@ class RowStore:
             if self.config.path is not None:
                 self.config.path.unlink()
 
-    def _replace_in_memory(self, record: Record, fill: Fill, doing: str) -> None:
-        with self._lock:
-            if record != self.record:
-                self.relayout(record)
-            with reported(doing, self.config.n_rows, fill) as filling:
-                self._overwrite(filling)
-
     def _overwrite(self, fill: Fill) -> None:
-        """Replace fields of all rows in memory, block by block: a second copy might not fit."""
+        """Change all rows, block by block: a second copy might not fit into memory."""
         storage = self.ensure_layout()
         self.flush(drop=True)
         for first, last in row_blocks(0, self.config.n_rows, self.record.nbytes):
@@ -283,7 +267,7 @@ class RowStore:
 
     def close(self) -> None:
         """Release memory and files. Rows of a file that changed since its last checkpoint are dropped."""
-        if os.getpid() != self._process:
+        if self._is_forked:
             return
         with self._lock:  # another thread may be prefetching rows
             if self.in_memory:
@@ -301,12 +285,8 @@ class RowStore:
     def _meta(self, scalars: Mapping[str, float] | None = None, **others: Any) -> dict[str, Any]:
         held = self.scalars if scalars is None else scalars
         numbers = {name: float(value) for name, value in held.items()}
-        return {
-            "table": self.config.describe(),
-            "scalars": numbers,
-            "optimizer": self.optimizer,
-            **others,
-        }
+        about = self.config.describe()
+        return {"table": about, "scalars": numbers, "optimizer": self.optimizer, **others}
 
     def disk_storage(self) -> DiskStorage:
         """Return the storage of a disk table, laid out if needed."""
@@ -321,45 +301,43 @@ class RowStore:
         return cast(DiskStorage, self.ensure_layout())
 
     @property
+    def _file(self) -> DiskStorage | None:
+        """The storage of a disk table that may change; None without one."""
+        is_open = not (self._storage is None or self.in_memory or self.config.read_only or self._is_forked)
+        return cast(DiskStorage, self._storage) if is_open else None
+
+    @property
     def unsaved_rows(self) -> int:
         """Rows of a file that changed since its last checkpoint."""
-        if self._storage is None or self.in_memory or os.getpid() != self._process:
+        if self._file is None:
             return 0
         n_cached = 0 if self.cache is None else self.cache.n_unsaved  # first: it waits for the writer
-        return n_cached + self._storage.unsaved_rows
+        return n_cached + self._file.unsaved_rows
+
+    def has_unsaved_changes(self) -> bool:
+        """Return True if rows of a file changed since its last checkpoint, lost their state, or made steps.
+
+        An interrupted checkpoint of `flatbed.save_checkpoint` is completed or dropped first.
+        """
+        file = self._file
+        if file is None:
+            return False
+        file.settle()
+        if self.unsaved_rows > 0 or (self.relayout_pending and bool(file.record.state)):
+            return True
+        saved = file.meta.get("scalars", {})
+        return any(float(value) != saved.get(name, 0.0) for name, value in self.scalars.items())
 
     @property
     def is_part_of_folder(self) -> bool:
         """True if the file's last checkpoint belongs to a folder of `flatbed.save_checkpoint`."""
-        if self._storage is None or self.in_memory:
-            return False
-        return "token" in cast(DiskStorage, self._storage).meta
-
-    @property
-    def has_unsaved_changes(self) -> bool:
-        """True if rows of a file changed since its last checkpoint, lost their state, or made steps."""
-        storage = self._storage
-        if storage is None or self.in_memory or os.getpid() != self._process:
-            return False
-        if self.unsaved_rows > 0 or (self.relayout_pending and bool(storage.record.state)):
-            return True
-        saved = cast(DiskStorage, storage).meta.get("scalars", {})
-        return any(float(value) != saved.get(name, 0.0) for name, value in self.scalars.items())
-
-    def settle(self) -> None:
-        """Complete or drop a checkpoint of `flatbed.save_checkpoint` that was interrupted."""
-        if isinstance(self._storage, DiskStorage) and os.getpid() == self._process:
-            self._storage.settle()
+        return self._file is not None and "token" in self._file.meta
 
     def checkpoint(self) -> None:
         """Make rows and state of a disk table durable, all or nothing."""
         storage = self.disk_storage()
         self.flush()
         storage.checkpoint(self._meta())
-
-    def make_room(self, rows: Tensor) -> None:
-        """Reserve disk space for changes of these rows, or raise."""
-        self.disk_storage().make_room(rows)
 
     def prepare_checkpoint(self, *, decision: Path, token: str) -> None:
         """Prepare a checkpoint that holds once the file `decision` has the token."""
@@ -394,11 +372,10 @@ class RowStore:
 
     def flush(self, *, drop: bool = False) -> None:
         """Write cached rows back and wait for the GPU; `drop` also empties the cache, before rows change."""
-        if self.cache is not None:
-            if drop:
-                self.cache.drop()
-            else:
-                self.cache.flush()
+        if self.cache is not None and drop:
+            self.cache.drop()
+        elif self.cache is not None:
+            self.cache.flush()
         if self.device.type == "cuda" and self._storage is not None:
             torch.cuda.synchronize(self.device)
 
@@ -490,14 +467,4 @@ class RowStore:
         if not self.is_allocated and self.in_memory:
             self.config = config
         else:  # the seed stays: it is that of the file, and rows that are added later are drawn from it
-            self.ensure_layout()
-            record = Record((config.weight,))
-            fill = initial_rows(config, record)
-            for start, stop in self.field_blocks(config.weight.name):
-                records = torch.empty((stop - start, record.nbytes), dtype=torch.uint8, device=CPU)
-                fill(start, stop, records)
-                self.write_field(config.weight.name, start, record.view(records, config.weight.name))
-
-    def field_blocks(self, name: str) -> Iterator[tuple[int, int]]:
-        """Yield the bounds of blocks of rows for `read_field` and `write_field`."""
-        return row_blocks(0, self.config.n_rows, max(self.record[name].nbytes, self.record.nbytes))
+            self._overwrite(initial_rows(config, Record((config.weight,))))

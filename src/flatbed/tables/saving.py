@@ -63,7 +63,7 @@ class TableFile:
             dtype=weight.dtype,
             storage=storage,
             path=path,
-            init=initial.described(self.about["init"]) if "init" in self.about else initial.Normal(),
+            init=initial.described(self.about["init"]) if "init" in self.about else initial.parse("normal"),
             seed=int(self.about.get("seed", 0)),
             padding_idx=padding_idx,
         )

@@ -1,7 +1,13 @@
-"""Tables whose rows are sharded across ranks: building them, collective access to all rows, gradients."""
+"""Tables on several ranks: sharded rows and collective access to them; gradients of shards and replicas.
+
+Gradients of replicas are averaged, so that all ranks take the same step.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatbed.distributed.ranks import all_gather, any_rank, communication_device, world_size
 from flatbed.distributed.row_shards import Exchanged, Route, RowShards, group_of
+from flatbed.errors import FlatbedError
 from flatbed.kernels.rows import to_int32_keys
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.config import Config, part_of
-from flatbed.tables.grads import GradAccumulator, RowGrads, merge
+from flatbed.tables.grads import RowGrads, merge
 from flatbed.tables.row_io import RowIO, last_of_each
 
 if TYPE_CHECKING:
@@ -23,6 +31,12 @@ if TYPE_CHECKING:
 
 READ, WRITE, GRADIENTS = "a read", "a write", "the gradients"
 """Exchanges by their names in errors."""
+SAMPLE = 4096  # rows of replicas that are compared between ranks in every exchange
+UNEQUAL = (
+    "the replicas of this table are not equal on all ranks: call torch.manual_seed with the same number "
+    "on every rank before building it, or pass seed=; train it with the same options, load the same "
+    "checkpoint and write the same rows on every rank; or build it with replicate=False"
+)
 LOOKUP = {True: "a lookup", False: "a lookup without gradients"}
 """By whether it records gradients: ranks that evaluate and ranks that train do different things."""
 
@@ -103,14 +117,13 @@ class ShardedRowIO:
 
     def lookup(self, batch: LookupBatch) -> Tensor:
         """Read the weights of a batch's unique rows, which ranks have exchanged."""
-        assert batch.exchanged is not None
-        return self._weights(batch.exchanged, batch)
+        return self.weights(batch.unique.rows, batch)
 
-    def weights(self, rows: Tensor) -> Tensor:
-        """Read the weights of rows, (n,) → (n, dim), on the computing device."""
-        return self._weights(self.exchange(READ, self.shards.route(rows)))
-
-    def _weights(self, exchanged: Exchanged, batch: LookupBatch | None = None) -> Tensor:
+    def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
+        """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
+        exchanged = None if batch is None else batch.exchanged
+        if exchanged is None:
+            exchanged = self.exchange(READ, self.shards.route(rows))
         with self.shards.channel.posting_failures():
             held = self.local.weights(exchanged.rows, batch)
         return self.shards.to_askers(exchanged, held)
@@ -131,26 +144,28 @@ class ShardedRowIO:
             self.local.write_weights_(*last_of_each(exchanged.rows, received))
 
 
-@torch.no_grad()
-def exchange_grads(table: Table, shards: RowShards) -> None:
-    """Replace recorded gradients by those of this rank's rows: the mean over all ranks. A collective.
+# ---- gradients
 
-    If any rank has a gradient, all ranks have one afterwards, some of them without rows: a step counts on
-    all ranks, or on none.
+
+@torch.no_grad()
+def exchange_grads(table: Table) -> None:
+    """Replace recorded gradients by the mean over all ranks. A collective: every rank calls it.
+
+    Ranks of a sharded table keep the gradients of their own rows. If any rank has a gradient, all ranks have
+    one afterwards, some of them without rows: a step counts on all ranks, or on none.
     """
-    pending, device = table._grads, table._store.device
-    own = GradAccumulator(pending.n_rows, [part for part in pending.parts if not part.shared])
-    dtype = torch.promote_types(table._store.config.dtype, torch.float32)
-    packed = own.compact()
-    if packed is None:
-        sent = RowGrads(
-            torch.empty(0, dtype=torch.int64, device=device),
-            torch.empty((0, table.embedding_dim), dtype=dtype, device=device),
-        )
-    else:
-        sent = RowGrads(packed.rows, packed.grads.to(dtype))
-    facts = _facts(table)
-    exchanged = shards.exchange(GRADIENTS, shards.route(sent.rows), facts=facts, idle=packed is None)
+    if table._shards is not None:
+        _exchange_sharded(table, table._shards)
+    elif table._n_ranks > 1:
+        _average_replicas(table)
+
+
+def _exchange_sharded(table: Table, shards: RowShards) -> None:
+    own = table._grads.unshared()
+    empty = RowGrads.empty(table._store)
+    sent = empty if own is None else RowGrads(own.rows, own.grads.to(empty.grads.dtype))
+    route = shards.route(sent.rows)
+    exchanged = shards.exchange(GRADIENTS, route, facts=_facts(table), idle=own is None)
     table._agreed = table._owner_ref
     if exchanged.is_idle:
         return
@@ -158,8 +173,7 @@ def exchange_grads(table: Table, shards: RowShards) -> None:
     pairs = zip(*(torch.split(held, exchanged.counts) for held in (exchanged.rows, grads)), strict=True)
     parts = [RowGrads(*pair) for pair in pairs if len(pair[0])]
     total = merge(parts, table._store.config.n_rows) if parts else RowGrads(exchanged.rows, grads)
-    mean = RowGrads(total.rows, total.grads / shards.n_ranks, shared=True)
-    pending.parts = [*(part for part in pending.parts if part.shared), mean]
+    table._grads.share(RowGrads(total.rows, total.grads / shards.n_ranks))
 
 
 def _facts(table: Table) -> dict[str, Any]:
@@ -170,17 +184,63 @@ def _facts(table: Table) -> dict[str, Any]:
         facts["lr"] = [rate for rate in rates if not isinstance(rate, Tensor)]
     if owner is None or (table._agreed is not None and table._agreed() is owner):
         return facts
-    config = table._store.config
     groups = (group for group in owner.param_groups if any(p is table for p in group["params"]))
-    options = {
-        name: value for name, value in next(groups, {}).items() if name not in ("params", "param_names")
-    }
+    group = next(groups, {})
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     return {
         **facts,
         "optimizer": type(owner).__name__,
         "options of the step": getattr(owner, "_options", None),
         **{f"the option {name}": float(v) if isinstance(v, Tensor) else v for name, v in options.items()},
-        **{name: value for name, value in config.describe().items() if name != "shard"},
         "state": table._store.record.describe(),
         "scalars": sorted(table.scalars().items()),
     }
+
+
+def _average_replicas(table: Table) -> None:
+    """Average the gradients of replicas, and raise if the replicas differ."""
+    store, device = table._store, communication_device(table._store.device)
+    own = table._grads.unshared() or RowGrads.empty(store)
+    kind = [table.num_embeddings, store.record.describe(), sorted(table.scalars().items())]
+    digest = int.from_bytes(hashlib.sha256(json.dumps(kind).encode()).digest()[:7], "little")
+    announced = torch.tensor([len(own.rows), digest], device=device)
+    sizes, digests = torch.stack(all_gather(announced)).T.tolist()
+    if len(set(digests)) > 1:
+        raise FlatbedError(UNEQUAL)
+    if not any(sizes):
+        return
+    dtype = torch.promote_types(store.config.dtype, torch.float32)
+    rows = torch.full((max(sizes),), -1, dtype=torch.int64, device=device)
+    grads = torch.zeros((max(sizes), table.embedding_dim), dtype=dtype, device=device)
+    rows[: len(own.rows)] = own.rows.to(device)
+    grads[: len(own.rows)] = own.grads.to(device, dtype)
+    parts = [
+        RowGrads(r[:size].to(store.device), g[:size].to(store.device))
+        for r, g, size in zip(all_gather(rows), all_gather(grads), sizes, strict=True)
+    ]
+    total = merge(parts, table.num_embeddings)  # in the order of ranks, on every rank
+    _compare_rows(table, total.rows, device)
+    table._grads.share(RowGrads(total.rows, total.grads / len(sizes)))
+
+
+def _compare_rows(table: Table, rows: Tensor, device: torch.device) -> None:
+    """Raise if a sample of the rows of this step differs between ranks: replicas would drift apart."""
+    stride = -(-len(rows) // SAMPLE)
+    table._exchanges += 1
+    records = table._local_rows.gather(rows[table._exchanges % stride :: stride]).cpu()
+    digest = hashlib.sha256(records.contiguous().numpy().tobytes()).digest()
+    digests = all_gather(torch.tensor(list(digest), dtype=torch.uint8, device=device))
+    if any(not torch.equal(one, digests[0]) for one in digests):
+        raise FlatbedError(UNEQUAL)
+
+
+def any_replica(flag: Tensor | None, tables: Sequence[Table]) -> Tensor | None:
+    """Return an overflow flag that is set if any rank has set its own: all ranks must skip together."""
+    if world_size() == 1 or not any(table.replicate for table in tables):
+        return flag
+    found = torch.zeros(1, device=tables[0]._store.device) if flag is None else flag.clone()
+    if any(table.replicate and table._shards is None for table in tables):
+        found = any_rank(found)
+    for channel in dict.fromkeys(table._shards.channel for table in tables if table._shards is not None):
+        channel.share_flag_(found)
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.context
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -12,15 +13,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flatbed.distributed.ranks import world_size
 from flatbed.distributed.row_shards import RowShards
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
-from flatbed.tables import copying, exporting, replicas, retrieval, saving
+from flatbed.tables import copying, exporting, retrieval, saving
 from flatbed.tables.cache.base import CacheStats, LookupBatch
-from flatbed.tables.config import Config, as_integer, device_of, with_cache
+from flatbed.tables.config import Config, as_integer, device_of
 from flatbed.tables.factory import warm as warm_cache
 from flatbed.tables.grads import GradAccumulator, RowGrads, TableGrad
-from flatbed.tables.ids import DeferredIdChecks, as_ids, as_values, check_range, most_used, to_device
+from flatbed.tables.ids import DeferredIdChecks, as_floats, as_ids, check_range, most_used, to_device
 from flatbed.tables.parameter import TableParameter
 from flatbed.tables.record import Field
 from flatbed.tables.row_io import RowIO, last_of_each
@@ -40,38 +42,30 @@ class Table(TableParameter):
     Optimizers of `flatbed.optim` update it (`flatbed.optim.from_torch` takes any elementwise class of torch).
     """
 
-    _store: RowStore
-    """The rows of this rank: all of them, unless the table is sharded."""
-    _shards: RowShards | None
-    """The division of rows among ranks; None if this rank holds all of them."""
-    _local_rows: RowIO
-    """Access to the rows of this rank."""
-    _rows: RowIO | ShardedRowIO
-    """Access to all rows: with several ranks of a sharded table, a collective."""
+    _store: RowStore  # rows of this rank: all of them, unless the table is sharded
+    _shards: RowShards | None  # division of rows among ranks; None if this rank holds all of them
+    _local_rows: RowIO  # access to the rows of this rank
+    _rows: RowIO | ShardedRowIO  # access to all rows: with several ranks of a sharded table, a collective
     _grads: GradAccumulator
     _deferred_checks: DeferredIdChecks
-    _prefetched: list[LookupBatch]
-    """Prefetched lookups of the current batch."""
+    _prefetched: list[LookupBatch]  # prefetched lookups of the current batch
     replicate: bool
-    _exchanges: int
-    """Number of comparisons with other replicas: each one takes other rows as its sample."""
-    _agreed: weakref.ref[Any] | None
-    """The optimizer that the ranks of a sharded table have compared."""
+    _exchanges: int  # comparisons with other replicas so far: each one takes other rows as its sample
+    _agreed: weakref.ref[Any] | None  # the optimizer that the ranks of a sharded table have compared
     _owner_ref: weakref.ref[Any] | None
-    _last_training: bool
-    """The mode of the last lookup with gradient: True for training, False for evaluation."""
-    _orphaned: bool | None
-    """The mode of the lookup whose gradients were recorded while no optimizer had the table, if any."""
+    _last_training: bool  # mode of the last lookup with gradient: True for training, False for evaluation
+    _orphaned: bool | None  # mode of a lookup whose gradients were recorded while no optimizer had the table
 
     def __new__(
         cls,
         config: Config,
         *,
-        device: torch.device,
+        device: Any,
         replicate: bool = True,
         shards: RowShards | None = None,
     ) -> Table:
         """Use `flatbed.Embedding(rows, dim).table` or `flatbed.load_table(path)`."""
+        device = device_of(device)
         empty = torch.empty(0, dtype=config.dtype, device=device)
         table = torch.Tensor._make_subclass(cls, empty, True)
         table._store = RowStore(config, device)
@@ -160,7 +154,9 @@ class Table(TableParameter):
     @property
     def _n_ranks(self) -> int:
         """Number of ranks that take part in an exchange of gradients."""
-        return replicas.n_replicas(self) if self._shards is None else self._shards.n_ranks
+        if self._shards is not None:
+            return self._shards.n_ranks
+        return world_size() if self.replicate else 1
 
     @property
     def grad_rows(self) -> Tensor | None:
@@ -173,20 +169,9 @@ class Table(TableParameter):
     def _row_grads(self, *, compact: bool = True) -> RowGrads:
         """Return all recorded gradients, each row once; without the row -1 if `compact`, which waits."""
         self._raise_bad_ids()
-        self._exchange_grads()
+        exchange_grads(self)
         grads = self._grads.compact() if compact else self._grads.packed()
-        if grads is None:
-            rows = torch.empty(0, dtype=torch.int64, device=self._store.device)
-            dtype = torch.promote_types(self._store.config.dtype, torch.float32)
-            return RowGrads(rows, torch.empty((0, self.embedding_dim), dtype=dtype, device=rows.device))
-        return grads
-
-    def _exchange_grads(self) -> None:
-        """Average gradients over ranks, which must all call this; owners keep those of their rows."""
-        if self._shards is None:
-            replicas.average_grads(self)
-        else:
-            exchange_grads(self, self._shards)
+        return RowGrads.empty(self._store) if grads is None else grads
 
     def _record_grads(self, rows: Tensor, grads: Tensor, batch: LookupBatch | None = None) -> None:
         """Record the gradients of a lookup. Called in backward, in any thread."""
@@ -224,10 +209,9 @@ class Table(TableParameter):
         in_file = has_file and bool(store.record.state) and not store.relayout_pending
         if store.state_owned and not in_file:
             return
-        kinds = [[(f.name, f.dtype, f.count) for f in some] for some in (store.record.state, state)]
-        if kinds[0] != kinds[1]:
-            found = ", ".join(name for name, *_ in kinds[0])
-            wanted = ", ".join(name for name, *_ in kinds[1]) or "none"
+        held, kept = ([(f.name, f.dtype, f.count) for f in some] for some in (store.record.state, state))
+        if held != kept:
+            found, wanted = (", ".join(name for name, *_ in some) or "none" for some in (held, kept))
             raise FlatbedError(
                 f"the table holds optimizer state of its own ({found}), and {type(owner).__name__} keeps "
                 f"other ({wanted}): give it to the optimizer it was trained with, or call table.drop_state() "
@@ -292,7 +276,10 @@ class Table(TableParameter):
         """Replace the weights of some rows: ids of any shape, values (*shape, dim). State stays as it is."""
         wanted = self._checked(ids, WRITE)
         with self._failing_together(WRITE):
-            given = as_values(values, (*wanted.shape, self.embedding_dim))
+            shape = (*wanted.shape, self.embedding_dim)
+            given = as_floats(values, "values", f"of shape {shape}")
+            if given.shape != shape:
+                raise ValueError(f"values for these ids must have shape {shape}; found {tuple(given.shape)}")
         rows, values = last_of_each(wanted.flatten(), given.reshape(-1, self.embedding_dim))
         self._rows.write_weights_(rows, values.to(self._store.device, self._store.config.dtype))
         self._orphaned = None  # the caller trains the rows
@@ -345,16 +332,17 @@ class Table(TableParameter):
         `ids` are ids as they occur, with repeats, or unique ids with `counts` of how often each occurs. A
         cache of no given size stays as large as it is.
         """
-        rows, counts = most_used(as_ids(ids).cpu().flatten(), counts, self.num_embeddings)
+        given = as_ids(ids).cpu().flatten()
+        check_range(given, self.num_embeddings)
+        rows, counts = most_used(given, counts)
         if self._shards is not None:
             is_own = self._shards.is_own(rows)
             rows, counts = self._shards.to_local(rows[is_own]), counts[is_own]
         sized = self._store.config.is_cache_sized
         cache = self._store.ensure_cache(len(rows)) if sized else self._store.cache
-        if cache is None:
-            return
-        n = min(len(rows), cache.n_slots)
-        warm_cache(cache, rows[:n].flip(0), counts[:n].flip(0))
+        if cache is not None:
+            n = min(len(rows), cache.n_slots)
+            warm_cache(cache, rows[:n].flip(0), counts[:n].flip(0))
 
     def cache_stats(self) -> CacheStats:
         """Return counts of the cache so far: hits, misses, evictions, bytes moved. Waits for the GPU."""
@@ -366,8 +354,11 @@ class Table(TableParameter):
         self, cache_rows: int | None = None, cache_bytes: int | None = None, *, policy: str | None = None
     ) -> None:
         """Use an empty cache of another size or policy: 0 for none, the default size if none is given."""
-        chosen = self._store.config.cache_policy if policy is None else policy
-        self._store.change_cache(with_cache(self._store.config, cache_rows, cache_bytes, chosen))
+        config = self._store.config
+        policy = config.cache_policy if policy is None else policy
+        self._store.change_cache(
+            replace(config, cache_rows=cache_rows, cache_bytes=cache_bytes, cache_policy=policy)
+        )
 
     def resize(self, num_embeddings: int) -> None:
         """Grow to so many rows. Rows, state and gradients stay; new rows are drawn from (seed, row).
@@ -434,9 +425,7 @@ class Table(TableParameter):
         unloadable. So does a sharded table, since a crash might leave ranks at different
         checkpoints. If the checkpoint fails, the table stays open.
         """
-        if not discard:
-            self._store.settle()  # a checkpoint of its own would not be the one that the folder refers to
-        if not discard and self._store.has_unsaved_changes:
+        if not discard and self._store.has_unsaved_changes():
             if self._store.is_part_of_folder or self._shards is not None:
                 raise FlatbedError(
                     f"rows of {self._store.config.path} changed since flatbed.save_checkpoint: save again, "
@@ -482,10 +471,3 @@ class Table(TableParameter):
     @classmethod
     def _rebuild(cls, *parts: Any) -> Table:
         return copying.rebuild(cls, *parts)
-
-
-def make(config: Config, device: Any, *, replicate: bool, shards: RowShards | None = None) -> Table:
-    """Return a table that computes on `device`."""
-    if not isinstance(replicate, bool):
-        raise TypeError(f"replicate must be True or False; found {replicate!r}")
-    return Table(config, device=device_of(device), replicate=replicate, shards=shards)

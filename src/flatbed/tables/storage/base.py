@@ -12,7 +12,6 @@ from torch import Tensor
 from flatbed.progress import progress
 from flatbed.tables import initializers
 from flatbed.tables.config import Config
-from flatbed.tables.initializers import Zeros
 from flatbed.tables.record import WEIGHT, Record
 
 CPU = torch.device("cpu")
@@ -110,7 +109,7 @@ def initial_rows(config: Config, record: Record) -> Fill:
 
 def begins_at_zero(config: Config, record: Record) -> bool:
     """Return True if all first values are zero, so that new memory need not be written."""
-    return isinstance(config.init, Zeros) and not any(field.initial for field in record.state)
+    return config.init.kind == "zeros" and not any(field.initial for field in record.state)
 
 
 def kept_rows(old: Storage, record: Record, *, with_state: bool) -> Fill:
