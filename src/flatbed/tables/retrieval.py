@@ -31,6 +31,7 @@ EPS = 1e-8  # least norm of a vector under "cosine", as in torch.nn.functional.c
 UNIT = 1024
 """Rows per product on a CPU. Blocks are multiples of it, so that rounding does not depend on their size."""
 GROUP = 16  # scores per maximum
+MERGED = 4  # times k candidates per query are merged at once
 GROWTH = 4  # of the first blocks, since all rows of the first one are candidates
 COPIED_BYTES = 1 << 27  # of rows at once, if they are copied
 IN_PLACE_BYTES = 1 << 30  # of rows at once, if they are not
@@ -138,29 +139,33 @@ class Search:
         self.queries, self.k, self.metric, self.padding_idx = queries, k, metric, padding_idx
         self.values = queries.new_empty((len(queries), 0))
         self.ids = torch.empty((len(queries), 0), dtype=torch.int64, device=queries.device)
-        self._candidates: Candidates | None = None
+        self._candidates: list[Candidates] = []
 
     def add_rows(self, rows: Tensor, first: int) -> None:
         """Compare with consecutive rows, (n, dim) on the device of the queries."""
         scores = self._scores(rows)
-        self.merge()  # the candidates of earlier rows, while a GPU computes the scores
-        self._candidates = self._find_candidates(scores, first)
+        if sum(len(found.values) for found in self._candidates) > MERGED * len(self.queries) * self.k:
+            self.merge()  # while a GPU computes the scores
+        self._candidates.append(self._find_candidates(scores, first))
+        if self.values.shape[1] < self.k:  # there is no bound for the next rows yet
+            self.merge()
 
     def merge(self) -> None:
-        """Merge the candidates of the rows that were added last. Equal scores stay in the order of rows."""
-        found, self._candidates = self._candidates, None
-        if found is None or not len(found.values):
+        """Merge the candidates so far. Equal scores stay in the order of rows."""
+        if not self._candidates:
             return
         each = torch.arange(len(self.queries), device=self.ids.device)
-        queries = torch.cat([each.repeat_interleave(self.values.shape[1]), found.queries])
-        values = torch.cat([self.values.flatten(), found.values])
-        ids = torch.cat([self.ids.flatten(), found.ids])
+        best = Candidates(
+            self.values.flatten(), each.repeat_interleave(self.values.shape[1]), self.ids.flatten()
+        )
+        values, queries, ids = map(torch.cat, zip(best, *self._candidates, strict=True))
+        self._candidates = []
         order = values.sort(descending=True, stable=True).indices
         queries, by_query = queries[order].sort(stable=True)
         n_best = min(self.k, len(values) // len(each))  # until there are k, all queries have equally many
         ranks = torch.arange(n_best, device=each.device)
-        best = order[by_query[torch.searchsorted(queries, each).unsqueeze(1) + ranks]]
-        self.values, self.ids = values[best], ids[best]
+        kept = order[by_query[torch.searchsorted(queries, each).unsqueeze(1) + ranks]]
+        self.values, self.ids = values[kept], ids[kept]
 
     def _scores(self, rows: Tensor) -> Tensor:
         """Multiply rows by queries: (n, queries)."""
