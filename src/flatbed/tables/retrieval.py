@@ -1,15 +1,15 @@
 """Exact search for the rows with the greatest scores. The table is read once, block by block.
 
-Each block of rows is multiplied by all queries. The maxima of small groups of scores select a few candidates,
-which are sorted together with the best rows so far. Equal scores are ordered by row, lowest first, so that
-the result does not depend on blocks.
+Each block of rows is multiplied by all queries. The maxima of small groups of scores select the few
+candidates that exceed the k-th best so far, which are sorted together with the best rows. Equal scores are
+ordered by row, lowest first, so that the result does not depend on blocks.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ EPS = 1e-8  # least norm of a vector under "cosine", as in torch.nn.functional.c
 UNIT = 1024
 """Rows per product on a CPU. Blocks are multiples of it, so that rounding does not depend on their size."""
 GROUP = 16  # scores per maximum
-SORTED = 512  # scores that are sorted at once
+MERGED = 4  # times k candidates per query are merged at once
+GROWTH = 4  # of the first blocks, since all rows of the first one are candidates
 COPIED_BYTES = 1 << 27  # of rows at once, if they are copied
 IN_PLACE_BYTES = 1 << 30  # of rows at once, if they are not
 MAX_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -112,32 +113,59 @@ def _search(
         ]
         max_rows = MAX_SCORES[device.type] // max(1, len(searches[0].queries))
         with progress(f"top {k} of {config.n_rows:,} rows", config.n_rows, "rows") as advance:
-            for first, rows in weight_blocks(store, chunk_rows, max_rows) if k and len(wanted) else ():
+            blocks = weight_blocks(store, chunk_rows, max_rows, first_rows=k + 1)  # one may be padding
+            for first, rows in blocks if k and len(wanted) else ():
                 for search in searches:
                     search.add_rows(rows, first)
                 advance(len(rows))
-        values = torch.cat([search.values for search in searches], 1).T.contiguous()
-        ids = torch.cat([search.ids for search in searches], 1).T.contiguous()
+        for search in searches:
+            search.merge()
+        values, ids = (torch.cat([getattr(one, name) for one in searches]) for name in ("values", "ids"))
     return values.view(len(wanted), k), ids.view(len(wanted), k)
 
 
+class Candidates(NamedTuple):
+    """Scores that may be among the best of their query, ascending by row for each query."""
+
+    values: Tensor
+    queries: Tensor
+    ids: Tensor
+
+
 class Search:
-    """The best k rows so far for some queries, (k, queries). Rows must be added in ascending order."""
+    """The best k rows so far for some queries. Rows must be added in ascending order."""
 
     def __init__(self, queries: Tensor, k: int, metric: str, padding_idx: int | None) -> None:
         self.queries, self.k, self.metric, self.padding_idx = queries, k, metric, padding_idx
-        self.values = queries.new_empty((0, len(queries)))
-        self.ids = torch.empty((0, len(queries)), dtype=torch.int64, device=queries.device)
+        self.values = queries.new_empty((len(queries), 0))
+        self.ids = torch.empty((len(queries), 0), dtype=torch.int64, device=queries.device)
+        self._candidates: list[Candidates] = []
 
     def add_rows(self, rows: Tensor, first: int) -> None:
         """Compare with consecutive rows, (n, dim) on the device of the queries."""
         scores = self._scores(rows)
-        skipped = None if self.padding_idx is None else self.padding_idx - first
-        if skipped is None or not 0 <= skipped < len(rows):
-            self._add_scores(scores, first)
+        if sum(len(found.values) for found in self._candidates) > MERGED * len(self.queries) * self.k:
+            self.merge()  # while a GPU computes the scores
+        self._candidates.append(self._find_candidates(scores, first))
+        if self.values.shape[1] < self.k:  # there is no bound for the next rows yet
+            self.merge()
+
+    def merge(self) -> None:
+        """Merge the candidates so far. Equal scores stay in the order of rows."""
+        if not self._candidates:
             return
-        self._add_scores(scores[:skipped], first)
-        self._add_scores(scores[skipped + 1 :], first + skipped + 1)
+        each = torch.arange(len(self.queries), device=self.ids.device)
+        best = Candidates(
+            self.values.flatten(), each.repeat_interleave(self.values.shape[1]), self.ids.flatten()
+        )
+        values, queries, ids = map(torch.cat, zip(best, *self._candidates, strict=True))
+        self._candidates = []
+        order = values.sort(descending=True, stable=True).indices
+        queries, by_query = queries[order].sort(stable=True)
+        n_best = min(self.k, len(values) // len(each))  # until there are k, all queries have equally many
+        ranks = torch.arange(n_best, device=each.device)
+        kept = order[by_query[torch.searchsorted(queries, each).unsqueeze(1) + ranks]]
+        self.values, self.ids = values[kept], ids[kept]
 
     def _scores(self, rows: Tensor) -> Tensor:
         """Multiply rows by queries: (n, queries)."""
@@ -156,63 +184,36 @@ class Search:
         rows = rows.to(self.queries.dtype)
         return functional.normalize(rows, eps=EPS) if self.metric == "cosine" else rows
 
-    def _add_scores(self, scores: Tensor, first: int) -> None:
-        is_full = len(self.values) == self.k
-        values, positions = candidates(scores, self.k, above=self.values[-1] if is_full else None)
-        if not len(values):
-            return
-        values = torch.cat([self.values, values])
-        ids = torch.cat([self.ids, positions + first])
-        best = largest(values, min(self.k, len(values)))
-        self.values, self.ids = values.gather(0, best), ids.gather(0, best)
-
-
-# ---- selection, in the columns of a matrix: rows side by side are read fast, also by a GPU
-
-
-def largest(values: Tensor, k: int) -> Tensor:
-    """Find the positions of the k greatest of each column, (n, columns) → (k, columns), greatest first.
-
-    Equal values are ordered by position. NaN is the greatest, as in torch.topk.
-    """
-    if len(values) <= max(SORTED, 2 * GROUP * k):
-        return values.T.contiguous().sort(dim=1, descending=True, stable=True).indices[:, :k].T
-    some, positions = candidates(values, k)
-    return positions.gather(0, largest(some, k))
-
-
-def candidates(values: Tensor, k: int, *, above: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Select some values of each column, with their positions, that include its k greatest.
-
-    With `above`, (columns,), they include those of the k greatest that exceed it. Positions are ascending.
-
-    The k greatest are in the k groups with the greatest maxima. That holds for equal values, too: of two
-    groups with equal maxima, `largest` prefers the one with lower positions.
-    """
-    n, n_columns = values.shape
-    n_groups = n // GROUP
-    whole = n_groups * GROUP
-    grouped = torch.unflatten(values[:whole], 0, (n_groups, GROUP))
-    maxima = grouped.amax(1)
-    if above is not None and n_groups:  # "not less or equal", since NaN is the greatest
-        k = min(k, int((~(maxima <= above)).sum(0).max()))
-    positions = torch.arange(n, device=values.device).unsqueeze(1)
-    if n_groups <= k:
-        return values, positions.expand(n, n_columns)
-    rest = positions[whole:].expand(-1, n_columns)
-    if not k:
-        return values[whole:], rest
-    groups = largest(maxima, k).sort(dim=0).values.unsqueeze(1).expand(k, GROUP, n_columns)
-    found = grouped.gather(0, groups).flatten(0, 1)
-    where = (groups * GROUP + positions[:GROUP]).flatten(0, 1)
-    return torch.cat([found, values[whole:]]), torch.cat([where, rest])
+    def _find_candidates(self, scores: Tensor, first: int) -> Candidates:
+        """Select the groups of scores whose maximum exceeds the k-th best, and the rows after all groups."""
+        (n_rows, n_queries), device = scores.shape, scores.device
+        groups = of_groups = torch.empty(0, dtype=torch.int64, device=device)
+        n_grouped = 0
+        if self.values.shape[1] == self.k:
+            n_grouped = n_rows // GROUP * GROUP
+            maxima = scores[:n_grouped].view(n_rows // GROUP, GROUP, n_queries).amax(1)
+            is_found = ~(maxima <= self.values[:, -1])  # NaN is the greatest, as in torch.topk
+            groups, of_groups = is_found.nonzero(as_tuple=True)
+        in_groups = groups.unsqueeze(1) * GROUP + torch.arange(GROUP, device=device)
+        rest = torch.arange(n_grouped, n_rows, device=device)
+        rows = torch.cat([in_groups.flatten(), rest.repeat_interleave(n_queries)])
+        all_queries = torch.arange(n_queries, device=device).repeat(len(rest))
+        queries = torch.cat([of_groups.repeat_interleave(GROUP), all_queries])
+        if self.padding_idx is not None and first <= self.padding_idx < first + n_rows:
+            is_kept = rows != self.padding_idx - first
+            rows, queries = rows[is_kept], queries[is_kept]
+        return Candidates(scores[rows, queries], queries, rows + first)
 
 
 # ---- rows
 
 
-def weight_blocks(store: RowStore, block_rows: int | None, max_rows: int) -> Iterator[tuple[int, Tensor]]:
+def weight_blocks(
+    store: RowStore, block_rows: int | None, max_rows: int, first_rows: int
+) -> Iterator[tuple[int, Tensor]]:
     """Yield (first row, weights) of consecutive blocks on the computing device, multiples of `UNIT` rows.
+
+    They grow from `first_rows` to `block_rows`, or to a size that suits the device.
 
     Blocks of a table that is in the device's memory are views. All others are copies, which are made ahead
     of time on a GPU.
@@ -224,8 +225,11 @@ def weight_blocks(store: RowStore, block_rows: int | None, max_rows: int) -> Ite
     if block_rows is None:
         block_rows = (IN_PLACE_BYTES if is_in_place else COPIED_BYTES) // storage.record.weight.nbytes
     block_rows = UNIT * max(1, min(-(-block_rows // UNIT), max_rows // UNIT))
-    n_rows = storage.n_rows
-    bounds = [(first, min(first + block_rows, n_rows)) for first in range(0, n_rows, block_rows)]
+    bounds, n_rows, first, size = [], storage.n_rows, 0, UNIT * -(-first_rows // UNIT)
+    while first < n_rows:
+        last = min(first + min(size, block_rows), n_rows)
+        bounds.append((first, last))
+        first, size = last, size * GROWTH
     if is_in_place:
         assert storage.memory is not None
         for first, last in bounds:
