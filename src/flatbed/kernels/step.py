@@ -34,6 +34,8 @@ class ParamSlot:
     """The parameter of the model, which the state belongs to: `param` itself, unless ranks hold shards."""
     sharding: Any = None
     """Sharding of the parameter or its state; None: all of it is here."""
+    own_rows: Any = None
+    """The rows of a whole parameter whose state is here; None: all of them, or the shard of a DTensor."""
     norm_class: int = 0
     """Gradients of one class are summed over the same ranks."""
     state: dict[str, Tensor] = field(default_factory=dict)

@@ -200,15 +200,13 @@ class Plan:
         self.masters = MasterWeights(slots)
         self.owners = [slot.owner for slot in slots]
         self.has_dtensors = any(is_dtensor(owner) for owner in self.owners)
-        self._state_shards = [i for i, slot in enumerate(slots) if _has_sharded_state(slot)]
+        self._state_shards = [i for i, slot in enumerate(slots) if slot.own_rows is not None]
         self.pieces = plan_pieces([(slots[i].owner, slots[i].sharding) for i in self._state_shards])
         """The updated rows that ranks exchange after a step."""
         self._local_grads = None
         if self.has_dtensors or self._state_shards:
             parts = [
-                partial(_part_of_grad, slot.owner, OwnRows.of(slot.sharding))
-                if _has_sharded_state(slot)
-                else None
+                None if slot.own_rows is None else partial(_part_of_grad, slot.owner, slot.own_rows)
                 for slot in slots
             ]
             self._local_grads = LocalGrads([slot.name for slot in slots], self.owners, parts)
@@ -260,7 +258,7 @@ class Plan:
         for device in self.devices if self._state_shards else ():
             slots = [self.slots[i] for i in device.indices]
             device.stepper.whole_grads = [
-                slot.owner.grad if _has_sharded_state(slot) else found.grads[i]
+                found.grads[i] if slot.own_rows is None else slot.owner.grad
                 for slot, i in zip(slots, device.indices, strict=True)
             ]
         if len(self.devices) == 1:
@@ -270,11 +268,6 @@ class Plan:
             own = frozenset(n for n, i in enumerate(device.indices) if i in found.unordered)
             addresses = [found.addresses[i] for i in device.indices] if found.addresses else []
             device.stepper.set_grads([found.grads[i] for i in device.indices], addresses, own)
-
-
-def _has_sharded_state(slot: ParamSlot) -> bool:
-    """True if the parameter is whole on every rank, and its state is sharded."""
-    return slot.sharding is not None and not is_dtensor(slot.owner)
 
 
 def _part_of_grad(owner: Tensor, rows: OwnRows, grad: Tensor) -> Tensor:
