@@ -201,17 +201,6 @@ class Update:
             grads = _as_before(torch._foreach_div(grads, self.scale), grads)
         if self.factor is not None:
             grads = _as_before(torch._foreach_mul(grads, self.factor), grads)
-        return self.apply(Tensors(tensors.params, grads, tensors.state), scalars)
-
-    def scaled(self, grad: Tensor, out: Tensor) -> Tensor:
-        """Unscale and clip a gradient into other memory."""
-        if self.scale is not None:
-            grad = torch.div(grad, self.scale, out=out)
-        return grad if self.factor is None else torch.mul(grad, self.factor, out=out)
-
-    def apply(self, tensors: Tensors, scalars: Scalars) -> Scalars:
-        """Update parameters and state in place by gradients as they are; return the next scalars."""
-        grads = tensors.grads
         if self.group.get("maximize") and not (self.fused or self.rule.handles_maximize):
             grads = torch._foreach_neg(grads)
         function = self.rule.fused if self.fused and self.rule.fused else self.rule.reference
