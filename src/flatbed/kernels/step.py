@@ -127,17 +127,6 @@ class Stepper(Protocol):
         """Update. `squares` holds the sums of all steppers where there are several."""
 
 
-class DenseStepper(Stepper, Protocol):
-    """A stepper of parameters."""
-
-    slots: list[ParamSlot]
-    whole_grads: Grads | None
-    """The gradients that the norm measures, if slots are parts of parameters whose gradients are whole."""
-
-    def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
-        """Take one gradient per slot. Those in `unordered` differ from their parameter in element order."""
-
-
 def squares_of(slots: Sequence[ParamSlot], grads: Grads) -> dict[int, Tensor]:
     """The squared norms of gradients, for each norm class, in fp64."""
     found = {}

@@ -55,6 +55,7 @@ class TorchStepper:
         self._norm: Tensor | None = None
         self._norm_classes = sorted({slot.norm_class for slot in slots})
         self.whole_grads: Grads | None = None
+        """The gradients that the norm measures, if slots are parts of whole parameters."""
         self._buckets = self._build()
 
     def _build(self) -> list[Bucket]:
@@ -79,6 +80,7 @@ class TorchStepper:
     # ---- a step
 
     def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
+        """Take one gradient per slot. Those in `unordered` differ from their parameter in element order."""
         if unordered:
             grads = [
                 in_order(self.slots[i].param, g) if i in unordered and g is not None else g

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from flatbed.distributed.shard_state import OwnRows
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import ParamSlot, stride_of
 from flatbed.layout import overlaps_itself
-from flatbed.optim import checks
-from flatbed.optim.spec import LOW, OptimizerSpec, named_params
+from flatbed.optim.options import LOW, OptimizerSpec, check_grad, check_param, named_params
 from flatbed.rule import Group
 from flatbed.tables.table import Table
+
+if TYPE_CHECKING:
+    from flatbed.optim.optimizer import Optimizer
 
 MASTER, EMA = "master_weight", "ema"  # keys of state that torch does not have
 TORCH_KEYS = frozenset(
@@ -162,26 +164,20 @@ def own_storage(view: Tensor) -> Tensor:
 
 
 def build_slots(
-    spec: OptimizerSpec,
-    groups: Sequence[Group],
-    state: dict[Any, Any],
-    *,
-    previous: Sequence[ParamSlot] = (),
-    early: Callable[[Tensor], bool] | None = None,
-    loaded: bool = False,
-    copies_weights: bool = True,
+    optimizer: Optimizer, *, early: Callable[[Tensor], bool] | None, loaded: bool, copies_weights: bool
 ) -> list[ParamSlot]:
     """Slots for all parameters with a gradient or state. Gradients are checked before anything is made.
 
     `early` chooses parameters that get their state before their first gradient.
     """
+    spec, groups, state = optimizer._spec, optimizer.param_groups, optimizer.state
     dense = [found for found in named_params(groups) if not isinstance(found[1], Table)]
     grads = [param.grad for _, param, _ in dense]
     for (name, param, _), grad in zip(dense, grads, strict=True):
         if grad is not None:
-            checks.check_param(param, name)
-            checks.check_norm(spec.options, param, name)  # FSDP may wrap a module later
-            checks.check_grad(param, grad, name)
+            check_param(spec.options, param, name)  # FSDP may wrap a module later
+            check_grad(param, grad, name)
+    previous = () if optimizer._plan is None else optimizer._plan.slots
     hidden = {id(slot.published): slot.scalars for slot in previous if slot.published is not None}
     builder = SlotBuilder(spec, loaded, copies_weights, hidden)
     slots = []

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from flatbed.errors import FlatbedError
-from flatbed.optim.checks import check_group
-from flatbed.optim.spec import Groups, OptimizerSpec
+from flatbed.optim.options import Groups, OptimizerSpec, check_group
 from flatbed.optim.state_builder import EMA, MASTER, TORCH_KEYS
 from flatbed.optim.table_step import TableSlot
 from flatbed.tables.embedding import whole_field, write_field
@@ -112,7 +111,7 @@ def load(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> N
         raise
     for key, slot in tables.items():
         _load_table_state(spec, slot, of_tables[key])
-        optimizer._tables.publish(spec, slot, groups[slot.group], optimizer.state)
+        optimizer._tables.publish(optimizer, slot)
     optimizer._drop_plan()  # what the checkpoint lacks is made at the next step
     rounds: Any = state_dict.get(ROUNDS, groups[0].get(ROUNDS, 0))
     optimizer._stats.set_steps(int(rounds))

@@ -99,6 +99,7 @@ class TritonStepper:
         )
         self._squares_by_class = self._partials_by_class()
         self.whole_grads: Grads | None = None
+        """The gradients that the norm measures, if slots are parts of whole parameters."""
         self._squares: list[Launch] = []
         self._updates: list[Launch] = []
         self._ordered: list[Tensor] = []
@@ -157,6 +158,7 @@ class TritonStepper:
         return self._coefficients.captured
 
     def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
+        """Take one gradient per slot. Those in `unordered` differ from their parameter in element order."""
         # Copies must live until the kernels have read them.
         copies = {i: in_order(self.slots[i].param, cast(Tensor, grads[i])) for i in unordered}
         self._ordered = list(copies.values())
