@@ -102,7 +102,13 @@ def test_double_precision(case: Case, kernel_device: str) -> None:
 @pytest.mark.parametrize("case", KINDS, ids=lambda c: c.name)
 def test_half_precision(case: Case, kernel_device: str) -> None:
     # The interpreter cuts bits off where a GPU rounds: up to an ulp is lost at every step.
-    check(case, kernel_device, steps=8 if ON_GPU else 4, dtype=torch.bfloat16, floor=8 if kernel_device == "cpu" else 1)
+    check(
+        case,
+        kernel_device,
+        steps=8 if ON_GPU else 4,
+        dtype=torch.bfloat16,
+        floor=8 if kernel_device == "cpu" else 1,
+    )
 
 
 @pytest.mark.parametrize("wrong", [w for w in WRONG if w.part == "kernel"], ids=str)

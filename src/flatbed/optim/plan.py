@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -21,10 +20,10 @@ from flatbed.distributed.dtensor import (
     local_of,
     reshard,
 )
-from flatbed.distributed.shard_state import OwnRows, exchange, plan_pieces
+from flatbed.distributed.shard_state import exchange, plan_pieces
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
-from flatbed.kernels.step import STEPS, Grads, ParamSlot, in_order, stride_of
+from flatbed.kernels.step import STEPS, Grads, ParamSlot, stride_of
 from flatbed.kernels.torch_step import TorchStepper
 from flatbed.optim.options import Groups
 from flatbed.optim.state_builder import build_slots, publish_state
@@ -212,13 +211,8 @@ class Plan:
         self._has_state_shards = any(slot.own_rows is not None for slot in slots)
         self.pieces = plan_pieces([(s.owner, s.sharding) for s in slots if s.own_rows is not None])
         """The updated rows that ranks exchange after a step."""
-        self._local_grads = None
-        if self.has_dtensors or self._has_state_shards:
-            parts = [
-                None if slot.own_rows is None else partial(_part_of_grad, slot.owner, slot.own_rows)
-                for slot in slots
-            ]
-            self._local_grads = LocalGrads([slot.name for slot in slots], self.owners, parts)
+        is_local = self.has_dtensors or self._has_state_shards
+        self._local_grads = LocalGrads(slots) if is_local else None
         self._grad_dtypes = [slot.grad_dtype for slot in slots]
         self._grad_sizes = [slot.param.numel() * slot.grad_dtype.itemsize for slot in slots]
         self._mixed_dtypes = any(slot.grad_dtype != slot.param.dtype for slot in slots)
@@ -290,11 +284,6 @@ class Plan:
         if self.has_dtensors and model is not None:
             reshard(model)
         return former
-
-
-def _part_of_grad(owner: Tensor, rows: OwnRows, grad: Tensor) -> Tensor:
-    """The gradient of the elements that are updated here, in the order of the parameter."""
-    return rows.computed(in_order(owner, grad))
 
 
 def build_plan(
