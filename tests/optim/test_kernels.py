@@ -102,13 +102,8 @@ def test_double_precision(case: Case, kernel_device: str) -> None:
 @pytest.mark.parametrize("case", KINDS, ids=lambda c: c.name)
 def test_half_precision(case: Case, kernel_device: str) -> None:
     # The interpreter cuts bits off where a GPU rounds: up to an ulp is lost at every step.
-    check(
-        case,
-        kernel_device,
-        steps=8 if ON_GPU else 4,
-        dtype=torch.bfloat16,
-        floor=8 if kernel_device == "cpu" else 1,
-    )
+    steps, floor = (8, 1) if ON_GPU else (4, 8)
+    check(case, kernel_device, steps=steps, dtype=torch.bfloat16, floor=floor)
 
 
 @pytest.mark.parametrize("wrong", [w for w in WRONG if w.part == "kernel"], ids=str)

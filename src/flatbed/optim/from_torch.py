@@ -32,7 +32,11 @@ class TorchRule:
         known = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
         # The optimizer creates the state of its first step, and of new rows if it counts no steps.
         if begun and (seen or self.found.numbers):
-            optimizer = self._ready(known, params)
+            if self._optimizer is None:
+                self._optimizer = self.kind([nn.Parameter(torch.zeros(1))], **self.options)
+            optimizer = self._optimizer
+            optimizer.state = defaultdict(dict)
+            optimizer.param_groups[0].update(known, params=params)
             for i, param in enumerate(params):
                 optimizer.state[param] = self._state(at, i, numbers, new_for=None if seen else known)
         else:
@@ -59,14 +63,6 @@ class TorchRule:
                 f"{self.kind.__name__} keeps state ({more[0]}) that it did not keep when from_torch probed "
                 f"it: an option was changed since; pass it to from_torch instead"
             )
-
-    def _ready(self, known: dict[str, Any], params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if self._optimizer is None:
-            self._optimizer = self.kind([nn.Parameter(torch.zeros(1))], **self.options)
-        optimizer = self._optimizer
-        optimizer.state = defaultdict(dict)
-        optimizer.param_groups[0].update(known, params=params)
-        return optimizer
 
     def _state(
         self, at: Tensors, i: int, numbers: list[float], *, new_for: dict[str, Any] | None

@@ -25,7 +25,7 @@ from flatbed.tables.record import Field
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:
-    from flatbed.kernels._triton.row_step import TableLayout, TritonRows
+    from flatbed.kernels._triton.row_step import TritonRows
     from flatbed.optim.optimizer import Optimizer
 
 CHUNK_BYTES = 4 << 20  # of weights: temporaries of an update should stay in the CPU's caches
@@ -58,9 +58,12 @@ class TableStepper:
             _check_fields(rule, slot, groups[slot.group])
         self._kernels: TritonRows | None = None
         if rule.update is not None and use_triton(self.device):
-            from flatbed.kernels._triton.row_step import TritonRows
+            from flatbed.kernels._triton.row_step import TableLayout, TritonRows
 
-            layouts = [_table_layout(rule, slot, groups[slot.group]) for slot in slots]
+            layouts = []
+            for slot in slots:
+                store, has = slot.table._store, rule.has(groups[slot.group])
+                layouts.append(TableLayout(slot.group, has, store.scalars, slot.row_scalars, store.record))
             self._kernels = TritonRows(rule, groups, layouts, step_stats)
 
     @property
@@ -138,24 +141,6 @@ def _check_fields(rule: Rule, slot: TableSlot, group: Group) -> None:
             f"a changed option needs state ({missing[0]}) that the rows of table {slot.name} do not have: "
             f"build the optimizer with the option set"
         )
-
-
-def _table_layout(rule: Rule, slot: TableSlot, group: Group) -> TableLayout:
-    from flatbed.kernels._triton.row_step import TableLayout
-
-    record = slot.table._store.record
-    names = [name for name in rule.state if name in record]
-    return TableLayout(
-        group=slot.group,
-        scalars=slot.table._store.scalars,
-        dim=record.weight.count,
-        weight=record.weight.dtype,
-        state=record[names[0]].dtype if names else record.weight.dtype,
-        stride=record.nbytes,
-        state_offsets=tuple(record.offsets.get(name, 0) for name in rule.state),
-        scalar_offsets=tuple(record.offsets[name] for name in slot.row_scalars),
-        has=rule.has(group),
-    )
 
 
 def _update_in_chunks(slot: TableSlot, pack: RowGrads, update: Update, seeds: Any) -> None:

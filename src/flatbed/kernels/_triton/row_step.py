@@ -113,20 +113,16 @@ def step_rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class TableLayout:
-    """A table as the row kernel sees it: its scalars, and the layout of its records."""
+    """A table as the row kernel sees it."""
 
     group: int
+    has: int
     scalars: Mapping[str, Tensor]
     """The scalars that are one per table, by the rule's names."""
-    dim: int
-    weight: torch.dtype
-    state: torch.dtype
-    stride: int
-    state_offsets: tuple[int, ...]
-    """Of the tensors of state, in the rule's order; 0 for an absent one."""
-    scalar_offsets: tuple[int, ...]
-    """Of the scalars, if each row has its own."""
-    has: int
+    row_scalars: tuple[str, ...]
+    """The names of the scalars that each row has."""
+    record: Any
+    """The layout of a row: its fields by name, with their offsets."""
 
 
 class TritonRows:
@@ -180,7 +176,7 @@ class TritonRows:
         layout, n, rows = self.layouts[index], len(rows), rows.contiguous()
         if n == 0:
             return
-        stochastic = options.stochastic_rounding and layout.weight == torch.bfloat16
+        stochastic = options.stochastic_rounding and layout.record.weight.dtype == torch.bfloat16
         cached = location.cached is not None
         key = (index, stochastic, staged, weights is not None, cached)
         if key not in self._kernels:
@@ -201,14 +197,18 @@ class TritonRows:
 def _step_kernel(
     rule: Rule, layout: TableLayout, stochastic: bool, staged: bool, fetched: bool, cached: bool
 ) -> tuple[int, Kernel]:
-    columns = power(layout.dim)
+    record, weight = layout.record, layout.record.weight
+    columns = power(weight.count)
     n_rows = tile(columns, 512)
-    compute = torch.promote_types(layout.weight, torch.float32)
+    compute = torch.promote_types(weight.dtype, torch.float32)
+    state = next((record[name].dtype for name in rule.state if name in record), weight.dtype)
+    state_offsets = [record.offsets.get(name, 0) for name in rule.state]  # 0 for an absent one
+    scalar_offsets = [record.offsets[name] for name in layout.row_scalars]
     kernel = Kernel(
         step_rows_kernel, element(rule.prepare), element(rule.update), layout.has, len(rule.scalars),
-        layout.stride, *(*layout.state_offsets, 0, 0, 0, 0)[:4], *(*layout.scalar_offsets, 0, 0)[:2],
-        rule.rowwise, TYPES[layout.weight], TYPES[layout.state], TYPES[compute],
-        bool(layout.scalar_offsets), stochastic, staged, fetched, cached, layout.dim, columns, n_rows,
+        record.nbytes, *(*state_offsets, 0, 0, 0, 0)[:4], *(*scalar_offsets, 0, 0)[:2],
+        rule.rowwise, TYPES[weight.dtype], TYPES[state], TYPES[compute],
+        bool(scalar_offsets), stochastic, staged, fetched, cached, weight.count, columns, n_rows,
         num_warps=2 if columns <= 256 else 4,
     )  # fmt: skip
     return n_rows, kernel
