@@ -164,15 +164,12 @@ def check_grad_kind(param: Tensor, grad: Tensor, name: str) -> None:
             f"the gradient of parameter {name} is a {type(grad).__name__}, the parameter a "
             f"{type(param).__name__}: both must be DTensors, or none"
         )
-    if is_dtensor(param):
-        held, owner = Sharding.of(grad), Sharding.of(param)
-        assert held is not None
-        assert owner is not None
-        if held.mesh != owner.mesh or held.shape != owner.shape:
-            raise FlatbedError(
-                f"the gradient of parameter {name} has shape {tuple(held.shape)} on {held.mesh}, the "
-                f"parameter {tuple(owner.shape)} on {owner.mesh}"
-            )
+    held, owner = Sharding.of(grad), Sharding.of(param)
+    if held is not None and owner is not None and (held.mesh, held.shape) != (owner.mesh, owner.shape):
+        raise FlatbedError(
+            f"the gradient of parameter {name} has shape {tuple(held.shape)} on {held.mesh}, the parameter "
+            f"{tuple(owner.shape)} on {owner.mesh}"
+        )
 
 
 class ShardGroups:

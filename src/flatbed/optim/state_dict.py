@@ -145,12 +145,9 @@ def _dense_state(state_dict: StateDict, params: Mapping[Any, Any]) -> dict[Any, 
         found[param] = dict(value) if isinstance(value, dict) else value
         for name in found[param] if isinstance(value, dict) and isinstance(param, Tensor) else ():
             if name not in (*TORCH_KEYS, MASTER, EMA):
-                found[param][name] = tree_map_only(Tensor, partial(_copied_to, param.device), value[name])
+                copied = partial(torch.Tensor.to, device=param.device, copy=True)
+                found[param][name] = tree_map_only(Tensor, copied, value[name])
     return found
-
-
-def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
-    return tensor.to(device, copy=True)
 
 
 def _check_table_state(spec: OptimizerSpec, slot: TableSlot, held: Any) -> dict[str, Any]:

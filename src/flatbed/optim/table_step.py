@@ -85,36 +85,34 @@ class TableStepper:
         return {0: torch.cat(found) if sharded else found[0]}
 
     def _squares(self, grads: list[Tensor]) -> Tensor:
-        if self._kernels is not None and grads:
-            return self._kernels.squares(grads)
-        squares = [torch.linalg.vector_norm(g).double().square() for g in grads if g.numel()]
-        zero = torch.zeros(1, dtype=torch.float64, device=self.device)
-        return torch.stack(squares) if squares else zero
+        square = _squared_norm if self._kernels is None else self._kernels.squares
+        parts = [square(g) for g in grads if g.numel()]
+        return torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float64, device=self.device)
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         """Update the rows that have a gradient."""
         if self._kernels is not None:
-            present = [pack is not None for pack in self.packs]
-            self._kernels.prepare_coefficients(present, options, scaling, squares)
-            skip, factor = False, None
+            self._kernels.coefficients.set_grads([int(pack is not None) for pack in self.packs])
+            self._kernels.coefficients.prepare(options, scaling, squares)
+            for index, pack in enumerate(self.packs):
+                if pack is not None:
+                    self._launch(self._kernels, index, pack, options)
         else:
-            norm = None if squares is None else squares.sum().sqrt().float()
-            factor, skip = begin_step(options, scaling, norm, self.step_stats)
-        scale = None if scaling is None else scaling.scale
-        # Noise differs between chunks and tables, and from that of parameters.
-        seeds = count(int(self.step_stats[STEPS]) * 1_000_003 + 500_000) if self._kernels is None else None
-        for index, (slot, pack) in enumerate(zip(self.slots, self.packs, strict=True)):
-            if pack is None:
-                continue
-            if self._kernels is not None:
-                self._launch(self._kernels, index, pack, options)
-            elif not skip:
-                fused = self.rule.fused is not None and self.device.type == "cpu"
-                update = Update(self.rule, self.groups[slot.group], fused, scale, factor)
-                _update_in_chunks(
-                    slot, compacted(pack), update, seeds if options.stochastic_rounding else None
-                )
+            self._update_in_torch(options, scaling, squares)
         self.packs = []
+
+    def _update_in_torch(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
+        norm = None if squares is None else squares.sum().sqrt().float()
+        factor, skip = begin_step(options, scaling, norm, self.step_stats)
+        scale = None if scaling is None else scaling.scale
+        fused = self.rule.fused is not None and self.device.type == "cpu"
+        # Noise differs between chunks and tables, and from that of parameters.
+        seeds = count(int(self.step_stats[STEPS]) * 1_000_003 + 500_000)
+        for slot, pack in zip(self.slots, self.packs, strict=True):
+            if pack is not None and not skip:
+                update = Update(self.rule, self.groups[slot.group], fused, scale, factor)
+                own_seeds = seeds if options.stochastic_rounding else None
+                _update_in_chunks(slot, compacted(pack), update, own_seeds)
 
     def _launch(self, kernels: TritonRows, index: int, pack: RowGrads, options: StepOptions) -> None:
         store, access = self.slots[index].table._store, self.slots[index].table._local_rows
@@ -130,6 +128,11 @@ class TableStepper:
         kernels.update(index, pack.rows, pack.grads, RecordLocation(records), options, staged=True)
         if not bool(self.step_stats[SKIP]):
             access.scatter_(pack.rows, records)
+
+
+def _squared_norm(grad: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grad)
+    return norm.double().square().reshape(1)
 
 
 def _check_fields(rule: Rule, slot: TableSlot, group: Group) -> None:

@@ -17,7 +17,7 @@ from flatbed.kernels._triton.launch import TYPES, Kernel, element
 from flatbed.kernels._triton.rows import field, located, power, squares, tile
 from flatbed.kernels._triton.update import load_as, load_line, load_state, update_elements
 from flatbed.kernels.locations import RecordLocation
-from flatbed.kernels.step import Scaling, StepOptions
+from flatbed.kernels.step import StepOptions
 from flatbed.rule import Group, Rule
 
 # Programs at most for records behind the bus: these saturate it on an H200 and leave SMs to the model.
@@ -143,19 +143,8 @@ class TritonRows:
         also_used = [unused, *(scalar for layout in layouts for scalar in layout.scalars.values())]
         lines = torch.from_numpy(table).to(self.device)
         self.coefficients = Coefficients(rule, groups, lines, step_stats=step_stats, also_used=also_used)
+        self.squares = squares
         self._kernels: dict[Any, tuple[int, Kernel]] = {}
-
-    def squares(self, grads: list[Tensor]) -> Tensor:
-        """Partial sums of squares of the gradients, still scaled."""
-        parts = [squares(g) for g in grads if g.numel()]
-        return torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float64, device=self.device)
-
-    def prepare_coefficients(
-        self, present: list[bool], options: StepOptions, scaling: Scaling | None, squares: Tensor | None
-    ) -> None:
-        """Count the step of the tables that have a gradient, and compute their coefficients."""
-        self.coefficients.set_grads([*map(int, present)])
-        self.coefficients.prepare(options, scaling, squares)
 
     def update(
         self,
