@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def update(optimizer: Optimizer, plan: Plan, found: StepGrads, packs: list[RowGrads | None]) -> None:
     """Update parameters and, if there are `packs`, tables; all are clipped by the norm of all."""
     options, tables = optimizer._options, optimizer._tables
-    scaling = _scaling_of(optimizer, plan)
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    has_scaling = scale is not None or found_inf is not None
+    scaling = Scaling(scale, _found_by_any_rank(optimizer, plan, found_inf)) if has_scaling else None
     if plan.masters.slots:
         plan.masters.sync_written()
     steppers: list[Stepper] = []
@@ -42,7 +44,8 @@ def update(optimizer: Optimizer, plan: Plan, found: StepGrads, packs: list[RowGr
     for stepper in steppers:
         of_all = None if squares is None else squares.to(stepper.device)
         stepper.update(options, None if scaling is None else scaling.to(stepper.device), of_all)
-    exchange(plan.pieces, optimizer._peers)
+    if plan.pieces:
+        exchange(plan.pieces, optimizer._peers)
     if found.owners:
         torch.autograd.graph.increment_version(found.owners)
     if plan.masters.slots:
@@ -53,16 +56,13 @@ def update(optimizer: Optimizer, plan: Plan, found: StepGrads, packs: list[RowGr
         _unscale_(scaling, [*map(local_of, grads), *rows])
 
 
-def _scaling_of(optimizer: Any, plan: Plan) -> Scaling | None:
-    """Return what a GradScaler has given to an optimizer; an overflow of one rank is one of all."""
-    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    if scale is None and found_inf is None:
-        return None
+def _found_by_any_rank(optimizer: Optimizer, plan: Plan, found_inf: Tensor | None) -> Tensor | None:
+    """Return the overflow flag of a GradScaler; an overflow of one rank is one of all."""
     if tables := [slot.table for slot in optimizer._tables.slots]:
         found_inf = any_replica(found_inf, tables)
     if found_inf is not None and plan.shard_groups.many:
         found_inf = plan.shard_groups.any(found_inf)
-    return Scaling(scale, found_inf)
+    return found_inf
 
 
 def _unscale_(scaling: Scaling, grads: list[Any]) -> None:
