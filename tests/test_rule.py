@@ -16,7 +16,6 @@ import flatbed
         ({"state": dict.fromkeys("abcde")}, "4 tensors of state; found 5"),
         ({"scalars": ("step", "a", "b")}, "2 scalars; found 3"),
         ({"hyperparameters": tuple("abcdefghi")}, "8 hyperparameters; found 9"),
-        ({"n_coefficients": 9}, "8 coefficients; found 9"),
     ],
 )
 def test_more_than_the_tables_hold_is_refused(change: dict[str, Any], message: str) -> None:

@@ -53,9 +53,6 @@ class Rule:
     prepare: Callable[..., Any] | None = None
     """Triton, once per parameter and step, in fp64: (hyperparameters, scalars) → (scalars, coefficients)."""
 
-    n_coefficients: int = 0
-    """How many coefficients `prepare` returns."""
-
     update: Callable[..., Any] | None = None
     """Triton, per element: (p, g, state, coefficients, HAS) → (p, state). Bit i of the constant HAS says
     whether the i-th tensor of state exists; one that does not is passed as some value and not stored.
@@ -95,7 +92,6 @@ class Rule:
             ("tensors of state", len(self.state), MAX_STATES),
             ("scalars", len(self.scalars), MAX_SCALARS),
             ("hyperparameters", len(self.hyperparameters), MAX_COEFFICIENTS),
-            ("coefficients", self.n_coefficients, MAX_COEFFICIENTS),
         ):
             if count > most:
                 raise ValueError(f"a rule may have {most} {what}; found {count}")

@@ -77,7 +77,6 @@ def dense_step(rule: Any) -> dict[str, int]:
         DENSE,
         RULE=element(rule.prepare),
         N_SCALARS=len(rule.scalars),
-        N_COEFFICIENTS=rule.n_coefficients,
         **dict.fromkeys(("CLIP", "NORMED", "SKIPPING", "SCALED"), True),
         LANES=256,
         PARTIALS=4096,

@@ -122,12 +122,12 @@ def schedule(optimizer: optim.Optimizer, kind: type[Any], options: dict[str, Any
     return kind(optimizer, **options)
 
 
-@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01), np.float32(0.01)], ids=["float", "tensor", "numpy"])
 @pytest.mark.parametrize(("kind", "options"), SCHEDULERS, ids=lambda value: getattr(value, "__name__", ""))
-def test_schedulers(kind: type[Any], options: dict[str, Any], lr: Any) -> None:
-    """Every scheduler of torch, with each kind of number that may be a learning rate."""
+def test_schedulers(kind: type[Any], options: dict[str, Any]) -> None:
+    """Every scheduler of torch, with one of the kinds of numbers that may be a learning rate."""
     ours, theirs = pair("cpu")
-    a, b = adam_pair(ours, theirs, lr=lr)
+    rates = [0.01, torch.tensor(0.01), np.float32(0.01)]
+    a, b = adam_pair(ours, theirs, lr=rates[len(kind.__name__) % 3])
     schedules = [schedule(optimizer, kind, options) for optimizer in (a, b)]
     for step in range(5):
         train_both(ours, theirs, a, b, [step])

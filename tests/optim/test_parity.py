@@ -42,9 +42,7 @@ def assert_same_state(theirs: Any, ours: Any) -> None:
         }
 
 
-def train(
-    optimizer: Any, model: nn.Module, *, set_to_none: bool = True, gaps: bool = False, scheduler: Any = None
-) -> None:
+def train(optimizer: Any, model: nn.Module, *, set_to_none: bool = True, gaps: bool = False) -> None:
     dtype = next(model.parameters()).dtype
     for i, x in enumerate(batches(STEPS)):
         loss = torch.tanh(loss_of(model, x.to(dtype)))  # bounded: half of the cases climb
@@ -53,8 +51,6 @@ def train(
             if gaps and i > 0 and (i + n) % 3 == 0:
                 p.grad = None
         optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
@@ -93,8 +89,10 @@ def test_every_optimizer_is_in_the_table() -> None:
 # ---- steps
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("model", MODELS)
+KINDS_OF_MODEL = [*((model, torch.float32) for model in MODELS), *(("mixed", dtype) for dtype in DTYPES[1:])]
+
+
+@pytest.mark.parametrize(("model", "dtype"), KINDS_OF_MODEL, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_bitwise(case: Case, model: str, dtype: torch.dtype) -> None:
     """Patterns of missing gradients are paired with the models rather than crossed."""
@@ -121,18 +119,6 @@ def test_groups_with_different_options(pair: tuple[Case, Case], dtype: torch.dty
     theirs, ours = second.torch_kind(groups(left), **second.same_rounding(dtype)), second.kind(groups(right))
     train(theirs, left)
     train(ours, right)
-    assert_same(left, right)
-    assert_same_state(theirs, ours)
-
-
-@pytest.mark.parametrize("name", ["sgd-momentum", "adam", "radam", "rmsprop-both", "lion"])
-def test_momentum_is_scheduled(name: str) -> None:
-    case = next(case for case in CASES if case.name == name)
-    left, right = build("mixed"), build("mixed")
-    theirs, ours = case.theirs(left.parameters(), **case.same_rounding()), case.ours(right.parameters())
-    for optimizer, model in ((theirs, left), (ours, right)):
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=2 * STEPS)
-        train(optimizer, model, scheduler=scheduler)
     assert_same(left, right)
     assert_same_state(theirs, ours)
 
@@ -211,7 +197,7 @@ def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_strided(p.shape, stride_of(p), dtype=p.dtype).copy_(grad)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data())
 def test_any_parameters(data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(KINDS))

@@ -48,13 +48,13 @@ def assert_rounded(low: Tensor, wide: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", ["Adam", "SGD", "RMSprop", "NAdam"])
+@pytest.mark.parametrize("name", ["NAdam", "SGD"])
 def test_with_a_master_it_is_fp32_training_rounded_once(where: str, name: str, dtype: torch.dtype) -> None:
     ours, wide = low_pair(where, dtype)
     options: dict[str, Any] = {"lr": 0.01, **({"momentum": 0.9} if name == "SGD" else {})}
     a = getattr(flatbed.optim, name)(ours.parameters(), master_weights=True, max_norm=1.0, **options)
     b = getattr(flatbed.optim, name)(wide.parameters(), max_norm=1.0, **options)
-    for step in range(5):
+    for step in range(3):
         give_low_grads(ours, wide, step)
         a.step()
         b.step()
@@ -224,10 +224,10 @@ def test_state_in_bf16_still_moves(where: str) -> None:
     optimizer.step()
     optimizer.state[p]["exp_avg_sq"].fill_(1.0)
     p.grad = torch.zeros_like(p)
-    for _ in range(100):
+    for _ in range(30):
         optimizer.step()
     mean = float(optimizer.state[p]["exp_avg_sq"].float().mean())
-    assert mean == pytest.approx(0.999**100, abs=0.01)
+    assert mean == pytest.approx(0.999**30, abs=0.01)
 
 
 def test_rounding_by_chance_is_resumed(where: str) -> None:

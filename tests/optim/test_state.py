@@ -88,12 +88,9 @@ def pickled(value: Any, file: io.BytesIO) -> None:
 @pytest.mark.parametrize("write", [torch.save, pickled])
 @pytest.mark.parametrize("what", ["state dict", "optimizer"])
 def test_saving_is_not_larger_than_the_state(where: str, what: str, write: Any) -> None:
-    """State lies side by side in few buffers, but no tensor carries a whole buffer along."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)]).to(where)
     optimizer = flatbed.optim.Adam(model.parameters())
     steps(model, optimizer, range(1))
-    addresses = sorted(optimizer.state[p]["exp_avg"].data_ptr() for p in model.parameters())
-    assert addresses[-1] - addresses[0] < sum(p.nbytes for p in model.parameters()) + 256 * 20
     file = io.BytesIO()
     write(optimizer.state_dict() if what == "state dict" else optimizer, file)
     n_copies = 2 if what == "state dict" else 4  # parameters and their gradients, too

@@ -144,7 +144,7 @@ TORCHS = [
     (name, more)
     for name, kind in vars(torch.optim).items()
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    for more in ({}, {"foreach": True}, {"fused": True})
+    for more in ({}, {"fused": True})
     if set(more) <= set(inspect.signature(kind).parameters)
 ]
 

@@ -7,7 +7,7 @@ it, so that this module looks it up instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from flatbed.distributed.peers import Peers, wait_for
 from flatbed.errors import FlatbedError
+from flatbed.kernels.step import ParamSlot, in_order
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -116,19 +117,13 @@ def check_sharding(param: Tensor, name: str) -> None:
 
 
 class LocalGrads:
-    """Finds this rank's part of the gradients of parameters, some of which are DTensors."""
+    """Finds this rank's part of the gradients of parameters, some of which are sharded, or their state is."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        owners: Sequence[Tensor],
-        parts: Sequence[Callable[[Tensor], Tensor] | None],
-    ) -> None:
-        """Take, for each whole parameter of which a part is updated here, a function that finds the part."""
-        self._names, self._owners, self._parts = names, owners, parts
-        self._sharded = [is_dtensor(owner) for owner in owners]
-        self._all_sharded = all(self._sharded)
-        self._specs: list[Any] = [None] * len(owners)
+    def __init__(self, slots: Sequence[ParamSlot]) -> None:
+        self._slots = slots
+        self._owners = [slot.owner for slot in slots]
+        self._all_sharded = all(map(is_dtensor, self._owners))
+        self._specs: list[Any] = [None] * len(slots)
         """The spec of the last gradient that was compared with its parameter's."""
 
     def __call__(self) -> list[Tensor | None]:
@@ -147,17 +142,17 @@ class LocalGrads:
         return [self._find(i, grad) for i, grad in enumerate(grads)]
 
     def _find(self, i: int, grad: Any) -> Tensor | None:
+        slot, owner = self._slots[i], self._owners[i]
         if grad is None:
             return None
-        if not self._sharded[i]:
-            part = self._parts[i]
-            return grad if part is None else part(grad)
-        check_grad_kind(self._owners[i], grad, self._names[i])
-        owner: Any = self._owners[i]
+        if not is_dtensor(owner):
+            part: Tensor = grad if slot.own_rows is None else slot.own_rows.computed(in_order(owner, grad))
+            return part
+        check_grad_kind(owner, grad, slot.name)
         if self._specs[i] is not grad._spec:
-            same = grad.device_mesh == owner.device_mesh and grad.placements == owner.placements
-            if not same:  # gradients of tensor parallelism may be sums that are still to be reduced
-                return local_of(grad.redistribute(placements=owner.placements))
+            if grad.placements != owner.placements:  # type: ignore[attr-defined]
+                # Gradients of tensor parallelism may be sums that are still to be reduced.
+                return local_of(grad.redistribute(placements=owner.placements))  # type: ignore[attr-defined]
             self._specs[i] = grad._spec
         return local_of(grad)
 
@@ -169,15 +164,12 @@ def check_grad_kind(param: Tensor, grad: Tensor, name: str) -> None:
             f"the gradient of parameter {name} is a {type(grad).__name__}, the parameter a "
             f"{type(param).__name__}: both must be DTensors, or none"
         )
-    if is_dtensor(param):
-        held, owner = Sharding.of(grad), Sharding.of(param)
-        assert held is not None
-        assert owner is not None
-        if held.mesh != owner.mesh or held.shape != owner.shape:
-            raise FlatbedError(
-                f"the gradient of parameter {name} has shape {tuple(held.shape)} on {held.mesh}, the "
-                f"parameter {tuple(owner.shape)} on {owner.mesh}"
-            )
+    held, owner = Sharding.of(grad), Sharding.of(param)
+    if held is not None and owner is not None and (held.mesh, held.shape) != (owner.mesh, owner.shape):
+        raise FlatbedError(
+            f"the gradient of parameter {name} has shape {tuple(held.shape)} on {held.mesh}, the parameter "
+            f"{tuple(owner.shape)} on {owner.mesh}"
+        )
 
 
 class ShardGroups:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from flatbed.errors import FlatbedError
 from flatbed.flat.buffer import Buffer, FlatParameter
 from flatbed.layout import is_dense, overlaps_itself
-from flatbed.optim.checks import is_fsdp_shard
+from flatbed.optim.options import is_fsdp_shard
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.errors import FlatbedError
-from flatbed.optim.probe import LARGE, cloned, quietly
+from flatbed.optim.from_torch import LARGE, cloned, quietly
 
 FLAT_STEPS = 16  # some optimizers collect gradients for ten steps before they move anything
 # Parameters of different shapes, scales and norms, apart and in one buffer with as much padding.

@@ -34,6 +34,8 @@ class ParamSlot:
     """The parameter of the model, which the state belongs to: `param` itself, unless ranks hold shards."""
     sharding: Any = None
     """Sharding of the parameter or its state; None: all of it is here."""
+    own_rows: Any = None
+    """The rows of a whole parameter whose state is here; None: all of them, or the shard of a DTensor."""
     norm_class: int = 0
     """Gradients of one class are summed over the same ranks."""
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -125,17 +127,6 @@ class Stepper(Protocol):
         """Update. `squares` holds the sums of all steppers where there are several."""
 
 
-class DenseStepper(Stepper, Protocol):
-    """A stepper of parameters."""
-
-    slots: list[ParamSlot]
-    whole_grads: Grads | None
-    """The gradients that the norm measures, if slots are parts of parameters whose gradients are whole."""
-
-    def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
-        """Take one gradient per slot. Those in `unordered` differ from their parameter in element order."""
-
-
 def squares_of(slots: Sequence[ParamSlot], grads: Grads) -> dict[int, Tensor]:
     """The squared norms of gradients, for each norm class, in fp64."""
     found = {}
@@ -199,17 +190,6 @@ class Update:
             grads = _as_before(torch._foreach_div(grads, self.scale), grads)
         if self.factor is not None:
             grads = _as_before(torch._foreach_mul(grads, self.factor), grads)
-        return self.apply(Tensors(tensors.params, grads, tensors.state), scalars)
-
-    def scaled(self, grad: Tensor, out: Tensor) -> Tensor:
-        """Unscale and clip a gradient into other memory."""
-        if self.scale is not None:
-            grad = torch.div(grad, self.scale, out=out)
-        return grad if self.factor is None else torch.mul(grad, self.factor, out=out)
-
-    def apply(self, tensors: Tensors, scalars: Scalars) -> Scalars:
-        """Update parameters and state in place by gradients as they are; return the next scalars."""
-        grads = tensors.grads
         if self.group.get("maximize") and not (self.fused or self.rule.handles_maximize):
             grads = torch._foreach_neg(grads)
         function = self.rule.fused if self.fused and self.rule.fused else self.rule.reference

@@ -55,7 +55,7 @@ class TorchStepper:
         self._norm: Tensor | None = None
         self._norm_classes = sorted({slot.norm_class for slot in slots})
         self.whole_grads: Grads | None = None
-        self._scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
+        """The gradients that the norm measures, if slots are parts of whole parameters."""
         self._buckets = self._build()
 
     def _build(self) -> list[Bucket]:
@@ -80,6 +80,7 @@ class TorchStepper:
     # ---- a step
 
     def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
+        """Take one gradient per slot. Those in `unordered` differ from their parameter in element order."""
         if unordered:
             grads = [
                 in_order(self.slots[i].param, g) if i in unordered and g is not None else g
@@ -131,14 +132,10 @@ class TorchStepper:
         for columns, scalars in _equal_columns(bucket.scalars, present):
             after = scalars
             indices = [bucket.slots[column] for column in columns]
-            if scales:
-                for i in indices:
-                    if self.slots[i].param.nbytes > CHUNK_BYTES:
-                        after = self._update_large(i, update, scalars)
-                indices = [i for i in indices if self.slots[i].param.nbytes <= CHUNK_BYTES]
             for chunk in [indices] if at_once else self._chunks(indices):
                 tensors = self._tensors(chunk, wide)
-                after = update(tensors, scalars)
+                for part in _parts(tensors) if scales and bucket.fused else [tensors]:
+                    after = update(part, scalars)
                 if wide:
                     self._copy_back(chunk, tensors, options)
             for line, value in zip(bucket.scalars, after, strict=True):
@@ -146,30 +143,6 @@ class TorchStepper:
                     line.fill_(value)
                 else:
                     line[columns] = value
-
-    def _update_large(self, i: int, update: Update, scalars: Scalars) -> Scalars:
-        """Update a large parameter by its scaled gradient, in memory that is kept.
-
-        Torch's kernels update it part by part: scaled gradients then stay in the CPU's caches.
-        """
-        slot, grad, after = self.slots[i], self._grads[i], scalars
-        assert grad is not None
-        nbytes = PART_BYTES if update.fused else grad.nbytes
-        if len(self._scratch) < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        copy = self._scratch[:nbytes].view(grad.dtype)
-        if not update.fused:
-            scaled = update.scaled(grad, out=copy.as_strided(grad.shape, grad.stride()))
-            held = {name: [tensor] for name, tensor in slot.state.items()}
-            return update.apply(Tensors([slot.param], [scaled], held), scalars)
-        # Whole vectors, so that an element's bits do not depend on where the parts end.
-        tensors = slot.param, grad, *slot.state.values()
-        parts = [torch.split(tensor.as_strided((tensor.numel(),), (1,)), len(copy)) for tensor in tensors]
-        for param, part, *state in zip(*parts, strict=True):
-            grads = [update.scaled(part, out=copy[: len(part)])]
-            held = {name: [tensor] for name, tensor in zip(slot.state, state, strict=True)}
-            after = update.apply(Tensors([param], grads, held), scalars)
-        return after
 
     def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
         """Group slots into those that one call updates."""
@@ -219,6 +192,19 @@ class TorchStepper:
         averages: list[Tensor] = [slot.ema for slot in slots]  # type: ignore[misc]
         values = [value.to(average.dtype) for value, average in zip(values, averages, strict=True)]
         torch._foreach_lerp_(averages, values, 1.0 - decay)
+
+
+def _parts(tensors: Tensors) -> Iterator[Tensors]:
+    """Split a large parameter, so that copies of its gradient stay in the CPU's caches."""
+    if len(tensors.params) > 1 or tensors.params[0].nbytes <= PART_BYTES:
+        yield tensors
+        return
+    # Whole vectors, so that an element's bits do not depend on where the parts end.
+    size = PART_BYTES // tensors.params[0].itemsize
+    held = tensors.params[0], tensors.grads[0], *(state for (state,) in tensors.state.values())
+    flat = [torch.split(tensor.as_strided((tensor.numel(),), (1,)), size) for tensor in held]
+    for param, grad, *state in zip(*flat, strict=True):
+        yield Tensors([param], [grad], {name: [one] for name, one in zip(tensors.state, state, strict=True)})
 
 
 def _equal_columns(scalars: Tensor, columns: list[int]) -> list[tuple[list[int], Scalars]]:

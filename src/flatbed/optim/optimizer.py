@@ -18,21 +18,18 @@ from flatbed.distributed.dtensor import is_dtensor, local_of
 from flatbed.distributed.failures import ExchangeError
 from flatbed.distributed.peers import Peers
 from flatbed.distributed.ranks import world_size
-from flatbed.distributed.shard_state import StateSharding, exchange
+from flatbed.distributed.shard_state import StateSharding
 from flatbed.errors import FlatbedError
 from flatbed.kernels import check_values_exist
-from flatbed.kernels.step import NORM, SKIPPED, StepOptions, Stepper
-from flatbed.optim import checks, loss_scaling
+from flatbed.kernels.step import NORM, SKIPPED, StepOptions
+from flatbed.optim import options as checks
 from flatbed.optim import state_dict as state_dicts
-from flatbed.optim.averages import put_averages, put_weights
-from flatbed.optim.optimizer_tables import OptimizerTables, check_table
-from flatbed.optim.options import OF_NORM, Extras, ParamsT
-from flatbed.optim.plan import Plan, StepGrads, StepStats, build_plan
-from flatbed.optim.spec import OptimizerSpec, describe, named_params, named_tables
+from flatbed.optim.options import OF_NORM, Extras, OptimizerSpec, ParamsT, describe, named_params
+from flatbed.optim.plan import Plan, StepStats, build_plan
 from flatbed.optim.state_builder import lacks_state
-from flatbed.optim.table_step import TableSlot
+from flatbed.optim.step import update
+from flatbed.optim.table_step import OptimizerTables, check_table
 from flatbed.rule import Rule
-from flatbed.tables.grads import RowGrads
 from flatbed.tables.table import Table
 
 
@@ -54,15 +51,15 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def _build(self, params: ParamsT, options: dict[str, Any], extras: dict[str, Any]) -> None:
-        unknown = [name for name in extras if name not in Extras.__annotations__]
-        checks.check_known(type(self), unknown, Extras.__annotations__)
         not_options = ("self", "params", "extras", "__class__")
         defaults = {name: value for name, value in options.items() if name not in not_options}
         checks.check_group(defaults)
         self._norm_group = extras.pop("norm_group", None)
+        self._state_sharding = None
         ranks = extras.pop("shard_state", None)
-        checks.check_shard_state(ranks)
-        self._state_sharding = StateSharding(ranks) if ranks else None
+        if ranks is not None and ranks is not False:
+            checks.check_shard_state(ranks)
+            self._state_sharding = StateSharding(ranks)
         self._options = StepOptions(**extras)
         checks.check_options(self._options)
         if self._options.stochastic_rounding or self._options.stochastic_state:
@@ -116,11 +113,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _own_tables(self, first: int = 0) -> None:
         self._owns_tables = True
-        for name, table, number in named_tables(self.param_groups[first:], first):
-            group = self.param_groups[number]
-            in_rows = self._rule.scalars_of_rows(group, per_row_steps=self._options.per_row_steps)
-            slot = TableSlot(name, table, number, in_rows)
-            self._tables.add(self._spec, self, self.state, slot, group)
+        for name, param, number in named_params(self.param_groups[first:], first):
+            if isinstance(param, Table):
+                self._tables.add(self, name, param, number)
 
     # ---- torch's interface
 
@@ -170,8 +165,7 @@ class Optimizer(torch.optim.Optimizer):
             if isinstance(param, Table):
                 check_table(self._spec, self, name, param, self.param_groups[number])
                 continue
-            checks.check_param(param, name)
-            checks.check_norm(self._options, param, name)
+            checks.check_param(self._options, param, name)
             if self._rule.for_tables is not None:
                 raise TypeError(
                     f"{type(self).__name__} is for tables, and parameter {name} is none: "
@@ -242,9 +236,20 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Tell a GradScaler to leave unscaling and skipping to the step, instead of doing both before it."""
-        knows_others = (self._tables.slots and world_size() > 1) or self._norm_group is not None
-        return bool(knows_others) or loss_scaling.belongs_to_step(self.param_groups)
+        """Tell a GradScaler to leave unscaling and skipping to the step, instead of doing both before it.
+
+        As in torch, `fused=True` asks for that: the host then does not wait for the GPU. Without it,
+        frameworks that clip gradients or count skipped steps work as with torch's default. A GradScaler
+        cannot wait inside of a CUDA graph, it refuses fp16 gradients, and it does not know other ranks.
+        """
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call,unused-ignore]
+        return (
+            (bool(self._tables.slots) and world_size() > 1)
+            or self._norm_group is not None
+            or any(group.get("fused") for group in self.param_groups)
+            or (has_cuda and torch.cuda.is_current_stream_capturing())
+            or any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
+        )
 
     # ---- what torch's optimizers do not have
 
@@ -264,7 +269,7 @@ class Optimizer(torch.optim.Optimizer):
                     f"step would wait for ranks that did not follow: build the optimizer with "
                     f"max_norm=float('inf') to measure the norm, and set another number then"
                 )
-            checks.check_norm(replace(self._options, max_norm=value), param, name)
+            checks.check_param(replace(self._options, max_norm=value), param, name)
         self._options.max_norm = value
 
     @property
@@ -307,15 +312,19 @@ class Optimizer(torch.optim.Optimizer):
             model = self._module()
         with torch.no_grad():
             plan = self._current_plan()
+            if plan.has_dtensors and model is None:
+                raise FlatbedError(
+                    "ema_weights() does not know the model whose shards it changes: call ema_weights(model)"
+                )
             plan.masters.sync_written()
-            trained = put_averages(plan, model)
+            trained = plan.swap_averages([s.ema for s in plan.slots if s.ema is not None], model)
         self._averages_in_model = True
         try:
             yield
         finally:
             self._averages_in_model = False
             with torch.no_grad():
-                put_weights(plan, model, trained)
+                plan.swap_averages(trained, model)
             plan.masters.record_versions()
 
     @torch.no_grad()
@@ -332,42 +341,44 @@ class Optimizer(torch.optim.Optimizer):
     # ---- a step
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._peers is None:
-            return self._step_alone(closure)
-        self._peers.begin_step()
+        if self._peers is not None:
+            self._peers.begin_step()
         try:
-            return self._step_alone(closure)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if self._averages_in_model:
+                raise FlatbedError(
+                    "the model holds averaged weights (`with ema_weights()`): step outside of it"
+                )
+            check_values_exist("a step")
+            with torch.no_grad():
+                self._update_all()
+            return loss
         except BaseException as error:
-            self._peers.tell_step_failure(error)  # other ranks may wait for the norm or for rows of this one
+            if self._peers is not None:  # other ranks may wait for the norm or for rows of this one
+                self._peers.tell_step_failure(error)
             raise
 
-    def _step_alone(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._averages_in_model:
-            raise FlatbedError("the model holds averaged weights (`with ema_weights()`): step outside of it")
-        check_values_exist("a step")
-        with torch.no_grad():
-            plan = self._current_plan()
-            tables = self._tables
-            packs = tables.collect_grads(self, self._options) if tables.slots else []
+    def _update_all(self) -> None:
+        """Collect gradients, and update what they belong to."""
+        plan = self._current_plan()
+        packs = self._tables.collect_grads(self) if self._tables.slots else []
+        found = plan.collect_grads()
+        if found is None:  # of another kind: building a plan checks them
+            plan = self._rebuild()
             found = plan.collect_grads()
-            if found is None:  # of another kind: building a plan checks them
-                plan = self._rebuild()
-                found = plan.collect_grads()
-                assert found is not None
-            if not (found.owners or any(packs)):
-                self._refuse_replaced_params()
-            # Ranks without a gradient take part in the norm of all.
-            if plan.slots or any(packs) or (self._options.needs_norm and plan.shard_groups.many):
-                try:
-                    self._update(plan, found, packs if any(packs) else [])
-                except BaseException:
-                    self._drop_plan()  # uploads may not have been issued
-                    raise
-        return loss
+            assert found is not None
+        if not (found.owners or any(packs)):
+            self._refuse_replaced_params()
+        # Ranks without a gradient take part in the norm of all.
+        if plan.slots or any(packs) or (self._options.needs_norm and plan.shard_groups.many):
+            try:
+                update(self, plan, found, packs if any(packs) else [])
+            except BaseException:
+                self._drop_plan()  # uploads may not have been issued
+                raise
 
     def _refuse_replaced_params(self) -> None:
         """Raise if only parameters that are not the optimizer's have gradients: it would train nothing."""
@@ -397,19 +408,8 @@ class Optimizer(torch.optim.Optimizer):
         copies_weights: bool = True,
     ) -> Plan:
         if self._owns_tables:
-            self._tables.sync(self._spec, self.param_groups, self.state)
-        plan = build_plan(
-            self._spec,
-            self.param_groups,
-            self.state,
-            self._stats,
-            previous=self._plan,
-            norm_group=self._norm_group,
-            peers=self._peers,
-            early=early,
-            loaded=loaded,
-            copies_weights=copies_weights,
-        )
+            self._tables.sync(self)
+        plan = build_plan(self, early=early, loaded=loaded, copies_weights=copies_weights)
         self._drop_plan()
         self._plan = plan
         return plan
@@ -418,47 +418,6 @@ class Optimizer(torch.optim.Optimizer):
         if self._plan is not None and any(stepper.captured for stepper in self._plan.steppers):
             self._retired.append(self._plan)
         self._plan = None
-
-    def _update(self, plan: Plan, found: StepGrads, packs: list[RowGrads | None]) -> None:
-        """Update parameters and, if there are `packs`, tables; all are clipped by the norm of all."""
-        scaling = loss_scaling.scaling_of(
-            self, [slot.table for slot in self._tables.slots], plan.shard_groups
-        )
-        if plan.masters.slots:
-            plan.masters.sync_written()
-        steppers: list[Stepper] = []
-        if packs:  # first, since files may fail
-            steppers += self._tables.set_grads(
-                self._spec, self.param_groups, packs, state=self.state, stats=self._stats
-            )
-        plan.set_grads(found)
-        steppers += plan.steppers
-        squares = self._squares(plan, steppers, several=bool(packs) or len(steppers) > 1)
-        if not steppers and squares is not None:  # only other ranks have gradients
-            self._stats.of("params", [squares.device])[squares.device][NORM] = squares.sum().sqrt()
-        for stepper in steppers:
-            of_all = None if squares is None else squares.to(stepper.device)
-            stepper.update(self._options, None if scaling is None else scaling.to(stepper.device), of_all)
-        exchange(plan.pieces, self._peers)
-        if found.owners:
-            torch.autograd.graph.increment_version(found.owners)
-        if plan.masters.slots:
-            plan.masters.record_versions()
-        if scaling is not None and scaling.scale is not None:
-            tables = zip(self._tables.slots, packs, strict=True) if packs else ()
-            rows = [slot.table.grad for slot, pack in tables if pack is not None]
-            grads: list[Any] = [p.grad for p in found.owners]
-            loss_scaling.unscale_(scaling, [*map(local_of, grads), *rows])
-
-    def _squares(self, plan: Plan, steppers: list[Stepper], *, several: bool) -> Tensor | None:
-        """A vector whose sum is the squared norm of all gradients; None: a single stepper has its own."""
-        if not self._options.needs_norm:
-            return None
-        squares = [stepper.squares(self._options) for stepper in steppers]
-        if plan.shard_groups.many:
-            return plan.shard_groups.total(squares)
-        found = [values for held in squares for values in held.values()]
-        return torch.cat([values.to(found[0].device) for values in found]) if several else None
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -1,15 +1,33 @@
-"""Arguments that every optimizer of flatbed takes besides torch's."""
+"""Options of an optimizer: those that torch's do not have, their validation, and all of them as one value."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-OF_NORM = ("max_norm", "skip_nonfinite")
+from flatbed.distributed.dtensor import Sharding, check_grad_kind, check_sharding, is_dtensor
+from flatbed.distributed.peers import Described
+from flatbed.distributed.ranks import world_size
+from flatbed.distributed.shard_state import StateSharding
+from flatbed.errors import FlatbedError
+from flatbed.kernels.step import StepOptions
+from flatbed.rule import Group, Rule
+from flatbed.tables.table import Table
+from flatbed.tables.view import WeightView
+
+Groups = list[dict[str, Any]]
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]] | nn.Module
+OF_NORM = ("max_norm", "skip_nonfinite")
+LOW = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class Extras(TypedDict, total=False):
@@ -33,3 +51,170 @@ class Extras(TypedDict, total=False):
     """A process group whose ranks hold other parameters (pipeline stages) that the norm includes."""
     shard_state: Any
     """Shard the state across the ranks of DDP: True, or a process group, or a mesh of one dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimizer's class name, rule, options and default hyperparameters."""
+
+    name: str
+    rule: Rule
+    options: StepOptions
+    defaults: Group
+    state_sharding: StateSharding | None = None
+
+    def sharding_of(self, param: Tensor) -> Sharding | None:
+        """Sharding of a DTensor, or of the state of a whole parameter."""
+        if self.state_sharding is None or is_dtensor(param):
+            return Sharding.of(param)
+        return self.state_sharding.shard(param)
+
+    def row_scalars(self, group: Group) -> tuple[str, ...]:
+        """The scalars that a table of this group has in every record."""
+        return self.rule.scalars_of_rows(group, per_row_steps=self.options.per_row_steps)
+
+
+def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str, Tensor, int]]:
+    """All parameters and tables with a name for messages and the number of their group."""
+    for number, group in enumerate(groups, first):
+        given = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param, number
+
+
+def describe(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
+    """Parameters and options as ranks that share DTensors compare them.
+
+    Whole parameters may differ between ranks, unless their gradients are part of a norm.
+    """
+    found = [Described("the class of the optimizer", spec.name)]
+    found += [Described(name, repr(value)) for name, value in asdict(spec.options).items()]
+    for number, group in enumerate(groups):
+        for name, value in group.items():
+            on_gpu = isinstance(value, Tensor) and value.device.type != "cpu"  # reading it would wait
+            if name not in ("params", "param_names") and not on_gpu:
+                found.append(Described(f"{name} of group {number}", repr(value)))
+    for name, param, _ in named_params(groups):
+        sharding = None if isinstance(param, Table) else spec.sharding_of(param)
+        if sharding is not None or spec.options.needs_norm:
+            placed = f" placed {sharding.placements}" if sharding is not None else ""
+            mesh = None if sharding is None else sharding.mesh
+            found.append(Described(f"parameter {name}", f"{tuple(param.shape)} {param.dtype}{placed}", mesh))
+    return found
+
+
+# ---- validation
+
+LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
+    **dict.fromkeys(
+        (
+            "lr", "eps", "weight_decay", "momentum", "lr_decay", "momentum_decay", "alpha",
+            "initial_accumulator_value",
+        ),
+        (lambda value: value >= 0, "≥ 0"),
+    ),
+    "betas": (lambda value: 0 <= value < 1, "in [0, 1)"),
+    "rho": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+}  # fmt: skip
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise for hyperparameters outside the ranges that torch allows, and for unsupported ones."""
+    for name, (is_good, range_) in LIMITS.items():
+        values = group.get(name, ())
+        for value in values if isinstance(values, (tuple, list)) else (values,):
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"{name} must be one number; found a tensor of shape {tuple(value.shape)}")
+            # Reading a tensor on a GPU would wait.
+            is_known = not isinstance(value, Tensor) or value.device.type == "cpu"
+            if is_known and not is_good(float(value)):  # nan is not good either
+                raise ValueError(f"{name} must be {range_}; found {value}")
+    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+        raise ValueError(
+            f"nesterov needs a momentum and no dampening; found momentum={group['momentum']}, "
+            f"dampening={group['dampening']}"
+        )
+    if group.get("differentiable"):
+        raise ValueError(
+            "differentiable=True: these steps cannot be differentiated through; use torch.optim for that"
+        )
+
+
+def check_options(options: StepOptions) -> None:
+    """Raise for wrong values of the options that torch's optimizers do not have."""
+    check_max_norm(options.max_norm)
+    if options.ema_decay is not None and not 0 <= float(options.ema_decay) < 1:
+        raise ValueError(f"ema_decay must be in [0, 1), or None; found {options.ema_decay!r}")
+    if options.state_dtype not in (None, *STATE_DTYPES):
+        allowed = ", ".join(map(str, STATE_DTYPES))
+        raise ValueError(
+            f"state_dtype must be one of {allowed} (fp16 is too narrow); found {options.state_dtype!r}"
+        )
+    if options.master_weights and options.stochastic_rounding:
+        raise ValueError("master_weights=True makes stochastic_rounding=True useless: choose one")
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Raise for what is no norm. Zero is allowed, as in torch; infinity only measures."""
+    if max_norm is not None and not (isinstance(max_norm, numbers.Real) and float(max_norm) >= 0):
+        raise ValueError(f"max_norm must be a number ≥ 0, or None for no clipping; found {max_norm!r}")
+
+
+def check_shard_state(ranks: Any) -> None:
+    """Raise if there are no ranks to shard state across, or if this rank is not one of them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise FlatbedError("shard_state needs ranks: call torch.distributed.init_process_group first")
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if ranks is not True and not isinstance(ranks, (dist.ProcessGroup, DeviceMesh)):
+        raise TypeError(f"shard_state must be True, a process group or a DeviceMesh; found {ranks!r}")
+    if isinstance(ranks, DeviceMesh) and ranks.ndim != 1:
+        raise ValueError(f'shard_state takes a mesh of one dimension, such as mesh["dp"]; found {ranks}')
+    if isinstance(ranks, DeviceMesh) and ranks.get_coordinate() is None:
+        raise FlatbedError(
+            f"rank {dist.get_rank()} is not part of the mesh of shard_state, whose ranks are "
+            f"{ranks.mesh.tolist()}: build this optimizer on those ranks only"
+        )
+
+
+def check_param(options: StepOptions, param: Tensor, name: str) -> None:
+    """Raise for parameters that no step can update, or whose norm would be that of this rank alone."""
+    if isinstance(param, WeightView):
+        raise TypeError(f"parameter {name} is a view of a table's weights: give emb.table instead")
+    check_sharding(param, name)
+    if options.needs_norm and is_fsdp_shard(param) and world_size() > 1:
+        raise FlatbedError(
+            f"parameter {name} is a shard of FSDP: max_norm and skip_nonfinite would measure this rank's "
+            f"gradients alone. Leave both out, and call clip_grad_norm_ of the FSDP module before the step"
+        )
+
+
+def is_fsdp_shard(param: Tensor) -> bool:
+    """Tell if FullyShardedDataParallel has marked a parameter as its own."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
+def check_grad(param: Tensor, grad: Tensor, name: str) -> None:
+    """Raise for gradients that no step can use."""
+    if param.is_meta or isinstance(param, FakeTensor):
+        raise FlatbedError(
+            f"parameter {name} is a {'meta' if param.is_meta else 'fake'} tensor without values: materialize "
+            f"the model first. To estimate memory, step torch's optimizer of the same name"
+        )
+    if grad.layout != torch.strided:
+        raise FlatbedError(
+            f"the gradient of parameter {name} is sparse ({grad.layout}); build the layer with sparse=False, "
+            f"or give its parameters to torch.optim.SparseAdam"
+        )
+    for what, dtype in (("parameter", param.dtype), ("gradient of parameter", grad.dtype)):
+        if dtype not in DTYPES:
+            raise FlatbedError(
+                f"the {what} {name} is {dtype}; expected float32, bfloat16, float16 or float64. Of a complex "
+                f"one, make torch.view_as_real(parameter) the parameter, or use torch.optim for it"
+            )
+    check_grad_kind(param, grad, name)
+    if grad.shape != param.shape or grad.device != param.device:
+        raise FlatbedError(
+            f"the gradient of parameter {name} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
+            f"{tuple(param.shape)} on {param.device}"
+        )

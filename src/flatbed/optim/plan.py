@@ -3,64 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from flatbed.cuda.streams import is_capturing
-from flatbed.distributed.dtensor import LOCAL, LocalGrads, ShardGroups, Sharding, is_dtensor, local_of
-from flatbed.distributed.peers import Peers
-from flatbed.distributed.shard_state import OwnRows, plan_pieces
+from flatbed.distributed.dtensor import (
+    LOCAL,
+    LocalGrads,
+    ShardGroups,
+    Sharding,
+    is_dtensor,
+    local_of,
+    reshard,
+)
+from flatbed.distributed.shard_state import exchange, plan_pieces
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
-from flatbed.kernels.step import STEPS, DenseStepper, Grads, ParamSlot, in_order, stride_of
+from flatbed.kernels.step import STEPS, Grads, ParamSlot, stride_of
 from flatbed.kernels.torch_step import TorchStepper
-from flatbed.optim.spec import Groups, OptimizerSpec
+from flatbed.optim.options import Groups
 from flatbed.optim.state_builder import build_slots, publish_state
 from flatbed.rule import Rule
 from flatbed.tables.table import Table
+
+if TYPE_CHECKING:
+    from flatbed.kernels._triton.step import TritonStepper
+    from flatbed.optim.optimizer import Optimizer
 
 GRAD, PARAMS = attrgetter("grad"), itemgetter("params")
 
 
 class StepStats:
-    """The vectors of step statistics, one for each device and kind of step; they outlive plans."""
+    """The vectors of step statistics, for each kind of step ("params", "tables") and device.
+
+    They outlive plans.
+    """
 
     def __init__(self) -> None:
-        self.vectors: dict[tuple[str, torch.device], Tensor] = {}
+        self._vectors: dict[str, dict[torch.device, Tensor]] = {}
         self._first_step = 0
 
     def of(self, kind: str, devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
         """The statistics of these devices. A new device continues those of a former one."""
-        held = {device: vector for (other, device), vector in self.vectors.items() if other == kind}
+        held = self._vectors.get(kind, {})
         start = torch.zeros(4, dtype=torch.float64, device="cpu")
         start[STEPS] = self._first_step
         known = next(iter(held.values()), start)
         found = {device: held.get(device, known.to(device, copy=True)) for device in devices}
         if found:
-            self.vectors = {key: vector for key, vector in self.vectors.items() if key[0] != kind}
-            self.vectors |= {(kind, device): vector for device, vector in found.items()}
+            self._vectors[kind] = found
         return found
+
+    def _all(self) -> list[Tensor]:
+        """All vectors, those of parameters first."""
+        return [vector for kind in sorted(self._vectors) for vector in self._vectors[kind].values()]
 
     @property
     def latest(self) -> Tensor | None:
         """The statistics of the last step: those of parameters, if there are any in the plan."""
-        return next((self.vectors[key] for key in sorted(self.vectors, key=lambda key: key[0])), None)
+        return next(iter(self._all()), None)
 
     @property
     def n_steps(self) -> int:
         """The number of steps so far, which chooses the noise of stochastic rounding. Waits for the GPU."""
-        return max((int(vector[STEPS]) for vector in self.vectors.values()), default=self._first_step)
+        return max((int(vector[STEPS]) for vector in self._all()), default=self._first_step)
 
     def set_steps(self, n_steps: int) -> None:
         """Continue from this number of steps."""
         self._first_step = n_steps
-        for vector in self.vectors.values():
+        for vector in self._all():
             vector[STEPS] = n_steps
 
 
@@ -173,45 +188,31 @@ class StepGrads(NamedTuple):
     """The parameters of the model that have a gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSlots:
-    """The stepper of one device, and which slots of the plan it has."""
-
-    stepper: DenseStepper
-    indices: list[int]
-
-
 class Plan:
     """A slot for every parameter with a gradient or state, and a stepper for every device."""
 
     def __init__(
         self,
         slots: list[ParamSlot],
-        devices: list[DeviceSlots],
+        steppers: list[TorchStepper | TritonStepper],
         fingerprint: Fingerprint,
         shard_groups: ShardGroups,
     ) -> None:
-        self.slots, self.devices, self.fingerprint = slots, devices, fingerprint
+        self.slots, self.steppers, self.fingerprint = slots, steppers, fingerprint
         self.shard_groups = shard_groups
         self.provisional = False
         """True: master weights and averages may be missing, and a step needs another plan."""
-        self.steppers = [device.stepper for device in devices]
-        self._needs_addresses = not all(isinstance(stepper, TorchStepper) for stepper in self.steppers)
+        self._needs_addresses = not all(isinstance(stepper, TorchStepper) for stepper in steppers)
+        positions = {id(slot): i for i, slot in enumerate(slots)}
+        self._indices = [[positions[id(slot)] for slot in stepper.slots] for stepper in steppers]
         self.masters = MasterWeights(slots)
         self.owners = [slot.owner for slot in slots]
         self.has_dtensors = any(is_dtensor(owner) for owner in self.owners)
-        self._state_shards = [i for i, slot in enumerate(slots) if _has_sharded_state(slot)]
-        self.pieces = plan_pieces([(slots[i].owner, slots[i].sharding) for i in self._state_shards])
+        self._has_state_shards = any(slot.own_rows is not None for slot in slots)
+        self.pieces = plan_pieces([(s.owner, s.sharding) for s in slots if s.own_rows is not None])
         """The updated rows that ranks exchange after a step."""
-        self._local_grads = None
-        if self.has_dtensors or self._state_shards:
-            parts = [
-                partial(_part_of_grad, slot.owner, OwnRows.of(slot.sharding))
-                if _has_sharded_state(slot)
-                else None
-                for slot in slots
-            ]
-            self._local_grads = LocalGrads([slot.name for slot in slots], self.owners, parts)
+        is_local = self.has_dtensors or self._has_state_shards
+        self._local_grads = LocalGrads(slots) if is_local else None
         self._grad_dtypes = [slot.grad_dtype for slot in slots]
         self._grad_sizes = [slot.param.numel() * slot.grad_dtype.itemsize for slot in slots]
         self._mixed_dtypes = any(slot.grad_dtype != slot.param.dtype for slot in slots)
@@ -257,78 +258,68 @@ class Plan:
 
     def set_grads(self, found: StepGrads) -> None:
         """Give the gradients of a step to the steppers of all devices."""
-        for device in self.devices if self._state_shards else ():
-            slots = [self.slots[i] for i in device.indices]
-            device.stepper.whole_grads = [
-                slot.owner.grad if _has_sharded_state(slot) else found.grads[i]
-                for slot, i in zip(slots, device.indices, strict=True)
-            ]
-        if len(self.devices) == 1:
-            self.steppers[0].set_grads(found.grads, found.addresses, found.unordered)
-            return
-        for device in self.devices:
-            own = frozenset(n for n, i in enumerate(device.indices) if i in found.unordered)
-            addresses = [found.addresses[i] for i in device.indices] if found.addresses else []
-            device.stepper.set_grads([found.grads[i] for i in device.indices], addresses, own)
+        for stepper, indices in zip(self.steppers, self._indices, strict=True):
+            if self._has_state_shards:
+                stepper.whole_grads = [
+                    found.grads[i] if slot.own_rows is None else slot.owner.grad
+                    for slot, i in zip(stepper.slots, indices, strict=True)
+                ]
+            if len(self.steppers) == 1:
+                stepper.set_grads(found.grads, found.addresses, found.unordered)
+                return
+            own = frozenset(n for n, i in enumerate(indices) if i in found.unordered)
+            addresses = [found.addresses[i] for i in indices] if found.addresses else []
+            stepper.set_grads([found.grads[i] for i in indices], addresses, own)
 
+    def swap_averages(self, values: Sequence[Tensor], model: nn.Module | None) -> list[Tensor]:
+        """Write values into the parameters that have an average; return what they held.
 
-def _has_sharded_state(slot: ParamSlot) -> bool:
-    """True if the parameter is whole on every rank, and its state is sharded."""
-    return slot.sharding is not None and not is_dtensor(slot.owner)
-
-
-def _part_of_grad(owner: Tensor, rows: OwnRows, grad: Tensor) -> Tensor:
-    """The gradient of the elements that are updated here, in the order of the parameter."""
-    return rows.computed(in_order(owner, grad))
+        Modules of FSDP2 in the model gather their weights again.
+        """
+        averaged = [slot.param for slot in self.slots if slot.ema is not None]
+        former = [param.detach().clone() for param in averaged]
+        for param, value in zip(averaged, values, strict=True):
+            param.copy_(value)
+        exchange(self.pieces)
+        if self.has_dtensors and model is not None:
+            reshard(model)
+        return former
 
 
 def build_plan(
-    spec: OptimizerSpec,
-    groups: Groups,
-    state: dict[Any, Any],
-    stats: StepStats,
-    *,
-    previous: Plan | None = None,
-    norm_group: Any = None,
-    peers: Peers | None = None,
-    early: Callable[[Tensor], bool] | None = None,
-    loaded: bool = False,
-    copies_weights: bool = True,
+    optimizer: Optimizer, *, early: Callable[[Tensor], bool] | None, loaded: bool, copies_weights: bool
 ) -> Plan:
     """Make what is missing of the state, and plan the steps of all parameters that have a gradient or state.
 
-    `previous` has the scalars that torch does not know. `early` chooses parameters without a gradient.
-    `loaded`: the state is a checkpoint's, and is copied. Without `copies_weights`, master weights and
-    averages are left to the next plan, since weights may be loaded later.
+    `early` chooses parameters without a gradient. `loaded`: the state is a checkpoint's, and is copied.
+    Without `copies_weights`, master weights and averages are left to the next plan, since weights may be
+    loaded later.
     """
-    if any(is_capturing(p.device) for group in groups for p in group["params"] if not isinstance(p, Table)):
+    rule, groups, state = optimizer._rule, optimizer.param_groups, optimizer.state
+    params = [p for group in groups for p in group["params"] if not isinstance(p, Table)]
+    if any(is_capturing(p.device) for p in params):
         raise FlatbedError(
             "take one eager step before the capture, with gradients for all parameters that are to be "
             "trained: state and tables would be made inside the graph, and again at every replay"
         )
-    params = [p for group in groups for p in group["params"] if not isinstance(p, Table)]
-    shard_groups = ShardGroups(map(Sharding.of, params), norm_group, peers)
-    known = () if previous is None else previous.slots
-    slots = build_slots(
-        spec, groups, state, previous=known, early=early, loaded=loaded, copies_weights=copies_weights
-    )
-    by_device: dict[torch.device, list[int]] = {}
-    for i, slot in enumerate(slots):
+    shard_groups = ShardGroups(map(Sharding.of, params), optimizer._norm_group, optimizer._peers)
+    slots = build_slots(optimizer, early=early, loaded=loaded, copies_weights=copies_weights)
+    by_device: dict[torch.device, list[ParamSlot]] = {}
+    for slot in slots:
         slot.norm_class = shard_groups.class_of(Sharding.of(slot.owner))
-        by_device.setdefault(slot.param.device, []).append(i)
-    vectors = stats.of("params", by_device)
-    devices = []
-    for device, indices in by_device.items():
-        stepper: Callable[..., DenseStepper] = TorchStepper
-        if spec.rule.update is not None and use_triton(device):
+        by_device.setdefault(slot.param.device, []).append(slot)
+    vectors = optimizer._stats.of("params", by_device)
+    steppers: list[TorchStepper | TritonStepper] = []
+    for device, own in by_device.items():
+        stepper: type[TorchStepper | TritonStepper] = TorchStepper
+        if rule.update is not None and use_triton(device):
             from flatbed.kernels._triton.step import TritonStepper
 
             stepper = TritonStepper
-        own = [slots[i] for i in indices]
-        devices.append(DeviceSlots(stepper(spec.rule, groups, own, vectors[device]), indices))
+        steppers.append(stepper(rule, groups, own, vectors[device]))
     for slot in slots:
         publish_state(state, slot)
-    plan = Plan(slots, devices, Fingerprint(spec.rule, groups, state, slots), shard_groups)
+    plan = Plan(slots, steppers, Fingerprint(rule, groups, state, slots), shard_groups)
     plan.provisional = not copies_weights
     if copies_weights:
         plan.masters.sync(plan.masters.slots)

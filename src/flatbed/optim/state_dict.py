@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from flatbed.errors import FlatbedError
-from flatbed.optim.checks import check_group
-from flatbed.optim.spec import Groups, OptimizerSpec
+from flatbed.optim.options import Groups, OptimizerSpec, check_group
 from flatbed.optim.state_builder import EMA, MASTER, TORCH_KEYS
 from flatbed.optim.table_step import TableSlot
 from flatbed.tables.embedding import whole_field, write_field
@@ -91,7 +90,6 @@ def load(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> N
     Tensors are copied into the optimizer's own memory in their own dtype, or in `state_dtype`. Torch's
     loading would cast fp32 moments down to a bf16 parameter's dtype.
     """
-    _check_format(state_dict)
     state_dict = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = hook(optimizer, state_dict)
@@ -112,22 +110,12 @@ def load(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> N
         raise
     for key, slot in tables.items():
         _load_table_state(spec, slot, of_tables[key])
-        optimizer._tables.publish(spec, slot, groups[slot.group], optimizer.state)
+        optimizer._tables.publish(optimizer, slot)
     optimizer._drop_plan()  # what the checkpoint lacks is made at the next step
     rounds: Any = state_dict.get(ROUNDS, groups[0].get(ROUNDS, 0))
     optimizer._stats.set_steps(int(rounds))
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
-
-
-def _check_format(state_dict: Any) -> None:
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"expected a state dict; found {type(state_dict).__name__}: read files by torch.load")
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(
-            f"an optimizer's state dict has 'state' and 'param_groups'; found "
-            f"{', '.join(map(repr, list(state_dict)[:6]))}"
-        )
 
 
 def _loaded_groups(optimizer: Optimizer, state_dict: StateDict) -> Groups:
@@ -157,12 +145,9 @@ def _dense_state(state_dict: StateDict, params: Mapping[Any, Any]) -> dict[Any, 
         found[param] = dict(value) if isinstance(value, dict) else value
         for name in found[param] if isinstance(value, dict) and isinstance(param, Tensor) else ():
             if name not in (*TORCH_KEYS, MASTER, EMA):
-                found[param][name] = tree_map_only(Tensor, partial(_copied_to, param.device), value[name])
+                copied = partial(torch.Tensor.to, device=param.device, copy=True)
+                found[param][name] = tree_map_only(Tensor, copied, value[name])
     return found
-
-
-def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
-    return tensor.to(device, copy=True)
 
 
 def _check_table_state(spec: OptimizerSpec, slot: TableSlot, held: Any) -> dict[str, Any]:

@@ -1,26 +1,33 @@
-"""The step of the tables of one device: their rows, updated by kernels or in torch operations."""
+"""The tables of an optimizer: ownership, state in their records, and the step of their rows."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.channel import Channel
+from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.locations import RecordLocation
 from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions, Update, begin_step, update_rows
+from flatbed.optim.options import LOW, OptimizerSpec, named_params
 from flatbed.rule import Group, Rule
 from flatbed.tables.grads import RowGrads, compacted
+from flatbed.tables.record import Field
+from flatbed.tables.sharding import exchange_grads
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:
-    from flatbed.kernels._triton.row_step import TableLayout, TritonRows
+    from flatbed.kernels._triton.row_step import TritonRows
+    from flatbed.optim.optimizer import Optimizer
 
 CHUNK_BYTES = 4 << 20  # of weights: temporaries of an update should stay in the CPU's caches
 
@@ -52,9 +59,12 @@ class TableStepper:
             _check_fields(rule, slot, groups[slot.group])
         self._kernels: TritonRows | None = None
         if rule.update is not None and use_triton(self.device):
-            from flatbed.kernels._triton.row_step import TritonRows
+            from flatbed.kernels._triton.row_step import TableLayout, TritonRows
 
-            layouts = [_table_layout(rule, slot, groups[slot.group]) for slot in slots]
+            layouts = []
+            for slot in slots:
+                store, has = slot.table._store, rule.has(groups[slot.group])
+                layouts.append(TableLayout(slot.group, has, store.scalars, slot.row_scalars, store.record))
             self._kernels = TritonRows(rule, groups, layouts, step_stats)
 
     @property
@@ -76,36 +86,34 @@ class TableStepper:
         return {0: torch.cat(found) if sharded else found[0]}
 
     def _squares(self, grads: list[Tensor]) -> Tensor:
-        if self._kernels is not None and grads:
-            return self._kernels.squares(grads)
-        squares = [torch.linalg.vector_norm(g).double().square() for g in grads if g.numel()]
-        zero = torch.zeros(1, dtype=torch.float64, device=self.device)
-        return torch.stack(squares) if squares else zero
+        square = _squared_norm if self._kernels is None else self._kernels.squares
+        parts = [square(g) for g in grads if g.numel()]
+        return torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float64, device=self.device)
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         """Update the rows that have a gradient."""
         if self._kernels is not None:
-            present = [pack is not None for pack in self.packs]
-            self._kernels.prepare_coefficients(present, options, scaling, squares)
-            skip, factor = False, None
+            self._kernels.coefficients.set_grads([int(pack is not None) for pack in self.packs])
+            self._kernels.coefficients.prepare(options, scaling, squares)
+            for index, pack in enumerate(self.packs):
+                if pack is not None:
+                    self._launch(self._kernels, index, pack, options)
         else:
-            norm = None if squares is None else squares.sum().sqrt().float()
-            factor, skip = begin_step(options, scaling, norm, self.step_stats)
-        scale = None if scaling is None else scaling.scale
-        # Noise differs between chunks and tables, and from that of parameters.
-        seeds = count(int(self.step_stats[STEPS]) * 1_000_003 + 500_000) if self._kernels is None else None
-        for index, (slot, pack) in enumerate(zip(self.slots, self.packs, strict=True)):
-            if pack is None:
-                continue
-            if self._kernels is not None:
-                self._launch(self._kernels, index, pack, options)
-            elif not skip:
-                fused = self.rule.fused is not None and self.device.type == "cpu"
-                update = Update(self.rule, self.groups[slot.group], fused, scale, factor)
-                _update_in_chunks(
-                    slot, compacted(pack), update, seeds if options.stochastic_rounding else None
-                )
+            self._update_in_torch(options, scaling, squares)
         self.packs = []
+
+    def _update_in_torch(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
+        norm = None if squares is None else squares.sum().sqrt().float()
+        factor, skip = begin_step(options, scaling, norm, self.step_stats)
+        scale = None if scaling is None else scaling.scale
+        fused = self.rule.fused is not None and self.device.type == "cpu"
+        # Noise differs between chunks and tables, and from that of parameters.
+        seeds = count(int(self.step_stats[STEPS]) * 1_000_003 + 500_000)
+        for slot, pack in zip(self.slots, self.packs, strict=True):
+            if pack is not None and not skip:
+                update = Update(self.rule, self.groups[slot.group], fused, scale, factor)
+                own_seeds = seeds if options.stochastic_rounding else None
+                _update_in_chunks(slot, compacted(pack), update, own_seeds)
 
     def _launch(self, kernels: TritonRows, index: int, pack: RowGrads, options: StepOptions) -> None:
         store, access = self.slots[index].table._store, self.slots[index].table._local_rows
@@ -123,6 +131,11 @@ class TableStepper:
             access.scatter_(pack.rows, records)
 
 
+def _squared_norm(grad: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grad)
+    return norm.double().square().reshape(1)
+
+
 def _check_fields(rule: Rule, slot: TableSlot, group: Group) -> None:
     """Raise if an option was changed that needs state for which the records have no room."""
     needed = (*rule.state_names(group), *rule.scalars_of_rows(group, per_row_steps=False))
@@ -132,24 +145,6 @@ def _check_fields(rule: Rule, slot: TableSlot, group: Group) -> None:
             f"a changed option needs state ({missing[0]}) that the rows of table {slot.name} do not have: "
             f"build the optimizer with the option set"
         )
-
-
-def _table_layout(rule: Rule, slot: TableSlot, group: Group) -> TableLayout:
-    from flatbed.kernels._triton.row_step import TableLayout
-
-    record = slot.table._store.record
-    names = [name for name in rule.state if name in record]
-    return TableLayout(
-        group=slot.group,
-        scalars=slot.table._store.scalars,
-        dim=record.weight.count,
-        weight=record.weight.dtype,
-        state=record[names[0]].dtype if names else record.weight.dtype,
-        stride=record.nbytes,
-        state_offsets=tuple(record.offsets.get(name, 0) for name in rule.state),
-        scalar_offsets=tuple(record.offsets[name] for name in slot.row_scalars),
-        has=rule.has(group),
-    )
 
 
 def _update_in_chunks(slot: TableSlot, pack: RowGrads, update: Update, seeds: Any) -> None:
@@ -165,8 +160,200 @@ def _update_in_chunks(slot: TableSlot, pack: RowGrads, update: Update, seeds: An
         rows, grads = pack.rows[start : start + size], pack.grads[start : start + size]
         fields = access.read_fields(rows)
         if not len(rows):
-            update = Update(update.rule, update.group, False, update.scale, update.factor)
+            update = replace(update, fused=False)
         after = update_rows(update, fields, grads, scalars=before, row_scalars=slot.row_scalars, seeds=seeds)
         access.write_fields_(rows, fields)
     for name, value in slot.table._store.scalars.items():
         value.fill_(after[name])
+
+
+def state_fields(spec: OptimizerSpec, group: Group, table: Table) -> tuple[Field, ...]:
+    """The fields of a record besides the weight."""
+    rule, config = spec.rule, table._store.config
+    dtype = torch.promote_types(config.dtype, torch.float32)
+    count = 1 if rule.rowwise else config.dim
+    kinds: dict[str, tuple[torch.dtype, int]] = dict.fromkeys(rule.state_names(group), (dtype, count))
+    kinds |= dict.fromkeys(spec.row_scalars(group), (torch.float32, 1))
+    return tuple(Field(name, *kind, float(rule.first_value(group, name))) for name, kind in kinds.items())
+
+
+def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group: Group) -> None:
+    """Raise if a table cannot be trained with these options, or holds state of another optimizer."""
+    options, dtype = spec.options, table._store.config.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    if options.master_weights and dtype in LOW:
+        raise ValueError(
+            f"table {name} is {dtype} and has no room for master weights: make it float32, or use "
+            f"stochastic_rounding=True with bfloat16"
+        )
+    if options.ema_decay is not None:
+        raise ValueError(
+            f"ema_decay is not for tables (found {name}): it would have to change rows outside the batch"
+        )
+    if options.state_dtype not in (None, wide):
+        raise ValueError(f"the state of table {name} is {wide}; found state_dtype={options.state_dtype}")
+    if options.stochastic_rounding and dtype == torch.float16:
+        raise FlatbedError(f"stochastic_rounding is for bf16; table {name} is fp16: make it bf16 or fp32")
+    table._check_attach(owner, state_fields(spec, group, table))
+    expected = set(spec.rule.shown_scalars) - set(spec.row_scalars(group))
+    known = {scalar for scalar in table._store.scalars if not scalar.startswith("_")}
+    if not table._store.state_owned and known and known != expected:
+        raise FlatbedError(
+            f"table {name} holds state of another optimizer than {spec.name}: its scalars are "
+            f"{sorted(known)}, expected {sorted(expected)}. Give it to the optimizer it was trained with, or "
+            f"call table.drop_state() first to start again"
+        )
+    trained_by = table._store.optimizer
+    if not table._store.state_owned and trained_by not in (None, spec.name):
+        warnings.warn(
+            f"table {name} holds the state of {trained_by}, and {spec.name} goes on with it: build "
+            f"{trained_by}, or call table.drop_state() first, if that is not meant",
+            stacklevel=4,
+        )
+
+
+class OptimizerTables:
+    """The tables of one optimizer, and a stepper for each of their devices."""
+
+    def __init__(self) -> None:
+        self.slots: list[TableSlot] = []
+        self._steppers: list[TableStepper] = []
+        self._retired: list[TableStepper] = []  # CUDA graphs hold launches of these
+        self._built_from: Any = None
+
+    # ---- ownership
+
+    def add(self, owner: Optimizer, name: str, table: Table, number: int) -> None:
+        """Make the optimizer own a table. State and scalars from a file or a copy are continued."""
+        spec, group, store = owner._spec, owner.param_groups[number], table._store
+        rule = spec.rule
+        slot = TableSlot(name, table, number, spec.row_scalars(group))
+        remembered = {} if store.state_owned else dict(store.scalars)
+        # State from elsewhere has been through a step.
+        has_state = not store.state_owned and bool(store.record.state)
+        stepped = bool(remembered) if rule.shown_scalars else has_state
+        table._attach(owner, state_fields(spec, group, table))
+        hidden = dict.fromkeys(rule.hidden_scalars, 1.0) if stepped else {}
+        shown = {name: value for name, value in owner.state.get(table, {}).items() if value is not None}
+        store.scalars, store.optimizer = hidden | remembered | shown, spec.name
+        self.slots.append(slot)
+        self.publish(owner, slot)
+
+    def publish(self, owner: Optimizer, slot: TableSlot) -> None:
+        """Complete a table's scalars, as tensors on its computing device, and show them in the state.
+
+        State in the records is shown as None: `torch.distributed.checkpoint` loads by the names of the
+        present state.
+        """
+        rule, group, store = owner._rule, owner.param_groups[slot.group], slot.table._store
+        # Kernels count in fp32, as torch does. Scalars of torch's own classes may need more.
+        dtype = torch.float64 if rule.update is None else torch.float32
+        scalars: dict[str, Any] = {}
+        for name in rule.scalars:
+            if name not in slot.row_scalars:
+                value = store.scalars.get(name, rule.first_value(group, name))
+                if not (isinstance(value, Tensor) and (value.device, value.dtype) == (store.device, dtype)):
+                    value = torch.tensor(float(value), dtype=dtype, device=store.device)
+                scalars[name] = value
+        store.scalars = scalars
+        shown = {name: scalars[name] for name in rule.shown_scalars if name in scalars}
+        shown |= dict.fromkeys((*rule.state_names(group), *slot.row_scalars))
+        held = owner.state.get(slot.table)
+        if held is None or [*map(id, held.values())] != [*map(id, shown.values())]:
+            owner.state[slot.table] = shown
+
+    def sync(self, owner: Optimizer) -> None:
+        """Follow edits of the groups: a table that is in none of them is no longer trained."""
+        params = named_params(owner.param_groups)
+        found = {id(table): number for _, table, number in params if isinstance(table, Table)}
+        if found.keys() - {id(slot.table) for slot in self.slots}:
+            raise FlatbedError("a table was put into a param group by hand: use optimizer.add_param_group")
+        self.slots = [slot for slot in self.slots if id(slot.table) in found]
+        for slot in self.slots:
+            slot.group = found[id(slot.table)]
+            self.publish(owner, slot)
+
+    # ---- a step
+
+    def collect_grads(self, owner: Optimizer) -> list[RowGrads | None]:
+        """The gradients of all tables; with several ranks, their mean. Errors precede any change."""
+        several = world_size() > 1
+        capturing = any(is_capturing(slot.table._store.device) for slot in self.slots)
+        if several:
+            self._refuse_local_norms(owner)
+            if capturing:
+                raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
+        for slot in self.slots:
+            owner_ref = slot.table._owner_ref
+            if owner_ref is None or owner_ref() is not owner:
+                raise FlatbedError(
+                    f"table {slot.name} has been given to another optimizer since: step that one"
+                )
+            if slot.table._deferred_checks.pending and not capturing:
+                slot.table._raise_bad_ids()
+        packs = []
+        for slot in self.slots:
+            table = slot.table
+            table._grads.check_capture(capturing)
+            if several:
+                exchange_grads(table)
+            if not table._needs_grad:
+                table._grads.clear()
+            packs.append(table._grads.packed())
+        for slot, pack in zip(self.slots, packs, strict=True):
+            if pack is not None and slot.table._store.config.storage == "disk":
+                slot.table._local_rows.reserve_space(pack)
+        return packs
+
+    def _refuse_local_norms(self, owner: Optimizer) -> None:
+        """Raise if the norm would differ between ranks: a table that is no replica has its own gradient."""
+        options = owner._options
+        local = [slot.name for slot in self.slots if not slot.table.replicate]
+        if options.needs_norm and 0 < len(local) < len(self.slots):
+            raise FlatbedError(
+                f"max_norm and skip_nonfinite with table {local[0]} (replicate=False): the norm would differ "
+                f"between ranks, and with it the replicas. Give the table an optimizer of its own"
+            )
+        if not options.needs_norm or owner._norm_group is not None:
+            return
+        for slot in self.slots:
+            shards = slot.table._shards
+            if shards is not None and shards.n_ranks < world_size():
+                raise FlatbedError(
+                    f"max_norm and skip_nonfinite with table {slot.name}, which {shards.n_ranks} of "
+                    f"{world_size()} ranks share: the norm would differ between ranks. Shard the table "
+                    f"among all ranks, or pass norm_group= with the ranks that hold other parameters"
+                )
+
+    def set_grads(self, owner: Optimizer, packs: list[RowGrads | None]) -> list[TableStepper]:
+        """Return the steppers of all devices, given their gradients. Scalars follow tables that moved."""
+        rule, groups = owner._rule, owner.param_groups
+        for slot in self.slots:
+            store = slot.table._store
+            if any(value.device != store.device for value in store.scalars.values()):
+                self.publish(owner, slot)
+        key = id(groups), [_layout_key(rule, slot, groups[slot.group]) for slot in self.slots]
+        if key != self._built_from:
+            if any(is_capturing(slot.table._store.device) for slot in self.slots):
+                raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
+            self._retired += [stepper for stepper in self._steppers if stepper.captured]
+            by_device: dict[torch.device, list[TableSlot]] = {}
+            for slot in self.slots:
+                by_device.setdefault(slot.table._store.device, []).append(slot)
+            vectors = owner._stats.of("tables", by_device)
+            self._steppers = [
+                TableStepper(rule, groups, slots, vectors[device]) for device, slots in by_device.items()
+            ]
+            self._built_from = key
+        given = {id(slot): pack for slot, pack in zip(self.slots, packs, strict=True)}
+        for stepper in self._steppers:
+            stepper.packs = [given[id(slot)] for slot in stepper.slots]
+        return self._steppers
+
+
+def _layout_key(rule: Rule, slot: TableSlot, group: Group) -> tuple[Any, ...]:
+    """All that the launches of a table depend on."""
+    store = slot.table._store
+    layout = store.device, store.ensure_layout().record, slot.group, [*map(id, store.scalars.values())]
+    options = [group[option] for option in rule.row_scalars.values() if option is not None]
+    return (*layout, rule.has(group), options)

@@ -57,7 +57,7 @@ def pointer(address, dtype: tl.constexpr, VECTOR: tl.constexpr):
 def prepare_kernel(
     table_ptr, grads_ptr, hyperparameters_ptr, coefficients_ptr, stats_ptr, n_parameters,
     partials_ptr, scale_ptr, found_inf_ptr, n_partials, max_norm,
-    RULE: tl.constexpr, N_SCALARS: tl.constexpr, N_COEFFICIENTS: tl.constexpr,
+    RULE: tl.constexpr, N_SCALARS: tl.constexpr,
     CLIP: tl.constexpr, NORMED: tl.constexpr, SKIPPING: tl.constexpr, SCALED: tl.constexpr,
     LANES: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,8 @@ def prepare_kernel(
     coefficient_ptr = coefficients_ptr + parameter * LINE
     sign = tl.load(line_ptr, mask=valid, other=1.0)
     tl.store(coefficient_ptr, factor * sign, mask=valid)
-    for i in tl.static_range(N_COEFFICIENTS):
+    tl.static_assert(len(coefficients) < LINE)
+    for i in tl.static_range(len(coefficients)):
         tl.store(coefficient_ptr + 1 + i, coefficients[i], mask=valid)
 
 
@@ -213,8 +214,8 @@ class Coefficients:
     def _bind(self, flags: tuple[bool, ...]) -> Launch:
         rule, n, tables = self.rule, len(self.table), self.arguments
         n_at_once = min(MAX_PARTIALS, max(16, 1 << (len(self._partials) - 1).bit_length()))
-        counts = len(rule.scalars), rule.n_coefficients
-        prepare = shared_kernel(prepare_kernel, element(rule.prepare), *counts, *flags, LANES, n_at_once)
+        constants = (element(rule.prepare), len(rule.scalars), *flags, LANES, n_at_once)
+        prepare = shared_kernel(prepare_kernel, *constants)
         fixed = (self.table, tables.grads, tables.hyperparameters, self.values, self.step_stats, n)
         varying = (self._partials, self._one, self._zero, len(self._partials), 1.0)
         return prepare.bind(-(-n // LANES), fixed, varying)

@@ -17,7 +17,7 @@ from flatbed.kernels._triton.launch import TYPES, Kernel, element
 from flatbed.kernels._triton.rows import field, located, power, squares, tile
 from flatbed.kernels._triton.update import load_as, load_line, load_state, update_elements
 from flatbed.kernels.locations import RecordLocation
-from flatbed.kernels.step import Scaling, StepOptions
+from flatbed.kernels.step import StepOptions
 from flatbed.rule import Group, Rule
 
 # Programs at most for records behind the bus: these saturate it on an H200 and leave SMs to the model.
@@ -113,20 +113,16 @@ def step_rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class TableLayout:
-    """A table as the row kernel sees it: its scalars, and the layout of its records."""
+    """A table as the row kernel sees it."""
 
     group: int
+    has: int
     scalars: Mapping[str, Tensor]
     """The scalars that are one per table, by the rule's names."""
-    dim: int
-    weight: torch.dtype
-    state: torch.dtype
-    stride: int
-    state_offsets: tuple[int, ...]
-    """Of the tensors of state, in the rule's order; 0 for an absent one."""
-    scalar_offsets: tuple[int, ...]
-    """Of the scalars, if each row has its own."""
-    has: int
+    row_scalars: tuple[str, ...]
+    """The names of the scalars that each row has."""
+    record: Any
+    """The layout of a row: its fields by name, with their offsets."""
 
 
 class TritonRows:
@@ -147,19 +143,8 @@ class TritonRows:
         also_used = [unused, *(scalar for layout in layouts for scalar in layout.scalars.values())]
         lines = torch.from_numpy(table).to(self.device)
         self.coefficients = Coefficients(rule, groups, lines, step_stats=step_stats, also_used=also_used)
+        self.squares = squares
         self._kernels: dict[Any, tuple[int, Kernel]] = {}
-
-    def squares(self, grads: list[Tensor]) -> Tensor:
-        """Partial sums of squares of the gradients, still scaled."""
-        parts = [squares(g) for g in grads if g.numel()]
-        return torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float64, device=self.device)
-
-    def prepare_coefficients(
-        self, present: list[bool], options: StepOptions, scaling: Scaling | None, squares: Tensor | None
-    ) -> None:
-        """Count the step of the tables that have a gradient, and compute their coefficients."""
-        self.coefficients.set_grads([*map(int, present)])
-        self.coefficients.prepare(options, scaling, squares)
 
     def update(
         self,
@@ -180,7 +165,7 @@ class TritonRows:
         layout, n, rows = self.layouts[index], len(rows), rows.contiguous()
         if n == 0:
             return
-        stochastic = options.stochastic_rounding and layout.weight == torch.bfloat16
+        stochastic = options.stochastic_rounding and layout.record.weight.dtype == torch.bfloat16
         cached = location.cached is not None
         key = (index, stochastic, staged, weights is not None, cached)
         if key not in self._kernels:
@@ -201,14 +186,18 @@ class TritonRows:
 def _step_kernel(
     rule: Rule, layout: TableLayout, stochastic: bool, staged: bool, fetched: bool, cached: bool
 ) -> tuple[int, Kernel]:
-    columns = power(layout.dim)
+    record, weight = layout.record, layout.record.weight
+    columns = power(weight.count)
     n_rows = tile(columns, 512)
-    compute = torch.promote_types(layout.weight, torch.float32)
+    compute = torch.promote_types(weight.dtype, torch.float32)
+    state = next((record[name].dtype for name in rule.state if name in record), weight.dtype)
+    state_offsets = [record.offsets.get(name, 0) for name in rule.state]  # 0 for an absent one
+    scalar_offsets = [record.offsets[name] for name in layout.row_scalars]
     kernel = Kernel(
         step_rows_kernel, element(rule.prepare), element(rule.update), layout.has, len(rule.scalars),
-        layout.stride, *(*layout.state_offsets, 0, 0, 0, 0)[:4], *(*layout.scalar_offsets, 0, 0)[:2],
-        rule.rowwise, TYPES[layout.weight], TYPES[layout.state], TYPES[compute],
-        bool(layout.scalar_offsets), stochastic, staged, fetched, cached, layout.dim, columns, n_rows,
+        record.nbytes, *(*state_offsets, 0, 0, 0, 0)[:4], *(*scalar_offsets, 0, 0)[:2],
+        rule.rowwise, TYPES[weight.dtype], TYPES[state], TYPES[compute],
+        bool(scalar_offsets), stochastic, staged, fetched, cached, weight.count, columns, n_rows,
         num_warps=2 if columns <= 256 else 4,
     )  # fmt: skip
     return n_rows, kernel

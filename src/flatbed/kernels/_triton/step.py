@@ -97,8 +97,13 @@ class TritonStepper:
         self._coefficients = Coefficients(
             rule, groups, self._table, step_stats=step_stats, partials=self._partials, also_used=blocks
         )
-        self._squares_by_class = self._partials_by_class()
+        sizes: dict[int, int] = {}
+        for group in self._groups:  # those of one norm class are neighbours
+            sizes[group.key.norm_class] = sizes.get(group.key.norm_class, 0) + len(group.partials)
+        pieces = torch.split(self._partials, [*sizes.values()])
+        self._squares_by_class = dict(zip(sizes, pieces, strict=True))
         self.whole_grads: Grads | None = None
+        """The gradients that the norm measures, if slots are parts of whole parameters."""
         self._squares: list[Launch] = []
         self._updates: list[Launch] = []
         self._ordered: list[Tensor] = []
@@ -127,16 +132,6 @@ class TritonStepper:
         ]
         return torch.from_numpy(table).to(self.device), groups, partials
 
-    def _partials_by_class(self) -> dict[int, Tensor]:
-        """The partial sums of each norm class. Those of one class are in one piece."""
-        classes: dict[int, list[int]] = {}
-        start = 0
-        for group in self._groups:
-            stop = start + len(group.partials)
-            classes.setdefault(group.key.norm_class, [start, stop])[1] = stop
-            start = stop
-        return {norm_class: self._partials[start:stop] for norm_class, (start, stop) in classes.items()}
-
     def _fill(self, line: np.ndarray[Any, Any], i: int, first_block: int) -> None:
         slot = self.slots[i]
         line[FIRST_BLOCK] = first_block
@@ -157,6 +152,7 @@ class TritonStepper:
         return self._coefficients.captured
 
     def set_grads(self, grads: Grads, addresses: list[int], unordered: frozenset[int]) -> None:
+        """Take one gradient per slot. Those in `unordered` differ from their parameter in element order."""
         # Copies must live until the kernels have read them.
         copies = {i: in_order(self.slots[i].param, cast(Tensor, grads[i])) for i in unordered}
         self._ordered = list(copies.values())

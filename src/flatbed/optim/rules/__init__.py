@@ -1,1 +1,1 @@
-"""One file per optimizer: its arithmetic as torch operations, and for one element as Triton functions."""
+"""The optimizers by family: their arithmetic as torch operations, and for one element as Triton functions."""
