@@ -182,7 +182,7 @@ def test_parameters_without_values() -> None:
         model(torch.ones(2, 3)).sum().backward()
         with pytest.raises(flatbed.FlatbedError, match=r"a step under FakeTensorMode.*torch's optimizer"):
             optimizer.step()
-        with pytest.raises(ValueError, match=r"fake tensor.*FakeTensorMode"):
+        with pytest.raises(ValueError, match="cannot be flattened: it is a FakeTensor"):
             flatbed.FlatParams(model)
 
 
