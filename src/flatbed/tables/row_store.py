@@ -325,8 +325,7 @@ class RowStore:
         """Rows of a file that changed since its last checkpoint."""
         if self._storage is None or self.in_memory or os.getpid() != self._process:
             return 0
-        n_cached = 0 if self.cache is None else self.cache.n_unsaved  # first: it waits for the writer
-        return n_cached + self._storage.unsaved_rows
+        return self._storage.unsaved_rows
 
     @property
     def is_part_of_folder(self) -> bool:

@@ -153,6 +153,11 @@ class Journal:
         entries: NDArray[np.int32] = self._entry_of_row[ids] - np.int32(1)
         return entries
 
+    def count_missing(self, ids: NDArray[np.int64]) -> int:
+        """Count rows without an entry."""
+        entries = self.entries(ids)
+        return len(ids) if entries is None else int((entries < 0).sum())
+
     def has_room(self, n_others: int, *, n_rows: int) -> bool:
         """True if any `n_others` rows certainly fit. Needs no lock."""
         return self.n_entries + n_others <= self._capacity or n_rows + self._n_lost <= self._capacity
@@ -188,9 +193,7 @@ class Journal:
 
     def make_room(self, ids: NDArray[np.int64], *, also: int, n_rows: int) -> None:
         """Reserve space for the records of these rows, and of `also` others without a entry."""
-        entries = self.entries(ids)
-        n_fresh = len(ids) if entries is None else int((entries < 0).sum())
-        self._grow(self.n_entries + n_fresh + also, n_rows)
+        self._grow(self.n_entries + self.count_missing(ids) + also, n_rows)
 
     def _grow(self, needed: int, n_rows: int) -> None:
         """Reserve space for `needed` entries and their seal; for twice the present number where it fits."""

@@ -16,6 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
 from flatbed.tables.record import Record
@@ -47,8 +50,8 @@ class OpenFiles:
     def __init__(self, descriptor: int, table: MappedFile, journal: Journal) -> None:
         self.table, self.journal = table, journal
         self.keep_journal = False
-        self.count_cached: Callable[[], int] = lambda: 0
-        """Counts changed rows in a cache that the journal does not have yet."""
+        self.cached_changes: Callable[[], NDArray[np.int64]] = lambda: np.empty(0, np.int64)
+        """Returns changed rows in a cache, of which the journal may have some."""
         self.pool = CopyThreads()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="flatbed-disk-writer")
         self._lock_descriptor = descriptor
@@ -69,6 +72,11 @@ class OpenFiles:
             )
         if self._lock_descriptor < 0:
             raise FlatbedError(f"{self.table.path} is closed; open it again")
+
+    def n_unsaved(self) -> int:
+        """Count rows that changed since the last checkpoint."""
+        cached = self.cached_changes()  # first: it waits for the writer
+        return self.journal.n_entries + self.journal.count_missing(cached)
 
     def close(self) -> None:
         """Close everything; a second call does nothing."""
@@ -103,7 +111,7 @@ class OpenFiles:
         if self._has_told or self._lock_descriptor < 0 or not self.is_own_process() or self.keep_journal:
             return
         self._has_told = True
-        n_rows = self.journal.n_entries + self.count_cached()
+        n_rows = self.n_unsaved()
         if n_rows:
             note(
                 f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped "

@@ -148,8 +148,8 @@ class DiskStorage:
 
     @property
     def unsaved_rows(self) -> int:
-        """Rows changed since the last completed checkpoint."""
-        return self._files.journal.n_entries
+        """Rows changed since the last completed checkpoint, here or in a cache."""
+        return self._files.n_unsaved()
 
     # ---- rows
 
@@ -218,9 +218,9 @@ class DiskStorage:
         self._files.check()
         return submit(self._files.pool, function, *args)
 
-    def count_also(self, count_cached: Callable[[], int]) -> None:
-        """Include changed rows of a cache in the warning at exit."""
-        self._files.count_cached = count_cached
+    def count_also(self, changed_rows: Callable[[], NDArray[np.int64]]) -> None:
+        """Include changed rows of a cache in `unsaved_rows` and in the warning at exit."""
+        self._files.cached_changes = changed_rows
 
     def has_room(self, n_rows: int) -> bool:
         """True if any `n_rows` rows can certainly change, without taking the lock; see `make_room`."""
@@ -233,15 +233,13 @@ class DiskStorage:
         with self._use(change=True):
             self._files.journal.make_room(self._rows(ids), also=also, n_rows=self.n_rows)
 
-    def unchanged(self, ids: Tensor) -> Tensor:
-        """Which rows are as in the last checkpoint: (n,) of bool. The others have their disk space.
+    def count_unjournaled(self, rows: NDArray[np.int64]) -> int:
+        """Count rows that are as in the last checkpoint. The others have their disk space.
 
         Takes no lock: other threads may write, but not to these rows.
         """
         self._files.check()
-        rows = self._rows(ids)
-        entries = self._files.journal.entries(rows)
-        return torch.from_numpy(np.ones(len(rows), np.bool_) if entries is None else entries < 0)
+        return self._files.journal.count_missing(rows)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Copy consecutive records."""
