@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +35,6 @@ from flatbed.tables.storage.disk.format import (
     State,
     encode,
     encode_identity,
-    state_payload,
 )
 from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import (
@@ -181,7 +180,7 @@ def test_wrong_values_under_a_right_checksum(data: st.DataObject, magic: bytes) 
     base = FOUND["sealed"]
     right: dict[bytes, dict[str, Any]] = {
         TABLE: {"table": "0", "replaces": None, "byteorder": "little", "fields": RECORD.describe()},
-        STATE: state_payload(State(N_ROWS, 0, {"step": 0})),
+        STATE: asdict(State(N_ROWS, 0, {"step": 0})),
         JOURNAL: {"table": "0", "nbytes": NBYTES, "n_slots": 20, "sealed": 100, "digest": ""},
     }
     wrong = dict(right[magic])

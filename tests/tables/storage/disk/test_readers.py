@@ -21,19 +21,19 @@ LATE = 20.0
 
 
 class SlowDisk:
-    """Reads from the table's file that begin while it is slow do not end until it is not."""
+    """The next read of the records `slow` does not end until it may go on."""
 
     def __init__(self) -> None:
-        self.slow = False
+        self.slow: Any = None
         self.began, self.goes_on = threading.Event(), threading.Event()
         self._take = disk_storage.take
 
-    def take(self, *given: Any, **options: Any) -> None:
-        if self.slow:
-            self.slow = False
+    def take(self, records: Any, *given: Any, **options: Any) -> None:
+        if self.slow is records:
+            self.slow = None
             self.began.set()
             assert self.goes_on.wait(LATE)
-        self._take(*given, **options)
+        self._take(records, *given, **options)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ class Doing(threading.Thread):
 
 
 def slow_reader(table: DiskStorage, disk: SlowDisk, rows: range) -> Doing:
-    disk.slow = True
+    disk.slow = table._files.table.rows
     reader = Doing(lambda: table.gather(torch.tensor(rows)))
     assert disk.began.wait(LATE)
     return reader

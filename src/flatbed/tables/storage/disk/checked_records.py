@@ -71,30 +71,27 @@ def has_sums(file: MappedFile, n_rows: int, nbytes: int) -> bool:
     return found.tobytes() == MAGIC
 
 
-def check_size(file: MappedFile, n_rows: int, nbytes: int) -> None:
-    """Raise `DamagedFileError` if a file is too short for its rows, or for its checksums if it has some."""
-    size, is_long = file.size, has_sums(file, n_rows, nbytes)
-    expected = file_size(n_rows, nbytes) if is_long else sums_at(n_rows, nbytes)
-    if size < expected:
-        raise DamagedFileError(
-            f"{file.path} has {size} bytes, but {n_rows} rows of {nbytes} bytes need {expected}: it was cut "
-            "short; restore it from a copy"
-        )
-
-
 def map_records(file: MappedFile, n_rows: int, nbytes: int) -> Records:
-    """Map records, and checksums if the file has them."""
-    sums = sums_at(n_rows, nbytes) + len(MAGIC) if has_sums(file, n_rows, nbytes) else None
-    return file.map(RECORDS_AT, nbytes, count=n_rows, random=True, sums_at=sums)
+    """Map records, and checksums if the file has them; raises `DamagedFileError` if the file is too short."""
+    end = sums_at(n_rows, nbytes)
+    with_sums = has_sums(file, n_rows, nbytes)
+    expected = file_size(n_rows, nbytes) if with_sums else end
+    if file.size < expected:
+        raise DamagedFileError(
+            f"{file.path} has {file.size} bytes, but {n_rows} rows of {nbytes} bytes need {expected}: it was "
+            "cut short; restore it from a copy"
+        )
+    return file.map(
+        RECORDS_AT, nbytes, count=n_rows, random=True, sums_at=end + len(MAGIC) if with_sums else None
+    )
 
 
 def add_sums(table: MappedFile, n_rows: int, nbytes: int) -> None:
     """Give a file without checksums space for them, where its disk has some. None is known yet."""
-    if table.sums is None:
-        with suppress(NoSpace):
-            table.reserve(file_size(n_rows, nbytes))
-            write_sums(table, nbytes, np.zeros(n_rows, np.uint32), over_rows=True)
-            map_records(table, n_rows, nbytes)
+    with suppress(NoSpace):
+        table.reserve(file_size(n_rows, nbytes))
+        write_sums(table, nbytes, np.zeros(n_rows, np.uint32), over_rows=True)
+        map_records(table, n_rows, nbytes)
 
 
 def write_sums(table: MappedFile, nbytes: int, sums: Sums, *, over_rows: bool = False) -> None:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
@@ -211,7 +211,7 @@ class Draft:
         if not self._is_replacing and path.exists():
             raise _exists(path)
         self.path, self.state = path, state
-        self.identity = Identity(secrets.token_hex(16), record, replaces or _predecessor(path))
+        self.identity = Identity(secrets.token_hex(16), record, replaces)
         first, second = encode_identity(self.identity), encode_state(state)
         draft = path.with_name(path.name + ".new")
         mode = stat.S_IMODE(path.stat().st_mode) if self._is_replacing else None
@@ -239,8 +239,10 @@ class Draft:
         """Give the file its name."""
         table = self._table
         with self._undo as undo:
-            if not self._is_replacing and self.path.exists():
-                raise _exists(self.path)
+            if not self._is_replacing:
+                if self.path.exists():
+                    raise _exists(self.path)
+                _remove_stale_journal(journal_of(self.path))
             MappedFile.rename(table.path, self.path)
             undo.pop_all()
             undo.callback(table.close)
@@ -249,9 +251,6 @@ class Draft:
             MappedFile.sync_folder(self.path.parent)
             undo.pop_all()
         files = OpenFiles(self._lock_descriptor, table, _journal(table, self.identity))
-        if not self._is_replacing:
-            with suppress(FlatbedError):  # the predecessor's journal, ignored if it stays
-                MappedFile.remove(files.journal.path)
         return files, self.identity, self.state
 
 
@@ -262,14 +261,13 @@ def _exists(path: Path) -> FlatbedError:
     )
 
 
-def _predecessor(path: Path) -> str | None:
-    """Name of the table that was at this path and has left a sealed journal."""
-    journal = journal_of(path)
-    if not journal.exists():
-        return None
-    with closing(MappedFile(journal)) as file:
-        sealed = read_sealed(file)
-    return None if sealed is None else sealed.table
+def _remove_stale_journal(journal: Path) -> None:
+    """Remove the journal of a table whose file was deleted; any other file of that name is an error."""
+    if os.path.lexists(journal):
+        with closing(MappedFile(journal)) as file:
+            read_sealed(file)
+        MappedFile.remove(journal)
+        MappedFile.sync_folder(journal.parent)
 
 
 def _remove_leftover(draft: Path) -> None:

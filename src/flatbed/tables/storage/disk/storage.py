@@ -173,7 +173,8 @@ class DiskStorage:
                 n = len(changed)
                 others = np.flatnonzero(entries < 0) if n else np.arange(len(rows))
                 is_mixed = in_order and 0 < n < len(rows)
-                self._files.journal.take(
+                take(
+                    self._files.journal.records,
                     entries[changed],
                     into=into if is_mixed else into[:n],
                     where=changed if is_mixed else None,
