@@ -135,8 +135,12 @@ class WriteBehind:
         """Queue the records of rows that are evicted or flushed."""
         self.finish()
         n = self.storage.count_unjournaled(rows.numpy())
-        done = self.storage.send(rows, copies.records, after=copies.wait)
+        done = self.storage.send(self._write, rows, copies)
         self._changes.pending = PendingWrite(rows, copies, n, done)
+
+    def _write(self, rows: Tensor, copies: HostCopies) -> None:
+        copies.wait()
+        self.storage.scatter_(rows, copies.records)
 
     def finish(self) -> None:
         """Wait for the pending write. A write that failed is tried again here, and raises here."""
@@ -145,8 +149,7 @@ class WriteBehind:
             return
         wait([pending.done])
         if pending.done.exception() is not None:
-            pending.copies.wait()
-            self.storage.scatter_(pending.rows, pending.copies.records)
+            self._write(pending.rows, pending.copies)
         with self._lock:
             self._changes.pending = None
             self._n_unjournaled -= pending.n_unjournaled

@@ -79,25 +79,19 @@ class OpenFiles:
         return self.journal.n_entries + self.journal.count_missing(cached)
 
     def close(self) -> None:
-        """Close everything; a second call does nothing."""
-        if self._lock_descriptor < 0 or not self.is_own_process():
+        """Close everything; a second call does nothing. A forked process closes its descriptors alone."""
+        if self._lock_descriptor < 0:
             return
         descriptor, self._lock_descriptor = self._lock_descriptor, -1
+        is_own = self.is_own_process()
         try:
-            self.pool.shutdown(wait=False)
-            self.writer.shutdown(wait=False)
-            self.journal.close(remove=not self.keep_journal)
+            if is_own:
+                self.pool.shutdown(wait=False)
+                self.writer.shutdown(wait=False)
+            self.journal.close(remove=is_own and not self.keep_journal)
             self.table.close()
         finally:
             os.close(descriptor)
-
-    def close_after_fork(self) -> None:
-        """Close descriptors in a forked process: otherwise it would keep the lock of the parent's table."""
-        if self._lock_descriptor >= 0:
-            os.close(self._lock_descriptor)
-            self._lock_descriptor = -1
-            self.journal.close(remove=False)
-            self.table.close()
 
     def close_forgotten(self) -> None:
         """Close a table that was garbage collected without `close`."""
@@ -131,12 +125,9 @@ def tell_at_exit() -> None:
     A handler of the user's stays. One that is set later replaces this one.
     """
     atexit.register(_tell_all, "at exit")
-    if threading.current_thread() is threading.main_thread() and _is_default():
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if is_default and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
-
-
-def _is_default() -> bool:
-    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def _terminate(number: int, _: object) -> None:
@@ -156,10 +147,11 @@ def _tell_all(when: str) -> None:
 
 
 def _close_all_after_fork() -> None:
+    """Close descriptors, with which a forked process would keep the locks of its parent's tables."""
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for files in list(_ALL):
-        files.close_after_fork()
+        files.close()
 
 
 if hasattr(os, "register_at_fork"):

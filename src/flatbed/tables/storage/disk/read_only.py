@@ -23,7 +23,7 @@ from flatbed.tables.storage.disk.format import RECORDS_AT, STATE_AT, State, norm
 from flatbed.tables.storage.disk.journal import read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records
 from flatbed.tables.storage.disk.recovery import journal_of
-from flatbed.tables.storage.disk.threads import CopyThreads, as_records, take
+from flatbed.tables.storage.disk.threads import CopyThreads, as_records, rows_of, take
 
 PATIENCE = 10.0  # seconds for which a state may stay unreadable
 STAMP = 56  # bytes: the prefix of a state, with its checksum
@@ -138,9 +138,7 @@ class ReadOnlyStorage:
 
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
         """Copy records of rows, (n, nbytes) of uint8, or their first `nbytes` bytes."""
-        rows: NDArray[np.int64] = ids.to("cpu", torch.int64).reshape(-1).numpy()
-        if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
-            raise IndexError(f"an id is out of range for a table of {self.n_rows} rows")
+        rows = rows_of(ids, self.n_rows)
         out = np.empty((len(rows), self.record.nbytes if nbytes is None else nbytes), np.uint8)
         while True:
             version = self.refresh()

@@ -35,7 +35,7 @@ from flatbed.tables.storage.disk.journal import Decision, apply
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NotSynced, Records
 from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files, tell_at_exit
 from flatbed.tables.storage.disk.recovery import kept_journal
-from flatbed.tables.storage.disk.threads import Readers, as_records, submit, take
+from flatbed.tables.storage.disk.threads import Readers, as_records, rows_of, submit, take
 
 T = TypeVar("T")
 UNKNOWN = "the last checkpoint failed, and what of it is on the disk is not known"
@@ -168,7 +168,7 @@ class DiskStorage:
         pool = self._files.pool
         with ExitStack() as reading:
             with self._use():
-                rows = self._rows(ids)
+                rows = rows_of(ids, self.n_rows)
                 changed, entries = self._changed(rows)
                 n = len(changed)
                 others = np.flatnonzero(entries < 0) if n else np.arange(len(rows))
@@ -180,7 +180,8 @@ class DiskStorage:
                     where=changed if is_mixed else None,
                     pool=pool,
                 )
-                records, checks = self._records, self._checks
+                records, checks = self._files.table.rows, self._checks
+                assert records is not None
                 reading.enter_context(self._readers)
             take(
                 records,
@@ -195,7 +196,7 @@ class DiskStorage:
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
         """Replace the records of rows; they reach the file with the next checkpoint."""
         with self._use(change=True):
-            rows = self._rows(ids)
+            rows = rows_of(ids, self.n_rows)
             if records.dtype != torch.uint8 or records.shape != (len(rows), self.record.nbytes):
                 raise ValueError(
                     f"expected {len(rows)} records of {self.record.nbytes} bytes, found "
@@ -205,14 +206,10 @@ class DiskStorage:
                 given = as_records(records.detach().cpu().contiguous().numpy())
                 self._files.journal.put(rows, given, n_rows=self.n_rows, pool=self._files.pool)
 
-    def send(self, ids: Tensor, records: Tensor, *, after: Callable[[], None]) -> Future[None]:
-        """Call `after`, then `scatter_`, in the writer thread, in the order of the calls."""
+    def send(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Run a function in the writer thread, in the order of the calls."""
         self._files.check()
-        return submit(self._files.writer, self._scatter_after, after, ids, records)
-
-    def _scatter_after(self, after: Callable[[], None], ids: Tensor, records: Tensor) -> None:
-        after()
-        self.scatter_(ids, records)
+        return submit(self._files.writer, function, *args)
 
     def aside(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Run a function in one of the threads that copy rows."""
@@ -232,7 +229,7 @@ class DiskStorage:
     def make_room(self, ids: Tensor, *, also: int = 0) -> None:
         """Reserve disk space for changes of these rows and of `also` others, or raise."""
         with self._use(change=True):
-            self._files.journal.make_room(self._rows(ids), also=also, n_rows=self.n_rows)
+            self._files.journal.make_room(rows_of(ids, self.n_rows), also=also, n_rows=self.n_rows)
 
     def count_unjournaled(self, rows: NDArray[np.int64]) -> int:
         """Count rows that are as in the last checkpoint. The others have their disk space.
@@ -416,23 +413,6 @@ class DiskStorage:
     def _map(self, n_rows: int) -> None:
         map_records(self._files.table, n_rows, self.record.nbytes)
         self._checks = RowChecks(self._files.table)
-
-    # ---- arguments
-
-    @property
-    def _records(self) -> Records:
-        if self._files.table.rows is None:
-            raise FlatbedError(f"{self.path} is closed")
-        return self._files.table.rows
-
-    def _rows(self, ids: Tensor) -> NDArray[np.int64]:
-        rows: NDArray[np.int64] = ids.to("cpu", torch.int64).reshape(-1).numpy()
-        if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
-            at = int(np.argmax((rows < 0) | (rows >= self.n_rows)))
-            raise IndexError(
-                f"id {rows[at]} is out of range for a table of {self.n_rows} rows (batch position {at})"
-            )
-        return rows
 
     def _changed(self, rows: NDArray[np.int64] | slice) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Positions of rows that are in the journal, and the entries of all rows (-1: none)."""
