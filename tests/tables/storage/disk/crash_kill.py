@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from flatbed.tables.storage.disk import DiskStorage, journal
-from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,
@@ -32,7 +31,7 @@ from tests.tables.storage.disk.crash_model import (
 )
 
 N_ROWS = 2000
-LIFE = 6  # checkpoints that the oldest children see
+LIFE = 4  # checkpoints that the oldest children see
 
 
 class Model:
@@ -84,16 +83,11 @@ def live(folder: Path, report: int) -> None:
         os.write(report, struct.pack("<q", step))
 
 
-def born(folder: Path, synced: bool) -> tuple[int, int]:
+def born(folder: Path) -> tuple[int, int]:
     """A child and the end of a pipe on which it says 0 when it begins, and then every completed step."""
     reading, report = os.pipe()
     child = os.fork()
     if not child:
-        # Syncing takes most of the time and does nothing that a kill could show: without it, the moments
-        # of the end lie between writes. The same with few rows at a time.
-        if not synced:
-            MappedFile.sync = lambda self: None  # type: ignore[method-assign]
-        journal.CHUNK = 16 * NBYTES
         os.write(report, struct.pack("<q", 0))
         live(folder, report)
     os.close(report)
@@ -112,9 +106,9 @@ def killed(child: int, reading: int) -> int:
     return int(struct.unpack_from("<q", reported, len(reported) - 8)[0])
 
 
-def lifetime(folder: Path, synced: bool) -> tuple[float, int]:
+def lifetime(folder: Path) -> tuple[float, int]:
     """Seconds that a child takes for some checkpoints on this machine, and the last step completed."""
-    child, reading = born(folder, synced)
+    child, reading = born(folder)
     start = time.perf_counter()
     for _ in range(LIFE):
         last = struct.unpack("<q", os.read(reading, 8))[0]
@@ -124,16 +118,18 @@ def lifetime(folder: Path, synced: bool) -> tuple[float, int]:
 
 def main(folder: Path, n_kills: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
+    # Syncing takes most of the time and does nothing that a kill could show: without it, the moments of the
+    # end lie between writes. The same with few rows at a time.
+    os.fsync = os.fdatasync = lambda descriptor: None
+    journal.CHUNK = 16 * NBYTES
     DiskStorage.create(folder / "table", RECORD, N_ROWS, fill=fill, meta={"step": 0}).close()
     model, last, seen = Model(), 0, Counter[str]()
-    longest = [0.0, 0.0]
     for kill in range(n_kills):
-        synced = kill % 2 == 0
-        if kill % 50 < 2:
-            longest[synced], last = lifetime(folder, synced)
+        if kill % 50 == 0:
+            longest, last = lifetime(folder)
         else:
-            child, reading = born(folder, synced)
-            time.sleep(generator.uniform(0, longest[synced]))
+            child, reading = born(folder)
+            time.sleep(generator.uniform(0, longest))
             last = max(last, killed(child, reading))
         left = {path.name for path in folder.iterdir()}
         storage = DiskStorage.open(folder / "table")

@@ -137,7 +137,7 @@ def damage(draw: st.DrawFn, data: bytes, end: int) -> bytes:
     return bytes(changed)
 
 
-@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), how=st.sampled_from(list(FOUND)))
 def test_damaged_header(data: st.DataObject, how: str) -> None:
     base = FOUND[how]
@@ -145,7 +145,7 @@ def test_damaged_header(data: st.DataObject, how: str) -> None:
     opened({**base.files, "table": changed}, base, base.allowed)
 
 
-@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), how=st.sampled_from(["sealed", "half copied"]))
 def test_damaged_journal(data: st.DataObject, how: str) -> None:
     base = FOUND[how]
@@ -154,7 +154,7 @@ def test_damaged_journal(data: st.DataObject, how: str) -> None:
     opened({**base.files, "table.journal": changed}, base, base.allowed)
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=300), padding=st.sampled_from([0, PAGE, RECORDS_AT + 100_000]))
 def test_foreign_files(content: bytes, padding: int) -> None:
     base = FOUND["closed"]
@@ -173,7 +173,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), magic=st.sampled_from([TABLE, STATE, JOURNAL]))
 def test_wrong_values_under_a_right_checksum(data: st.DataObject, magic: bytes) -> None:
     """Also what no flatbed writes must not be believed, nor cost memory."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.disk import DiskStorage, threads
 from flatbed.tables.storage.disk import storage as disk_storage
 from flatbed.tables.storage.disk.threads import Readers
@@ -146,6 +148,21 @@ def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
 
 
 # ---- threads
+
+
+def test_many_threads_read_from_the_disk_and_few_from_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Record((Field("weight", torch.float32, 256),))
+    n_rows = 2 * threads.READ_PART // record.nbytes
+    table, n_faults = made(tmp_path, n_rows, record), count()
+    monkeypatch.setattr(threads, "_disk_faults", lambda: n_rows * next(n_faults))
+    table.gather(torch.arange(n_rows))
+    assert table._files.pool.part_bytes == threads.READ_PART
+    monkeypatch.setattr(threads, "_disk_faults", lambda: 0)
+    table.gather(torch.arange(n_rows))
+    assert table._files.pool.part_bytes == threads.MEMORY_PART
+    table.close()
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 999, 20_000])

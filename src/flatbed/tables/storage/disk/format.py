@@ -110,10 +110,7 @@ def load(text: bytes) -> dict[str, Any]:
 
 def normal(meta: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return meta as it will be read from the file."""
-    try:
-        return load(dump(dict(meta or {})))
-    except (TypeError, ValueError, RecursionError, DamagedFileError) as error:
-        raise TypeError(f"meta must be a mapping that JSON can hold: {error}") from error
+    return load(dump(dict(meta or {})))
 
 
 def encode_identity(identity: Identity) -> bytes:

@@ -38,6 +38,7 @@ from flatbed.tables.storage.disk.recovery import kept_journal
 from flatbed.tables.storage.disk.threads import Readers, as_records, rows_of, submit, take
 
 T = TypeVar("T")
+Meta = Mapping[str, Any]
 UNKNOWN = "the last checkpoint failed, and what of it is on the disk is not known"
 
 
@@ -46,18 +47,6 @@ class DiskStorage:
 
     The file changes only in `checkpoint`. Rows changed since then are in `PATH.journal`; `close` and a crash
     drop them. The file always holds the last completed checkpoint.
-
-    >>> import tempfile
-    >>> from flatbed.tables.record import Field
-    >>> record = Record((Field("weight", torch.float32, 4),))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     storage = DiskStorage.create(f"{folder}/t", record, 1000, fill=lambda start, stop, records: None)
-    ...     storage.scatter_(torch.tensor([3, 5]), torch.ones(2, record.nbytes, dtype=torch.uint8))
-    ...     storage.checkpoint({"step": 1})
-    ...     storage.close()
-    ...     storage = DiskStorage.open(f"{folder}/t")
-    ...     storage.meta, storage.gather(torch.tensor([5]), 2)
-    ({'step': 1}, tensor([[1, 1]], dtype=torch.uint8))
     """
 
     device = CPU
@@ -85,16 +74,10 @@ class DiskStorage:
 
     @classmethod
     def create(
-        cls,
-        path: str | Path,
-        record: Record,
-        n_rows: int,
-        *,
-        fill: Fill,
-        meta: Mapping[str, Any] | None = None,
+        cls, path: str | Path, record: Record, n_rows: int, *, fill: Fill, meta: Meta | None = None
     ) -> DiskStorage:
         """Make a table's file. Its name appears when it is complete."""
-        path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta), word=_new_word())
+        path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta), word=secrets.token_hex(8))
         made = cls(*Draft(path, record, state, fill=fill).publish())
         made._checks.is_needed = False
         return made
@@ -173,23 +156,12 @@ class DiskStorage:
                 n = len(changed)
                 others = np.flatnonzero(entries < 0) if n else np.arange(len(rows))
                 is_mixed = in_order and 0 < n < len(rows)
-                take(
-                    self._files.journal.records,
-                    entries[changed],
-                    into=into if is_mixed else into[:n],
-                    where=changed if is_mixed else None,
-                    pool=pool,
-                )
+                to_changed, to_others = (changed, others) if is_mixed else (slice(n), slice(n, None))
+                take(self._files.journal.records, entries[changed], into=into, where=to_changed, pool=pool)
                 records, checks = self._files.table.rows, self._checks
                 assert records is not None
                 reading.enter_context(self._readers)
-            take(
-                records,
-                rows[others],
-                into=into if is_mixed else into[n:],
-                where=others if is_mixed else None,
-                pool=pool,
-            )
+            take(records, rows[others], into=into, where=to_others, pool=pool)
             checks.check(rows[others], pool)  # after the copy, which has read the pages in parallel
         return np.concatenate((changed, others))
 
@@ -197,11 +169,6 @@ class DiskStorage:
         """Replace the records of rows; they reach the file with the next checkpoint."""
         with self._use(change=True):
             rows = rows_of(ids, self.n_rows)
-            if records.dtype != torch.uint8 or records.shape != (len(rows), self.record.nbytes):
-                raise ValueError(
-                    f"expected {len(rows)} records of {self.record.nbytes} bytes, found "
-                    f"{tuple(records.shape)} of {records.dtype}"
-                )
             if len(rows):
                 given = as_records(records.detach().cpu().contiguous().numpy())
                 self._files.journal.put(rows, given, n_rows=self.n_rows, pool=self._files.pool)
@@ -257,7 +224,7 @@ class DiskStorage:
 
     # ---- checkpoints to be made
 
-    def checkpoint(self, meta: Mapping[str, Any] | None = None) -> None:
+    def checkpoint(self, meta: Meta | None = None) -> None:
         """Make all rows as they are now, and `meta`, durable. Without `meta`, the last one stays.
 
         When this returns, they survive a loss of power. Until then, the file holds the checkpoint before.
@@ -266,7 +233,7 @@ class DiskStorage:
             self._seal(self._next(meta), None)
             self.commit()
 
-    def prepare(self, meta: Mapping[str, Any] | None = None, *, decision: str | Path, token: str) -> None:
+    def prepare(self, meta: Meta | None = None, *, decision: str | Path, token: str) -> None:
         """Do everything of a checkpoint that can fail. No row can change until `release`.
 
         After a crash, the new checkpoint holds if the JSON file `decision` has this token
@@ -300,8 +267,7 @@ class DiskStorage:
     def commit(self) -> None:
         """Complete a prepared checkpoint. After an interruption, call it again."""
         with self._use():
-            if self._sealed is None:
-                raise FlatbedError(f"no checkpoint of {self.path} was prepared; call prepare() first")
+            assert self._sealed is not None, "call prepare first"
             files, state = self._files, self._sealed
             self._readers.wait()
             self._is_committing = True
@@ -315,18 +281,13 @@ class DiskStorage:
     def abort(self) -> None:
         """Undo `prepare`: changed rows stay in the journal, for another checkpoint."""
         with self._use():
-            if self._sealed is None:
-                raise FlatbedError(f"no checkpoint of {self.path} was prepared; there is nothing to abort")
+            assert self._sealed is not None, "call prepare first"
             if self._is_committing:
-                raise FlatbedError(
-                    f"a checkpoint of {self.path} is half copied; call commit() to complete it"
-                )
+                raise FlatbedError(f"a checkpoint of {self.path} is half copied: call commit() again")
             self._unseal()
 
-    def resize(self, n_rows: int, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> DiskStorage:
+    def resize(self, n_rows: int, *, fill: Fill, meta: Meta | None = None) -> DiskStorage:
         """Add rows at the end; they and all changed rows become a checkpoint."""
-        if n_rows < self.n_rows:
-            raise ValueError(f"a table of {self.n_rows} rows can grow, but not shrink to {n_rows}")
         with self._use(change=True):
             table, nbytes, before = self._files.table, self.record.nbytes, self._files.table.size
             state = replace(self._next(meta), n_rows=n_rows)
@@ -351,7 +312,7 @@ class DiskStorage:
         return self
 
     def rebuilt(
-        self, record: Record, *, fill: Fill, device: torch.device = CPU, meta: Mapping[str, Any] | None = None
+        self, record: Record, *, fill: Fill, device: torch.device = CPU, meta: Meta | None = None
     ) -> DiskStorage:
         """Replace the file by one with other records: a checkpoint, after which this storage is closed.
 
@@ -362,7 +323,7 @@ class DiskStorage:
             undo.callback(draft.discard)
             return self.replaced_by(draft)
 
-    def draft(self, record: Record, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> Draft:
+    def draft(self, record: Record, *, fill: Fill, meta: Meta | None = None) -> Draft:
         """Make a file with other records that can replace this one."""
         with self._use(change=True):
             self._files.table.check_name()
@@ -377,9 +338,9 @@ class DiskStorage:
             self._files.close()
         return DiskStorage(*made)
 
-    def _next(self, meta: Mapping[str, Any] | None) -> State:
+    def _next(self, meta: Meta | None) -> State:
         meta = self._state.meta if meta is None else normal(meta)
-        return State(self.n_rows, self.generation + 1, dict(meta), word=_new_word())
+        return State(self.n_rows, self.generation + 1, dict(meta), word=secrets.token_hex(8))
 
     def _seal(self, state: State, decision: Decision | None) -> None:
         table, journal = self._files.table, self._files.journal
@@ -438,7 +399,3 @@ class DiskStorage:
                     raise FlatbedError(f"{self.path} cannot change while flatbed.save_checkpoint saves it")
                 self._resolve()
             yield
-
-
-def _new_word() -> str:
-    return secrets.token_hex(8)

@@ -90,14 +90,9 @@ def split(pool: ThreadPoolExecutor, copy: Callable[[slice], None], n_rows: int, 
 
 
 def take(
-    records: Records,
-    at: NDArray[Any],
-    *,
-    into: Records,
-    where: NDArray[np.int64] | None = None,
-    pool: CopyThreads,
+    records: Records, at: NDArray[Any], *, into: Records, where: NDArray[np.int64] | slice, pool: CopyThreads
 ) -> None:
-    """Copy records, or as many of their first bytes as `into` takes, to `into` or to positions `where` of it.
+    """Copy records, or as many of their first bytes as `into` takes, to positions `where` of it.
 
     The caller has checked that `at` is in range.
     """
@@ -108,13 +103,13 @@ def take(
 
     def copy(some: slice) -> None:
         before = _disk_faults()
-        if where is not None:
+        if not isinstance(where, slice):
             into[where[some]] = source[at[some]]
         elif is_whole:
             # Only with mode="clip" does numpy write into `out` directly.
-            np.take(source, at[some], out=into[some], mode="clip")
+            np.take(source, at[some], out=into[where][some], mode="clip")
         else:
-            into[some] = source[at[some]]  # np.take would first copy the whole table
+            into[where][some] = source[at[some]]  # np.take would first copy the whole table
         n_faults.append(_disk_faults() - before)
 
     split(pool, copy, len(at), n_parts=nbytes * len(at) // pool.part_bytes)
