@@ -366,10 +366,9 @@ def test_no_room_for_a_table(tmp_path: Path) -> None:
     ):
         made(tmp_path, 100_000)
     assert files(tmp_path) == {}
-    with pytest.raises(FlatbedError, match="no file can"):
-        made(tmp_path, 2**62)
-    with pytest.raises(FlatbedError, match=r"needs|failed"):
-        made(tmp_path, 2**50)
+    for n_rows in (2**50, 2**62):
+        with pytest.raises(FlatbedError, match=r"needs [\d,]+ bytes more"):
+            made(tmp_path, n_rows)
     assert files(tmp_path) == {}
 
 

@@ -140,8 +140,6 @@ class MappedFile:
     def reserve(self, size: int) -> None:
         """Extend the file to `size` with disk space for every byte; after an error it is as before."""
         before = self.size
-        if size >= 2**63:
-            raise NoSpace(f"{self.path} cannot have {size:,} bytes: no file can")
         if size > before:
             try:
                 self._allocate(before, size, needed=size - before)

@@ -137,7 +137,6 @@ class ReadOnlyStorage:
     # ---- rows
 
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
-        """Copy records of rows, (n, nbytes) of uint8, or their first `nbytes` bytes."""
         rows = rows_of(ids, self.n_rows)
         out = np.empty((len(rows), self.record.nbytes if nbytes is None else nbytes), np.uint8)
         while True:
@@ -190,7 +189,6 @@ class ReadOnlyStorage:
         return self.meta if self.meta.get("token") == token else None
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Copy consecutive records."""
         return self.gather(torch.arange(start, stop, device=CPU))
 
     # ---- the rest of the protocol
@@ -200,7 +198,6 @@ class ReadOnlyStorage:
         return True
 
     def check(self) -> None:
-        """Raise if the storage is closed."""
         if self._is_closed:
             raise FlatbedError(f"{self.path} is closed; load it again")
 

@@ -98,7 +98,6 @@ class DiskStorage:
                 self._files.close()
 
     def check(self) -> None:
-        """Raise if the storage is closed, or if this is a forked process."""
         self._files.check()
 
     def check_name(self) -> None:
@@ -137,7 +136,6 @@ class DiskStorage:
     # ---- rows
 
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
-        """Copy records of rows, (n, nbytes) of uint8, or their first `nbytes` bytes."""
         out = np.empty((ids.numel(), self.record.nbytes if nbytes is None else nbytes), np.uint8)
         self._gather(ids, as_records(out), in_order=True)
         return torch.from_numpy(out)
@@ -207,7 +205,6 @@ class DiskStorage:
         return self._files.journal.count_missing(rows)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Copy consecutive records."""
         with self._use():
             out = np.empty((stop - start, self.record.nbytes), np.uint8)
             # Not through the mapping, which is advised for random rows and reads nothing ahead.
@@ -219,7 +216,6 @@ class DiskStorage:
         return torch.from_numpy(out)
 
     def write_(self, start: int, records: Tensor) -> None:
-        """Replace consecutive records."""
         self.scatter_(torch.arange(start, start + len(records), device=self.device), records)
 
     # ---- checkpoints to be made
