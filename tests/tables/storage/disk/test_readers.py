@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import torch
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.disk import DiskStorage, threads
 from flatbed.tables.storage.disk import storage as disk_storage
+from flatbed.tables.storage.disk.checked_records import sums_at
 from flatbed.tables.storage.disk.threads import Readers
 from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
 
@@ -116,6 +118,19 @@ def test_file_stays_as_it_is_while_it_is_read(what: str, tmp_path: Path, disk: S
     assert other.waits()
     disk.goes_on.set()
     assert torch.equal(reader.done(), expected)
+    other.done()
+    table.close()
+
+
+def test_reader_of_an_earlier_version_whose_file_gets_checksums(tmp_path: Path, disk: SlowDisk) -> None:
+    made(tmp_path).close()
+    os.truncate(tmp_path / "table", sums_at(100, NBYTES))
+    table = DiskStorage.open(tmp_path / "table")
+    reader = slow_reader(table, disk, range(100))
+    other = Doing(table.checkpoint)
+    assert other.waits()
+    disk.goes_on.set()
+    assert torch.equal(reader.done(), torch.from_numpy(filled(0, 100, NBYTES)))
     other.done()
     table.close()
 

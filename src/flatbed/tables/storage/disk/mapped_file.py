@@ -59,6 +59,8 @@ class MappedFile:
         self.rows: Records | None = None
         self.offset = 0  # of the first record
         self.sums: Sums | None = None
+        self.checked: NDArray[np.bool_] | None = None
+        """Records that were compared with their checksums since they were mapped; None: none needs to be."""
         self.sums_offset = 0  # of the first checksum
         self._mapping: mmap.mmap | None = None
         self._is_solid = False  # `fill_holes` was called
@@ -100,6 +102,7 @@ class MappedFile:
         # Not np.ndarray(buffer=mapping): its memory could be unmapped while a thread reads it.
         self.rows = np.frombuffer(mapping, f"V{nbytes}", count, offset)
         if sums_at is not None:
+            self.checked = anonymous(-(-count // 4)).view(np.bool_)
             self.sums, self.sums_offset = np.frombuffer(mapping, np.uint32, count, sums_at), sums_at
         return self.rows
 
@@ -196,7 +199,7 @@ class MappedFile:
     __del__ = close
 
     def _unmap(self) -> None:
-        mapping, self._mapping, self.rows, self.sums = self._mapping, None, None, None
+        mapping, self._mapping, self.rows, self.sums, self.checked = self._mapping, None, None, None, None
         if mapping is not None:
             with suppress(BufferError):  # another thread still reads: its last reference unmaps it
                 mapping.close()

@@ -18,7 +18,7 @@ from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, row_blocks
-from flatbed.tables.storage.disk.checked_records import RowChecks, has_sums, map_records
+from flatbed.tables.storage.disk.checked_records import check_rows, has_sums, map_records
 from flatbed.tables.storage.disk.format import RECORDS_AT, STATE_AT, State, normal, read_header
 from flatbed.tables.storage.disk.journal import read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records
@@ -43,7 +43,6 @@ class OpenVersion:
     stamp: Stamp
     changed: tuple[NDArray[np.int64], Records] | None
     """Rows of a checkpoint that is being copied to the file, sorted, and their records."""
-    checks: RowChecks
 
 
 class ReadOnlyStorage:
@@ -107,7 +106,7 @@ class ReadOnlyStorage:
         rows = map_records(file, state.n_rows, nbytes)[:n_rows]
         if state.n_rows < n_rows or (not is_first and record != self.record):
             raise FlatbedError(f"{self.path} was replaced by another table; load it again")
-        return OpenVersion(file, rows, record, state, stamp, changed, RowChecks(file))
+        return OpenVersion(file, rows, record, state, stamp, changed)
 
     def _changed_rows(
         self, table: str, nbytes: int, state: State
@@ -156,7 +155,7 @@ class ReadOnlyStorage:
     def _check_rows(self, version: OpenVersion, rows: NDArray[np.int64]) -> None:
         """Raise `DamagedFileError` if a row of an unchanged file is not as it was written."""
         try:
-            version.checks.check(rows, self._pool)
+            check_rows(version.file, rows, self._pool)
         except DamagedFileError:
             # A trainer that adds rows to the table writes them over the checksums.
             is_valid = has_sums(version.file, version.state.n_rows, version.rows.dtype.itemsize)

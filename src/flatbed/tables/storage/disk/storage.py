@@ -22,8 +22,9 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
 from flatbed.tables.storage.disk.checked_records import (
-    RowChecks,
     add_sums,
+    check_block,
+    check_rows,
     drop_sums,
     file_size,
     map_records,
@@ -60,7 +61,6 @@ class DiskStorage:
         self._files = files
         self._lock = OrderedLock("file")
         self._readers = Readers()
-        self._checks = RowChecks(files.table)
         self._sealed: State | None = None  # in the journal, durable, and not yet in the table
         self._decision: Decision | None = None  # of the sealed state: another file says whether it holds
         self._is_held = False  # between `prepare` and `release`: `_use` does not resolve it
@@ -79,7 +79,7 @@ class DiskStorage:
         """Make a table's file. Its name appears when it is complete."""
         path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta), word=secrets.token_hex(8))
         made = cls(*Draft(path, record, state, fill=fill).publish())
-        made._checks.is_needed = False
+        made._files.table.checked = None  # this process has written all rows itself
         return made
 
     @classmethod
@@ -156,11 +156,11 @@ class DiskStorage:
                 is_mixed = in_order and 0 < n < len(rows)
                 to_changed, to_others = (changed, others) if is_mixed else (slice(n), slice(n, None))
                 take(self._files.journal.records, entries[changed], into=into, where=to_changed, pool=pool)
-                records, checks = self._files.table.rows, self._checks
+                table, records = self._files.table, self._files.table.rows
                 assert records is not None
                 reading.enter_context(self._readers)
             take(records, rows[others], into=into, where=to_others, pool=pool)
-            checks.check(rows[others], pool)  # after the copy, which has read the pages in parallel
+            check_rows(table, rows[others], pool)  # after the copy, which has read the pages in parallel
         return np.concatenate((changed, others))
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
@@ -211,7 +211,7 @@ class DiskStorage:
             if self._files.table.read(RECORDS_AT + start * self.record.nbytes, out) < out.nbytes:
                 raise FlatbedError(f"{self.path} was cut short while it was open; restore it from a copy")
             changed, entries = self._changed(slice(start, stop))
-            self._checks.check_block(start, as_records(out), changed=changed)
+            check_block(self._files.table, start, as_records(out), changed=changed)
             as_records(out)[changed] = self._files.journal.records[entries[changed]]
         return torch.from_numpy(out)
 
@@ -294,7 +294,7 @@ class DiskStorage:
                 added = write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
                 write_sums(table, nbytes, np.concatenate((sums, added)))
                 table.sync()
-                self._map(n_rows)
+                map_records(table, n_rows, nbytes)
                 self._seal(state, None)
             except BaseException:
                 if self._is_half_sealed:
@@ -302,7 +302,7 @@ class DiskStorage:
                 if self._broken is None:  # otherwise the seal may be durable, and refer to the new rows
                     table.truncate(max(before, file_size(self.n_rows, nbytes)))
                     write_sums(table, nbytes, sums, over_rows=True)
-                    self._map(self.n_rows)
+                    map_records(table, self.n_rows, nbytes)
                 raise
             self.commit()
         return self
@@ -344,7 +344,6 @@ class DiskStorage:
         table.fill_holes()
         if table.sums is None:
             add_sums(table, self.n_rows, self.record.nbytes)
-            self._checks = RowChecks(table)
         self._files.keep_journal, self._is_committing = True, False
         self._broken = UNKNOWN
         try:
@@ -366,10 +365,6 @@ class DiskStorage:
             raise
         self._files.keep_journal, self._sealed = False, None
         self._is_held = self._is_half_sealed = False
-
-    def _map(self, n_rows: int) -> None:
-        map_records(self._files.table, n_rows, self.record.nbytes)
-        self._checks = RowChecks(self._files.table)
 
     def _changed(self, rows: NDArray[np.int64] | slice) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Positions of rows that are in the journal, and the entries of all rows (-1: none)."""
