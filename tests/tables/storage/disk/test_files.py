@@ -73,19 +73,6 @@ def test_journal_of_a_replaced_table_is_dropped(tmp_path: Path) -> None:
     assert (tmp_path / "table.journal").read_bytes() == sealed
 
 
-def test_copies_of_different_times_are_refused(tmp_path: Path) -> None:
-    storage = made(tmp_path)
-    first = (tmp_path / "table").read_bytes()
-    storage.checkpoint()
-    storage.scatter_(torch.arange(50), random_records(50))
-    storage.prepare(decision=tmp_path / "decision", token="a")
-    storage.close()
-    (tmp_path / "decision").write_text('{"token": "a"}')
-    (tmp_path / "table").write_bytes(first)
-    with pytest.raises(FlatbedError, match=r"checkpoint 0 .* checkpoint 2"):
-        DiskStorage.open(tmp_path / "table")
-
-
 def test_table_without_its_journal_is_refused(tmp_path: Path) -> None:
     storage = made(tmp_path)
     storage.scatter_(torch.arange(50), random_records(50))
