@@ -519,6 +519,8 @@ class LineInterrupt:
         gc.enable()
 
 
+# Control-C between opening a file and entering its `with` leaves the file to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_control_c_at_any_line_of_a_save(tmp_path: Path) -> None:
     """Training goes on, and the folder holds one whole checkpoint."""
     counted, expected = LineInterrupt(), Expected(tmp_path / "expected")

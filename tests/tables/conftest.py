@@ -15,6 +15,13 @@ __all__ = ["kernel_device", "where"]
 
 
 @pytest.fixture(autouse=True)
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sync nothing: it takes long, and only a loss of power shows the difference, which tests simulate."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: None)
+
+
+@pytest.fixture(autouse=True)
 def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("FLATBED_TEST_SHARD") != "row":
         return

@@ -30,7 +30,6 @@ from torch import Tensor
 import flatbed
 from flatbed.data import Prefetcher
 from flatbed.tables.storage.disk import journal
-from flatbed.tables.storage.disk.mapped_file import MappedFile
 
 N_ROWS, DIM = 2000, 16
 EVERY = 3  # steps from one checkpoint to the next
@@ -143,7 +142,7 @@ class Child:
     told: list[tuple[bytes, int]] = field(default_factory=list)
 
     @staticmethod
-    def born(path: Path, *, synced: bool, cache_rows: int) -> Child:
+    def born(path: Path, *, cache_rows: int) -> Child:
         late = time.monotonic() + 10
         while len(os.listdir("/proc/self/task")) != 1:  # those of a closed table end by themselves
             if time.monotonic() > late:
@@ -153,11 +152,6 @@ class Child:
         process = os.fork()
         if not process:
             try:
-                # Syncing takes most of the time and does nothing that a kill could show: without it, the
-                # moments of the end lie between writes. The same with few rows at a time.
-                if not synced:
-                    MappedFile.sync = lambda self: None  # type: ignore[method-assign]
-                journal.CHUNK = 4096
                 live(path, report, cache_rows)
             except BaseException:
                 traceback.print_exc()
@@ -185,9 +179,9 @@ class Child:
         return max((step for said, step in self.told if said == what), default=default)
 
 
-def duration(folder: Path, *, synced: bool, cache_rows: int) -> float:
+def duration(folder: Path, *, cache_rows: int) -> float:
     """Seconds from one checkpoint to the next on this machine."""
-    child = Child.born(folder / "measured", synced=synced, cache_rows=cache_rows)
+    child = Child.born(folder / "measured", cache_rows=cache_rows)
     child.listen(1 + EVERY + 2)
     start = time.perf_counter()
     child.listen(LIFE * (EVERY + 2))
@@ -217,17 +211,17 @@ class Trials:
 
     def run(self, n_kills: int) -> None:
         rows = self.cache_rows
-        longest = [duration(self.folder, synced=synced, cache_rows=rows) for synced in (False, True)]
+        longest = duration(self.folder, cache_rows=rows)
         for kill in range(n_kills):
-            is_new, early, synced = kill % NEW_TABLE == 0, kill % 5 == 4, kill % 2 == 0
+            is_new, early = kill % NEW_TABLE == 0, kill % 5 == 4
             if is_new:
                 shutil.rmtree(self.place, ignore_errors=True)
                 self.place.mkdir()
                 self.step = 0
-            child = Child.born(self.place / "table", synced=synced, cache_rows=rows)
+            child = Child.born(self.place / "table", cache_rows=rows)
             # New: while the file is made. Early: while files of the child before are recovered.
             child.listen(is_new or (0 if early else int(self.generator.integers(0, LIFE * (EVERY + 2)))))
-            time.sleep(self.generator.uniform(0, longest[synced] / (4 if early else 1)))
+            time.sleep(self.generator.uniform(0, longest / (4 if early else 1)))
             child.kill()
             try:
                 self.look(child, kill)
@@ -308,6 +302,10 @@ def check(right: bool, otherwise: str) -> None:
 
 def main(folder: Path, n_kills: int, seed: int, cache_rows: int = 0) -> None:
     torch.set_num_threads(1)
+    # Syncing takes most of the time and does nothing that a kill could show: without it, the moments of the
+    # end lie between writes. The same with few rows at a time.
+    os.fsync = os.fdatasync = lambda descriptor: None
+    journal.CHUNK = 4096
     trials = Trials(folder, np.random.default_rng(seed), cache_rows)
     trials.run(n_kills)
     print(json.dumps(trials.seen))

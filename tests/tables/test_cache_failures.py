@@ -74,6 +74,7 @@ def test_failed_writes_are_tried_again(tmp_path: Path, monkeypatch: pytest.Monke
             with pytest.raises(FlatbedError, match="the disk is gone"):
                 emb(torch.tensor([12]))
         assert n_failed == 3
+        assert emb.table._store.unsaved_rows == 4  # in the cache, and on their way to the journal
     twins.check()
     emb.table.checkpoint()
     twins.check()

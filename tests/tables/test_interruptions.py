@@ -141,5 +141,5 @@ def test_interrupted_admission_by_kernels(tmp_path: Path) -> None:
             n_raised += 1
             with pytest.raises(flatbed.FlatbedError, match="last checkpoint"):
                 emb.state_dict()
-        number += 3
+        number += 7
     assert 0 < n_raised < number / 2

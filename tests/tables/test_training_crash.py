@@ -29,23 +29,21 @@ def killed(folder: Path, n_kills: int, *, cache_rows: int) -> dict[str, int]:
 
 
 def test_kills_while_training(tmp_path: Path) -> None:
-    seen = killed(tmp_path, 100, cache_rows=0)
-    assert seen["between checkpoints"] >= 25
-    assert seen["steps lost between checkpoints"] >= 15
-    assert seen["during a checkpoint"] >= 12
-    assert seen["checkpoints dropped"] >= 2
-    assert seen["checkpoints completed by recovery"] >= 2
-    assert seen["while opening"] >= 2
-    assert seen["gone on"] >= 40
-    assert seen["checkpoints completed"] >= 100
+    seen = killed(tmp_path, 50, cache_rows=0)
+    assert seen["between checkpoints"] >= 12
+    assert seen["steps lost between checkpoints"] >= 7
+    assert seen["during a checkpoint"] >= 6
+    assert seen["checkpoints dropped"] >= 1
+    assert seen["checkpoints completed by recovery"] >= 1
+    assert seen["while opening"] >= 1
+    assert seen["gone on"] >= 20
+    assert seen["checkpoints completed"] >= 50
 
 
 def test_kills_while_training_with_a_cache_and_a_prefetcher(tmp_path: Path) -> None:
-    seen = killed(tmp_path, 60, cache_rows=150)
-    assert seen["rows that left the cache"] >= 250
-    assert seen["between checkpoints"] >= 15
-    assert seen["steps lost between checkpoints"] >= 9
-    assert seen["during a checkpoint"] >= 1
-    assert seen["while opening"] >= 1
-    assert seen["gone on"] >= 24
-    assert seen["checkpoints completed"] >= 60
+    seen = killed(tmp_path, 30, cache_rows=150)
+    assert seen["rows that left the cache"] >= 120
+    assert seen["between checkpoints"] >= 7
+    assert seen["steps lost between checkpoints"] >= 4
+    assert seen["gone on"] >= 12
+    assert seen["checkpoints completed"] >= 30

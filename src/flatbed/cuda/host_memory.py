@@ -72,14 +72,18 @@ class HostMemory:
         self._tensor = None
 
 
-def allocate(nbytes: int, *, device: torch.device, kind: str | None = None) -> HostMemory:
+def allocate(nbytes: int, *, device: torch.device) -> HostMemory:
     """Allocate zeroed host memory for `device` to compute with.
 
     For a GPU: managed memory if possible, otherwise registered, otherwise pageable memory with a warning.
-    `kind`, or the variable FLATBED_HOST_MEMORY, selects one of them. FLATBED_MANAGED_LIMIT, "free" or a
+    The variable FLATBED_HOST_MEMORY selects one of them. FLATBED_MANAGED_LIMIT, "free" or a
     number of bytes, keeps managed memory within the GPU's free memory, or within that number.
     """
-    kind, limit = _requested_kind(kind), _requested_limit()
+    kind, limit = os.environ.get(KIND_VARIABLE) or None, os.environ.get(LIMIT_VARIABLE) or None
+    if kind not in (None, *KINDS):
+        raise ValueError(f"{KIND_VARIABLE}={kind!r} is not known; expected one of {', '.join(KINDS)}")
+    if limit not in (None, "free") and not (limit.isascii() and limit.isdecimal()):
+        raise ValueError(f'{LIMIT_VARIABLE}={limit!r} is not known; expected "free" or a number of bytes')
     if nbytes > available_bytes():  # the system would grant the memory, and kill the process for using it
         raise FlatbedError(_too_much(nbytes))
     if device.type == "cpu":
@@ -100,8 +104,8 @@ def allocate(nbytes: int, *, device: torch.device, kind: str | None = None) -> H
             _warn_once("; ".join(reasons))
         return HostMemory(attempt, nbytes, device=device, memory=memory)
     raise FlatbedError(
-        f"no {kind} memory of {nbytes:,} bytes for {device} ({reasons[0]}): ask for another kind, or unset "
-        f"{KIND_VARIABLE} and pass none to let flatbed choose"
+        f"no {kind} memory of {nbytes:,} bytes for {device} ({reasons[0]}): unset {KIND_VARIABLE} to let "
+        "flatbed choose"
     )
 
 
@@ -274,22 +278,7 @@ def _warn_once(reason: str) -> None:
         warnings.warn(f"{message} ({reason})", stacklevel=3)
 
 
-# ---- environment
-
-
-def _requested_kind(kind: str | None) -> str | None:
-    source = "kind" if kind is not None else KIND_VARIABLE
-    kind = kind if kind is not None else os.environ.get(KIND_VARIABLE) or None
-    if kind is not None and kind not in KINDS:
-        raise ValueError(f"{source}={kind!r} is not known; expected one of {', '.join(KINDS)}")
-    return kind
-
-
-def _requested_limit() -> str | None:
-    limit = os.environ.get(LIMIT_VARIABLE) or None
-    if limit is not None and limit != "free" and not (limit.isascii() and limit.isdecimal()):
-        raise ValueError(f'{LIMIT_VARIABLE}={limit!r} is not known; expected "free" or a number of bytes')
-    return limit
+# ---- available memory
 
 
 def _too_much(nbytes: int) -> str:

@@ -67,8 +67,6 @@ class ProbeResult:
     """Slots of the cached rows."""
     missing: NDArray[np.int64]
     """Missing rows, in order."""
-    now: float
-    """The time in which uses age, at this batch."""
     tick: int
 
 
@@ -88,10 +86,7 @@ class Placement:
 
 
 def probe(index: CacheIndex, rows: Tensor) -> ProbeResult:
-    """Stamp cached rows and find the missing ones. Rows are unique and in range.
-
-    The caller calls `count_uses` before the next admission.
-    """
+    """Stamp cached rows, count their use, and find the missing ones. Rows are unique and in range."""
     counts, wanted = index.counts.numpy(), rows.numpy()
     index.clock += 1
     tick = int(index.clock)
@@ -101,7 +96,10 @@ def probe(index: CacheIndex, rows: Tensor) -> ProbeResult:
     index.stamp.numpy()[hits] = tick
     now = float(counts[1] * index.ageing)
     counts[:2] += (len(hits), len(missing))
-    return ProbeResult(slots, hits, missing, now, tick)
+    if index.policy == "lfu":
+        frequency = index.frequency.numpy()
+        frequency[hits] = _add_use(frequency[hits], np.float32(now))
+    return ProbeResult(slots, hits, missing, tick)
 
 
 def select_victims(
@@ -121,13 +119,6 @@ def select_victims(
     n_evicted, n_written = int((old >= 0).sum()), int((victims >= 0).sum())
     index.counts.numpy()[2:] += (n_evicted, n_written, len(missing) - len(rows))
     return Placement(rows, slots, victims, old)
-
-
-def count_uses(index: CacheIndex, probed: ProbeResult) -> None:
-    """Count one use of each cached row, for "lfu"."""
-    if index.policy == "lfu":
-        frequency = index.frequency.numpy()
-        frequency[probed.hits] = _add_use(frequency[probed.hits], np.float32(probed.now))
 
 
 def evict(index: CacheIndex, placement: Placement) -> None:

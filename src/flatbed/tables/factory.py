@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
+from flatbed.kernels.cache import CacheIndex
 from flatbed.kernels.locations import RecordLocation
 from flatbed.tables import initializers
 from flatbed.tables.cache.base import Cache
@@ -19,7 +20,7 @@ from flatbed.tables.cache.host_index import HostIndexCache
 from flatbed.tables.cache.write_behind import WriteBehind, WriteThrough
 from flatbed.tables.config import Config
 from flatbed.tables.record import Record
-from flatbed.tables.storage.base import Fill, Storage
+from flatbed.tables.storage.base import CPU, Fill, Storage
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.memory import MemoryStorage, device_storage, host_storage
 
@@ -106,10 +107,13 @@ def build_cache(storage: Storage, n_slots: int, *, policy: str, device: torch.de
                 storage.check()
                 if storage.reach == device and use_triton(device):
                     return GpuCache(storage, n_slots, policy=policy, device=device)
-            writer = (
-                WriteBehind(storage, n_slots) if isinstance(storage, DiskStorage) else WriteThrough(storage)
-            )
-            return HostIndexCache(storage, n_slots, policy=policy, device=device, writer=writer)
+            index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=CPU)
+            writer: WriteBehind | WriteThrough
+            if isinstance(storage, DiskStorage):
+                writer = WriteBehind(storage, index)
+            else:
+                writer = WriteThrough(storage, index)
+            return HostIndexCache(storage, index, device=device, writer=writer)
     except torch.OutOfMemoryError as error:
         raise FlatbedError(
             f"a cache of {n_slots} rows of {storage.record.nbytes} bytes, and 4 bytes for each of the "

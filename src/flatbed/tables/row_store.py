@@ -311,8 +311,7 @@ class RowStore:
         """Rows of a file that changed since its last checkpoint."""
         if self._file is None:
             return 0
-        n_cached = 0 if self.cache is None else self.cache.n_unsaved  # first: it waits for the writer
-        return n_cached + self._file.unsaved_rows
+        return self._file.unsaved_rows
 
     def has_unsaved_changes(self) -> bool:
         """Return True if rows of a file changed since its last checkpoint, lost their state, or made steps.

@@ -31,10 +31,6 @@ class Cache(Protocol):
     def location(self) -> RecordLocation | None:
         """Where kernels find records; without memory if they can be given cached rows only."""
 
-    @property
-    def n_unsaved(self) -> int:
-        """Changed rows that a crash or an exit would lose, and that the journal does not count."""
-
     def admit(
         self, keys: Tensor, error_slot: Tensor | None = None, on_checked: Callable[[], None] | None = None
     ) -> tuple[UniqueRows, Any]:

@@ -61,7 +61,6 @@ class GpuCache:
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.location = RecordLocation(storage.memory, self.records, self.index.slot_of_row, self.index.dirty)
         self.in_graphs = False
-        self.n_unsaved = 0
         self._n_admissions = 0
         self._sizes: deque[int] = deque(maxlen=MAX_WINDOW)  # ids of the last admissions
         self._window = 0

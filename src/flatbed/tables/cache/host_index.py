@@ -26,7 +26,6 @@ from flatbed.kernels.cache import (
     CacheIndex,
     Placement,
     ProbeResult,
-    count_uses,
     evict,
     insert,
     probe,
@@ -60,17 +59,16 @@ class HostIndexCache:
     def __init__(
         self,
         storage: Storage,
-        n_slots: int,
+        index: CacheIndex,
         *,
-        policy: str,
         device: torch.device,
         writer: WriteBehind | WriteThrough,
     ) -> None:
-        self.storage, self.writer = storage, writer
+        """Use an index on the host, which the writer shares."""
+        self.storage, self.index, self.writer, self.device = storage, index, writer, device
         self.record, self.n_rows = storage.record, storage.n_rows
-        self.n_slots, self.device = n_slots, device
+        self.n_slots = n_slots = index.n_slots
         self.in_graphs = False
-        self.index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=CPU)
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.lock = OrderedLock("cache")
         self.epoch = 0
@@ -85,10 +83,6 @@ class HostIndexCache:
         if device.type == "cuda":
             maps = self.index.slot_of_row.to(device), self.index.dirty.to(device)
             self.location = RecordLocation(None, self.records, *maps)
-
-    @property
-    def n_unsaved(self) -> int:
-        return self.writer.n_unsaved
 
     @contextmanager
     def _access(self) -> Iterator[None]:
@@ -177,7 +171,6 @@ class HostIndexCache:
     def _admit(self, rows: Tensor, *, all_or_nothing: bool = False) -> NDArray[np.int64] | None:
         """Admit rows. Returns their slots if all of them are cached now."""
         probed = probe(self.index, rows)
-        count_uses(self.index, probed)
         if not len(probed.missing):
             return probed.slots
         n_free = self.n_slots - self._n_pinned - int((self._pins[probed.hits] == 0).sum())
@@ -199,7 +192,7 @@ class HostIndexCache:
             slots = placement.slots[changed]
             if len(slots):
                 copies = self._copy_to_host(*self._to_device(slots))
-                self.writer.write(slots, torch.from_numpy(placement.victims[changed]), copies)
+                self.writer.write(torch.from_numpy(placement.victims[changed]), copies)
             records, order = read()
         n = len(placement.rows)
         if n < len(order):
@@ -261,14 +254,8 @@ class HostIndexCache:
         """Return where kernels find the rows of a reserved batch that will change; None for other rows."""
         if not update or batch is None or not self.protects(batch) or self.location is None:
             return None
-        self._mark_changed(batch.admission.rows, batch.admission.slots)
+        self.writer.mark_changed(batch.admission.rows, batch.admission.slots)
         return self.location
-
-    def _mark_changed(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
-        dirty = self.index.dirty.numpy()
-        clean = np.flatnonzero(dirty[slots] == 0)
-        self.writer.mark_changed(rows[torch.from_numpy(clean)], slots[clean])
-        dirty[slots[clean]] = 1
 
     def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
         if batch is not None and self.protects(batch):  # the host knows its rows without asking the device
@@ -276,9 +263,7 @@ class HostIndexCache:
         else:
             rows = rows.to(CPU)
             rows = rows[rows >= 0]
-        if not self.writer.has_space(len(rows)):
-            with self.lock:
-                self.writer.reserve_space(rows, self.index.slot_of_row[rows].numpy())
+        self.writer.reserve_space(rows, self.lock)
 
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
         """Read records, or their first bytes, to the computing device; ids are on the host."""
@@ -312,7 +297,7 @@ class HostIndexCache:
             at = self._copy_to_device(slots[inside])
             changed = records.index_select(0, self._copy_to_device(inside))
             # Marked first: after an interruption, a record that has changed is written back.
-            self._mark_changed(ids[inside], slots[inside].numpy())
+            self.writer.mark_changed(ids[inside], slots[inside].numpy())
             self.records.index_copy_(0, at, changed)
 
     def flush(self) -> None:
@@ -322,7 +307,7 @@ class HostIndexCache:
             dirty = self.index.dirty.nonzero().flatten()
             for slots in torch.split(dirty, max(1, FLUSH_BYTES // self.record.nbytes)):
                 copies = self._copy_to_host(self._copy_to_device(slots))
-                self.writer.write(slots.numpy(), self.index.row_of_slot[slots], copies)
+                self.writer.write(self.index.row_of_slot[slots], copies)
                 self.writer.finish()
                 self.index.dirty[slots] = 0
             self.writer.finish()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.cuda.streams import OrderedLock, relaxed_capture
+from flatbed.kernels.cache import CacheIndex
 from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.disk import DiskStorage
 
@@ -52,60 +54,51 @@ class PendingWrite:
 class WriteThrough:
     """Writes evicted records to a storage in memory, in the calling thread."""
 
-    n_unsaved = 0
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    def __init__(self, storage: Storage, index: CacheIndex) -> None:
+        self.storage, self._index = storage, index
 
     @contextmanager
     def reading(self, rows: Tensor, *, pin: bool) -> Iterator[Read]:
-        """Yield a function that returns the records of rows."""
         yield lambda: (self.storage.gather(rows), np.arange(len(rows)))
 
-    def write(self, slots: NDArray[np.int64], rows: Tensor, copies: HostCopies) -> None:
-        """Write the records of evicted rows."""
+    def write(self, rows: Tensor, copies: HostCopies) -> None:
         copies.wait()
         self.storage.scatter_(rows, copies.records)
 
     def mark_changed(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
-        """Do nothing: memory has room for every row."""
+        self._index.dirty.numpy()[slots] = 1
 
-    def has_space(self, n_rows: int) -> bool:
-        return True
-
-    def reserve_space(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
+    def reserve_space(self, rows: Tensor, lock: AbstractContextManager[Any]) -> None:
         """Do nothing: memory has room for every row."""
 
     def finish(self) -> None:
         """Do nothing: `write` has waited."""
 
-    def abandon(self) -> None:
-        """Do nothing: `write` has waited."""
-
-    def clear(self) -> None:
-        """Do nothing."""
+    abandon = clear = finish
 
 
 class CachedChanges:
-    """Changed rows of a cache that the journal has no room for, counted, and the pending write.
+    """Rows that changed in a cache, and the pending write.
 
-    A storage that was garbage collected with its cache counts the rows that are lost with it.
+    It refers to neither cache nor storage: the storage's finalizer counts the rows that are lost with both.
     """
 
-    def __init__(self) -> None:
-        self.n_rows = 0  # those of the pending write included
+    def __init__(self, index: CacheIndex) -> None:
+        self._index = index
         self.pending: PendingWrite | None = None
         self.process = os.getpid()
 
-    def n_unsaved(self) -> int:
-        """Return the number of rows that are not in the journal; waits for the pending write."""
+    def rows(self) -> NDArray[np.int64]:
+        """Return changed rows, of which the journal may have some. Waits for the pending write."""
         if os.getpid() != self.process:
-            return 0  # they are the parent's, as is the thread that writes them
+            return np.empty(0, np.int64)  # they are the parent's, as is the thread that writes them
+        rows: NDArray[np.int64] = self._index.row_of_slot.numpy()[self._index.dirty.numpy() != 0]
         pending = self.pending
-        if pending is None:
-            return self.n_rows
-        wait([pending.done])
-        return self.n_rows - (0 if pending.done.exception() is not None else pending.n_unjournaled)
+        if pending is not None:
+            wait([pending.done])
+            if pending.done.exception() is not None:
+                rows = np.union1d(rows, pending.rows.numpy())
+        return rows
 
 
 class WriteBehind:
@@ -114,18 +107,15 @@ class WriteBehind:
     One write is in flight at a time. The count of changed rows without room in the journal is kept exact, so
     that a full disk stops a step before the step changes anything.
 
-    All methods but `mark_changed`, `has_space` and `n_unsaved` are called with the cache's lock held.
+    All methods but `mark_changed` and `reserve_space` are called with the cache's lock held.
     """
 
-    def __init__(self, storage: DiskStorage, n_slots: int) -> None:
-        self.storage = storage
-        self._unjournaled = np.zeros(n_slots, np.bool_)
-        """For each slot, True if its row has changed and has no room in the journal yet."""
-        self._changes = CachedChanges()
-        self._lock = OrderedLock("write-behind")  # for these two
-        storage.count_also(self._changes.n_unsaved)
-
-    # ---- reading, while evicted records are written
+    def __init__(self, storage: DiskStorage, index: CacheIndex) -> None:
+        self.storage, self._index = storage, index
+        self._changes = CachedChanges(index)
+        self._n_unjournaled = 0  # changed rows that the journal has no room for, those pending included
+        self._lock = OrderedLock("write-behind")  # for this count
+        storage.count_also(self._changes.rows)
 
     @contextmanager
     def reading(self, rows: Tensor, *, pin: bool) -> Iterator[Read]:
@@ -141,17 +131,16 @@ class WriteBehind:
         finally:
             wait([order])
 
-    # ---- writing
-
-    def write(self, slots: NDArray[np.int64], rows: Tensor, copies: HostCopies) -> None:
-        """Queue the records of evicted rows, which leave these slots."""
+    def write(self, rows: Tensor, copies: HostCopies) -> None:
+        """Queue the records of rows that are evicted or flushed."""
         self.finish()
-        with self._lock:
-            n = int(self._unjournaled[slots].sum()) if self._changes.n_rows else 0
-            # In this order: after an interruption, more room is kept than needed.
-            self._unjournaled[slots] = False
-            done = self.storage.send(rows, copies.records, after=copies.wait)
-            self._changes.pending = PendingWrite(rows, copies, n, done)
+        n = self.storage.count_unjournaled(rows.numpy())
+        done = self.storage.send(self._write, rows, copies)
+        self._changes.pending = PendingWrite(rows, copies, n, done)
+
+    def _write(self, rows: Tensor, copies: HostCopies) -> None:
+        copies.wait()
+        self.storage.scatter_(rows, copies.records)
 
     def finish(self) -> None:
         """Wait for the pending write. A write that failed is tried again here, and raises here."""
@@ -160,11 +149,10 @@ class WriteBehind:
             return
         wait([pending.done])
         if pending.done.exception() is not None:
-            pending.copies.wait()
-            self.storage.scatter_(pending.rows, pending.copies.records)
+            self._write(pending.rows, pending.copies)
         with self._lock:
             self._changes.pending = None
-            self._changes.n_rows -= pending.n_unjournaled
+            self._n_unjournaled -= pending.n_unjournaled
 
     def abandon(self) -> None:
         """Wait for the pending write, and drop it if it failed."""
@@ -172,34 +160,27 @@ class WriteBehind:
         if pending is not None and os.getpid() == self._changes.process:
             wait([pending.done])
 
-    # ---- room in the journal
-
     def mark_changed(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
-        """Count rows that are about to change, as far as the journal has no room for them yet."""
-        slots = slots[self.storage.unchanged(rows).numpy()]
+        """Mark the slots of rows that are about to change, and count those without room in the journal."""
+        dirty = self._index.dirty.numpy()
         with self._lock:
-            self._changes.n_rows += len(slots)
-            self._unjournaled[slots] = True
+            clean = np.flatnonzero(dirty[slots] == 0)
+            self._n_unjournaled += self.storage.count_unjournaled(rows.numpy()[clean])
+            dirty[slots[clean]] = 1
 
-    def has_space(self, n_rows: int) -> bool:
-        """Return True if n more rows certainly fit into the journal, and no write has failed."""
+    def reserve_space(self, rows: Tensor, lock: AbstractContextManager[Any]) -> None:
+        """Raise if the disk has no room for changes of these rows. Takes the cache's lock only if needed."""
         pending = self._changes.pending
-        failed = pending is not None and pending.done.done() and pending.done.exception() is not None
-        return not failed and self.storage.has_room(self._changes.n_rows + n_rows)
-
-    def reserve_space(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
-        """Raise if the disk has no room for changes of these rows; slots are -1 for rows not in the cache."""
-        self.finish()
-        counted = torch.from_numpy(self._unjournaled[slots] & (slots >= 0))
-        self.storage.make_room(rows[~counted], also=self._changes.n_rows)
-
-    @property
-    def n_unsaved(self) -> int:
-        """Changed rows that are not in the journal."""
-        return self._changes.n_unsaved()
+        has_failed = pending is not None and pending.done.done() and pending.done.exception() is not None
+        if not has_failed and self.storage.has_room(self._n_unjournaled + len(rows)):
+            return
+        with lock:
+            self.finish()
+            slots = self._index.slot_of_row.numpy()[rows.numpy()]
+            is_counted = (slots >= 0) & (self._index.dirty.numpy()[slots] != 0)
+            self.storage.make_room(rows[torch.from_numpy(~is_counted)], also=self._n_unjournaled)
 
     def clear(self) -> None:
-        """Forget all counts: every changed row is in the journal, or dropped."""
+        """Forget the count: every changed row is in the journal, or dropped."""
         with self._lock:
-            self._unjournaled[:] = False
-            self._changes.n_rows = 0
+            self._n_unjournaled = 0

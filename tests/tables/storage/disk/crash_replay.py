@@ -148,8 +148,8 @@ class Choice:
     share: float
 
     @staticmethod
-    def random(generator: Generator) -> Choice:
-        how = str(generator.choice(["all", "none", "prefix", "any", "any", "any"]))
+    def random(generator: Generator, how: str | None = None) -> Choice:
+        how = how or str(generator.choice(["all", "none", "prefix", "any", "any", "any"]))
         share = float(generator.choice([0.03, 0.5, 0.97]))
         return Choice(generator, how, int(generator.choice([512, 4096])), share)
 

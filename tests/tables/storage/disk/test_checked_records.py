@@ -15,7 +15,7 @@ import flatbed
 from flatbed.cli import app
 from flatbed.errors import DamagedFileError
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
-from flatbed.tables.storage.disk.checked_records import row_sums, sums_at
+from flatbed.tables.storage.disk.checked_records import file_size, row_sums, sums_at
 from flatbed.tables.storage.disk.format import RECORDS_AT
 from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
 
@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "table"
 
 
-@pytest.mark.parametrize("nbytes", [16, 32, 64, 128, 1536, 6144])
+@pytest.mark.parametrize("nbytes", [16, 128, 1536])
 def test_every_flipped_bit_changes_a_checksum(nbytes: int) -> None:
     generator = np.random.default_rng(nbytes)
     record = generator.integers(0, 256, nbytes, np.uint8)
@@ -64,7 +64,7 @@ READS: dict[str, Callable[[Path, int], object]] = {
 
 
 @pytest.mark.parametrize("how", READS)
-@pytest.mark.parametrize(("row", "bit"), [(7, 0), (7, 8 * NBYTES - 1), (98, 100)])
+@pytest.mark.parametrize(("row", "bit"), [(7, 8 * NBYTES - 1), (98, 100)])
 def test_one_flipped_bit_is_found(path: Path, how: str, row: int, bit: int) -> None:
     flip(path, row, bit)
     with pytest.raises(DamagedFileError, match=rf"row {row} in .*table .*checksum .*restore"):
@@ -118,9 +118,13 @@ def test_a_table_that_grows_keeps_its_checksums(path: Path) -> None:
         def failing(start: int, stop: int, records: torch.Tensor) -> None:
             raise RuntimeError("no rows today")
 
+        storage.scatter_(torch.tensor([3, 99]), random_records(2))
+        now = everything(storage)
         with pytest.raises(RuntimeError):
             storage.resize(5_000, fill=failing)
-        assert len(everything(storage)) == N_ROWS
+        assert path.stat().st_size == file_size(N_ROWS, NBYTES)
+        assert (storage.n_rows, storage.unsaved_rows) == (N_ROWS, 2)
+        assert np.array_equal(everything(storage), now)
     assert ReadOnlyStorage(path).check_rows() == N_ROWS
     with closing(DiskStorage.open(path)) as storage:
         for n_rows in (N_ROWS + 1, 700):

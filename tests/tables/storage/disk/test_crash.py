@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,25 +28,7 @@ from tests.tables.storage.disk.crash_model import (
 )
 from tests.tables.storage.disk.crash_replay import Choice, Disk, Event, Log, recorded
 
-ROOT = Path(__file__).parents[4]
 SOON = 150  # events after a sync that was ignored
-
-
-def test_two_hundred_kills(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tables.storage.disk.crash_kill", str(tmp_path), "200", "0"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    seen = json.loads(done.stdout)
-    assert seen["kills"] == 200
-    assert seen["with a journal"] >= 100
-    assert seen["completed by recovery"] >= 10
-    assert seen["steps"] >= 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +195,12 @@ def found(folder: Path, checkpoints: list[Checkpoint]) -> int:
 
 
 def replayed(
-    scenario: Scenario, folder: Path, generator: Generator, *, deaf: str | None = None
+    scenario: Scenario, generator: Generator, *, how: str | None = None, deaf: str | None = None
 ) -> Iterator[str]:
-    """Lose power after events of the scenario, open what is left; what was wrong, and "" for right.
+    """End after events of the scenario, open what is left; what was wrong, and "" for right.
 
-    The disk ignores syncs at the site `deaf`. Power is then lost soon after one of them.
+    `how` says which unsynced writes are left: "all" after a kill, any after a loss of power (None). The disk
+    ignores syncs at the site `deaf`. Power is then lost soon after one of them.
     """
     # Decisions are named by where the scenario ran, so that all of it happens in its folder.
     disk, expected, events = Disk(deaf), Expected(), scenario.log.events
@@ -238,21 +218,20 @@ def replayed(
         elif event.kind == "write" and generator.random() > 0.15:
             n_times = 0
         for token, allowed in list(expected.cases()) * n_times:
-            files = disk.left(Choice.random(generator))
-            yield outcome(scenario, folder, files, token=token, allowed=allowed, generator=generator)
+            files = disk.left(Choice.random(generator, how))
+            yield outcome(scenario, files, token=token, allowed=allowed, generator=generator)
 
 
 def outcome(
     scenario: Scenario,
-    folder: Path,
     files: dict[str, bytes],
     *,
     token: str | None,
     allowed: set[int],
     generator: Generator,
 ) -> str:
+    folder, log = scenario.folder, Log()
     laid_out(folder, files, token)
-    log = Log()
     try:
         with recorded(log):
             at = found(folder, scenario.checkpoints)
@@ -275,9 +254,11 @@ def outcome(
     return "" if again in allowed else f"found checkpoint {again} the second time, expected one of {allowed}"
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_loss_of_power(scenario: Scenario, seed: int) -> None:
-    outcomes = list(replayed(scenario, scenario.folder, default_rng(seed)))
+@pytest.mark.parametrize(
+    ("how", "seed"), [("all", 0), (None, 1), (None, 2)], ids=["kill", "power", "power 2"]
+)
+def test_any_end(scenario: Scenario, how: str | None, seed: int) -> None:
+    outcomes = list(replayed(scenario, default_rng(seed), how=how))
     assert len(outcomes) >= 150
     assert set(outcomes) == {""}
 
@@ -289,6 +270,6 @@ def test_every_sync_is_needed(scenario: Scenario) -> None:
     unneeded = []
     for site in sites:
         seeds = range(100, 140)
-        if not any(any(replayed(scenario, scenario.folder, default_rng(seed), deaf=site)) for seed in seeds):
+        if not any(any(replayed(scenario, default_rng(seed), deaf=site)) for seed in seeds):
             unneeded.append(site)
     assert unneeded == []

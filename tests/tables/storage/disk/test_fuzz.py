@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +35,6 @@ from flatbed.tables.storage.disk.format import (
     State,
     encode,
     encode_identity,
-    state_payload,
 )
 from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import (
@@ -138,24 +137,17 @@ def damage(draw: st.DrawFn, data: bytes, end: int) -> bytes:
     return bytes(changed)
 
 
-@settings(max_examples=400, suppress_health_check=list(HealthCheck))
-@given(data=st.data(), how=st.sampled_from(list(FOUND)))
-def test_damaged_header(data: st.DataObject, how: str) -> None:
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), how=st.sampled_from(list(FOUND)), name=st.sampled_from(["table", "table.journal"]))
+def test_damaged_header_or_journal(data: st.DataObject, how: str, name: str) -> None:
     base = FOUND[how]
-    changed = data.draw(damage(base.files["table"], RECORDS_AT))
-    opened({**base.files, "table": changed}, base, base.allowed)
+    if name in base.files:
+        file = base.files[name]
+        changed = data.draw(damage(file, RECORDS_AT if name == "table" else len(file)))
+        opened({**base.files, name: changed}, base, base.allowed)
 
 
-@settings(max_examples=400, suppress_health_check=list(HealthCheck))
-@given(data=st.data(), how=st.sampled_from(["sealed", "half copied"]))
-def test_damaged_journal(data: st.DataObject, how: str) -> None:
-    base = FOUND[how]
-    journal = base.files["table.journal"]
-    changed = data.draw(damage(journal, len(journal)))
-    opened({**base.files, "table.journal": changed}, base, base.allowed)
-
-
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=300), padding=st.sampled_from([0, PAGE, RECORDS_AT + 100_000]))
 def test_foreign_files(content: bytes, padding: int) -> None:
     base = FOUND["closed"]
@@ -174,14 +166,14 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), magic=st.sampled_from([TABLE, STATE, JOURNAL]))
 def test_wrong_values_under_a_right_checksum(data: st.DataObject, magic: bytes) -> None:
     """Also what no flatbed writes must not be believed, nor cost memory."""
     base = FOUND["sealed"]
     right: dict[bytes, dict[str, Any]] = {
         TABLE: {"table": "0", "replaces": None, "byteorder": "little", "fields": RECORD.describe()},
-        STATE: state_payload(State(N_ROWS, 0, {"step": 0})),
+        STATE: asdict(State(N_ROWS, 0, {"step": 0})),
         JOURNAL: {"table": "0", "nbytes": NBYTES, "n_slots": 20, "sealed": 100, "digest": ""},
     }
     wrong = dict(right[magic])
@@ -219,7 +211,6 @@ def _with(name: str, at: int, block: bytes) -> Callable[[dict[str, bytes]], dict
     return lambda f: {**f, name: f[name][:at] + block + f[name][at + len(block) :]}
 
 
-DEEP = b"[" * 3000
 CASES: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = {
     "empty": (lambda f: {"table": b""}, "no table of flatbed"),
     "text": (lambda f: {"table": b"PK\3\4" * 9999}, "b'PK"),
@@ -241,15 +232,15 @@ def test_messages(case: str) -> None:
     assert message in found
 
 
-def test_endless_json() -> None:
-    """Nested without end under a right checksum."""
+@pytest.mark.parametrize(
+    ("magic", "at", "text"), [(TABLE, 0, b"[" * 3000), (STATE, STATE_AT, b'{"n_rows":' + b"9" * 5000 + b"}")]
+)
+def test_endless_json(magic: bytes, at: int, text: bytes) -> None:
+    """Under a right checksum."""
     base = FOUND["closed"]
-    with mock.patch.object(header, "dump", return_value=DEEP):
-        block = encode(TABLE, {}, PAGE)
-    assert "its JSON is wrong" in opened(_with("table", 0, block)(base.files), base, set())
-    with mock.patch.object(header, "dump", return_value=b'{"n_rows":' + b"9" * 5000 + b"}"):
-        block = encode(STATE, {}, RECORDS_AT)
-    assert "is damaged" in opened(_with("table", STATE_AT, block)(base.files), base, set())
+    with mock.patch.object(header, "dump", return_value=text):
+        block = encode(magic, {}, RECORDS_AT)
+    assert "is damaged" in opened(_with("table", at, block)(base.files), base, set())
 
 
 @pytest.mark.parametrize(

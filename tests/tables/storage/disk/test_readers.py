@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.disk import DiskStorage, threads
 from flatbed.tables.storage.disk import storage as disk_storage
+from flatbed.tables.storage.disk.checked_records import sums_at
 from flatbed.tables.storage.disk.threads import Readers
 from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
 
@@ -21,19 +25,19 @@ LATE = 20.0
 
 
 class SlowDisk:
-    """Reads from the table's file that begin while it is slow do not end until it is not."""
+    """The next read of the records `slow` does not end until it may go on."""
 
     def __init__(self) -> None:
-        self.slow = False
+        self.slow: Any = None
         self.began, self.goes_on = threading.Event(), threading.Event()
         self._take = disk_storage.take
 
-    def take(self, *given: Any, **options: Any) -> None:
-        if self.slow:
-            self.slow = False
+    def take(self, records: Any, *given: Any, **options: Any) -> None:
+        if self.slow is records:
+            self.slow = None
             self.began.set()
             assert self.goes_on.wait(LATE)
-        self._take(*given, **options)
+        self._take(records, *given, **options)
 
 
 @pytest.fixture
@@ -71,7 +75,7 @@ class Doing(threading.Thread):
 
 
 def slow_reader(table: DiskStorage, disk: SlowDisk, rows: range) -> Doing:
-    disk.slow = True
+    disk.slow = table._files.table.rows
     reader = Doing(lambda: table.gather(torch.tensor(rows)))
     assert disk.began.wait(LATE)
     return reader
@@ -118,6 +122,19 @@ def test_file_stays_as_it_is_while_it_is_read(what: str, tmp_path: Path, disk: S
     table.close()
 
 
+def test_reader_of_an_earlier_version_whose_file_gets_checksums(tmp_path: Path, disk: SlowDisk) -> None:
+    made(tmp_path).close()
+    os.truncate(tmp_path / "table", sums_at(100, NBYTES))
+    table = DiskStorage.open(tmp_path / "table")
+    reader = slow_reader(table, disk, range(100))
+    other = Doing(table.checkpoint)
+    assert other.waits()
+    disk.goes_on.set()
+    assert torch.equal(reader.done(), torch.from_numpy(filled(0, 100, NBYTES)))
+    other.done()
+    table.close()
+
+
 def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
     """Every row that is read is whole, and is never older than one that was read before."""
     table = made(tmp_path)
@@ -146,6 +163,21 @@ def test_many_readers_and_checkpoints(tmp_path: Path) -> None:
 
 
 # ---- threads
+
+
+def test_many_threads_read_from_the_disk_and_few_from_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Record((Field("weight", torch.float32, 256),))
+    n_rows = 2 * threads.READ_PART // record.nbytes
+    table, n_faults = made(tmp_path, n_rows, record), count()
+    monkeypatch.setattr(threads, "_disk_faults", lambda: n_rows * next(n_faults))
+    table.gather(torch.arange(n_rows))
+    assert table._files.pool.part_bytes == threads.READ_PART
+    monkeypatch.setattr(threads, "_disk_faults", lambda: 0)
+    table.gather(torch.arange(n_rows))
+    assert table._files.pool.part_bytes == threads.MEMORY_PART
+    table.close()
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 999, 20_000])

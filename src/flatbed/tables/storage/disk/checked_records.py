@@ -20,7 +20,7 @@ from flatbed.errors import DamagedFileError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill
 from flatbed.tables.storage.disk.format import RECORDS_AT
-from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, Sums, anonymous
+from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, Sums
 from flatbed.tables.storage.disk.threads import MEMORY_PART, as_records, split
 
 MAGIC = b"flatbed-sums\r\n\x1a\n"
@@ -71,30 +71,27 @@ def has_sums(file: MappedFile, n_rows: int, nbytes: int) -> bool:
     return found.tobytes() == MAGIC
 
 
-def check_size(file: MappedFile, n_rows: int, nbytes: int) -> None:
-    """Raise `DamagedFileError` if a file is too short for its rows, or for its checksums if it has some."""
-    size, is_long = file.size, has_sums(file, n_rows, nbytes)
-    expected = file_size(n_rows, nbytes) if is_long else sums_at(n_rows, nbytes)
-    if size < expected:
-        raise DamagedFileError(
-            f"{file.path} has {size} bytes, but {n_rows} rows of {nbytes} bytes need {expected}: it was cut "
-            "short; restore it from a copy"
-        )
-
-
 def map_records(file: MappedFile, n_rows: int, nbytes: int) -> Records:
-    """Map records, and checksums if the file has them."""
-    sums = sums_at(n_rows, nbytes) + len(MAGIC) if has_sums(file, n_rows, nbytes) else None
-    return file.map(RECORDS_AT, nbytes, count=n_rows, random=True, sums_at=sums)
+    """Map records, and checksums if the file has them; raises `DamagedFileError` if the file is too short."""
+    end = sums_at(n_rows, nbytes)
+    with_sums = has_sums(file, n_rows, nbytes)
+    expected = file_size(n_rows, nbytes) if with_sums else end
+    if file.size < expected:
+        raise DamagedFileError(
+            f"{file.path} has {file.size} bytes, but {n_rows} rows of {nbytes} bytes need {expected}: it was "
+            "cut short; restore it from a copy"
+        )
+    return file.map(
+        RECORDS_AT, nbytes, count=n_rows, random=True, sums_at=end + len(MAGIC) if with_sums else None
+    )
 
 
 def add_sums(table: MappedFile, n_rows: int, nbytes: int) -> None:
     """Give a file without checksums space for them, where its disk has some. None is known yet."""
-    if table.sums is None:
-        with suppress(NoSpace):
-            table.reserve(file_size(n_rows, nbytes))
-            write_sums(table, nbytes, np.zeros(n_rows, np.uint32), over_rows=True)
-            map_records(table, n_rows, nbytes)
+    with suppress(NoSpace):
+        table.reserve(file_size(n_rows, nbytes))
+        write_sums(table, nbytes, np.zeros(n_rows, np.uint32), over_rows=True)
+        map_records(table, n_rows, nbytes)
 
 
 def write_sums(table: MappedFile, nbytes: int, sums: Sums, *, over_rows: bool = False) -> None:
@@ -137,52 +134,42 @@ def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) ->
 # ---- checks
 
 
-class RowChecks:
-    """Compares rows of a mapped file with their checksums when they are first read."""
+def check_rows(file: MappedFile, rows: NDArray[np.int64], pool: ThreadPoolExecutor) -> None:
+    """Raise `DamagedFileError` if a mapped row is not as it was written; a row is compared once."""
+    records, sums, checked = file.rows, file.sums, file.checked
+    if records is None or sums is None or checked is None:
+        return
+    fresh = rows[~checked[rows]]
+    nbytes = records.dtype.itemsize
+    step = max(1, CHECKED // nbytes)
 
-    def __init__(self, file: MappedFile) -> None:
-        self._file = file
-        n_rows = 0 if file.sums is None else len(file.sums)
-        self._is_checked = anonymous(-(-n_rows // 4)).view(np.bool_)
-        self.is_needed = True
-        """False if this process has written all rows itself."""
+    def compare(part: slice) -> None:
+        some = fresh[part]
+        for start in range(0, len(some), step):
+            at = some[start : start + step]
+            _compare(file, at, records[at], sums[at])
 
-    def check(self, rows: NDArray[np.int64], pool: ThreadPoolExecutor) -> None:
-        """Raise `DamagedFileError` if one of these rows is not as it was written."""
-        records, sums = self._file.rows, self._file.sums
-        if records is None or sums is None or not self.is_needed:
-            return
-        fresh = rows[~self._is_checked[rows]]
-        nbytes = records.dtype.itemsize
-        step = max(1, CHECKED // nbytes)
+    if len(fresh):
+        split(pool, compare, len(fresh), n_parts=nbytes * len(fresh) // MEMORY_PART)
+        checked[fresh] = True
 
-        def compare(part: slice) -> None:
-            some = fresh[part]
-            for start in range(0, len(some), step):
-                at = some[start : start + step]
-                self._compare(at, records[at], sums[at])
 
-        if len(fresh):
-            split(pool, compare, len(fresh), n_parts=nbytes * len(fresh) // MEMORY_PART)
-            self._is_checked[fresh] = True
+def check_block(file: MappedFile, start: int, records: Records, *, changed: NDArray[np.int64]) -> None:
+    """Check consecutive rows that were read, except for those at positions `changed`."""
+    block = slice(start, start + len(records))
+    if file.sums is None or file.checked is None or file.checked[block].all():
+        return
+    sums = file.sums[block].copy()
+    sums[changed] = 0
+    _compare(file, np.arange(block.start, block.stop), records, sums)
+    file.checked[block] |= sums != 0
 
-    def check_block(self, start: int, records: Records, *, changed: NDArray[np.int64]) -> None:
-        """Check consecutive rows that were read, except for those at positions `changed`."""
-        if self._file.sums is None or not self.is_needed:
-            return
-        block = slice(start, start + len(records))
-        if not self._is_checked[block].all():
-            sums = self._file.sums[block].copy()
-            sums[changed] = 0
-            self._compare(np.arange(block.start, block.stop), records, sums)
-            self._is_checked[block] |= sums != 0
 
-    def _compare(self, rows: NDArray[np.int64], records: Records, sums: Sums) -> None:
-        wrong = np.flatnonzero((sums != 0) & (row_sums(records) != sums))
-        if len(wrong):
-            others = f" and {len(wrong) - 1} near it" if len(wrong) > 1 else ""
-            raise DamagedFileError(
-                f"row {rows[wrong[0]]}{others} in {self._file.path} is not as it was written: its checksum "
-                "is wrong; restore the file from a copy, or run `flatbed check --forget` to take all rows as "
-                "they are"
-            )
+def _compare(file: MappedFile, rows: NDArray[np.int64], records: Records, sums: Sums) -> None:
+    wrong = np.flatnonzero((sums != 0) & (row_sums(records) != sums))
+    if len(wrong):
+        others = f" and {len(wrong) - 1} near it" if len(wrong) > 1 else ""
+        raise DamagedFileError(
+            f"row {rows[wrong[0]]}{others} in {file.path} is not as it was written: its checksum is wrong; "
+            "restore the file from a copy, or run `flatbed check --forget` to take all rows as they are"
+        )

@@ -11,13 +11,16 @@ import json
 import struct
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.initializers import described
 from flatbed.tables.record import Record
+from flatbed.tables.storage.disk.mapped_file import MappedFile
 from flatbed.tables.tensor_file import open_regular
 
 PAGE = 4096
@@ -107,12 +110,7 @@ def load(text: bytes) -> dict[str, Any]:
 
 def normal(meta: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return meta as it will be read from the file."""
-    if meta is not None and not isinstance(meta, Mapping):
-        raise TypeError(f"meta must be a mapping that JSON can hold, not {type(meta).__name__}")
-    try:
-        return load(dump(dict(meta or {})))
-    except (TypeError, ValueError, RecursionError, DamagedFileError) as error:
-        raise TypeError(f"meta must be a mapping that JSON can hold: {error}") from error
+    return load(dump(dict(meta or {})))
 
 
 def encode_identity(identity: Identity) -> bytes:
@@ -132,10 +130,9 @@ def decode_identity(path: Path, page: bytes) -> Identity:
         payload = decode(TABLE, page)
         record = Record.described(payload["fields"])
         table, replaces, order = payload["table"], payload["replaces"], payload["byteorder"]
-        if not isinstance(table, str) or not isinstance(replaces, str | None):
-            raise DamagedFileError("its name is no string")
-        if record.nbytes >= 2**31:
-            raise DamagedFileError(f"its records have {record.nbytes} bytes")
+        is_named = isinstance(table, str) and isinstance(replaces, str | None)
+        if not is_named or record.nbytes >= 2**31:
+            raise DamagedFileError("its values are wrong")
     except OtherVersion as error:
         raise FlatbedError(f"cannot open {path}: {error}; open it with the flatbed that wrote it") from None
     except (KeyError, TypeError, ValueError, OverflowError, DamagedFileError) as error:
@@ -151,55 +148,48 @@ def decode_identity(path: Path, page: bytes) -> Identity:
     return Identity(table, record, replaces)
 
 
-def state_payload(state: State) -> dict[str, Any]:
-    """Convert a state to JSON types."""
-    return {
-        "n_rows": state.n_rows,
-        "generation": state.generation,
-        "applying": state.applying,
-        "meta": state.meta,
-        "word": state.word,
-    }
-
-
 def state_of(payload: Mapping[str, Any]) -> State:
-    """Convert JSON types to a state; raises `DamagedFileError`."""
-    meta, applying, word = payload.get("meta"), payload.get("applying"), payload.get("word", "")
-    n_rows, generation = (_count(payload.get(name)) for name in ("n_rows", "generation"))
-    if not isinstance(meta, dict) or not isinstance(applying, bool) or not isinstance(word, str):
-        raise DamagedFileError("its meta is no object")
-    _check_meta(meta)
-    return State(n_rows, generation, meta, applying, word)
-
-
-def _check_meta(meta: Mapping[str, Any]) -> None:
-    """Raise `DamagedFileError` unless first weights and scalars are described as `RowStore` does."""
-    about, scalars = meta.get("table", {}), meta.get("scalars", {})
+    """Convert JSON types to a state; raises `DamagedFileError`, also for a wrong description of the table."""
     try:
+        n_rows, generation, meta = (payload[name] for name in ("n_rows", "generation", "meta"))
+        applying, word = payload["applying"], payload.get("word", "")
+        about, scalars = meta.get("table", {}), meta.get("scalars", {})
         if "init" in about:
             described(about["init"])
-        is_whole = isinstance(about.get("seed", 0), int) and isinstance(about.get("padding_idx"), int | None)
-        is_whole = is_whole and all(type(value) in (int, float) for value in scalars.values())
+        is_right = (
+            all(type(count) is int and 0 <= count < 2**63 for count in (n_rows, generation))
+            and isinstance(applying, bool)
+            and isinstance(word, str)
+            and isinstance(about.get("seed", 0), int)
+            and isinstance(about.get("padding_idx"), int | None)
+            and all(type(value) in (int, float) for value in scalars.values())
+        )
     except (AttributeError, KeyError, TypeError, ValueError):
-        is_whole = False
-    if not is_whole:
-        raise DamagedFileError("its description of first weights or scalars is wrong")
-
-
-def _count(found: object) -> int:
-    if type(found) is not int or not 0 <= found < 2**63:
-        raise DamagedFileError("its row count or its generation is no count")
-    return found
+        is_right = False
+    if not is_right:
+        raise DamagedFileError("its values are wrong")
+    return State(n_rows, generation, meta, applying, word)
 
 
 def encode_state(state: State) -> bytes:
     """Encode the pages between the first and the records; ValueError if meta is too large."""
-    return encode(STATE, state_payload(state), RECORDS_AT - STATE_AT)
+    return encode(STATE, asdict(state), RECORDS_AT - STATE_AT)
 
 
 def decode_state(block: bytes) -> State:
     """Decode the state; raises `DamagedFileError`, also if a crash has torn the pages."""
     return state_of(decode(STATE, block))
+
+
+def read_header(file: MappedFile) -> tuple[Identity, State | None]:
+    """Read a table's identity and its state, which is None if it is damaged or being written."""
+    head = np.zeros(RECORDS_AT, np.uint8)
+    length = file.read(0, head)
+    identity = decode_identity(file.path, head[: min(length, PAGE)].tobytes())
+    try:
+        return identity, decode_state(head[STATE_AT:length].tobytes())
+    except DamagedFileError:
+        return identity, None
 
 
 def _checksum(magic: bytes, text: bytes) -> bytes:

@@ -12,7 +12,7 @@ import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,9 @@ from flatbed.tables.storage.disk.format import (
     encode_state,
     load,
     state_of,
-    state_payload,
 )
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, anonymous
-from flatbed.tables.storage.disk.threads import MEMORY_PART, CopyThreads, put, split, take
+from flatbed.tables.storage.disk.threads import MEMORY_PART, CopyThreads, put, split
 from flatbed.tables.tensor_file import read_small
 
 ENTRIES_AT = PAGE
@@ -153,6 +152,11 @@ class Journal:
         entries: NDArray[np.int32] = self._entry_of_row[ids] - np.int32(1)
         return entries
 
+    def count_missing(self, ids: NDArray[np.int64]) -> int:
+        """Count rows without an entry."""
+        entries = self.entries(ids)
+        return len(ids) if entries is None else int((entries < 0).sum())
+
     def has_room(self, n_others: int, *, n_rows: int) -> bool:
         """True if any `n_others` rows certainly fit. Needs no lock."""
         return self.n_entries + n_others <= self._capacity or n_rows + self._n_lost <= self._capacity
@@ -170,27 +174,14 @@ class Journal:
         self._n_lost += len(fresh)
         self._row_of_entry[self.n_entries : after] = ids[fresh]
         self.n_entries = after
-        if self._file is not None:
-            put(self._file, entries, records=records, pool=pool)
+        assert self._file is not None
+        put(self._file, entries, records=records, pool=pool)
         self._entry_of_row[ids[fresh]] = entries[fresh] + 1
         self._n_lost -= len(fresh)
 
-    def take(
-        self,
-        entries: NDArray[np.int32],
-        *,
-        into: Records,
-        where: NDArray[np.int64] | None = None,
-        pool: CopyThreads,
-    ) -> None:
-        """Copy the records of entries."""
-        take(self.records, entries, into=into, where=where, pool=pool)
-
     def make_room(self, ids: NDArray[np.int64], *, also: int, n_rows: int) -> None:
         """Reserve space for the records of these rows, and of `also` others without a entry."""
-        entries = self.entries(ids)
-        n_fresh = len(ids) if entries is None else int((entries < 0).sum())
-        self._grow(self.n_entries + n_fresh + also, n_rows)
+        self._grow(self.n_entries + self.count_missing(ids) + also, n_rows)
 
     def _grow(self, needed: int, n_rows: int) -> None:
         """Reserve space for `needed` entries and their seal; for twice the present number where it fits."""
@@ -201,13 +192,12 @@ class Journal:
         if self._file is None:
             self._file, self._is_named = MappedFile(self.path, create=True, mode=self._mode), False
         file = self._file
-        roomy = max(needed, min(max(2 * self._capacity, (1 << 20) // self.nbytes), n_rows, MOST_ENTRIES))
+        capacity = max(needed, min(max(2 * self._capacity, (1 << 20) // self.nbytes), n_rows, MOST_ENTRIES))
         try:
-            file.reserve(self._size(roomy))
-            capacity = roomy
+            file.reserve(self._size(capacity))
         except NoSpace:
-            file.reserve(self._size(needed))
             capacity = needed
+            file.reserve(self._size(capacity))
         rows = np.empty(capacity, np.int64)
         rows[: self.n_entries] = self._row_of_entry[: self.n_entries]
         file.map(ENTRIES_AT, self.nbytes, count=capacity)
@@ -221,12 +211,11 @@ class Journal:
         encode_state(state)  # raises if it will not fit into the table's header
         self._grow(self.n_entries, n_rows)
         file = self._file
-        if file is None:
-            raise FlatbedError(f"{self.path} is closed")
+        assert file is not None
         file.check_name()
         about = dump(
             {
-                "state": state_payload(state),
+                "state": asdict(state),
                 "base": base,
                 "decision": decision and decision.path,
                 "token": decision and decision.token,
@@ -235,9 +224,7 @@ class Journal:
             }
         )
         if len(about) > SEALED_ROOM:
-            raise ValueError(
-                f"the path and the token of a decision take {len(about)} bytes, which is too many"
-            )
+            raise ValueError(f"the path of a decision is too long: {len(about)} bytes in the journal")
         at = index_at(self.n_entries, self.nbytes)
         end = at + 8 * self.n_entries + len(about)
         if not self._is_named:  # otherwise a sealed journal might have no name after a loss of power

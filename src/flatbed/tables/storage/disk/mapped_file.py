@@ -59,20 +59,15 @@ class MappedFile:
         self.rows: Records | None = None
         self.offset = 0  # of the first record
         self.sums: Sums | None = None
+        self.checked: NDArray[np.bool_] | None = None
+        """Records that were compared with their checksums since they were mapped; None: none needs to be."""
         self.sums_offset = 0  # of the first checksum
         self._mapping: mmap.mmap | None = None
         self._is_solid = False  # `fill_holes` was called
-        with reporting(path, "opening"):
-            flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            flags |= os.O_RDONLY if read_only else os.O_RDWR
-            self._descriptor = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
-        try:
-            check_regular(path, self._descriptor)
-            if mode is not None:
-                os.fchmod(self._descriptor, mode)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+        self._descriptor = -1
+        self._descriptor = _opened(path, create=create, read_only=read_only)
+        if mode is not None:
+            os.fchmod(self._descriptor, mode)
 
     @property
     def size(self) -> int:
@@ -107,13 +102,13 @@ class MappedFile:
         # Not np.ndarray(buffer=mapping): its memory could be unmapped while a thread reads it.
         self.rows = np.frombuffer(mapping, f"V{nbytes}", count, offset)
         if sums_at is not None:
+            self.checked = anonymous(-(-count // 4)).view(np.bool_)
             self.sums, self.sums_offset = np.frombuffer(mapping, np.uint32, count, sums_at), sums_at
         return self.rows
 
     def part(self, start: int, stop: int) -> memoryview:
         """Return bytes of the mapping without a copy."""
-        if self._mapping is None:
-            raise FlatbedError(f"{self.path} is not mapped")
+        assert self._mapping is not None
         return memoryview(self._mapping)[start:stop]
 
     def read(self, offset: int, into: NDArray[Any]) -> int:
@@ -137,62 +132,50 @@ class MappedFile:
 
     def scatter(self, at: NDArray[np.int64], records: Records) -> None:
         """Replace mapped records at positions in range."""
-        if self.rows is None:
-            raise FlatbedError(f"{self.path} is not mapped")
+        assert self.rows is not None
         self.rows[at] = records
 
     def scatter_sums(self, at: NDArray[np.int64], sums: Sums) -> None:
         """Replace mapped checksums at positions in range."""
-        if self.sums is None:
-            raise FlatbedError(f"{self.path} has no checksums")
+        assert self.sums is not None
         self.sums[at] = sums
 
     def reserve(self, size: int) -> None:
         """Extend the file to `size` with disk space for every byte; after an error it is as before."""
         before = self.size
-        if size <= before:
-            return
-        if size >= 2**63:
-            raise NoSpace(f"{self.path} cannot have {size:,} bytes: no file can")
-        try:
-            self._check_free(size - before)
-            for at in range(before, size, RESERVED_AT_ONCE):
-                os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, size - at))
-        except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, before)  # free what was reserved before the disk was full
-            if error.errno in _FULL:
-                raise NoSpace(self._no_space(size - before, error)) from error
-            raise FlatbedError(
-                f"reserving {size:,} bytes for {self.path} failed: {error.strerror}"
-            ) from error
+        if size > before:
+            try:
+                self._allocate(before, size, needed=size - before)
+            except BaseException:
+                with suppress(OSError):
+                    os.ftruncate(self._descriptor, before)  # free what was reserved before the disk was full
+                raise
 
     def fill_holes(self) -> None:
         """Reserve space for holes of a sparse copy: on a full disk, writing to one kills the process."""
         found = os.fstat(self._descriptor)
         needed = found.st_size - found.st_blocks * 512
-        if self._is_solid or needed <= 0:
-            return
-        try:
-            self._check_free(needed)
-            for at in range(0, found.st_size, RESERVED_AT_ONCE):
-                os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, found.st_size - at))
-        except OSError as error:
-            raise NoSpace(self._no_space(needed, error)) from error
-        self._is_solid = True  # a compressed file keeps fewer blocks, and is slow to reserve
+        if needed > 0 and not self._is_solid:
+            self._allocate(0, found.st_size, needed=needed)
+            self._is_solid = True  # a compressed file keeps fewer blocks, and is slow to reserve
 
-    def _check_free(self, needed: int) -> None:
-        """Raise before anything is reserved, where that cannot succeed."""
-        if needed > shutil.disk_usage(self.path.parent).free:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _no_space(self, needed: int, error: OSError) -> str:
+    def _allocate(self, start: int, stop: int, *, needed: int) -> None:
+        """Reserve disk space for a part of the file that takes so many bytes more."""
         free = shutil.disk_usage(self.path.parent).free
-        return (
-            f"{self.path} needs {needed:,} bytes more, and its disk has {free:,} bytes free "
-            f"({error.strerror}); "
-            "free some space, or use another disk"
-        )
+        try:
+            if needed > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            for at in range(start, stop, RESERVED_AT_ONCE):
+                os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, stop - at))
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise FlatbedError(
+                    f"reserving {needed:,} bytes for {self.path} failed: {error.strerror}"
+                ) from error
+            raise NoSpace(
+                f"{self.path} needs {needed:,} bytes more, and its disk has {free:,} bytes free "
+                f"({error.strerror}); free some space, or use another disk"
+            ) from error
 
     def truncate(self, size: int) -> None:
         with reporting(self.path, "truncating"):
@@ -205,10 +188,7 @@ class MappedFile:
 
     def sync(self) -> None:
         """Make everything written durable, also through the mapping."""
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise NotSynced(f"syncing {self.path} failed: {error.strerror}; check its disk") from error
+        _sync(self._descriptor, self.path)
 
     def close(self) -> None:
         self._unmap()
@@ -216,8 +196,10 @@ class MappedFile:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
 
+    __del__ = close
+
     def _unmap(self) -> None:
-        mapping, self._mapping, self.rows, self.sums = self._mapping, None, None, None
+        mapping, self._mapping, self.rows, self.sums, self.checked = self._mapping, None, None, None, None
         if mapping is not None:
             with suppress(BufferError):  # another thread still reads: its last reference unmaps it
                 mapping.close()
@@ -238,11 +220,16 @@ class MappedFile:
         with reporting(folder, "opening"):
             descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fsync(descriptor)
-        except OSError as error:
-            raise NotSynced(f"syncing {folder} failed: {error.strerror}; check its disk") from error
+            _sync(descriptor, folder)
         finally:
             os.close(descriptor)
+
+
+def _sync(descriptor: int, path: Path) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise NotSynced(f"syncing {path} failed: {error.strerror}; check its disk") from error
 
 
 def anonymous(count: int) -> NDArray[np.int32]:
@@ -251,10 +238,15 @@ def anonymous(count: int) -> NDArray[np.int32]:
     return np.frombuffer(mmap.mmap(-1, max(4 * count, 1), flags=flags), np.int32, count)
 
 
-def check_regular(path: Path, descriptor: int) -> None:
-    """Raise unless an open file is a regular one."""
+def _opened(path: Path, *, create: bool, read_only: bool = False) -> int:
+    """Open a regular file, never through a symbolic link; with `create`, it must be new."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_RDONLY if read_only else os.O_RDWR)
+    with reporting(path, "opening"):
+        descriptor = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise FlatbedError(f"{path} is no regular file; name one, or a path where there is none yet")
+    return descriptor
 
 
 def lock(path: Path, *, create: bool = False) -> int:
@@ -267,23 +259,18 @@ def lock(path: Path, *, create: bool = False) -> int:
         import fcntl
     except ImportError:
         raise FlatbedError("tables on disk need file locks as Linux has them; use storage='host'") from None
-    with reporting(path, "opening"):
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
+    descriptor = _opened(path, create=create)
     try:
-        check_regular(path, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FlatbedError(
-                f"{path} is open already, in this process or in another one; a table on disk has one user at "
-                "a time: close it there first"
-            ) from None
-        except OSError as error:
-            raise FlatbedError(f"locking {path} failed: {error.strerror}") from error
-        with reporting(path, "opening"):
-            same = os.path.samestat(os.fstat(descriptor), path.stat())
-        if not same:
+        with reporting(path, "locking"):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FlatbedError(
+                    f"{path} is open already, in this process or in another one; a table on disk has one "
+                    "user at a time: close it there first"
+                ) from None
+            is_same = os.path.samestat(os.fstat(descriptor), path.stat())
+        if not is_same:
             raise FlatbedError(f"{path} was replaced while it was being opened; try again")
     except BaseException:
         os.close(descriptor)

@@ -11,10 +11,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
@@ -47,8 +50,8 @@ class OpenFiles:
     def __init__(self, descriptor: int, table: MappedFile, journal: Journal) -> None:
         self.table, self.journal = table, journal
         self.keep_journal = False
-        self.count_cached: Callable[[], int] = lambda: 0
-        """Counts changed rows in a cache that the journal does not have yet."""
+        self.cached_changes: Callable[[], NDArray[np.int64]] = lambda: np.empty(0, np.int64)
+        """Returns changed rows in a cache, of which the journal may have some."""
         self.pool = CopyThreads()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="flatbed-disk-writer")
         self._lock_descriptor = descriptor
@@ -70,26 +73,25 @@ class OpenFiles:
         if self._lock_descriptor < 0:
             raise FlatbedError(f"{self.table.path} is closed; open it again")
 
+    def n_unsaved(self) -> int:
+        """Count rows that changed since the last checkpoint."""
+        cached = self.cached_changes()  # first: it waits for the writer
+        return self.journal.n_entries + self.journal.count_missing(cached)
+
     def close(self) -> None:
-        """Close everything; a second call does nothing."""
-        if self._lock_descriptor < 0 or not self.is_own_process():
+        """Close everything; a second call does nothing. A forked process closes its descriptors alone."""
+        if self._lock_descriptor < 0:
             return
         descriptor, self._lock_descriptor = self._lock_descriptor, -1
+        is_own = self.is_own_process()
         try:
-            self.pool.shutdown(wait=False)
-            self.writer.shutdown(wait=False)
-            self.journal.close(remove=not self.keep_journal)
+            if is_own:
+                self.pool.shutdown(wait=False)
+                self.writer.shutdown(wait=False)
+            self.journal.close(remove=is_own and not self.keep_journal)
             self.table.close()
         finally:
             os.close(descriptor)
-
-    def close_after_fork(self) -> None:
-        """Close descriptors in a forked process: otherwise it would keep the lock of the parent's table."""
-        if self._lock_descriptor >= 0:
-            os.close(self._lock_descriptor)
-            self._lock_descriptor = -1
-            self.journal.close(remove=False)
-            self.table.close()
 
     def close_forgotten(self) -> None:
         """Close a table that was garbage collected without `close`."""
@@ -103,7 +105,7 @@ class OpenFiles:
         if self._has_told or self._lock_descriptor < 0 or not self.is_own_process() or self.keep_journal:
             return
         self._has_told = True
-        n_rows = self.journal.n_entries + self.count_cached()
+        n_rows = self.n_unsaved()
         if n_rows:
             note(
                 f"{n_rows} rows of {self.table.path} changed since its last checkpoint and are dropped "
@@ -123,12 +125,9 @@ def tell_at_exit() -> None:
     A handler of the user's stays. One that is set later replaces this one.
     """
     atexit.register(_tell_all, "at exit")
-    if threading.current_thread() is threading.main_thread() and _is_default():
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if is_default and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
-
-
-def _is_default() -> bool:
-    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def _terminate(number: int, _: object) -> None:
@@ -148,10 +147,11 @@ def _tell_all(when: str) -> None:
 
 
 def _close_all_after_fork() -> None:
+    """Close descriptors, with which a forked process would keep the locks of its parent's tables."""
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for files in list(_ALL):
-        files.close_after_fork()
+        files.close()
 
 
 if hasattr(os, "register_at_fork"):
@@ -203,7 +203,7 @@ class Draft:
         if not self._is_replacing and path.exists():
             raise _exists(path)
         self.path, self.state = path, state
-        self.identity = Identity(secrets.token_hex(16), record, replaces or _predecessor(path))
+        self.identity = Identity(secrets.token_hex(16), record, replaces)
         first, second = encode_identity(self.identity), encode_state(state)
         draft = path.with_name(path.name + ".new")
         mode = stat.S_IMODE(path.stat().st_mode) if self._is_replacing else None
@@ -231,8 +231,10 @@ class Draft:
         """Give the file its name."""
         table = self._table
         with self._undo as undo:
-            if not self._is_replacing and self.path.exists():
-                raise _exists(self.path)
+            if not self._is_replacing:
+                if self.path.exists():
+                    raise _exists(self.path)
+                _remove_stale_journal(journal_of(self.path))
             MappedFile.rename(table.path, self.path)
             undo.pop_all()
             undo.callback(table.close)
@@ -241,9 +243,6 @@ class Draft:
             MappedFile.sync_folder(self.path.parent)
             undo.pop_all()
         files = OpenFiles(self._lock_descriptor, table, _journal(table, self.identity))
-        if not self._is_replacing:
-            with suppress(FlatbedError):  # the predecessor's journal, ignored if it stays
-                MappedFile.remove(files.journal.path)
         return files, self.identity, self.state
 
 
@@ -254,14 +253,13 @@ def _exists(path: Path) -> FlatbedError:
     )
 
 
-def _predecessor(path: Path) -> str | None:
-    """Name of the table that was at this path and has left a sealed journal."""
-    journal = journal_of(path)
-    if not journal.exists():
-        return None
-    with closing(MappedFile(journal)) as file:
-        sealed = read_sealed(file)
-    return None if sealed is None else sealed.table
+def _remove_stale_journal(journal: Path) -> None:
+    """Remove the journal of a table whose file was deleted; any other file of that name is an error."""
+    if os.path.lexists(journal):
+        with closing(MappedFile(journal)) as file:
+            read_sealed(file)
+        MappedFile.remove(journal)
+        MappedFile.sync_folder(journal.parent)
 
 
 def _remove_leftover(draft: Path) -> None:

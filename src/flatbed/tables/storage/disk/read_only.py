@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +17,13 @@ from torch import Tensor
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.record import Record
-from flatbed.tables.storage.base import CPU, Fill, row_blocks
-from flatbed.tables.storage.disk.checked_records import RowChecks, check_size, has_sums, map_records
-from flatbed.tables.storage.disk.format import (
-    PAGE,
-    RECORDS_AT,
-    STATE_AT,
-    State,
-    decode_identity,
-    decode_state,
-    normal,
-)
+from flatbed.tables.storage.base import CPU, row_blocks
+from flatbed.tables.storage.disk.checked_records import check_rows, has_sums, map_records
+from flatbed.tables.storage.disk.format import RECORDS_AT, STATE_AT, State, normal, read_header
 from flatbed.tables.storage.disk.journal import read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records
 from flatbed.tables.storage.disk.recovery import journal_of
-from flatbed.tables.storage.disk.threads import CopyThreads, as_records, take
+from flatbed.tables.storage.disk.threads import CopyThreads, as_records, rows_of, take
 
 PATIENCE = 10.0  # seconds for which a state may stay unreadable
 STAMP = 56  # bytes: the prefix of a state, with its checksum
@@ -52,10 +43,6 @@ class OpenVersion:
     stamp: Stamp
     changed: tuple[NDArray[np.int64], Records] | None
     """Rows of a checkpoint that is being copied to the file, sorted, and their records."""
-    checks: RowChecks
-
-    def __del__(self) -> None:
-        self.file.close()
 
 
 class ReadOnlyStorage:
@@ -88,56 +75,38 @@ class ReadOnlyStorage:
         if not self.path.exists():
             raise FlatbedError(f"there is no table at {self.path}; check the path")
         deadline = time.monotonic() + PATIENCE
-        while True:
-            file = MappedFile(self.path, read_only=True)
-            try:
-                version = self._read(file)
-            except BaseException:
-                file.close()
-                raise
-            if version is not None:
-                self._version = version
-                self.meta = {**normal(version.state.meta), "scalars": {}}
-                if self._is_closed:  # by another thread meanwhile
-                    self._version = None
-                return version
-            file.close()
+        while (version := self._read()) is None:
             if time.monotonic() > deadline:
                 raise DamagedFileError(
                     f"{self.path} was being changed when its process ended, and its journal is missing or "
                     "damaged; open it once for training, or restore it from a copy"
                 )
             time.sleep(0.01)
+        self._version = None if self._is_closed else version  # another thread may have closed it meanwhile
+        self.meta = {**normal(version.state.meta), "scalars": {}}
+        return version
 
-    def _read(self, file: MappedFile) -> OpenVersion | None:
+    def _read(self) -> OpenVersion | None:
         """Read header, state and journal; None if they do not fit together at this moment."""
+        file = MappedFile(self.path, read_only=True)
         stamp = self._stamp_of(file)
         try:
             file.check_name()
         except FlatbedError:
             return None  # the stamp is that of a file which replaced this one
-        head = np.zeros(RECORDS_AT, np.uint8)
-        length = file.read(0, head)
-        identity = decode_identity(self.path, head[: min(length, PAGE)].tobytes())
-        record = Record((identity.record.weight,))
-        try:
-            state = decode_state(head[STATE_AT:length].tobytes())
-        except DamagedFileError:
+        identity, state = read_header(file)
+        if state is None:
             return None
-        nbytes, changed = identity.record.nbytes, None
-        if state.applying:
-            changed = self._changed_rows(identity.table, nbytes, state)
+        record, nbytes = Record((identity.record.weight,)), identity.record.nbytes
+        changed = self._changed_rows(identity.table, nbytes, state) if state.applying else None
         if (state.applying and changed is None) or self._stamp_of(file) != stamp:
             return None
         is_first = self._version is None and not self._is_closed
         n_rows = state.n_rows if is_first else self.n_rows
-        check_size(file, state.n_rows, nbytes)
-        if state.n_rows < n_rows:
-            raise DamagedFileError(f"{self.path} was replaced by a smaller table; restore it")
-        if not is_first and record != self.record:
-            raise FlatbedError(f"{self.path} was replaced by another table; load it again")
         rows = map_records(file, state.n_rows, nbytes)[:n_rows]
-        return OpenVersion(file, rows, record, state, stamp, changed, RowChecks(file))
+        if state.n_rows < n_rows or (not is_first and record != self.record):
+            raise FlatbedError(f"{self.path} was replaced by another table; load it again")
+        return OpenVersion(file, rows, record, state, stamp, changed)
 
     def _changed_rows(
         self, table: str, nbytes: int, state: State
@@ -167,14 +136,11 @@ class ReadOnlyStorage:
     # ---- rows
 
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
-        """Copy records of rows, (n, nbytes) of uint8, or their first `nbytes` bytes."""
-        rows: NDArray[np.int64] = ids.to("cpu", torch.int64).reshape(-1).numpy()
-        if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
-            raise IndexError(f"an id is out of range for a table of {self.n_rows} rows")
+        rows = rows_of(ids, self.n_rows)
         out = np.empty((len(rows), self.record.nbytes if nbytes is None else nbytes), np.uint8)
         while True:
             version = self.refresh()
-            take(version.rows, rows, into=as_records(out), pool=self._pool)
+            take(version.rows, rows, into=as_records(out), where=slice(None), pool=self._pool)
             unchanged = rows
             if version.changed is not None and len(version.changed[0]):
                 changed, records = version.changed
@@ -189,7 +155,7 @@ class ReadOnlyStorage:
     def _check_rows(self, version: OpenVersion, rows: NDArray[np.int64]) -> None:
         """Raise `DamagedFileError` if a row of an unchanged file is not as it was written."""
         try:
-            version.checks.check(rows, self._pool)
+            check_rows(version.file, rows, self._pool)
         except DamagedFileError:
             # A trainer that adds rows to the table writes them over the checksums.
             is_valid = has_sums(version.file, version.state.n_rows, version.rows.dtype.itemsize)
@@ -222,7 +188,6 @@ class ReadOnlyStorage:
         return self.meta if self.meta.get("token") == token else None
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Copy consecutive records."""
         return self.gather(torch.arange(start, stop, device=CPU))
 
     # ---- the rest of the protocol
@@ -232,38 +197,20 @@ class ReadOnlyStorage:
         return True
 
     def check(self) -> None:
-        """Raise if the storage is closed."""
         if self._is_closed:
             raise FlatbedError(f"{self.path} is closed; load it again")
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        self._is_closed = True
-        version, self._version = self._version, None
-        if version is not None:
-            self._pool.shutdown(wait=False)
+        """Close the file, unless another thread still reads it; a second call does nothing."""
+        self._is_closed, self._version = True, None
+        self._pool.shutdown(wait=False)
 
     def __del__(self) -> None:
         """Close the file of a table that was forgotten."""
         self.close()
 
-    def scatter_(self, ids: Tensor, records: Tensor) -> None:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raise: the table is read-only."""
-        self._refuse()
-
-    def write_(self, start: int, records: Tensor) -> None:
-        """Raise: the table is read-only."""
-        self._refuse()
-
-    def rebuilt(
-        self, record: Record, *, fill: Fill, device: torch.device = CPU, meta: Mapping[str, Any] | None = None
-    ) -> NoReturn:
-        """Raise: the table is read-only."""
-        self._refuse()
-
-    def resize(self, n_rows: int, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> NoReturn:
-        """Raise: the table is read-only."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
         raise FlatbedError(f"{self.path} was loaded with read_only=True: load it without, to change it")
+
+    scatter_ = write_ = rebuilt = resize = _refuse

@@ -7,19 +7,9 @@ import warnings
 from contextlib import closing, suppress
 from pathlib import Path
 
-import numpy as np
-
 from flatbed.errors import DamagedFileError, FlatbedError
-from flatbed.tables.storage.disk.checked_records import check_size, file_size, map_records
-from flatbed.tables.storage.disk.format import (
-    PAGE,
-    RECORDS_AT,
-    STATE_AT,
-    Identity,
-    State,
-    decode_identity,
-    decode_state,
-)
+from flatbed.tables.storage.disk.checked_records import file_size, map_records
+from flatbed.tables.storage.disk.format import Identity, State, read_header
 from flatbed.tables.storage.disk.journal import Sealed, apply, read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile
 
@@ -39,14 +29,7 @@ def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, Stat
     that was renamed before.
     """
     path = table.path
-    head = np.zeros(RECORDS_AT, np.uint8)
-    length = table.read(0, head)
-    identity = decode_identity(path, head[: min(length, PAGE)].tobytes())
-    state: State | None
-    try:
-        state, why = decode_state(head[STATE_AT:length].tobytes()), ""
-    except DamagedFileError as error:
-        state, why = None, str(error)
+    identity, state = read_header(table)
     journal, is_foreign = journal_of(path), False
     if state is not None and token is not None and not os.path.lexists(journal):
         kept = kept_journal(path, identity.table, base=state.word, token=token)
@@ -59,19 +42,21 @@ def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, Stat
             is_foreign = is_wanted is None
             if sealed is not None and is_wanted:
                 _check_rows(journal, identity, sealed=sealed, file=file)
-                _map_records(table, identity, sealed.state)
+                _map_table(table, identity, sealed.state)
                 table.fill_holes()
-                if file.rows is not None:
-                    apply(table, file.rows, rows=sealed.rows, state=sealed.state)
+                assert file.rows is not None
+                apply(table, file.rows, rows=sealed.rows, state=sealed.state)
                 state = sealed.state
     if state is None:
-        raise DamagedFileError(f"the header of {path} is damaged: {why}; restore the file from a copy")
+        raise DamagedFileError(
+            f"the header of {path} is damaged: its checksum or a value is wrong; restore the file from a copy"
+        )
     if state.applying:
         raise FlatbedError(
             f"{path} was being changed when its process ended, and its journal {journal} is missing or "
             "damaged; put the journal back next to it, or restore the table from a copy"
         )
-    _map_records(table, identity, state)
+    _map_table(table, identity, state)
     if is_foreign:
         _keep_aside(journal)
     elif os.path.lexists(journal):
@@ -144,10 +129,8 @@ def _check_rows(journal: Path, identity: Identity, *, sealed: Sealed, file: Mapp
         raise DamagedFileError(f"{journal} holds rows beyond the table's {n_rows}; restore both from a copy")
 
 
-def _map_records(table: MappedFile, identity: Identity, state: State) -> None:
-    """Map a table's records; raises if the file is too short."""
+def _map_table(table: MappedFile, identity: Identity, state: State) -> None:
     nbytes = identity.record.nbytes
-    check_size(table, state.n_rows, nbytes)
     longest = file_size(state.n_rows, nbytes)
     if table.size > longest:
         table.truncate(longest)  # space of rows that an interrupted resize has added

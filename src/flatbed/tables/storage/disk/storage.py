@@ -22,8 +22,9 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
 from flatbed.tables.storage.disk.checked_records import (
-    RowChecks,
     add_sums,
+    check_block,
+    check_rows,
     drop_sums,
     file_size,
     map_records,
@@ -35,9 +36,10 @@ from flatbed.tables.storage.disk.journal import Decision, apply
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NotSynced, Records
 from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files, tell_at_exit
 from flatbed.tables.storage.disk.recovery import kept_journal
-from flatbed.tables.storage.disk.threads import Readers, as_records, submit, take
+from flatbed.tables.storage.disk.threads import Readers, as_records, rows_of, submit, take
 
 T = TypeVar("T")
+Meta = Mapping[str, Any]
 UNKNOWN = "the last checkpoint failed, and what of it is on the disk is not known"
 
 
@@ -46,18 +48,6 @@ class DiskStorage:
 
     The file changes only in `checkpoint`. Rows changed since then are in `PATH.journal`; `close` and a crash
     drop them. The file always holds the last completed checkpoint.
-
-    >>> import tempfile
-    >>> from flatbed.tables.record import Field
-    >>> record = Record((Field("weight", torch.float32, 4),))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     storage = DiskStorage.create(f"{folder}/t", record, 1000, fill=lambda start, stop, records: None)
-    ...     storage.scatter_(torch.tensor([3, 5]), torch.ones(2, record.nbytes, dtype=torch.uint8))
-    ...     storage.checkpoint({"step": 1})
-    ...     storage.close()
-    ...     storage = DiskStorage.open(f"{folder}/t")
-    ...     storage.meta, storage.gather(torch.tensor([5]), 2)
-    ({'step': 1}, tensor([[1, 1]], dtype=torch.uint8))
     """
 
     device = CPU
@@ -71,7 +61,6 @@ class DiskStorage:
         self._files = files
         self._lock = OrderedLock("file")
         self._readers = Readers()
-        self._checks = RowChecks(files.table)
         self._sealed: State | None = None  # in the journal, durable, and not yet in the table
         self._decision: Decision | None = None  # of the sealed state: another file says whether it holds
         self._is_held = False  # between `prepare` and `release`: `_use` does not resolve it
@@ -85,18 +74,12 @@ class DiskStorage:
 
     @classmethod
     def create(
-        cls,
-        path: str | Path,
-        record: Record,
-        n_rows: int,
-        *,
-        fill: Fill,
-        meta: Mapping[str, Any] | None = None,
+        cls, path: str | Path, record: Record, n_rows: int, *, fill: Fill, meta: Meta | None = None
     ) -> DiskStorage:
         """Make a table's file. Its name appears when it is complete."""
-        path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta), word=_new_word())
+        path, state = Path(os.path.realpath(path)), State(n_rows, 0, normal(meta), word=secrets.token_hex(8))
         made = cls(*Draft(path, record, state, fill=fill).publish())
-        made._checks.is_needed = False
+        made._files.table.checked = None  # this process has written all rows itself
         return made
 
     @classmethod
@@ -115,7 +98,6 @@ class DiskStorage:
                 self._files.close()
 
     def check(self) -> None:
-        """Raise if the storage is closed, or if this is a forked process."""
         self._files.check()
 
     def check_name(self) -> None:
@@ -148,13 +130,12 @@ class DiskStorage:
 
     @property
     def unsaved_rows(self) -> int:
-        """Rows changed since the last completed checkpoint."""
-        return self._files.journal.n_entries
+        """Rows changed since the last completed checkpoint, here or in a cache."""
+        return self._files.n_unsaved()
 
     # ---- rows
 
     def gather(self, ids: Tensor, nbytes: int | None = None) -> Tensor:
-        """Copy records of rows, (n, nbytes) of uint8, or their first `nbytes` bytes."""
         out = np.empty((ids.numel(), self.record.nbytes if nbytes is None else nbytes), np.uint8)
         self._gather(ids, as_records(out), in_order=True)
         return torch.from_numpy(out)
@@ -168,59 +149,41 @@ class DiskStorage:
         pool = self._files.pool
         with ExitStack() as reading:
             with self._use():
-                rows = self._rows(ids)
+                rows = rows_of(ids, self.n_rows)
                 changed, entries = self._changed(rows)
                 n = len(changed)
                 others = np.flatnonzero(entries < 0) if n else np.arange(len(rows))
                 is_mixed = in_order and 0 < n < len(rows)
-                self._files.journal.take(
-                    entries[changed],
-                    into=into if is_mixed else into[:n],
-                    where=changed if is_mixed else None,
-                    pool=pool,
-                )
-                records, checks = self._records, self._checks
+                to_changed, to_others = (changed, others) if is_mixed else (slice(n), slice(n, None))
+                take(self._files.journal.records, entries[changed], into=into, where=to_changed, pool=pool)
+                table, records = self._files.table, self._files.table.rows
+                assert records is not None
                 reading.enter_context(self._readers)
-            take(
-                records,
-                rows[others],
-                into=into if is_mixed else into[n:],
-                where=others if is_mixed else None,
-                pool=pool,
-            )
-            checks.check(rows[others], pool)  # after the copy, which has read the pages in parallel
+            take(records, rows[others], into=into, where=to_others, pool=pool)
+            check_rows(table, rows[others], pool)  # after the copy, which has read the pages in parallel
         return np.concatenate((changed, others))
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
         """Replace the records of rows; they reach the file with the next checkpoint."""
         with self._use(change=True):
-            rows = self._rows(ids)
-            if records.dtype != torch.uint8 or records.shape != (len(rows), self.record.nbytes):
-                raise ValueError(
-                    f"expected {len(rows)} records of {self.record.nbytes} bytes, found "
-                    f"{tuple(records.shape)} of {records.dtype}"
-                )
+            rows = rows_of(ids, self.n_rows)
             if len(rows):
                 given = as_records(records.detach().cpu().contiguous().numpy())
                 self._files.journal.put(rows, given, n_rows=self.n_rows, pool=self._files.pool)
 
-    def send(self, ids: Tensor, records: Tensor, *, after: Callable[[], None]) -> Future[None]:
-        """Call `after`, then `scatter_`, in the writer thread, in the order of the calls."""
+    def send(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Run a function in the writer thread, in the order of the calls."""
         self._files.check()
-        return submit(self._files.writer, self._scatter_after, after, ids, records)
-
-    def _scatter_after(self, after: Callable[[], None], ids: Tensor, records: Tensor) -> None:
-        after()
-        self.scatter_(ids, records)
+        return submit(self._files.writer, function, *args)
 
     def aside(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Run a function in one of the threads that copy rows."""
         self._files.check()
         return submit(self._files.pool, function, *args)
 
-    def count_also(self, count_cached: Callable[[], int]) -> None:
-        """Include changed rows of a cache in the warning at exit."""
-        self._files.count_cached = count_cached
+    def count_also(self, changed_rows: Callable[[], NDArray[np.int64]]) -> None:
+        """Include changed rows of a cache in `unsaved_rows` and in the warning at exit."""
+        self._files.cached_changes = changed_rows
 
     def has_room(self, n_rows: int) -> bool:
         """True if any `n_rows` rows can certainly change, without taking the lock; see `make_room`."""
@@ -231,37 +194,33 @@ class DiskStorage:
     def make_room(self, ids: Tensor, *, also: int = 0) -> None:
         """Reserve disk space for changes of these rows and of `also` others, or raise."""
         with self._use(change=True):
-            self._files.journal.make_room(self._rows(ids), also=also, n_rows=self.n_rows)
+            self._files.journal.make_room(rows_of(ids, self.n_rows), also=also, n_rows=self.n_rows)
 
-    def unchanged(self, ids: Tensor) -> Tensor:
-        """Which rows are as in the last checkpoint: (n,) of bool. The others have their disk space.
+    def count_unjournaled(self, rows: NDArray[np.int64]) -> int:
+        """Count rows that are as in the last checkpoint. The others have their disk space.
 
         Takes no lock: other threads may write, but not to these rows.
         """
         self._files.check()
-        rows = self._rows(ids)
-        entries = self._files.journal.entries(rows)
-        return torch.from_numpy(np.ones(len(rows), np.bool_) if entries is None else entries < 0)
+        return self._files.journal.count_missing(rows)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Copy consecutive records."""
         with self._use():
             out = np.empty((stop - start, self.record.nbytes), np.uint8)
             # Not through the mapping, which is advised for random rows and reads nothing ahead.
             if self._files.table.read(RECORDS_AT + start * self.record.nbytes, out) < out.nbytes:
                 raise FlatbedError(f"{self.path} was cut short while it was open; restore it from a copy")
             changed, entries = self._changed(slice(start, stop))
-            self._checks.check_block(start, as_records(out), changed=changed)
+            check_block(self._files.table, start, as_records(out), changed=changed)
             as_records(out)[changed] = self._files.journal.records[entries[changed]]
         return torch.from_numpy(out)
 
     def write_(self, start: int, records: Tensor) -> None:
-        """Replace consecutive records."""
         self.scatter_(torch.arange(start, start + len(records), device=self.device), records)
 
     # ---- checkpoints to be made
 
-    def checkpoint(self, meta: Mapping[str, Any] | None = None) -> None:
+    def checkpoint(self, meta: Meta | None = None) -> None:
         """Make all rows as they are now, and `meta`, durable. Without `meta`, the last one stays.
 
         When this returns, they survive a loss of power. Until then, the file holds the checkpoint before.
@@ -270,7 +229,7 @@ class DiskStorage:
             self._seal(self._next(meta), None)
             self.commit()
 
-    def prepare(self, meta: Mapping[str, Any] | None = None, *, decision: str | Path, token: str) -> None:
+    def prepare(self, meta: Meta | None = None, *, decision: str | Path, token: str) -> None:
         """Do everything of a checkpoint that can fail. No row can change until `release`.
 
         After a crash, the new checkpoint holds if the JSON file `decision` has this token
@@ -304,8 +263,7 @@ class DiskStorage:
     def commit(self) -> None:
         """Complete a prepared checkpoint. After an interruption, call it again."""
         with self._use():
-            if self._sealed is None:
-                raise FlatbedError(f"no checkpoint of {self.path} was prepared; call prepare() first")
+            assert self._sealed is not None, "call prepare first"
             files, state = self._files, self._sealed
             self._readers.wait()
             self._is_committing = True
@@ -319,18 +277,13 @@ class DiskStorage:
     def abort(self) -> None:
         """Undo `prepare`: changed rows stay in the journal, for another checkpoint."""
         with self._use():
-            if self._sealed is None:
-                raise FlatbedError(f"no checkpoint of {self.path} was prepared; there is nothing to abort")
+            assert self._sealed is not None, "call prepare first"
             if self._is_committing:
-                raise FlatbedError(
-                    f"a checkpoint of {self.path} is half copied; call commit() to complete it"
-                )
+                raise FlatbedError(f"a checkpoint of {self.path} is half copied: call commit() again")
             self._unseal()
 
-    def resize(self, n_rows: int, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> DiskStorage:
+    def resize(self, n_rows: int, *, fill: Fill, meta: Meta | None = None) -> DiskStorage:
         """Add rows at the end; they and all changed rows become a checkpoint."""
-        if n_rows < self.n_rows:
-            raise ValueError(f"a table of {self.n_rows} rows can grow, but not shrink to {n_rows}")
         with self._use(change=True):
             table, nbytes, before = self._files.table, self.record.nbytes, self._files.table.size
             state = replace(self._next(meta), n_rows=n_rows)
@@ -341,7 +294,7 @@ class DiskStorage:
                 added = write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
                 write_sums(table, nbytes, np.concatenate((sums, added)))
                 table.sync()
-                self._map(n_rows)
+                map_records(table, n_rows, nbytes)
                 self._seal(state, None)
             except BaseException:
                 if self._is_half_sealed:
@@ -349,13 +302,13 @@ class DiskStorage:
                 if self._broken is None:  # otherwise the seal may be durable, and refer to the new rows
                     table.truncate(max(before, file_size(self.n_rows, nbytes)))
                     write_sums(table, nbytes, sums, over_rows=True)
-                    self._map(self.n_rows)
+                    map_records(table, self.n_rows, nbytes)
                 raise
             self.commit()
         return self
 
     def rebuilt(
-        self, record: Record, *, fill: Fill, device: torch.device = CPU, meta: Mapping[str, Any] | None = None
+        self, record: Record, *, fill: Fill, device: torch.device = CPU, meta: Meta | None = None
     ) -> DiskStorage:
         """Replace the file by one with other records: a checkpoint, after which this storage is closed.
 
@@ -366,7 +319,7 @@ class DiskStorage:
             undo.callback(draft.discard)
             return self.replaced_by(draft)
 
-    def draft(self, record: Record, *, fill: Fill, meta: Mapping[str, Any] | None = None) -> Draft:
+    def draft(self, record: Record, *, fill: Fill, meta: Meta | None = None) -> Draft:
         """Make a file with other records that can replace this one."""
         with self._use(change=True):
             self._files.table.check_name()
@@ -381,9 +334,9 @@ class DiskStorage:
             self._files.close()
         return DiskStorage(*made)
 
-    def _next(self, meta: Mapping[str, Any] | None) -> State:
+    def _next(self, meta: Meta | None) -> State:
         meta = self._state.meta if meta is None else normal(meta)
-        return State(self.n_rows, self.generation + 1, dict(meta), word=_new_word())
+        return State(self.n_rows, self.generation + 1, dict(meta), word=secrets.token_hex(8))
 
     def _seal(self, state: State, decision: Decision | None) -> None:
         table, journal = self._files.table, self._files.journal
@@ -391,7 +344,6 @@ class DiskStorage:
         table.fill_holes()
         if table.sums is None:
             add_sums(table, self.n_rows, self.record.nbytes)
-            self._checks = RowChecks(table)
         self._files.keep_journal, self._is_committing = True, False
         self._broken = UNKNOWN
         try:
@@ -413,27 +365,6 @@ class DiskStorage:
             raise
         self._files.keep_journal, self._sealed = False, None
         self._is_held = self._is_half_sealed = False
-
-    def _map(self, n_rows: int) -> None:
-        map_records(self._files.table, n_rows, self.record.nbytes)
-        self._checks = RowChecks(self._files.table)
-
-    # ---- arguments
-
-    @property
-    def _records(self) -> Records:
-        if self._files.table.rows is None:
-            raise FlatbedError(f"{self.path} is closed")
-        return self._files.table.rows
-
-    def _rows(self, ids: Tensor) -> NDArray[np.int64]:
-        rows: NDArray[np.int64] = ids.to("cpu", torch.int64).reshape(-1).numpy()
-        if len(rows) and (rows.min() < 0 or rows.max() >= self.n_rows):
-            at = int(np.argmax((rows < 0) | (rows >= self.n_rows)))
-            raise IndexError(
-                f"id {rows[at]} is out of range for a table of {self.n_rows} rows (batch position {at})"
-            )
-        return rows
 
     def _changed(self, rows: NDArray[np.int64] | slice) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Positions of rows that are in the journal, and the entries of all rows (-1: none)."""
@@ -459,7 +390,3 @@ class DiskStorage:
                     raise FlatbedError(f"{self.path} cannot change while flatbed.save_checkpoint saves it")
                 self._resolve()
             yield
-
-
-def _new_word() -> str:
-    return secrets.token_hex(8)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records
 
@@ -24,6 +25,15 @@ COLD_SHARE = 64  # from one page in so many rows on that was not in memory, thre
 def as_records(rows: NDArray[np.uint8]) -> Records:
     """View (n, nbytes) of uint8 as (n,) records."""
     return rows.view(f"V{rows.shape[1]}")[:, 0]
+
+
+def rows_of(ids: Tensor, n_rows: int) -> NDArray[np.int64]:
+    """Convert ids; raises IndexError for one that is out of range."""
+    rows: NDArray[np.int64] = ids.to("cpu", torch.int64).reshape(-1).numpy()
+    if len(rows) and (rows.min() < 0 or rows.max() >= n_rows):
+        at = int(np.argmax((rows < 0) | (rows >= n_rows)))
+        raise IndexError(f"id {rows[at]} is out of range for a table of {n_rows} rows (batch position {at})")
+    return rows
 
 
 def head(records: Records, nbytes: int) -> Records:
@@ -80,14 +90,9 @@ def split(pool: ThreadPoolExecutor, copy: Callable[[slice], None], n_rows: int, 
 
 
 def take(
-    records: Records,
-    at: NDArray[Any],
-    *,
-    into: Records,
-    where: NDArray[np.int64] | None = None,
-    pool: CopyThreads,
+    records: Records, at: NDArray[Any], *, into: Records, where: NDArray[np.int64] | slice, pool: CopyThreads
 ) -> None:
-    """Copy records, or as many of their first bytes as `into` takes, to `into` or to positions `where` of it.
+    """Copy records, or as many of their first bytes as `into` takes, to positions `where` of it.
 
     The caller has checked that `at` is in range.
     """
@@ -98,13 +103,13 @@ def take(
 
     def copy(some: slice) -> None:
         before = _disk_faults()
-        if where is not None:
+        if not isinstance(where, slice):
             into[where[some]] = source[at[some]]
         elif is_whole:
             # Only with mode="clip" does numpy write into `out` directly.
-            np.take(source, at[some], out=into[some], mode="clip")
+            np.take(source, at[some], out=into[where][some], mode="clip")
         else:
-            into[some] = source[at[some]]  # np.take would first copy the whole table
+            into[where][some] = source[at[some]]  # np.take would first copy the whole table
         n_faults.append(_disk_faults() - before)
 
     split(pool, copy, len(at), n_parts=nbytes * len(at) // pool.part_bytes)
@@ -113,12 +118,10 @@ def take(
 
 
 def _disk_faults() -> int:
-    """Return how often this thread has waited for a page of a file; this process, where that is unknown."""
-    if sys.platform == "win32":
-        return 0
-    import resource
+    """Return how often this thread has waited for a page of a file."""
+    import resource  # Windows has none
 
-    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_majflt
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 def put(table: MappedFile, at: NDArray[np.int64], *, records: Records, pool: CopyThreads) -> None:
