@@ -17,13 +17,7 @@ from flatbed_command import HELP, main
 run = CliRunner().invoke
 
 
-def test_version() -> None:
-    result = run(app, ["--version"])
-    assert result.exit_code == 0
-    assert result.stdout == f"flatbed {__version__}\n"
-
-
-@pytest.mark.parametrize("words", ["", "doctor", "word2vec", "neighbors"])
+@pytest.mark.parametrize("words", ["", "check", "doctor", "word2vec", "neighbors"])
 def test_every_command_explains_itself(words: str) -> None:
     result = run(app, [*words.split(), "--help"])
     assert result.exit_code == 0
@@ -59,11 +53,6 @@ def test_doctor_models_a_table_on_many_gpus() -> None:
     assert "adma" in wrong.output
 
 
-def test_a_table_without_size_is_refused() -> None:
-    result = run(app, ["doctor", "--table-gb", "0"])
-    assert result.exit_code == 2
-
-
 def test_help_and_version_do_not_import_torch() -> None:
     code = (
         "import sys, flatbed_command as command; "
@@ -91,6 +80,5 @@ def test_the_package_is_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["flatbed", "--version"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_module("flatbed", run_name="__main__")
+    runpy.run_module("flatbed", run_name="__main__")
     assert capsys.readouterr().out == f"flatbed {__version__}\n"

@@ -304,7 +304,9 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
         stop()
         signal.signal(number, before[number])
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {
+        number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
