@@ -1,7 +1,7 @@
 """word2vec: words per second with several tables, and the quality of vectors beside gensim's.
 
 - words, n-grams: one epoch over synthetic text; the final loss must be that of torch's sparse tables.
-- quality: `benchmarks/quality.py`; runs only when asked for, since it trains 45 models.
+- quality: `benchmarks/quality.py`; runs only when asked for, since it trains 35 models.
 - runs: whole runs beside gensim's, `benchmarks/whole_runs.py`; only when asked for.
 """
 

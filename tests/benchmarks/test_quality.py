@@ -114,14 +114,12 @@ def test_verdicts() -> None:
     assert found == ["not worse", "worse", "undecided", "undecided"]
 
 
-def test_bad_vectors_and_mistakes_that_stay_hidden_are_failures() -> None:
+def test_bad_vectors_are_failures() -> None:
     cases = {
         "gensim": ("compared", 0.0),
         "as good": ("compared", 0.001),
         "bad": ("compared", -0.1),
         "bad default": ("default", -0.1),
-        "broken, not found": ("broken", 0.0),
-        "broken, found": ("broken", -0.1),
     }
     runs = []
     for name, (role, better_by) in cases.items():
@@ -138,22 +136,18 @@ def test_bad_vectors_and_mistakes_that_stay_hidden_are_failures() -> None:
     assert failed == {
         *(("bad", measure) for measure in measures),
         *(("bad default", measure) for measure in measures - {quality.OVERLAP}),
-        *(("broken, not found", measure) for measure in measures),
     }
 
 
 # ---- trainers
 
 
-def test_broken_trainers_are_found(text: Text, judge: Judge) -> None:
-    trainers = {name: quality.COMPARED[name] for name in ("gensim", "flatbed sgd")} | quality.BROKEN
-    runs = [
-        quality.train_and_judge(judge, OPTIONS, name, role, train, seed)
-        for seed in range(3)
-        for name, (role, train) in trainers.items()
-    ]
-    rows = quality.compare(runs, OPTIONS)
-    verdicts = {
-        row["variant"]: row["metrics"]["verdict"] for row in rows if row["setting"]["measure"] == "loss"
-    }
-    assert verdicts == {"flatbed sgd": "not worse", **dict.fromkeys(quality.BROKEN, "worse")}
+def test_trainers_are_told_apart(text: Text, judge: Judge) -> None:
+    """flatbed is as good as gensim, and a quarter of the learning rate is found worse."""
+    slow = quality.train_flatbed(text, TASK, 0, text.training, optimizer="sgd", lr=TASK.lr / 4)
+    trained = {name: train(text, TASK, 0, text.training) for name, (_, train) in quality.COMPARED.items()}
+    losses = {name: judge.losses(each)["loss"] for name, each in {**trained, "slow": slow}.items()}
+    assert losses["flatbed sgd"] == pytest.approx(losses["gensim"], abs=0.05)
+    assert losses["slow"] > losses["gensim"] + 0.1
+    row = quality.train_and_judge(judge, OPTIONS, "flatbed sgd", *quality.COMPARED["flatbed sgd"], seed=1)
+    assert set(quality.MEASURES) <= set(row["metrics"])

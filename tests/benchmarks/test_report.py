@@ -210,7 +210,7 @@ def test_rows_are_shown_and_failures_end_with_an_error(
     assert "FAILED their checks: step: torch sparse" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["h200-step", "h200-roofline", "h200-cache", "h200-overlap"])
+@pytest.mark.parametrize("name", ["h200-roofline", "h200-overlap"])
 def test_charts_of_bars_and_of_groups(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "chart.png"
