@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.processes import ROOT, run_example
+from tests.distributed.processes import ROOT
+from tests.scripts.ranks import run_on_ranks
 
 Run = Callable[..., str]
 
@@ -71,7 +72,7 @@ def test_two_towers_recommend_items_after_a_restart_on_another_number_of_ranks(
     run: Run, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "run")
-    first = run_example("two_tower.py", "--folder", folder, "--steps", "40", n_processes=2)
+    first = run_on_ranks("two_tower.py", "--folder", folder, "--steps", "40", folder=tmp_path)
     second = run("two_tower.py", "--folder", folder, "--steps", "60")
     assert first.startswith("2 ranks, steps 0 to 40")
     assert first.count("gloo threads left: 0\n") == 2
