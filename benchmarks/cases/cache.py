@@ -152,6 +152,7 @@ class Bench:
         """Time all variants of a setting in turns."""
         spec, options, plan = table.spec, self.options, setting.plan
         chosen = [*options.choose(dict.fromkeys(setting.variants))]
+        table.use_cache(0)
         before = harness.allocated_bytes(self.device)  # graphs of earlier settings keep their caches
         source = self.fill(table, setting)
         table.model = setting.model

@@ -136,13 +136,6 @@ def bus_speed() -> tuple[float, float]:
     return copy_speed(there, host), copy_speed(host, there)
 
 
-@cache
-def memory_speed(device: str) -> float:
-    """Return bytes per second that a copy within a memory reads and writes."""
-    source = torch.ones(128 * MIB, dtype=torch.uint8, device=device)
-    return 2 * copy_speed(torch.zeros_like(source), source)
-
-
 def copy_speed(target: Tensor, source: Tensor) -> float:
     """Return bytes per second of a copy; the timer waits for the GPU."""
     timer = Timer("target.copy_(source)", globals={"target": target, "source": source})
@@ -190,16 +183,13 @@ def storage_for(nbytes: int, free: Mapping[str, int]) -> str | None:
 
 
 def batch_seconds(storage: str) -> float | None:
-    """Estimate how long the rows of a batch travel to the update and back; for a disk, reading alone."""
-    nbytes = BATCH * RECORD_BYTES
+    """Estimate how long the rows of a batch travel over the bus and back, or are read from a disk."""
     if storage == "disk":
         rate = disk_reads()
         return None if rate is None else BATCH / rate
-    if storage == "device":
-        return 2 * nbytes / memory_speed("cuda:0")
-    if torch.cuda.is_available():
-        return sum(nbytes / speed for speed in bus_speed())
-    return 4 * nbytes / memory_speed("cpu")  # copied out and back; each copy reads and writes
+    if storage == "host" and torch.cuda.is_available():
+        return sum(BATCH * RECORD_BYTES / speed for speed in bus_speed())
+    return None
 
 
 def fit(table_bytes: int, *, measure: bool) -> Finding:
