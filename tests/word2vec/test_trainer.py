@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,6 @@ def purity(trainer: Trainer) -> float:
 LEARNING = {  # with batches that suit a vocabulary of 27 words
     "adamax": {},
     "sgd": {"batch_words": 64},
-    "adagrad": {},
-    "Adam": {"lr": 0.02},
     "rmsprop": {},
     "Rprop": {"lr": 0.01},
 }
@@ -327,13 +324,14 @@ def test_the_description_of_a_checkpoint(tmp_path: Path) -> None:
     assert found["settings"]["dim"] == 8
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": {}}', json.dumps({"extra": {"step": 3}})])
 @pytest.mark.parametrize("name", ["CURRENT.json", "v*/checkpoint.json"])
-def test_a_checkpoint_that_is_damaged_or_of_another_model(name: str, content: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_damaged_or_of_another_model(name: str, tmp_path: Path) -> None:
     saved(tmp_path)
-    next(tmp_path.glob(name)).write_text(content)
-    with pytest.raises(FlatbedError, match=r"no intact checkpoint of word vectors .*: give another folder"):
-        saved_run(tmp_path)
+    file = next(tmp_path.glob(name))
+    for content in ("", "{", "[]", '{"settings": {}}', '{"extra": {"step": 3}}'):
+        file.write_text(content)
+        with pytest.raises(FlatbedError, match=r"no intact checkpoint of word vectors .*: give another"):
+            saved_run(tmp_path)
 
 
 def test_removing_a_checkpoint_keeps_other_files(tmp_path: Path) -> None:

@@ -155,12 +155,13 @@ class Trainer:
         self._is_stopped = False
         begin, words_before, n_reported = time.perf_counter(), self.words, self.step // self._steps_per_report
         pool = ThreadPoolExecutor(self._n_threads) if self._n_threads > 1 else None
+        made_ahead: dict[int, TrainingBatch] = {}
         with pool or nullcontext(), closing(self._batches()) as batches:
             while not self.done and not self._is_stopped:
                 if pool is None:
                     self._finish_step(*self._compute_step(self._begin_step(next(batches))))
                 else:
-                    self._train_group(pool)
+                    self._train_group(pool, made_ahead)
                 if self.step // self._steps_per_report > n_reported or self.done:
                     n_reported = self.step // self._steps_per_report
                     seconds = max(time.perf_counter() - begin, 1e-9)
@@ -190,27 +191,28 @@ class Trainer:
         with closing(iter(Prefetcher(sampled, lookups, device=device))) as prefetched:
             yield from prefetched
 
-    def _train_group(self, pool: ThreadPoolExecutor) -> None:
+    def _train_group(self, pool: ThreadPoolExecutor, made_ahead: dict[int, TrainingBatch]) -> None:
         """Train up to the next multiple of `STEPS_PER_DRAIN` steps, `threads` steps at a time.
 
         A thread that computes step k updates its rows when step k - 1 has done so, and then looks up those of
-        step k + threads.
+        step k + threads. Batches need no table: `made_ahead` passes them to the next group.
         """
         n, make = self._n_threads, self._sampler.make
         end = min((self.step // STEPS_PER_DRAIN + 1) * STEPS_PER_DRAIN, self.n_steps)
-        begun = {
-            number: self._begin_step(make(number)) for number in range(self.step, min(self.step + n, end))
-        }
+        begun: dict[int, Step] = {}
 
         def train(number: int, previous: Future[None] | None) -> None:
             computed = self._compute_step(begun.pop(number))
-            following = make(number + n) if number + n < end else None
+            if number + n < self.n_steps:
+                made_ahead[number + n] = make(number + n)
             if previous is not None:
                 previous.result()
             self._finish_step(*computed)
-            if following is not None:
-                begun[number + n] = self._begin_step(following)
+            if number + n < end:
+                begun[number + n] = self._begin_step(made_ahead.pop(number + n))
 
+        for number in range(self.step, min(self.step + n, end)):
+            begun[number] = self._begin_step(made_ahead.pop(number, None) or make(number))
         last = None
         for number in range(self.step, end):
             last = pool.submit(train, number, last)
