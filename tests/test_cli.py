@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -80,5 +81,5 @@ def test_the_package_is_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["flatbed", "--version"])
-    runpy.run_module("flatbed", run_name="__main__")
+    runpy.run_path(str(Path(doctor.__file__).with_name("__main__.py")), run_name="__main__")
     assert capsys.readouterr().out == f"flatbed {__version__}\n"

@@ -212,7 +212,8 @@ class Trainer:
                 begun[number + n] = self._begin_step(made_ahead.pop(number + n))
 
         for number in range(self.step, min(self.step + n, end)):
-            begun[number] = self._begin_step(made_ahead.pop(number, None) or make(number))
+            batch = made_ahead.pop(number) if number in made_ahead else make(number)
+            begun[number] = self._begin_step(batch)
         last = None
         for number in range(self.step, end):
             last = pool.submit(train, number, last)
