@@ -1,17 +1,14 @@
-"""Quality of flatbed's word vectors beside gensim's: same text, same settings, several seeds, one judge.
+"""A judge of word vectors, whatever trained them, and the English text that they are trained on.
 
-Every trainer is compared with gensim in five measures. The 95% interval of the difference of means must stay
-above −margin, and the margin was fixed before the first comparison. Two trainers that are broken on purpose
-run along: the comparison must find them worse. Text and word pairs come with gensim; nothing is downloaded.
+Text and judged word pairs come with gensim; nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import bz2
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -23,23 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.harness import Options
-from benchmarks.rows import Row
-from flatbed.word2vec import Corpus, Settings, Trainer, Vectors
-
-GENSIM = "gensim"
 WIKIPEDIA = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 PLAIN = ("lee_background.cor", "lee.cor", "pang_lee_polarity.cor")
 JUDGED = {"WordSim-353": "wordsim353.tsv", "SimLex-999": "simlex999.txt"}
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 HELD_OUT = 20  # one sentence of so many is kept from the trainers
 N_ASKED, N_NEIGHBORS = 1000, 10
-MARGIN = 0.02
 OVERLAP = "overlap@10"
-MEASURES = {"loss": False, "held-out loss": False, OVERLAP: True, **dict.fromkeys(JUDGED, True)}
-"""Names, and whether higher is better."""
-FIRST_SEED, FIRST_REFERENCE = 300, 1000
-"""Nothing was tuned with these seeds."""
 
 Ids = npt.NDArray[np.int64]
 Sentences = list[list[str]]
@@ -195,173 +182,3 @@ def neighbors(inputs: Tensor) -> Tensor:
 def overlap(one: Tensor, other: Tensor) -> float:
     """Return the share of equal neighbors."""
     return float((one[:, :, None] == other[:, None, :]).any(2).float().mean())
-
-
-# ---- trainers
-
-Train = Callable[[Text, Task, int, Sentences], Trained]
-
-
-def gensim_model(task: Task, seed: int, workers: int) -> Any:
-    """Make gensim's skip-gram with the settings of a task."""
-    from gensim.models import Word2Vec
-
-    shape = {"vector_size": task.dim, "window": task.window, "min_count": task.min_count, "alpha": task.lr}
-    noise = {"negative": task.negatives, "sample": task.subsample, "min_alpha": 0.0001}
-    return Word2Vec(sg=1, workers=workers, seed=seed, **shape, **noise)
-
-
-def of_gensim(model: Any, text: Text, took: tuple[float, float]) -> Trained:
-    """Return gensim's vectors in the order of the text's words."""
-    rows = [model.wv.key_to_index[word] for word in text.words]
-    return Trained(torch.from_numpy(model.wv.vectors[rows]), torch.from_numpy(model.syn1neg[rows]), *took)
-
-
-def of_flatbed(trainer: Trainer, vectors: Vectors, text: Text, took: tuple[float, float]) -> Trained:
-    """Return flatbed's vectors in the order of the text's words."""
-    number = {word: i for i, word in enumerate(vectors.words)}
-    rows = [number[word] for word in text.words]
-    outputs: Any = trainer.model["outputs"]
-    return Trained(torch.from_numpy(vectors.matrix[rows]), outputs.read_rows(rows), *took)
-
-
-def train_gensim(text: Text, task: Task, seed: int, lines: Sentences) -> Trained:
-    """Train with gensim's compiled loop."""
-    model = gensim_model(task, seed, workers=1)
-    model.build_vocab(lines)
-    took = timed(lambda: model.train(lines, total_examples=model.corpus_count, epochs=task.epochs))
-    return of_gensim(model, text, took)
-
-
-def train_flatbed(text: Text, task: Task, seed: int, lines: Sentences, **settings: Any) -> Trained:
-    """Train with flatbed on the CPU; `settings` override those of the task."""
-    chosen: dict[str, Any] = {**task._asdict(), "device": "cpu", "seed": seed, **settings}
-    trainer = Trainer(Corpus.from_sentences(lines), Settings(**chosen))
-    took = timed(trainer.run)
-    return of_flatbed(trainer, trainer.vectors(), text, took)
-
-
-def train_too_slowly(text: Text, task: Task, seed: int, lines: Sentences) -> Trained:
-    """Train with a mistake: a quarter of the learning rate."""
-    return train_flatbed(text, task, seed, lines, optimizer="sgd", lr=task.lr / 4)
-
-
-def train_on_noise(text: Text, task: Task, seed: int, lines: Sentences) -> Trained:
-    """Train with a mistake: every fifth word is replaced by one from elsewhere in the text."""
-    random = np.random.default_rng(seed)
-    words = np.array([word for line in lines for word in line])
-    replaced = np.flatnonzero(random.random(len(words)) < 0.2)
-    words[replaced] = words[random.permutation(replaced)]
-    ends = np.cumsum([len(line) for line in lines])
-    noisy = [part.tolist() for part in np.split(words, ends[:-1])]
-    return train_flatbed(text, task, seed, noisy, optimizer="sgd")
-
-
-def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Return wall time, and processor time of all threads."""
-    wall, processor = time.perf_counter(), time.process_time()
-    call()
-    return time.perf_counter() - wall, time.process_time() - processor
-
-
-COMPARED: dict[str, tuple[str, Train]] = {
-    GENSIM: ("compared", train_gensim),
-    "flatbed sgd": ("compared", lambda *task: train_flatbed(*task, optimizer="sgd")),
-    "flatbed default": ("default", lambda *task: train_flatbed(*task, lr=None)),
-}
-BROKEN: dict[str, tuple[str, Train]] = {
-    "broken: quarter of the learning rate": ("broken", train_too_slowly),
-    "broken: every fifth word replaced": ("broken", train_on_noise),
-}
-"""Trainers with what is asked of them: "compared" ones are as good as gensim in every measure, "default" ones
-in all but the overlap, since another optimizer finds other neighbors, and "broken" ones are found worse."""
-
-
-# ---- runs
-
-
-def train_and_judge(judge: Judge, options: Options, name: str, role: str, train: Train, seed: int) -> Row:
-    """Train and judge once. The order of sentences differs between seeds."""
-    text, task = judge.text, judge.task
-    order = np.random.default_rng(seed).permutation(len(text.training))
-    trained = train(text, task, seed, [text.training[i] for i in order])
-    is_reference = role == "reference"
-    if is_reference:
-        judge.references.append(neighbors(trained.inputs))
-    n_words = sum(map(len, text.training))
-    speed = n_words * task.epochs / trained.seconds
-    measured = {} if is_reference else judge.judge(trained)
-    setting = {key: getattr(task, key) for key in ("dim", "window", "negatives", "epochs")}
-    setting |= {"vocabulary": len(text.words), "text_words": n_words, "seed": seed}
-    metrics = {**measured, "words_per_s": speed, "cpu_seconds": trained.cpu_seconds, "role": role}
-    case = "word2vec reference" if is_reference else "word2vec quality-runs"
-    return options.row(case, name, setting, metrics, n_samples=1, ok=True)
-
-
-def compare(runs: Sequence[Row], options: Options) -> list[Row]:
-    """Compare each trainer with gensim in each measure."""
-    from scipy.stats import sem
-
-    found = []
-    for name in dict.fromkeys(run["variant"] for run in runs if run["variant"] != GENSIM):
-        first = next(run for run in runs if run["variant"] == name)
-        setting = {key: value for key, value in first["setting"].items() if key != "seed"}
-        for measure, higher_is_better in MEASURES.items():
-            own, gensims = (
-                [run["metrics"][measure] for run in runs if run["variant"] == variant]
-                for variant in (name, GENSIM)
-            )
-            mean, low, high = difference(own, gensims, higher_is_better=higher_is_better)
-            metrics = {"gensim_mean": fmean(gensims), "gensim_stderr": float(sem(gensims))}
-            metrics |= {"mean": fmean(own), "stderr": float(sem(own)), "better_by": mean, "low": low}
-            judged = {**metrics, "high": high, "margin": MARGIN, "verdict": verdict(low, high, MARGIN)}
-            more = {**setting, "role": first["metrics"]["role"], "measure": measure}
-            found.append(options.row("word2vec quality", name, more, judged, n_samples=len(own), ok=True))
-    for row in found:
-        row["ok"] = is_as_expected(row, found)
-    return found
-
-
-def is_as_expected(row: Row, rows: Sequence[Row]) -> bool:
-    """Tell whether a trainer is as good as it must be, and a broken one worse in some measure."""
-    role, measure = row["setting"]["role"], row["setting"]["measure"]
-    if role == "broken":
-        own = [other for other in rows if other["variant"] == row["variant"]]
-        return any(other["metrics"]["verdict"] == "worse" for other in own)
-    return bool(row["metrics"]["verdict"] == "not worse") or (role == "default" and measure == OVERLAP)
-
-
-def verdict(low: float, high: float, margin: float) -> str:
-    """Judge an interval of differences; more is better."""
-    return "not worse" if low > -margin else "worse" if high < -margin else "undecided"
-
-
-def difference(
-    ours: Sequence[float], theirs: Sequence[float], *, higher_is_better: bool
-) -> tuple[float, float, float]:
-    """Return the difference of means and its 95% interval (Welch's t), turned so that more is better."""
-    from scipy.stats import ttest_ind
-
-    sign = 1.0 if higher_is_better else -1.0
-    found = ttest_ind(sign * np.array(ours), sign * np.array(theirs), equal_var=False)
-    interval = found.confidence_interval(0.95)
-    return sign * (fmean(ours) - fmean(theirs)), float(interval.low), float(interval.high)
-
-
-def run(options: Options) -> Iterator[Row]:
-    """Train all in turns: `--steps` seeds each, by default 10; half as many of the broken ones."""
-    torch.set_num_threads(1)
-    seeds = options.steps or 10
-    few = max(2, seeds // 2)
-    task = Task(epochs=3 if options.quick else 10)
-    text = split(sentences()[: 2000 if options.quick else None], min_count=task.min_count)
-    judge = Judge(text, task)
-    for number in range(few):
-        yield train_and_judge(judge, options, GENSIM, "reference", train_gensim, FIRST_REFERENCE + number)
-    runs = []
-    for number in range(seeds):
-        for name, (role, train) in {**COMPARED, **(BROKEN if number < few else {})}.items():
-            options.report(f"{name}, seed {FIRST_SEED + number}")
-            runs.append(train_and_judge(judge, options, name, role, train, FIRST_SEED + number))
-            yield runs[-1]
-    yield from compare(runs, options)

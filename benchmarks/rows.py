@@ -34,19 +34,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = ("flat", "broken")
 """Beginnings of names of variants that use flatbed; trainers that are broken on purpose do, too."""
-FIELDS = {
-    "benchmark": str,
-    "case": str,
-    "setting": dict,
-    "variant": str,
-    "metrics": dict,
-    "n_samples": int,
-    "ok": (bool, type(None)),
-    "machine": dict,
-    "versions": dict,
-    "commit": (str, type(None)),
-    "timestamp": str,
-}
+FIELDS = (
+    *("benchmark", "case", "setting", "variant", "metrics", "n_samples", "ok"),
+    *("machine", "versions", "commit", "timestamp"),
+)
 
 
 def percentiles(readings: Sequence[float]) -> dict[str, float]:
@@ -111,18 +102,10 @@ def write_rows(rows: Iterable[Row], path: Path) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """Read rows; ValueError for a file that does not follow the schema."""
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{path} is not a list of rows")
+    rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))
     for row in rows:
         if wrong := sorted(set(row) ^ set(FIELDS)):
             raise ValueError(f"{path}: a row has missing or unknown fields {wrong}")
-        for name, kind in FIELDS.items():
-            if not isinstance(row[name], kind):  # type: ignore[arg-type]
-                raise ValueError(f"{path}: {name} is {row[name]!r}, expected {kind}")
     return rows
 
 

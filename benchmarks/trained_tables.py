@@ -280,7 +280,7 @@ class Checker:
         """Return times, GPU memory and error of a variant; `kept` is memory that it holds between steps."""
         return {
             "back_to_back_ms": percentiles(readings.back_to_back),
-            "synchronized_ms": percentiles(readings.synchronized),
+            "synchronized_ms": percentiles(readings.synchronized) if readings.synchronized else None,
             "peak_memory_bytes": kept + readings.step_bytes if self.on_gpu else None,
             "max_abs_error": result.max_abs_error,
         }

@@ -1,13 +1,15 @@
-"""Runs from a text file to a file of vectors, with flatbed and gensim in turns, and the quality of both.
+"""Runs from a text file to a file of vectors, with gensim and flatbed in turns, and the quality of both.
 
 A run reads the text, counts its words, trains and writes the vectors. Imports of both libraries are not part
-of it. Each turn has its own seed, and its ratio compares two runs that followed each other.
+of it. Each turn has its own seed and order of sentences, and ratios compare runs of one turn.
 """
 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +17,31 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Options
-from benchmarks.quality import (
-    GENSIM,
-    OVERLAP,
-    Judge,
-    Sentences,
-    Task,
-    Text,
-    Trained,
-    gensim_model,
-    of_flatbed,
-    of_gensim,
-    sentences,
-    split,
-    timed,
-)
+from benchmarks.quality import Judge, Sentences, Task, Text, Trained, neighbors, sentences, split
 from benchmarks.rows import Row
 from flatbed.word2vec import Settings, Trainer, python_corpus, read_corpus
 
-FLATBED = "flatbed default"
-THREADS = 2
-TURNS = 5
-FIRST_SEED = 500
+GENSIM = "gensim"
+THREADS, TURNS, REFERENCES = 2, 5, 3
+"""Threads of a run, turns, and runs of gensim whose neighbours are those to be found."""
+FIRST_SEED, FIRST_REFERENCE = 500, 1000
 """Nothing was tuned with these seeds."""
-Run = Callable[[Path, Text, Task, int], Trained]
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Return wall time, and processor time of all threads."""
+    wall, processor = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - wall, time.process_time() - processor
 
 
 def run_gensim(path: Path, text: Text, task: Task, seed: int) -> Trained:
     """Use gensim's fastest way: `corpus_file`, which its workers read without Python's lock."""
-    model = gensim_model(task, seed, workers=THREADS)
+    from gensim.models import Word2Vec
+
+    shape = {"vector_size": task.dim, "window": task.window, "min_count": task.min_count, "alpha": task.lr}
+    noise = {"negative": task.negatives, "sample": task.subsample, "min_alpha": 0.0001}
+    model: Any = Word2Vec(sg=1, workers=THREADS, seed=seed, **shape, **noise)
 
     def run() -> None:
         model.build_vocab(corpus_file=str(path))
@@ -52,12 +50,13 @@ def run_gensim(path: Path, text: Text, task: Task, seed: int) -> Trained:
         model.wv.save_word2vec_format(str(path.with_suffix(".gensim")))
 
     took = timed(run)
-    return of_gensim(model, text, took)
+    rows = [model.wv.key_to_index[word] for word in text.words]
+    return Trained(torch.from_numpy(model.wv.vectors[rows]), torch.from_numpy(model.syn1neg[rows]), *took)
 
 
-def run_flatbed(path: Path, text: Text, task: Task, seed: int) -> Trained:
+def run_flatbed(path: Path, text: Text, task: Task, seed: int, **more: Any) -> Trained:
     """Do what the command `flatbed word2vec` does with two threads."""
-    settings: dict[str, Any] = {**task._asdict(), "lr": None, "device": "cpu", "seed": seed}
+    settings: dict[str, Any] = {**task._asdict(), "lr": None, "device": "cpu", "seed": seed, **more}
     made: list[Trainer] = []
 
     def run() -> None:
@@ -67,10 +66,17 @@ def run_flatbed(path: Path, text: Text, task: Task, seed: int) -> Trained:
         made.append(trainer)
 
     took = timed(run)
-    return of_flatbed(made[0], made[0].vectors(), text, took)
+    vectors, outputs = made[0].vectors(), made[0].model["outputs"]
+    number = {word: i for i, word in enumerate(vectors.words)}
+    rows = [number[word] for word in text.words]
+    return Trained(torch.from_numpy(vectors.matrix[rows]), outputs.read_rows(rows), *took)  # type: ignore[operator]
 
 
-VARIANTS: dict[str, Run] = {GENSIM: run_gensim, FLATBED: run_flatbed}
+VARIANTS: dict[str, Callable[[Path, Text, Task, int], Trained]] = {
+    GENSIM: run_gensim,
+    "flatbed default": run_flatbed,
+    "flatbed sgd": partial(run_flatbed, optimizer="sgd"),
+}
 
 
 def python_sentences() -> Sentences:
@@ -93,9 +99,19 @@ def run(options: Options) -> Iterator[Row]:
         judge = Judge(text, task)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "text.txt"
-            path.write_text("".join(" ".join(words) + "\n" for words in text.training), encoding="utf-8")
+            for number in range(REFERENCES):
+                write_text(path, text, FIRST_REFERENCE + number)
+                judge.references.append(
+                    neighbors(run_gensim(path, text, task, FIRST_REFERENCE + number).inputs)
+                )
             for turn in range(options.steps or TURNS):
                 yield from run_turn(judge, path, name, FIRST_SEED + turn, options)
+
+
+def write_text(path: Path, text: Text, seed: int) -> None:
+    """Write the sentences in random order: gensim's result depends on it."""
+    order = np.random.default_rng(seed).permutation(len(text.training))
+    path.write_text("".join(" ".join(text.training[i]) + "\n" for i in order), encoding="utf-8")
 
 
 def run_turn(judge: Judge, path: Path, name: str, seed: int, options: Options) -> Iterator[Row]:
@@ -104,15 +120,15 @@ def run_turn(judge: Judge, path: Path, name: str, seed: int, options: Options) -
     n_words = sum(map(len, text.training))
     setting = {"text": name, **{key: getattr(task, key) for key in ("dim", "window", "negatives", "epochs")}}
     setting |= {"vocabulary": len(text.words), "text_words": n_words, "workers": THREADS, "seed": seed}
+    write_text(path, text, seed)
     gensim_seconds = None
     for variant, train in options.choose(VARIANTS).items():
         trained = train(path, text, task, seed)
         gensim_seconds = trained.seconds if variant == GENSIM else gensim_seconds
-        measured = {key: value for key, value in judge.judge(trained).items() if key != OVERLAP}
         metrics = {
             "words_per_s": n_words * task.epochs / trained.seconds,
             "gensim_ratio": gensim_seconds and gensim_seconds / trained.seconds,
             "cpu_seconds": trained.cpu_seconds,
-            **{key: value for key, value in measured.items() if np.isfinite(value)},
+            **{key: value for key, value in judge.judge(trained).items() if np.isfinite(value)},
         }
         yield options.row("word2vec runs", variant, setting, metrics, n_samples=1, ok=True)

@@ -1,6 +1,6 @@
-"""Predict ratings of items by users: two tables on the host, any optimizer, synthetic data.
+"""Predict ratings of items by users: matrix factorization with two tables on the host, synthetic data.
 
-Run: python examples/ratings.py [--optimizer adam] [--model factors|ncf] [--users 2000] [--items 500]
+Run: python examples/ratings.py [--users 2000] [--items 500]
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +15,6 @@ from torch import Tensor, nn
 import flatbed
 
 NOISE = 0.3  # the best possible error
-LEARNING_RATES = {
-    "sgd": 20.0,
-    "asgd": 20.0,
-    "adadelta": 50.0,
-    "adagrad": 0.3,
-    "rowwiseadagrad": 0.3,
-    "adamax": 0.05,
-    "lion": 0.005,
-}
-"""Learning rates of optimizers; 0.02 for all others."""
 
 
 @dataclass(frozen=True)
@@ -76,42 +64,6 @@ class Factors(nn.Module):
         return products.sum(1) + biases + self.mean
 
 
-class NeuralFactors(Factors):
-    """Neural collaborative filtering: a network over both vectors corrects the product."""
-
-    def __init__(self, n_users: int, n_items: int, dim: int, mean: float) -> None:
-        super().__init__(n_users, n_items, dim, mean)
-        self.network = nn.Sequential(nn.Linear(2 * dim, 32), nn.ReLU(), nn.Linear(32, 1))
-
-    def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        both = torch.cat((self.users(users)[:, 1:], self.items(items)[:, 1:]), 1)
-        correction: Tensor = self.network(both).squeeze(1)
-        return super().forward(users, items) + correction
-
-
-def classes(module: ModuleType) -> dict[str, Any]:
-    """Return the optimizers of a module by their names in lower case."""
-    found = {name: getattr(module, name) for name in module.__all__}
-    return {
-        name.lower(): kind for name, kind in found.items() if isinstance(kind, type) and name != "Optimizer"
-    }
-
-
-def make_optimizer(name: str, model: nn.Module, lr: float | None) -> torch.optim.Optimizer:
-    """Make an optimizer of flatbed or torch by name, for tables and dense parameters."""
-    ours, torchs = classes(flatbed.optim), classes(torch.optim)
-    lr = LEARNING_RATES.get(name, 0.02) if lr is None else lr
-    try:
-        if name in ours:
-            made: torch.optim.Optimizer = ours[name](model, lr=lr)
-            return made
-        if name in torchs:
-            return flatbed.optim.from_torch(torchs[name], model, lr=lr)
-    except (TypeError, flatbed.FlatbedError) as error:  # it does not support tables, or only sparse gradients
-        raise SystemExit(str(error)) from error
-    raise SystemExit(f"there is no optimizer {name!r}; known are {', '.join(sorted({*ours, *torchs}))}")
-
-
 @torch.no_grad()
 def error(model: nn.Module, ratings: Ratings) -> float:
     """Return the root of the mean squared error."""
@@ -141,11 +93,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=2_000)
     parser.add_argument("--dim", type=int, default=6)
-    parser.add_argument("--model", choices=("factors", "ncf"), default="factors")
-    parser.add_argument(
-        "--optimizer", type=str.lower, default="adam", help="a name of flatbed.optim or torch.optim"
-    )
-    parser.add_argument("--lr", type=float, help="first learning rate; it falls to a hundredth")
+    parser.add_argument("--lr", type=float, default=0.02, help="it falls to a hundredth")
     options = parser.parse_args()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -154,14 +102,13 @@ def main() -> None:
         Ratings(part.users.to(device), part.items.to(device), part.values.to(device)) for part in parts
     )
 
-    kind = NeuralFactors if options.model == "ncf" else Factors
     mean = float(known.values.mean())
-    model = kind(options.users, options.items, options.dim, mean).to(device)
-    optimizer = make_optimizer(options.optimizer, model, options.lr)
+    model = Factors(options.users, options.items, options.dim, mean).to(device)
+    optimizer = flatbed.optim.Adam(model.parameters(), lr=options.lr)
     plain = float((new.values - mean).square().mean().sqrt())
     train(model, optimizer, known, epochs=options.epochs, size=options.batch)
     found = error(model, new)
-    print(f"{options.model} with {type(optimizer).__name__} on {device}; {flatbed.tables(model)}")
+    print(f"on {device}: {flatbed.tables(model)}")
     print(
         f"error on new ratings: {plain:.3f} for the plain mean, {found:.3f} trained, {NOISE:.3f} is the noise"
     )

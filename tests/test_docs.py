@@ -10,10 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer.main
 
 import flatbed.compat.speedtorch
 import flatbed.word2vec
 from benchmarks import pages
+from benchmarks.__main__ import BENCHMARKS
+from flatbed.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,9 +50,33 @@ def test_pages(page: Path) -> None:
     assert blocks or page.name not in ("README.md", "flat.md")
 
 
-def test_examples_have_docstrings() -> None:
-    for name in ("FlatParams", "ContiguousParams"):
-        assert ">>>" in getattr(flatbed, name).__doc__
+def test_commands_exist() -> None:
+    """Commands in blocks and in the text of pages have the names and options of the programs."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    n_found = 0
+    for page in PAGES:
+        for program, line in re.findall(
+            r"(?:^|`)(flatbed|python -m benchmarks) ([a-z][^`#\n]*)", page.read_text(), re.M
+        ):
+            name, *words = line.split()
+            options = {word for word in words if word.startswith("--")}
+            if program == "flatbed" and name in commands:
+                known = {
+                    option
+                    for param in commands[name].params
+                    for option in (*param.opts, *param.secondary_opts)
+                }
+                assert options <= known, f"{page.name}: {line}"
+                n_found += 1
+            elif program != "flatbed" and "NAME" not in line:
+                assert name in (*BENCHMARKS, "show", "fill"), f"{page.name}: {line}"
+                cases = [word for word in words if not word.startswith("-") and name in BENCHMARKS]
+                known = importlib.import_module(f"benchmarks.cases.{name}").CASES if cases else ()
+                assert set(cases) <= set(known), f"{page.name}: {line}"
+                n_found += 1
+            else:
+                assert program != "flatbed" or not options, f"{page.name}: {line}"
+    assert n_found > 15
 
 
 def test_tables_are_those_of_the_stored_rows() -> None:

@@ -9,7 +9,7 @@ import torch
 from flatbed import cost_model, doctor
 from flatbed.doctor import GB, Finding, examine, plan, storage_for
 
-NAMES = ["environment", "GPU", "host memory", "bus", "disk", "storage", "table"]
+NAMES = ["environment", "GPU", "host memory", "bus", "disk", "table"]
 
 
 @pytest.fixture
@@ -24,7 +24,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         usage = SimpleNamespace(free=int(disk * GB))
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
         monkeypatch.setattr(doctor, "bus_speed", lambda: (55e9, 50e9))
-        monkeypatch.setattr(doctor, "memory_speed", lambda device: 200e9 if device == "cpu" else 4e12)
         monkeypatch.setattr(doctor, "disk_reads", lambda: reads)
 
     return pretend
@@ -66,28 +65,27 @@ def test_without_a_gpu_the_remedy_depends_on_the_build(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "value"),
+    ("sizes", "found"),
     [
-        ((139, 200, 60), "1 GB: device, 10 GB: device, 100 GB: device"),
-        ((80, 200, 60), "1 GB: device, 10 GB: device, 100 GB: host"),
-        ((4, 16, 500), "1 GB: device, 10 GB: host, 100 GB: disk"),
-        ((1, 2, 50), "1 GB: host, 10 GB: disk, 100 GB: none"),
-        ((None, 128, 500), "1 GB: host, 10 GB: host, 100 GB: host"),
+        ((139, 200, 60), ["device", "device", "device"]),
+        ((80, 200, 60), ["device", "device", "host"]),
+        ((4, 16, 500), ["device", "host", "disk"]),
+        ((1, 2, 50), ["host", "disk", None]),
+        ((None, 128, 500), ["host", "host", "host"]),
+        ((None, 0.5, 0.5), [None, None, None]),
     ],
 )
-def test_a_storage_is_recommended_by_size(machine: Any, sizes: tuple[Any, ...], value: str) -> None:
+def test_the_fastest_storage_with_room_is_recommended(
+    machine: Any, sizes: tuple[Any, ...], found: list[str | None]
+) -> None:
     machine(*sizes)
-    assert doctor.recommendation()[:2] == (True, value)
+    for size, storage in zip((1, 10, 100), found, strict=True):
+        finding = doctor.fit(size * GB, measure=False)
+        assert finding.ok == (storage is not None)
+        assert (f'fits: storage="{storage}"' if storage else "less state") in finding.meaning
 
 
-def test_full_memory_and_disk_are_reported(machine: Any) -> None:
-    machine(None, 0.5, 0.5)
-    finding = doctor.recommendation()
-    assert finding.ok is False
-    assert "free some" in finding.meaning
-
-
-def test_the_fastest_storage_with_room_is_chosen() -> None:
+def test_room_is_left_for_what_training_needs_besides() -> None:
     assert storage_for(80, {"device": 100, "host": 1000, "disk": 1000}) == "device"
     assert storage_for(81, {"device": 100, "host": 1000, "disk": 1000}) == "host"
     assert storage_for(100, {"host": 109, "disk": 125}) == "disk"
@@ -96,20 +94,14 @@ def test_the_fastest_storage_with_room_is_chosen() -> None:
 
 def test_what_a_table_costs(machine: Any) -> None:
     machine(80, 200, 400)
-    finding = doctor.table_cost(100 * GB)
-    assert finding.ok
-    # 100.7 MB at 4 TB/s, read and written; at 55 and 50 GB/s; 65,536 reads at 250,000 a second.
-    costs = "device 125% (too large), 0.1 ms a batch; host 50%, 3.8 ms a batch; disk 25%, 262.1 ms a batch"
-    assert finding.value == f"100 GB: {costs}"
-    assert finding.meaning.startswith("65,104,166 rows × 128")
-
-
-def test_a_table_without_room_gets_a_remedy(machine: Any) -> None:
+    # 100.7 MB at 55 and 50 GB/s; 65,536 reads at 250,000 a second.
+    assert doctor.fit(100 * GB, measure=True).value == (
+        "100 GB: device 125% of 80.0 GB free; host 50% of 200.0 GB free, 3.8 ms a batch; "
+        "disk 25% of 400.0 GB free, 262.1 ms a batch"
+    )
     machine(None, 24, 61, reads=None)
-    finding = doctor.table_cost(100 * GB)
-    assert finding.ok is False
-    assert "host 417% (too large), 2.0 ms a batch; disk 164% (too large), not measured" in finding.value
-    assert "less state" in finding.meaning
+    found = doctor.fit(100 * GB, measure=True)
+    assert found.value == "100 GB: host 417% of 24.0 GB free; disk 164% of 61.0 GB free"
 
 
 def test_reads_past_the_page_cache_are_measured_or_refused() -> None:
@@ -150,9 +142,6 @@ def test_a_plan_names_memory_traffic_time_and_what_is_assumed() -> None:
     assert "Not measured" in found["step"].meaning
     assert "network 40" in found["assumed"].value
     assert "Not measured" in found["assumed"].meaning
-
-
-def test_rows_in_caches_do_not_travel_over_the_bus() -> None:
     found = plan(20_000_000, 128, "adam", ranks=8, ids=65_536, hit_rate=0.9)
     assert found["traffic"].value == "59 MB between ranks, 20 MB over the bus"
     assert "90% of the rows in caches" in found["traffic"].meaning
@@ -169,5 +158,4 @@ def test_on_a_gpu_everything_is_tried() -> None:
     assert findings["GPU"].ok
     assert "GB/s back" in findings["bus"].value
     assert any(kind in findings["host memory"].value for kind in ("managed", "registered", "pageable"))
-    assert findings["storage"].value.startswith("1 GB: device")
     assert findings["table"].value.startswith("100 GB: device")

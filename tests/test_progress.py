@@ -1,5 +1,4 @@
 import io
-import subprocess
 import sys
 import threading
 
@@ -73,16 +72,3 @@ def test_stops_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
         assert not thread.is_alive()
-
-
-def test_imports_nothing_without_a_terminal() -> None:
-    script = """
-import sys
-from flatbed import progress
-progress.PATIENCE = 0.0
-with progress.progress("moving", 10, "rows") as advance:
-    advance(5)
-sys.exit("rich" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

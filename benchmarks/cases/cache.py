@@ -24,6 +24,7 @@ from benchmarks.rows import Row
 from benchmarks.trained_tables import (
     DISTRIBUTIONS,
     SPARSE,
+    Beside,
     Checker,
     FlatbedTable,
     Ids,
@@ -39,59 +40,83 @@ CASES = ("step", "sizes", "disk")
 SPECS = {"host": TableSpec(20_000_000, 128, 65_536), "disk": TableSpec(4_000_000, 128, 65_536)}
 CACHE_ROWS = {"host": 2_000_000, "disk": 1_000_000}
 SIZES = (131_072, 524_288, 2_097_152, 4_194_304)
+DISK_MS = 6.0
+"""Time of the products beside a table on disk."""
 PLAN = Plan(warm_up=200, turns=4, settle=5, synchronized=25, blocks=3, block_steps=20)
 SMALL_PLAN = Plan(warm_up=2, turns=2, settle=1, synchronized=2, blocks=1, block_steps=3)
-EAGER, PREFETCHED = "flatbed", "flatbed, prefetched"
-CAPTURED = "flatbed, captured"
+EAGER, PREFETCHED, CAPTURED = "flatbed", "flatbed, prefetched", "flatbed, captured"
+RESERVED = f"{PREFETCHED}, SMs reserved"
 VARIANTS: dict[str, Callable[[FlatbedTable], Steps]] = {
     EAGER: lambda table: each(table.step),
     PREFETCHED: lambda table: table.prefetched(depth=2),
+    RESERVED: lambda table: table.prefetched(reserve_sms=12),
     CAPTURED: lambda table: each(table.captured_step),
 }
+
+
+def idle(rows: Tensor) -> None:
+    """Compute nothing beside a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A cache, ids, and the variants that take turns. A captured table admits no rows ahead of time."""
 
-    case: str
+    name: str
+    """A benchmark and its case."""
     distribution: str
     cache_rows: int
     variants: tuple[str, ...]
-    model_ms: float | None = None
-    fills_cache: bool = False
-    """Steps are taken until the cache is full."""
+    plan: Plan
+    fill_steps: int = 0
+    """Steps that are taken before the first turn."""
+    model: Beside = idle
 
 
-def settings(storage: str, spec: TableSpec, options: Options) -> Iterator[Setting]:
-    """List what is measured with one table."""
-    is_small = options.is_small
-    cache_rows = 8 * spec.n_ids if is_small else CACHE_ROWS[storage]
-    if storage == "disk":
-        variants = (EAGER, PREFETCHED, SPARSE)
-        yield Setting("disk", "zipf 1.05", cache_rows, variants, model_ms=6.0)
-        return
+def settings(spec: TableSpec, options: Options) -> Iterator[Setting]:
+    """List what is measured with a table on the host."""
+    plan = SMALL_PLAN if options.is_small else PLAN
     captured = ((CAPTURED,),) if options.on_gpu else ()
-    for ids in DISTRIBUTIONS:
-        yield Setting("step", ids, 0, (EAGER,))
+    for ids in DISTRIBUTIONS if options.wants("step") else ():
+        yield Setting("cache step", ids, 0, (EAGER,), plan)
         for variants in ((EAGER, PREFETCHED, SPARSE), *captured):
-            yield Setting("step", ids, cache_rows, variants)
-    for ids in ("zipf 1.05", "zipf 1.2"):
-        for size in (4 * spec.n_ids, 8 * spec.n_ids) if is_small else SIZES:
+            yield Setting("cache step", ids, default_rows("host", spec, options), variants, plan)
+    for ids in ("zipf 1.05", "zipf 1.2") if options.wants("sizes") else ():
+        for size in (4 * spec.n_ids, 8 * spec.n_ids) if options.is_small else SIZES:
             for variants in ((EAGER,), *captured):
-                yield Setting("sizes", ids, size, variants, fills_cache=True)
+                yield Setting("cache sizes", ids, size, variants, plan, fill_steps=16 * size // spec.n_ids)
+
+
+def default_rows(storage: str, spec: TableSpec, options: Options) -> int:
+    """Return the size of a cache, where it is not what is compared."""
+    return 8 * spec.n_ids if options.is_small else CACHE_ROWS[storage]
 
 
 def run(options: Options) -> Iterator[Row]:
     """Measure the cases that were asked for, over one table per storage: filling one takes long."""
     bench = Bench(options)
-    for storage, size in SPECS.items():
-        spec = scaled(size, options)
-        wanted = [setting for setting in settings(storage, spec, options) if options.wants(setting.case)]
-        if wanted:
-            with made_table(spec, storage, options) as table:
-                for setting in wanted:
-                    yield from bench.run(table, setting)
+    spec = scaled(SPECS["host"], options)
+    if wanted := list(settings(spec, options)):
+        with made_table(spec, "host", options) as table:
+            for setting in wanted:
+                yield from bench.run(table, setting)
+    if options.wants("disk"):
+        yield from run_disk(bench, options)
+
+
+def run_disk(bench: Bench, options: Options) -> Iterator[Row]:
+    """Measure a table on disk beside products."""
+    spec = scaled(SPECS["disk"], options)
+    model = Products(DISK_MS / (20 if options.is_small else 1), options.device)
+    model_ms = harness.time_alone(model, options.device)
+    plan = SMALL_PLAN if options.is_small else replace(PLAN, synchronized=5, blocks=2)
+    rows = default_rows("disk", spec, options)
+    variants = (EAGER, PREFETCHED, SPARSE)
+    with made_table(spec, "disk", options) as table:
+        for row in bench.run(table, Setting("cache disk", "zipf 1.05", rows, variants, plan, model=model)):
+            row["setting"]["model_ms"] = model_ms
+            row["metrics"]["model_ratio"] = row["metrics"]["back_to_back_ms"]["p50"] / model_ms
+            yield row
 
 
 def counted(steps: Steps, table: FlatbedTable, counts: list[Any]) -> Steps:
@@ -105,45 +130,39 @@ def counted(steps: Steps, table: FlatbedTable, counts: list[Any]) -> Steps:
     return run_turn
 
 
-def idle(rows: Tensor) -> None:
-    """Compute nothing beside a table."""
-
-
 class Bench:
-    """Measures variants over one table at a time, beside a model if the setting has one."""
+    """Measures variants over one table at a time."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.device = options, options.device
         self.checker = Checker(options, scaled(SPECS["host"], options).dim)
         self.check = cache(self._check)
-        self.model = cache(self._model)
 
-    def _model(self, ms: float) -> tuple[Products, float]:
-        """Make a model that takes about so long; returns its measured time, too."""
-        model = Products(ms / (20 if self.options.is_small else 1), self.device)
-        return model, harness.time_alone(model, self.device)
+    def fill(self, table: FlatbedTable, setting: Setting) -> IdSource:
+        """Begin with an empty cache and take the first steps; returns the source of further ids."""
+        spec = table.spec
+        source = IdSource(setting.distribution, spec.n_rows, spec.n_ids, device=self.device)
+        table.model = idle
+        table.use_cache(setting.cache_rows)
+        for ids in source.draw(setting.fill_steps):
+            table.step(ids)
+        return source
 
     def run(self, table: FlatbedTable, setting: Setting) -> Iterator[Row]:
         """Time all variants of a setting in turns."""
-        spec, options = table.spec, self.options
-        source = IdSource(setting.distribution, spec.n_rows, spec.n_ids, device=self.device)
+        spec, options, plan = table.spec, self.options, setting.plan
         chosen = [*options.choose(dict.fromkeys(setting.variants))]
-        model, model_ms = (idle, None) if setting.model_ms is None else self.model(setting.model_ms)
-        plan = SMALL_PLAN if options.is_small else PLAN
-        if model_ms is not None:
-            plan = replace(plan, synchronized=min(5, plan.synchronized), blocks=min(2, plan.blocks))
-        table.model = model
-        table.use_cache(setting.cache_rows)
+        table.use_cache(0)
         before = harness.allocated_bytes(self.device)  # graphs of earlier settings keep their caches
-        for ids in source.draw(16 * setting.cache_rows // spec.n_ids if setting.fills_cache else 0):
-            table.step(ids)
+        source = self.fill(table, setting)
+        table.model = setting.model
         counts: dict[str, list[Any]] = {name: [] for name in chosen if name != SPARSE}
         steps = {name: counted(VARIANTS[name](table), table, counts[name]) for name in counts}
         with ExitStack() as peers:
             if SPARSE in chosen:
                 peer = SparseTable(spec, self.device)
                 peers.callback(peer.close)
-                peer.model = model
+                peer.model = setting.model
                 steps[SPARSE] = each(peer.step)
             found = time_in_turns(steps, source.draw, plan, options)
             held = spec.nbytes if SPARSE in chosen else 0
@@ -152,7 +171,6 @@ class Bench:
         table.step(fresh)
         is_flushed = table.survives_flush(np.unique(fresh)[:1024])
         shared = {"distribution": setting.distribution, **spec.setting}
-        shared |= {} if model_ms is None else {"model_ms": model_ms}
         own = {**shared, "storage": table.emb.table.storage, "cache_rows": setting.cache_rows}
         for name, readings in found.items():
             result = self.check(name, own["storage"], setting.cache_rows > 0)
@@ -161,11 +179,9 @@ class Bench:
                 hits, misses = sum(counts[name][1:])  # without warming up
                 metrics["hit_rate"] = hits / (hits + misses)
                 metrics["misses_per_step"] = misses / (plan.turns * plan.n_steps)
-            if model_ms is not None:
-                metrics["model_ratio"] = metrics["back_to_back_ms"]["p50"] / model_ms
-            where = shared if name == SPARSE else own
+            where = {**(shared if name == SPARSE else own)}
             n, ok = len(readings.back_to_back), result.ok and (is_flushed or name == SPARSE)
-            yield options.row(f"cache {setting.case}", name, where, metrics, n_samples=n, ok=ok)
+            yield options.row(setting.name, name, where, metrics, n_samples=n, ok=ok)
 
     def _check(self, name: str, storage: str, is_cached: bool) -> Result:
         """Check a variant on a small table."""

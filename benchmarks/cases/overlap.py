@@ -16,51 +16,39 @@ model alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import harness
-from benchmarks.harness import Options, Plan, Products, Steps, each, time_in_turns
-from benchmarks.models import attention_blocks
-from benchmarks.rows import Row, percentiles
-from benchmarks.trained_tables import (
-    DISTRIBUTIONS,
-    Beside,
-    Checker,
-    FlatbedTable,
-    IdSource,
-    TableSpec,
-    made_table,
-    scaled,
+from benchmarks.cases.cache import (
+    EAGER,
+    PREFETCHED,
+    RESERVED,
+    SPECS,
+    Bench,
+    Setting,
+    default_rows,
+    idle,
 )
+from benchmarks.harness import Options, Plan, Products
+from benchmarks.models import attention_blocks
+from benchmarks.rows import Row
+from benchmarks.trained_tables import DISTRIBUTIONS, Beside, FlatbedTable, TableSpec, made_table, scaled
 
 CASES = ("none", "gemm", "mlp", "conv", "transformer", "disk")
-SPECS = {"host": TableSpec(20_000_000, 128, 65_536), "disk": TableSpec(4_000_000, 128, 65_536)}
-CACHE_ROWS = {"host": 2_000_000, "disk": 1_000_000}
 FILL_STEPS = 300
 DISK_MS = 5.0
 PLAN = Plan(turns=3, warm_up=10, settle=5, blocks=3, block_steps=20)
 SMALL_PLAN = Plan(turns=2, warm_up=1, settle=1, blocks=1, block_steps=2)
-EAGER, PREFETCHED = "flatbed", "flatbed, prefetched"
-VARIANTS: dict[str, Callable[[FlatbedTable], Steps]] = {
-    EAGER: lambda table: each(table.step),
-    PREFETCHED: lambda table: table.prefetched(),
-    f"{PREFETCHED}, SMs reserved": lambda table: table.prefetched(reserve_sms=12),
-}
+VARIANTS = (EAGER, PREFETCHED, RESERVED)
 
 
 # ---- models
-
-
-def no_model(spec: TableSpec, options: Options) -> Beside:
-    """Compute nothing."""
-    return lambda rows: None
 
 
 def gemm(spec: TableSpec, options: Options) -> Beside:
@@ -135,7 +123,7 @@ def products(spec: TableSpec, options: Options) -> Beside:
 
 
 MODELS: dict[str, Callable[[TableSpec, Options], Beside]] = {
-    "none": no_model,
+    "none": lambda spec, options: idle,
     "gemm": gemm,
     "mlp": mlp,
     "conv": conv,
@@ -153,103 +141,54 @@ def run(options: Options) -> Iterator[Row]:
     for name, ids in asked:
         if ids and ids not in DISTRIBUTIONS:
             raise ValueError(f"unknown ids {ids!r} of {name}; there are {', '.join(DISTRIBUTIONS)}")
-    checker = Checker(options, scaled(SPECS["host"], options).dim)
+    bench = Bench(options)
     for storage, size in SPECS.items():
+        spec = scaled(size, options)
         wanted = [(name, ids) for name, ids in asked if (name == "disk") == (storage == "disk")]
-        if wanted:
-            bench = Bench(storage, scaled(size, options), checker, options)
-            yield from bench.run(wanted)
-
-
-class Bench:
-    """Measures one table beside several models."""
-
-    def __init__(self, storage: str, spec: TableSpec, checker: Checker, options: Options) -> None:
-        self.storage, self.spec, self.checker, self.options = storage, spec, checker, options
-        self.cache_rows = 8 * spec.n_ids if options.is_small else CACHE_ROWS[storage]
-        self.plan = SMALL_PLAN if options.is_small else PLAN
-
-    def run(self, wanted: list[tuple[str, str]]) -> Iterator[Row]:
-        """Measure models with the ids that each is wanted with; the cache is filled once per kind of ids."""
-        models = {name: MODELS[name](self.spec, self.options) for name, _ in wanted}
-        alone = {name: self.time_model(name, model) for name, model in models.items()}
-        variants = self.options.choose(VARIANTS)
-        checks = {
-            name: self.checker.check(
-                FlatbedTable, steps, storage=self.storage, cache_rows=self.checker.cache_rows
-            )
-            for name, steps in variants.items()
-        }
-        usual = ("zipf 1.05",) if self.storage == "disk" else tuple(DISTRIBUTIONS)
-        with made_table(self.spec, self.storage, self.options) as table:
+        models = {name: MODELS[name](spec, options) for name, _ in wanted}
+        alone = {name: time_model(model, spec, options) for name, model in models.items() if name != "none"}
+        usual = ("zipf 1.05",) if storage == "disk" else tuple(DISTRIBUTIONS)
+        if not wanted:
+            continue
+        with made_table(spec, storage, options) as table:
             for ids in DISTRIBUTIONS:
                 beside = [name for name, own in wanted if (own == ids if own else ids in usual)]
-                for row in self.run_ids(table, ids, {name: models[name] for name in beside}, alone):
-                    row["ok"] = checks[row["variant"]].ok and row["ok"]
-                    yield row
+                plan = SMALL_PLAN if options.is_small else PLAN
+                rows, fill = default_rows(storage, spec, options), 10 if options.is_small else FILL_STEPS
+                setting = Setting("overlap step", ids, rows, VARIANTS, plan, fill)
+                table_ms = time_table(bench, table, setting) if beside and storage != "disk" else None
+                for name in beside:
+                    for row in bench.run(table, replace(setting, model=models[name])):
+                        row["setting"]["model"] = "products" if name == "disk" else name
+                        yield with_bounds(row, alone.get(name), table_ms)
 
-    def time_model(self, name: str, model: Beside) -> float | None:
-        """Measure a model alone, with rows that are always the same."""
-        if name == "none":
-            return None
-        self.options.report(f"measuring {name} alone")
-        spec = self.spec
-        rows = torch.zeros((spec.n_ids, spec.dim), device=self.options.device, requires_grad=True)
 
-        def call() -> None:
-            loss = model(rows)
-            if loss is not None:
-                loss.backward()  # type: ignore[no-untyped-call]
-                rows.grad = None
+def with_bounds(row: Row, model_ms: float | None, table_ms: float | None) -> Row:
+    """Add the times of model and table alone, and the ratio to the larger of them."""
+    bounds = {"model_alone_ms": model_ms, "table_alone_ms": table_ms}
+    known = {name: value for name, value in bounds.items() if value is not None}
+    time = row["metrics"]["back_to_back_ms"]["p50"]
+    row["metrics"] |= {**known, "bound_ratio": time / max(known.values())}
+    return row
 
-        for _ in range(5):
-            call()
-        return harness.time_alone(call, self.options.device)
 
-    def time_table(self, table: FlatbedTable, source: IdSource) -> float:
-        """Measure the GPU time of the table's eager step alone; on a CPU, its time."""
-        device = self.options.device
-        batches = [torch.from_numpy(ids).to(device) for ids in source.draw(20)]
-        return median(harness.gpu_ms(partial(table.step, ids), device, host_ms=5.0) for ids in batches)
+def time_model(model: Beside, spec: TableSpec, options: Options) -> float:
+    """Measure a model alone, with rows that are always the same."""
+    rows = torch.zeros((spec.n_ids, spec.dim), device=options.device, requires_grad=True)
 
-    def run_ids(
-        self, table: FlatbedTable, distribution: str, models: dict[str, Beside], alone: dict[str, Any]
-    ) -> Iterator[Row]:
-        """Measure all variants beside each model, with ids of one distribution."""
-        if not models:
-            return
-        spec, options = self.spec, self.options
-        source = IdSource(distribution, spec.n_rows, spec.n_ids, device=options.device)
-        table.model = no_model(spec, options)
-        table.use_cache(self.cache_rows)
-        for ids in source.draw(10 if options.is_small else FILL_STEPS):
-            table.step(ids)
-        table_ms = None if self.storage == "disk" else self.time_table(table, source)
-        setting = {"distribution": distribution, **spec.setting}
-        setting |= {"storage": self.storage, "cache_rows": self.cache_rows}
-        for name, model in models.items():
-            table.model = model
-            steps = {variant: VARIANTS[variant](table) for variant in options.choose(VARIANTS)}
-            before = np.array(table.counts())
-            found = time_in_turns(steps, source.draw, self.plan, options)
-            hits, misses = np.array(table.counts()) - before
-            label = "products" if name == "disk" else name
-            bound = max(alone[name] or 0.0, table_ms or 0.0)
-            for variant, readings in found.items():
-                times = percentiles(readings.back_to_back)
-                metrics = {
-                    "back_to_back_ms": times,
-                    "model_alone_ms": alone[name],
-                    "table_alone_ms": table_ms,
-                    "bound_ratio": times["p50"] / bound,
-                    "hit_rate": float(hits / (hits + misses)),
-                }
-                n = len(readings.back_to_back)
-                yield options.row(
-                    "overlap step", variant, {**setting, "model": label}, metrics, n_samples=n, ok=True
-                )
-        table.model = no_model(spec, options)
-        fresh = source.draw(1)[0]
-        table.step(fresh)
-        if not table.survives_flush(np.unique(fresh)[:1024]):
-            raise AssertionError(f"rows of {distribution} ids changed when the cache was written back")
+    def call() -> None:
+        loss = model(rows)
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+            rows.grad = None
+
+    for _ in range(5):
+        call()
+    return harness.time_alone(call, options.device)
+
+
+def time_table(bench: Bench, table: FlatbedTable, setting: Setting) -> float:
+    """Measure the GPU time of the table's eager step alone; on a CPU, its time."""
+    source, device = bench.fill(table, setting), bench.device
+    batches = [torch.from_numpy(ids).to(device) for ids in source.draw(20)]
+    return median(harness.gpu_ms(partial(table.step, ids), device, host_ms=5.0) for ids in batches)

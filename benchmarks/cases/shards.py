@@ -3,7 +3,6 @@
 - world: one rank (NCCL, or gloo on a CPU) against the same table without `shard`.
 - share: the work of one rank of 8 and of 64. The others are a stand-in: it hands over the rows and gradients
   that they would send, drawn from the same distribution, at once. Time on wires is a model, and not measured.
-- headers: gloo's small messages before each exchange, between ranks that are threads of this process.
 - balance: rows that the busiest owner is asked for, against the mean; expected numbers, computed.
 
 The cost model is that of `flatbed doctor --rows --ranks`, with the hit rate of the measured cache.
@@ -11,14 +10,10 @@ The cost model is that of `flatbed doctor --rows --ranks`, with the hit rate of 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from threading import Barrier
 from typing import Any
 from unittest.mock import patch
 
@@ -35,13 +30,13 @@ from benchmarks.rows import Row, percentiles, value_of
 from benchmarks.trained_tables import DISTRIBUTIONS, Checker, FlatbedTable, Ids, IdSource, TableSpec, scaled
 from flatbed import cost_model
 
-CASES = ("world", "share", "headers", "balance")
+CASES = ("world", "share", "balance")
 WORLD_SPEC = TableSpec(8_000_000, 128, 65_536)
 SHARE_SPEC = TableSpec(20_000_000, 128, 65_536)
 WORLD_PLAN = Plan(warm_up=60, turns=10, settle=4, blocks=2, block_steps=20)
 SHARE_PLAN = Plan(warm_up=12, turns=3, settle=2, blocks=2, block_steps=6)
 SMALL_PLAN = Plan(warm_up=2, turns=2, settle=1, blocks=1, block_steps=2)
-SHARES, HEADERS, OWNERS = (8, 64), (2, 4, 8, 16, 32), (8, 64, 512)
+SHARES, OWNERS = (8, 64), (8, 64, 512)
 WHOLE, SHARDED = "flatbed", "flatbed, shard=row"
 MODES = ("", ", prefetched")
 CYCLIC, RANGES = "flatbed, row % ranks", "contiguous ranges"
@@ -50,7 +45,7 @@ CYCLIC, RANGES = "flatbed, row % ranks", "contiguous ranges"
 def run(options: Options) -> Iterator[Row]:
     """Measure the cases that were asked for."""
     options.report(f"the model assumes: {cost_model.assumptions()}. Not measured.")
-    cases = {"world": run_world, "share": run_share, "headers": run_headers, "balance": run_balance}
+    cases = {"world": run_world, "share": run_share, "balance": run_balance}
     for case, measure in cases.items():
         if options.wants(case):
             yield from measure(options)
@@ -283,42 +278,6 @@ def share_is_right(n_ranks: int, options: Options) -> bool:
     expected = whole.read(local.numpy() * n_ranks + rank)
     whole.close()
     return harness.same_bits(found, expected)
-
-
-# ---- headers
-
-
-def run_headers(options: Options) -> Iterator[Row]:
-    """Time gloo's exchange of three numbers between all ranks."""
-    for n_ranks in HEADERS[:1] if options.is_small else HEADERS:
-        walls, cpu_ms = header_times(n_ranks, n=20 if options.is_small else 200)
-        metrics = {"wall_ms": percentiles(walls), "cpu_ms": cpu_ms}
-        metrics["not_measured_header_ms"] = 1e3 * cost_model.header_seconds(n_ranks)
-        yield options.row(
-            "shards headers", "flatbed", {"ranks": n_ranks}, metrics, n_samples=len(walls), ok=True
-        )
-
-
-def header_times(n_ranks: int, *, n: int) -> tuple[list[float], float]:
-    """Return times of an exchange at the first rank, and the CPU time of a rank, in ms."""
-    store, ready = dist.HashStore(), Barrier(n_ranks)  # type: ignore[attr-defined,unused-ignore]
-
-    def exchange(rank: int) -> tuple[list[float], float]:
-        group: Any = dist.ProcessGroupGloo(store, rank, n_ranks, timedelta(seconds=60))  # type: ignore[attr-defined,unused-ignore]
-        sent, found = torch.zeros(2, n_ranks, 3, dtype=torch.int64)
-        for _ in range(5):
-            group.alltoall_base(found, sent, [], []).wait()
-        ready.wait()
-        begin = time.process_time()
-        walls = [
-            harness.wall_ms(lambda: group.alltoall_base(found, sent, [], []).wait(), sent.device)
-            for _ in range(n)
-        ]
-        ready.wait()
-        return walls, 1e3 * (time.process_time() - begin) / n / n_ranks
-
-    with ThreadPoolExecutor(n_ranks) as pool:
-        return next(iter([*pool.map(exchange, range(n_ranks))]))
 
 
 # ---- balance of owners

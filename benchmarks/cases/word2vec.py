@@ -1,8 +1,7 @@
 """word2vec: words per second with several tables, and the quality of vectors beside gensim's.
 
 - words, n-grams: one epoch over synthetic text; the final loss must be that of torch's sparse tables.
-- quality: `benchmarks/quality.py`; runs only when asked for, since it trains 45 models.
-- runs: whole runs beside gensim's, `benchmarks/whole_runs.py`; only when asked for.
+- runs: whole runs beside gensim's, and the quality of both, `benchmarks/whole_runs.py`; only when asked for.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 from torch import nn
 
 import flatbed
-from benchmarks import quality, whole_runs
+from benchmarks import whole_runs
 from benchmarks.harness import Options, free_memory, peak_bytes, reset_peak, synchronize
 from benchmarks.rows import Row, percentiles
 from flatbed.word2vec import Corpus, Settings, Trainer
 
-CASES = ("words", "n-grams", "quality", "runs")
+CASES = ("words", "n-grams", "runs")
 SPARSE, HOST, DEVICE = "torch sparse", "flatbed host", "flatbed device"
 PREFETCHED = f"{HOST}, prefetched"
 LR = 0.002
@@ -50,12 +49,10 @@ SMALL_TEXTS = {"words": Text(500, 8_000, 0, 1024), "n-grams": Text(500, 4_000, 1
 
 
 def run(options: Options) -> Iterator[Row]:
-    """Measure the cases that were asked for; quality and runs only by name."""
+    """Measure the cases that were asked for; runs only by name."""
     for case, text in (SMALL_TEXTS if options.is_small else TEXTS).items():
         if options.wants(case):
             yield from run_text(case, text, options)
-    if "quality" in options.cases:
-        yield from quality.run(options)
     if "runs" in options.cases:
         yield from whole_runs.run(options)
 

@@ -1,6 +1,6 @@
 """`python -m flatbed`."""
 
-from flatbed.cli import app
+from flatbed_command import main
 
 if __name__ == "__main__":
-    app(prog_name="python -m flatbed")
+    main()

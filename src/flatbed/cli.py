@@ -12,35 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flatbed._version import __version__
 from flatbed.word2vec.commands import neighbors, word2vec
 
 if TYPE_CHECKING:
     from flatbed.doctor import Finding
 
-app = typer.Typer(
-    help="Training memory where it should be: word vectors, and what this machine offers.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 app.command()(word2vec)
 app.command()(neighbors)
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        typer.echo(f"flatbed {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None:
-    """Training memory where it should be: word vectors, and what this machine offers."""
 
 
 @app.command()
@@ -98,8 +77,7 @@ def doctor(
         typer.echo(json.dumps(records, indent=1, ensure_ascii=False))
         return
     terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=120)
-    console.print(_findings_table(findings))
+    (terminal if terminal.is_terminal else Console(width=120)).print(_findings_table(findings))
 
 
 def _findings_table(findings: Mapping[str, Finding]) -> Table:

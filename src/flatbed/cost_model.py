@@ -94,15 +94,10 @@ def sharded_step(
             "the bus" if bus >= host_memory else "host memory": max(bus, host_memory),
             "NVLink": nvlink_bytes / NVLINK,
             "the network": nic_bytes / NIC,
-            "headers": HEADERS_PER_STEP * header_seconds(n_ranks),
+            "headers": HEADERS_PER_STEP * HEADER_SECONDS * (n_ranks - 1),
             "kernels": FIXED_SECONDS,
         },
     )
-
-
-def header_seconds(n_ranks: int) -> float:
-    """Return the time in which all ranks tell each other how many rows will travel."""
-    return HEADER_SECONDS * (n_ranks - 1)
 
 
 def assumptions() -> str:

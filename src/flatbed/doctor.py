@@ -57,8 +57,7 @@ def examine(table_bytes: int = 100 * GB) -> dict[str, Finding]:
         "host memory": host_memory,
         "bus": bus,
         "disk": disk,
-        "storage": recommendation,
-        "table": partial(table_cost, table_bytes),
+        "table": partial(fit, table_bytes, measure=True),
     }
     findings = {}
     with warnings.catch_warnings():
@@ -137,13 +136,6 @@ def bus_speed() -> tuple[float, float]:
     return copy_speed(there, host), copy_speed(host, there)
 
 
-@cache
-def memory_speed(device: str) -> float:
-    """Return bytes per second that a copy within a memory reads and writes."""
-    source = torch.ones(128 * MIB, dtype=torch.uint8, device=device)
-    return 2 * copy_speed(torch.zeros_like(source), source)
-
-
 def copy_speed(target: Tensor, source: Tensor) -> float:
     """Return bytes per second of a copy; the timer waits for the GPU."""
     timer = Timer("target.copy_(source)", globals={"target": target, "source": source})
@@ -191,46 +183,33 @@ def storage_for(nbytes: int, free: Mapping[str, int]) -> str | None:
 
 
 def batch_seconds(storage: str) -> float | None:
-    """Estimate how long the rows of a batch travel to the update and back; for a disk, reading alone."""
-    nbytes = BATCH * RECORD_BYTES
+    """Estimate how long the rows of a batch travel over the bus and back, or are read from a disk."""
     if storage == "disk":
         rate = disk_reads()
         return None if rate is None else BATCH / rate
-    if storage == "device":
-        return 2 * nbytes / memory_speed("cuda:0")
-    if torch.cuda.is_available():
-        return sum(nbytes / speed for speed in bus_speed())
-    return 4 * nbytes / memory_speed("cpu")  # copied out and back; each copy reads and writes
+    if storage == "host" and torch.cuda.is_available():
+        return sum(BATCH * RECORD_BYTES / speed for speed in bus_speed())
+    return None
 
 
-def recommendation() -> Finding:
-    """Recommend a storage for tables of three sizes."""
+def fit(table_bytes: int, *, measure: bool) -> Finding:
+    """Say which storage has room for a table, and with `measure` how long the rows of a batch travel."""
     free = free_bytes()
-    chosen = {size: storage_for(size * GB, free) for size in (1, 10, 100)}
-    value = ", ".join(f"{size} GB: {storage or 'none'}" for size, storage in chosen.items())
-    if chosen[1] is None:
-        return Finding(False, value, "Memory and disk are almost full: free some.")
-    return Finding(True, value, "storage= for a table of that size, optimizer state included.")
-
-
-def table_cost(table_bytes: int) -> Finding:
-    """Describe what a table of this size costs in each storage."""
-    free, parts = free_bytes(), []
+    parts = []
     for storage, nbytes in free.items():
-        fits = storage_for(table_bytes, {storage: nbytes}) is not None
-        seconds = batch_seconds(storage)
-        took = "not measured" if seconds is None else f"{1e3 * seconds:,.1f} ms a batch"
-        parts.append(f"{storage} {table_bytes / max(1, nbytes):.0%}{'' if fits else ' (too large)'}, {took}")
-    n_rows = table_bytes // RECORD_BYTES
-    value = f"{table_bytes / GB:g} GB: {'; '.join(parts)}"
-    meaning = (
-        f"{n_rows:,} rows × {DIM} with Adam: share of free space, and the least time in which "
-        f"{BATCH:,} rows ({BATCH * RECORD_BYTES / 1e6:.0f} MB) travel. The step itself takes 1 to 2 ms more."
-    )
-    if storage_for(table_bytes, free) is not None:
-        return Finding(True, value, meaning)
-    remedy = "No storage has room: use an optimizer with less state, bf16 weights, or fewer rows."
-    return Finding(False, value, f"{remedy} {meaning}")
+        part = f"{storage} {table_bytes / max(1, nbytes):.0%} of {nbytes / GB:,.1f} GB free"
+        seconds = batch_seconds(storage) if measure else None
+        parts.append(part if seconds is None else f"{part}, {1e3 * seconds:,.1f} ms a batch")
+    chosen = storage_for(table_bytes, free)
+    meaning = f'The table fits: storage="{chosen}".'
+    if chosen is None:
+        meaning = "No storage has room: use an optimizer with less state, bf16 weights, or fewer rows."
+    if measure:
+        meaning += (
+            f" A batch: the least time in which {BATCH:,} rows × {DIM} with Adam "
+            f"({BATCH * RECORD_BYTES / 1e6:.0f} MB) travel. The step itself takes 1 to 2 ms more."
+        )
+    return Finding(chosen is not None, f"{table_bytes / GB:,.4g} GB: {'; '.join(parts)}", meaning)
 
 
 def free_bytes() -> dict[str, int]:
@@ -256,48 +235,28 @@ def plan(
     table_bytes = n_rows * record_bytes
     cost = cost_model.sharded_step(n_rows, 4 * dim, record_bytes, n_ranks=ranks, n_ids=ids, hit_rate=hit_rate)
     size = f"{n_rows:,} rows × {dim} in fp32 with {optimizer}: {record_bytes:,} bytes a row"
+    placement = 'Sharded with shard="row". Without shard, each rank holds all rows.'
     memory = f"{cost.rank_bytes / GB:,.1f} GB per rank, {cost.host_bytes / GB:,.1f} GB per host"
     traffic = f"{cost.wire_bytes / 1e6:,.0f} MB between ranks, {cost.bus_bytes / 1e6:,.0f} MB over the bus"
     cached = f"{hit_rate:.0%} of the rows in caches" if hit_rate else "none in a cache: the worst case"
+    step = f"{1e3 * cost.step_seconds:.1f} ms for {ids * ranks:,} ids, bound by {cost.bound}"
     terms = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in cost.seconds.items())
-    placement = 'Sharded with shard="row".' if ranks > 1 else "On one GPU; --ranks for several."
-    unsharded = " Without shard, each rank holds all rows." if ranks > 1 else ""
-    fit = {"this machine": _fit(table_bytes)} if ranks == 1 else {}
-    return {
-        "table": Finding(None, f"{size}, {table_bytes / GB:,.0f} GB", placement),
-        **fit,
-        "host memory": Finding(
-            None,
-            memory,
-            f"Ranks: {ranks:,}. Hosts: {cost.n_hosts:,}.{unsharded}",
+    lines = {
+        "table": (
+            f"{size}, {table_bytes / GB:,.0f} GB",
+            placement if ranks > 1 else "On one GPU; --ranks for several.",
         ),
-        "GPU memory": Finding(
-            None,
+        "host memory": (memory, f"Ranks: {ranks:,}. Hosts: {cost.n_hosts:,}."),
+        "GPU memory": (
             f"{cost.gpu_bytes / GB:,.2f} GB per rank",
             "A cache of four batches, its index, and a batch.",
         ),
-        "traffic": Finding(
-            None, traffic, f"Per rank and step of {ids:,} uniform ids, {cached} (--hit-rate)."
-        ),
-        "step": Finding(
-            None,
-            f"{1e3 * cost.step_seconds:.1f} ms for {ids * ranks:,} ids, bound by {cost.bound}",
-            f"Not measured. The table alone, one term after the other: {terms}.",
-        ),
-        "assumed": Finding(
-            None, cost_model.assumptions(), "Not measured. python -m benchmarks shards measures some."
-        ),
+        "traffic": (traffic, f"Per rank and step of {ids:,} uniform ids, {cached} (--hit-rate)."),
+        "step": (step, f"Not measured. The table alone, one term after the other: {terms}."),
+        "assumed": (cost_model.assumptions(), "Not measured. python -m benchmarks shards measures some."),
     }
-
-
-def _fit(nbytes: int) -> Finding:
-    """Say which storage of this machine has room for a table."""
-    free = free_bytes()
-    value = "free: " + ", ".join(f"{storage} {size / GB:,.1f} GB" for storage, size in free.items())
-    chosen = storage_for(nbytes, free)
-    if chosen is None:
-        return Finding(False, value, "No storage has room for the table and what training needs besides.")
-    return Finding(True, value, f'The table fits: storage="{chosen}".')
+    findings = {name: Finding(None, *line) for name, line in lines.items()}
+    return findings if ranks > 1 else {**findings, "this machine": fit(table_bytes, measure=False)}
 
 
 def _record_bytes(dim: int, optimizer: str) -> int:

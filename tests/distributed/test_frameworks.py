@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import run_example
+from tests.scripts.ranks import run_on_ranks
 
 EXAMPLES = {
     "lightning": ("lightning_fsdp.py", "--devices", "2"),
@@ -14,15 +16,20 @@ EXAMPLES = {
     "trainer-class": ("trainer_fsdp.py",),
     "trainer-optimizer": ("trainer_fsdp.py", "--built"),
 }
-PACKAGES = {"lightning": "lightning", "accelerate": "accelerate", "trainer": "transformers"}
+IMPORTS = {
+    "lightning": ["lightning"],
+    "accelerate": ["accelerate"],
+    "trainer": ["transformers", "transformers.trainer"],
+}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_two_processes(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes(example: str, tmp_path: Path) -> None:
     framework = example.split("-", maxsplit=1)[0]
-    pytest.importorskip(PACKAGES[framework])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = run_example(*EXAMPLES[example], "--steps", "16", n_processes=2)
+    if find_spec(IMPORTS[framework][0]) is None:
+        pytest.skip(f"needs {framework}")
+    options = (*EXAMPLES[example], "--steps", "16")
+    found = run_on_ranks(*options, folder=tmp_path, imports=IMPORTS[framework])
     steps = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+) norm ([\d.]+)", found)]
     assert len(steps) == 16
     losses = [loss for loss, _ in steps]

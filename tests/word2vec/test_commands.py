@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 import flatbed
-from flatbed.word2vec import Settings, Trainer, Vectors, output, read_corpus
+from flatbed.word2vec import Settings, Trainer, Vectors, commands, read_corpus
 from flatbed.word2vec.commands import neighbors, word2vec
 from flatbed.word2vec.vectors import principal_plane
 
@@ -53,17 +53,6 @@ def run(*arguments: object, code: int = 0) -> str:
     return re.sub(r"[\s│]+", " ", done.output)
 
 
-def start(*arguments: object, before: str = "") -> subprocess.Popen[str]:
-    """Run the command in another process, after the statements `before`."""
-    return subprocess.Popen(
-        [sys.executable, "-c", f"{before}\nfrom flatbed.cli import app; app()", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1])},
-    )
-
-
 def matrix(path: Path) -> np.ndarray:
     return Vectors.load(path).matrix
 
@@ -71,16 +60,15 @@ def matrix(path: Path) -> np.ndarray:
 # ---- results
 
 
-@pytest.mark.parametrize("binary", [False, True])
-def test_from_text_to_neighbours(binary: bool, text: Path, tmp_path: Path) -> None:
+def test_from_text_to_neighbours(text: Path, tmp_path: Path) -> None:
     gensim = pytest.importorskip("gensim.models")
     out = tmp_path / "v.out"
     options = ["--dim", 16, "--epochs", 6, "--batch-words", 256, "--device", "cpu", "--subsample", 0]
-    said = run("word2vec", text, *options, "--out", out, *(["--binary"] if binary else []))
+    said = run("word2vec", text, *options, "--out", out, "--binary")
     assert "12,000 words of text, 27 distinct" in said
     assert "tables on the host, computed on cpu" in said
     assert f"wrote {out} wrote {tmp_path}/v.loss.png and {tmp_path}/v.map.png nearest neighbours" in said
-    loaded = gensim.KeyedVectors.load_word2vec_format(str(out), binary=binary)
+    loaded = gensim.KeyedVectors.load_word2vec_format(str(out), binary=True)
     assert loaded.vectors.shape == (27, 16)
     animals = {"dog", "horse", "cow", "eats", "sleeps", "runs", "barn", "fur"}
     assert {word for word, _ in loaded.most_similar("cat", topn=4)} <= animals
@@ -137,7 +125,7 @@ def test_words_are_printed_unchanged(tmp_path: Path) -> None:
 
 
 def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(commands, "LINE_SECONDS", 0.0)
     said = run("word2vec", text, *QUIET, "--out", tmp_path / "v.txt")
     line = r"training: [\d,]+ of 24,000 \(\d+%\), epoch 1, [\d,]+ words/s, loss \d\.\d{3}"
     assert len(re.findall(line, said)) > 3
@@ -151,11 +139,9 @@ def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.
     ("arguments", "match"),
     [
         (["none.txt"], "none.txt' does not exist"),
-        (["TEXT", "--out", "no/such/v.txt"], "such/.v.txt.new cannot be written (No such file"),
+        (["TEXT", "--out", "no/such/v.txt"], "No such file or directory: 'no/such/.v.txt.new'"),
         (["TEXT", "--out", "."], "is a directory"),
-        (["TEXT", "--dim", "0"], "dim must be at least 1; found 0"),
         (["TEXT", "--optimizer", "adamaxx"], "no optimizer 'adamaxx'"),
-        (["TEXT", "--storage", "disk"], "disk and a path"),
         (["TEXT", "--ngrams", "three"], "lengths such as 3-6; found 'three'"),
         (["TEXT", "--resume"], "holds no checkpoint"),
         (["TEXT", "--device", "tpu9x"], "torch cannot use 'tpu9x'"),
@@ -269,12 +255,10 @@ def test_tables_on_disk(text: Path, tmp_path: Path) -> None:
 def test_tables_of_a_run_that_was_killed(text: Path, tmp_path: Path) -> None:
     """Without a checkpoint they cannot be resumed; the message says what to delete."""
     tables = tmp_path / "tables"
+    killed = Trainer(read_corpus(text), Settings(dim=8, device="cpu", storage="disk", path=tables))
+    next(iter(killed))
+    killed.close()
     options = [text, *QUIET, "--out", tmp_path / "v.txt", "--storage", "disk", "--path", tables]
-    options += ["--checkpoint-every", 0]
-    killed = "import os; from flatbed.word2vec import Trainer; Trainer.save = lambda *_: os._exit(9)"
-    process = start("word2vec", *options, before=killed)
-    process.communicate(timeout=120)
-    assert process.returncode == 9
     said = run("word2vec", *options, code=1)
     assert f"delete {tables}/inputs.bed and {tables}/outputs.bed to start again" in said
     for file in tables.iterdir():
@@ -282,14 +266,13 @@ def test_tables_of_a_run_that_was_killed(text: Path, tmp_path: Path) -> None:
     run("word2vec", *options)
 
 
-@pytest.mark.parametrize("storage", ["host", "disk"])
-def test_a_run_that_was_killed_continues(storage: str, text: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_continues(text: Path, tmp_path: Path) -> None:
     """From the last of its regular checkpoints, to the vectors of a run that was not killed."""
-    options = [text, *QUIET, "--storage", storage, "--threads", torch.get_num_threads()]
-    options += ["--path", tmp_path / "tables"] if storage == "disk" else []
-    out = tmp_path / "v.txt"
+    options = [text, *QUIET, "--threads", torch.get_num_threads()]
+    on_disk = [*options, "--out", tmp_path / "v.txt", "--storage", "disk", "--path", tmp_path / "tables"]
     killed = """
 import os
+from flatbed.cli import app
 from flatbed.word2vec import Trainer
 finish = Trainer._finish_step
 def finish_step(self, *step):
@@ -297,16 +280,17 @@ def finish_step(self, *step):
     if self.step == 50:
         os.kill(os.getpid(), 9)
 Trainer._finish_step = finish_step
+app()
 """
-    process = start("word2vec", *options, "--out", out, "--checkpoint-every", 1e-9, before=killed)
-    process.communicate(timeout=120)
-    assert process.returncode == -9
-    assert "holds a training at step 49" in run("word2vec", *options, "--out", out, code=1)
-    said = run("word2vec", *options, "--out", out, "--resume")
-    assert "continuing at step 49" in said
-    whole = [*options[:-2], "--storage", "host"] if storage == "disk" else options
-    run("word2vec", *whole, "--out", tmp_path / "w.txt")
-    np.testing.assert_array_equal(matrix(out), matrix(tmp_path / "w.txt"))
+    command = [sys.executable, "-c", killed, "word2vec", *map(str, on_disk), "--checkpoint-every", "1e-9"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1])}, timeout=120
+    )
+    assert done.returncode == -9
+    assert "holds a training at step 49" in run("word2vec", *on_disk, code=1)
+    assert "continuing at step 49" in run("word2vec", *on_disk, "--resume")
+    run("word2vec", *options, "--out", tmp_path / "w.txt")
+    np.testing.assert_array_equal(matrix(tmp_path / "v.txt"), matrix(tmp_path / "w.txt"))
 
 
 @pytest.mark.parametrize("storage", ["host", "disk"])
@@ -333,29 +317,25 @@ def test_training_is_saved_if_the_vectors_cannot_be_written(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_and_resume(number: signal.Signals, text: Path, tmp_path: Path) -> None:
-    """A real signal to a real process; the resumed run ends with the vectors of an uninterrupted one."""
-    options = {"dim": 16, "epochs": 10, "batch-words": 256, "device": "cpu"}
-    whole = Trainer(read_corpus(text), Settings(dim=16, epochs=10, batch_words=256, device="cpu"))
-    whole.run()
-    typed = [part for k, v in options.items() for part in (f"--{k}", v)]
-    command = ["word2vec", text, *typed, "--no-pictures", "--threads", torch.get_num_threads()]
-    command += ["--checkpoint", tmp_path / "run", "--out", tmp_path / "v.txt"]
-    # A line per report, to know that training has begun.
-    cut = start(*command, before="from flatbed.word2vec import output; output.LINE_SECONDS = 0")
-    assert cut.stdout is not None
-    while not cut.stdout.readline().startswith("training:"):
-        assert cut.poll() is None
-    cut.send_signal(number)
-    said, _ = cut.communicate(timeout=120)
-    assert cut.returncode == 130, said
-    found = re.search(r"saved step ([\d,]+) of ([\d,]+) to \S+: continue with --resume", said)
-    assert found, said
-    step, n_steps = (int(each.replace(",", "")) for each in found.groups())
-    assert 0 < step < n_steps
+def test_a_signal_and_resume(
+    number: signal.Signals, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed run ends with the vectors of an uninterrupted one."""
+    finish, handlers = Trainer._finish_step, [signal.getsignal(number)]
+
+    def interrupted(trainer: Trainer, *step: Any) -> None:
+        finish(trainer, *step)
+        if trainer.step == 9:
+            os.kill(os.getpid(), number)
+
+    options = [text, *QUIET, "--checkpoint", tmp_path / "run"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_finish_step", interrupted)
+        said = run("word2vec", *options, "--out", tmp_path / "v.txt", code=130)
+    assert re.search(r"saved step ([\d,]+) of ([\d,]+) to \S+: continue with --resume", said)
+    assert [signal.getsignal(number)] == handlers
     assert not (tmp_path / "v.txt").exists()
-    again = start(*command, "--resume")
-    said, _ = again.communicate(timeout=120)
-    assert again.returncode == 0, said
-    np.testing.assert_array_equal(matrix(tmp_path / "v.txt"), whole.vectors().matrix)
+    run("word2vec", *options, "--resume", "--out", tmp_path / "v.txt")
     assert not (tmp_path / "run").exists()
+    run("word2vec", *options, "--out", tmp_path / "w.txt")
+    np.testing.assert_array_equal(matrix(tmp_path / "v.txt"), matrix(tmp_path / "w.txt"))

@@ -131,15 +131,6 @@ def test_negatives_of_batches_follow_the_distribution() -> None:
     assert np.abs(drawn / drawn.sum() - wanted).max() < 0.002
 
 
-def test_negatives_follow_counts_to_three_quarters() -> None:
-    counts = np.array([10_000, 1000, 100, 10, 1])
-    drawn = NegativeSampler(counts).draw(200_000, np.random.default_rng(0))
-    found = np.bincount(drawn, minlength=5) / len(drawn)
-    wanted = counts**0.75 / (counts**0.75).sum()
-    # Stratified: closer than independent draws, whose error would be sqrt(p / n).
-    assert np.abs(found - wanted).max() < 2 / 200_000
-
-
 def test_each_position_of_a_draw_has_the_distribution() -> None:
     counts = np.array([50, 30, 20])
     negatives, wanted = NegativeSampler(counts), counts**0.75 / (counts**0.75).sum()

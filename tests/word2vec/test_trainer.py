@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import flatbed
 from flatbed import FlatbedError
 from flatbed.word2vec import Corpus, Settings, Trainer
 from flatbed.word2vec.sampling import BLOCK, BatchSampler, TrainingBatch, make_bags
-from flatbed.word2vec.saved_run import SavedRun, remove_checkpoint
+from flatbed.word2vec.settings import remove_checkpoint, saved_run
 from flatbed.word2vec.trainer import STEPS_PER_DRAIN
 
 from .texts import KINDS, SURROUNDINGS, kinds_corpus, random_corpus
@@ -45,8 +42,6 @@ def purity(trainer: Trainer) -> float:
 LEARNING = {  # with batches that suit a vocabulary of 27 words
     "adamax": {},
     "sgd": {"batch_words": 64},
-    "adagrad": {},
-    "Adam": {"lr": 0.02},
     "rmsprop": {},
     "Rprop": {"lr": 0.01},
 }
@@ -118,17 +113,6 @@ def test_sgd_takes_one_step_at_a_time() -> None:
     corpus, options = kinds_corpus(300), SMALL | {"optimizer": "sgd", "batch_words": 64}
     one, four = (trained(corpus, Settings(**options, threads=n)) for n in (1, 4))
     np.testing.assert_array_equal(one, four)
-
-
-def test_training_does_not_import_dynamo() -> None:
-    """The import takes a second, at every start."""
-    code = """
-import sys
-from flatbed.word2vec import Corpus, Settings, Trainer
-Trainer(Corpus.from_sentences([["a", "b"]] * 50), Settings(dim=4, device="cpu", subsample=0)).run()
-assert "torch._dynamo" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_progress_and_learning_rate() -> None:
@@ -209,8 +193,8 @@ def test_resume_refuses_other_steps(tmp_path: Path) -> None:
     trainer = Trainer(corpus, Settings(**options))
     next(iter(trainer))
     trainer.save(tmp_path / "run")
-    asked = Settings(**options | {"batch_words": trainer.settings.words_per_step})
-    with pytest.raises(FlatbedError, match=r"training of \d+ steps, and here are \d+: give its batch_words"):
+    asked = Settings(**options | {"batch_words": trainer.settings.defaults.batch_words})
+    with pytest.raises(FlatbedError, match=r"another training: steps=\d+ there and \d+ here"):
         Trainer(corpus, asked).resume(tmp_path / "run")
 
 
@@ -231,7 +215,7 @@ def test_resume_refuses_other_settings_and_texts(tmp_path: Path) -> None:
     next(iter(trainer))
     trainer.save(tmp_path / "run")
     for options, match in (
-        ({"dim": 8}, "other settings: dim=16 there and 8 here"),
+        ({"dim": 8}, "another training: dim=16 there and 8 here"),
         ({"seed": 5}, "seed=0 there and 5 here"),
         ({"optimizer": "sgd", "batch_words": 512}, "lr=0.06 there and 0.025 here, optimizer=adamax"),
     ):
@@ -239,7 +223,7 @@ def test_resume_refuses_other_settings_and_texts(tmp_path: Path) -> None:
         with pytest.raises(FlatbedError, match=match):
             other.resume(tmp_path / "run")
         assert other.step == 0
-    with pytest.raises(FlatbedError, match="another text"):
+    with pytest.raises(FlatbedError, match=r"text=.* the same files in the same order"):
         Trainer(random_corpus(50, 2000, seed=1), Settings(**SMALL)).resume(tmp_path / "run")
     with pytest.raises(FlatbedError, match="holds no checkpoint"):
         trainer.resume(tmp_path / "none")
@@ -262,8 +246,7 @@ def test_the_size_of_a_cache_may_change(tmp_path: Path) -> None:
         ({"batch_words": 0}, "batch_words must be at least 1"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"subsample": float("nan")}, "subsample must be at least 0; found nan"),
-        ({"lr": 0.0}, "lr must be greater than 0"),
-        ({"lr": float("nan")}, "lr must be greater than 0; found nan"),
+        ({"lr": float("nan")}, "lr must be at least 0; found nan"),
         ({"storage": "cloud"}, "storage must be one of host, device, disk; found 'cloud'"),
         ({"storage": "disk"}, "disk and a path"),
         ({"path": "x"}, "disk and a path"),
@@ -333,21 +316,22 @@ def saved(folder: Path) -> Trainer:
 
 
 def test_the_description_of_a_checkpoint(tmp_path: Path) -> None:
-    assert SavedRun.find(tmp_path / "none") is None
+    assert saved_run(tmp_path / "none") is None
     trainer = saved(tmp_path)
-    found = SavedRun.find(tmp_path)
+    found = saved_run(tmp_path)
     assert found is not None
-    assert (found.step, found.n_steps) == (3, trainer.n_steps)
-    assert str(found).startswith(f"a training at step 3 of {trainer.n_steps} (dim 8, window 5, epochs 2, ")
+    assert (found["step"], found["steps"]) == (3, trainer.n_steps)
+    assert found["settings"]["dim"] == 8
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": {}}', json.dumps({"extra": {"step": 3}})])
 @pytest.mark.parametrize("name", ["CURRENT.json", "v*/checkpoint.json"])
-def test_a_checkpoint_that_is_damaged_or_of_another_model(name: str, content: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_damaged_or_of_another_model(name: str, tmp_path: Path) -> None:
     saved(tmp_path)
-    next(tmp_path.glob(name)).write_text(content)
-    with pytest.raises(FlatbedError, match=r"no intact checkpoint of word vectors .*: give another folder"):
-        SavedRun.find(tmp_path)
+    file = next(tmp_path.glob(name))
+    for content in ("", "{", "[]", '{"settings": {}}', '{"extra": {"step": 3}}'):
+        file.write_text(content)
+        with pytest.raises(FlatbedError, match=r"no intact checkpoint of word vectors .*: give another"):
+            saved_run(tmp_path)
 
 
 def test_removing_a_checkpoint_keeps_other_files(tmp_path: Path) -> None:

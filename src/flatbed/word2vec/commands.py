@@ -8,19 +8,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from flatbed import FlatbedError
 from flatbed.word2vec.corpus import Corpus, python_corpus, read_corpus
-from flatbed.word2vec.output import neighbors_table, progress_bar
-from flatbed.word2vec.saved_run import SavedRun, remove_checkpoint
-from flatbed.word2vec.settings import Settings
+from flatbed.word2vec.settings import Settings, remove_checkpoint, saved_run
 from flatbed.word2vec.trainer import Trainer
 from flatbed.word2vec.vectors import Vectors, plot_loss, plot_map
 
@@ -31,6 +30,8 @@ SHOWN = ["append", "open", "list", "True", "try", "ValueError", "lock", "min"]
 N_SHOWN = 8
 MOST_THREADS = 2
 """Threads by default, where there are more cores: with more of them, steps see older rows."""
+LINE_SECONDS = 10.0
+"""Seconds between progress lines where stderr is not a terminal."""
 INTERRUPTED = 130
 """The usual exit code of programs ended by Ctrl-C."""
 
@@ -43,14 +44,15 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     params = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     hints = get_type_hints(Settings, include_extras=True)
+    defaults = {"ngrams": "3-6", "threads": f"the number of cores, at most {MOST_THREADS}"}
     for each in fields(Settings):
-        kind, help_text = hints[each.name].__origin__, hints[each.name].__metadata__[0]
-        kind = {"ngrams": str, "path": Path}.get(each.name, kind)
-        shown = "3-6" if each.name == "ngrams" else each.default
-        names = (f"--{each.name}/--no-{each.name}",) if kind is bool else ()
-        shown = "the number of cores, at most 2" if each.name == "threads" else shown
+        kind = {"ngrams": str, "path": Path}.get(each.name, hints[each.name].__origin__)
+        default = defaults.get(each.name, each.default)
         option = typer.Option(
-            None, *names, help=help_text, show_default=False if shown is None else str(shown)
+            None,
+            *((f"--{each.name}/--no-{each.name}",) if kind is bool else ()),
+            help=hints[each.name].__metadata__[0],
+            show_default=False if default is None else str(default),
         )
         param = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=option)
         params.append(param.replace(annotation=kind | None))
@@ -98,13 +100,16 @@ def word2vec(
     --epochs 20 and --min-count 40.
     """
     files = files or []
-    run = RunFiles(files, out, checkpoint or Path(f"{out}.checkpoint"), pictures)
+    checkpoint = checkpoint or Path(f"{out}.checkpoint")
+    plots = (out.with_suffix(".loss.png"), out.with_suffix(".map.png")) if pictures else ()
     with _errors():
         defaults = {"threads": min(torch.get_num_threads(), MOST_THREADS)}
         settings = _settings(options, defaults if files else defaults | LIBRARY_DEFAULTS)
-        further = _further_words(also, encoding, settings)
-        run.check()
-        saved = _check_checkpoint(run, settings, resume=resume)
+        if also is not None and not settings.buckets:
+            raise ValueError("--also needs n-grams: give --buckets, 1000000 for example")
+        further = [] if also is None else read_corpus(also, encoding=encoding).words
+        _check_outputs(files, out, plots)
+        _check_checkpoint(checkpoint, settings, resume=resume)
         # Threads of torch's operations wait for each other many times in a step.
         torch.set_num_threads(1 if settings.n_parallel_steps > 1 else max(settings.threads // 2, 1))
         corpus = _read(files, encoding, max_words)
@@ -114,21 +119,20 @@ def word2vec(
                 f"{settings.dim}, {settings.optimizer}, tables on the {settings.storage}, computed on "
                 f"{settings.torch_device}"
             )
-            if saved is not None:
-                trainer.resume(run.checkpoint)
+            if resume:
+                trainer.resume(checkpoint)
                 typer.echo(f"continuing at step {trainer.step:,} of {trainer.n_steps:,}")
-            _train(trainer, run.checkpoint, 60 * checkpoint_every)
-            vectors = _write(trainer, run, further, binary=binary)
+            _train(trainer, checkpoint, 60 * checkpoint_every)
+            vectors = _write(trainer, out, checkpoint, further, binary=binary)
         if settings.storage == "disk":
-            typer.echo(f"finished; delete {settings.path} and {run.checkpoint} to start again")
-        elif SavedRun.find(run.checkpoint) is not None:
-            remove_checkpoint(run.checkpoint)
-            typer.echo(f"removed {run.checkpoint}: the training has finished")
-    if pictures:
-        _plot(trainer, vectors, run)
+            typer.echo(f"finished; delete {settings.path} and {checkpoint} to start again")
+        elif saved_run(checkpoint) is not None:
+            remove_checkpoint(checkpoint)
+            typer.echo(f"removed {checkpoint}: the training has finished")
+    if plots:
+        _plot(trainer, vectors, *plots)
     shown = [word for word in SHOWN if word in vectors] + [w for w in vectors.words[:200] if len(w) > 3]
-    chosen = list(dict.fromkeys(shown))[:N_SHOWN]
-    Console().print(neighbors_table({word: vectors.neighbors(word, 6) for word in chosen}))
+    _print_neighbors(vectors, list(dict.fromkeys(shown))[:N_SHOWN], 6)
     typer.echo(f"for other words: flatbed neighbors {out} WORD...")
 
 
@@ -140,30 +144,70 @@ def neighbors(
     n: Annotated[int, typer.Option("-n", min=1, help="Neighbours per word.")] = 8,
 ) -> None:
     """Show the words whose vectors have the most similar directions."""
-    with _errors(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with _errors(), _printed_warnings():
         loaded = Vectors.load(vectors)
-    _print_warnings(caught)
-    known = {word: loaded.neighbors(word, n) for word in words if word in loaded}
-    if known:
-        Console().print(neighbors_table(known))
-    for word in words:
-        try:
+    _print_neighbors(loaded, [word for word in words if word in loaded], n)
+    unknown = [word for word in words if word not in loaded]
+    for word in unknown:
+        with _errors(code=None):
             loaded[word]
-        except FlatbedError as error:
-            typer.echo(f"Error: {error}", err=True)
-    if len(known) < len(set(words)):
+    if unknown:
         raise typer.Exit(1)
 
 
+# ---- messages
+
+
 @contextmanager
-def _errors() -> Iterator[None]:
-    """Print expected errors in one line, without a traceback."""
+def _errors(code: int | None = 1) -> Iterator[None]:
+    """Print expected errors in one line, without a traceback, and exit with a code if there is one."""
     try:
         yield
     except (FlatbedError, OSError, ValueError) as error:
         typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
+        if code is not None:
+            raise typer.Exit(code) from error
+
+
+@contextmanager
+def _printed_warnings() -> Iterator[None]:
+    """Print warnings in one line each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        typer.echo(f"Warning: {warning.message}", err=True)
+
+
+@contextmanager
+def _progress_bar(title: str) -> Iterator[Callable[..., None]]:
+    """Yield `update(done, total, text="")`: a bar on stderr, or lines where stderr is not a terminal."""
+    console, last = Console(stderr=True), time.monotonic()
+
+    def print_line(done: int, total: int, text: str = "") -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            percent = f"{done / max(total, 1):.0%}"
+            typer.echo(f"{title}: {done:,} of {total:,} ({percent}){text and f', {text}'}", err=True)
+
+    if not console.is_terminal:
+        yield print_line
+        return
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[text]}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None, text="")
+        yield lambda done, total, text="": bar.update(task, completed=done, total=total, text=text)
+
+
+def _print_neighbors(vectors: Vectors, words: Sequence[str], n: int) -> None:
+    """Print a line per word: its neighbours and their cosines."""
+    if words:
+        typer.secho("nearest neighbours and cosines", bold=True)
+    width = max(map(len, words), default=0)
+    for word in words:
+        found = "  ".join(f"{other} {cosine:.2f}" for other, cosine in vectors.neighbors(word, n))
+        typer.echo(f"  {word:{width}}  {found}")
 
 
 # ---- settings and files
@@ -186,81 +230,46 @@ def _settings(options: dict[str, Any], defaults: dict[str, Any]) -> Settings:
     return settings
 
 
-def _further_words(file: Path | None, encoding: str, settings: Settings) -> list[str]:
-    if file is None:
-        return []
-    if not settings.buckets:
-        raise ValueError("--also needs n-grams: give --buckets, 1000000 for example")
-    return read_corpus(file, encoding=encoding).words
+def _draft(out: Path) -> Path:
+    """Return the name of the output until it is complete."""
+    return out.with_name(f".{out.name}.new")
 
 
-@dataclass(frozen=True, slots=True)
-class RunFiles:
-    """The files that a run reads and writes."""
-
-    texts: Sequence[Path]
-    out: Path
-    checkpoint: Path
-    has_plots: bool
-
-    @property
-    def draft(self) -> Path:
-        """The name of `out` until it is complete."""
-        return self.out.with_name(f".{self.out.name}.new")
-
-    @property
-    def plots(self) -> tuple[Path, Path]:
-        """The plots of the loss and of the map."""
-        return self.out.with_suffix(".loss.png"), self.out.with_suffix(".map.png")
-
-    def check(self) -> None:
-        """Raise if a text would be overwritten, or if the vectors could not be written at the end."""
-        written = [self.out, self.draft, *(self.plots if self.has_plots else ())]
-        for text in self.texts:
-            for path in written:
-                if path.exists() and path.samefile(text):
-                    raise ValueError(f"the text {text} would be overwritten by {path}: give another --out")
-        if self.out.exists() and not self.out.is_file():  # renaming would replace a device or a pipe
-            raise ValueError(f"--out: {self.out} is not a regular file: give another name")
-        try:
-            self.draft.touch()
-            self.draft.unlink()
-        except OSError as error:
-            raise ValueError(
-                f"--out: {self.draft} cannot be written ({error.strerror}): give another folder or name"
-            ) from error
+def _check_outputs(texts: Sequence[Path], out: Path, plots: Sequence[Path]) -> None:
+    """Raise if a text would be overwritten, or if the vectors could not be written at the end."""
+    for text in texts:
+        for path in (out, _draft(out), *plots):
+            if path.exists() and path.samefile(text):
+                raise ValueError(f"the text {text} would be overwritten by {path}: give another --out")
+    if out.exists() and not out.is_file():  # renaming would replace a device or a pipe
+        raise ValueError(f"--out: {out} is not a regular file: give another name")
+    _draft(out).touch()  # raises where files cannot be written
+    _draft(out).unlink()
 
 
-def _check_checkpoint(run: RunFiles, settings: Settings, *, resume: bool) -> SavedRun | None:
-    """Return the run to resume. Raise if there is none, or if a new run would overwrite one."""
-    saved = SavedRun.find(run.checkpoint)
+def _check_checkpoint(checkpoint: Path, settings: Settings, *, resume: bool) -> None:
+    """Raise if there is no run to resume, or if a new run would overwrite one."""
+    saved = saved_run(checkpoint)
     if resume and saved is None:
-        raise FlatbedError(f"{run.checkpoint} holds no checkpoint: run without --resume, or check the path")
+        raise FlatbedError(f"{checkpoint} holds no checkpoint: run without --resume, or check the path")
     if saved is not None and not resume:
-        folders = f"{run.checkpoint} and {settings.path}" if settings.path else run.checkpoint
+        shown = ", ".join(f"{name} {saved['settings'].get(name)}" for name in ("dim", "epochs", "optimizer"))
+        folders = f"{checkpoint} and {settings.path}" if settings.path else checkpoint
         raise FlatbedError(
-            f"{run.checkpoint} holds {saved}: continue it with --resume, delete {folders} to start again, or "
-            "give another --checkpoint"
+            f"{checkpoint} holds a training at step {saved['step']:,} of {saved['steps']:,} ({shown}): "
+            f"continue it with --resume, delete {folders} to start again, or give another --checkpoint"
         )
-    return saved
 
 
 def _read(files: Sequence[Path], encoding: str, max_words: int | None) -> Corpus:
-    with progress_bar("reading") as update, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with _printed_warnings(), _progress_bar("reading") as update:
         if files:
             corpus = read_corpus(files, encoding=encoding, max_words=max_words, progress=update)
         else:
             corpus = python_corpus(max_words=max_words, progress=update)
     name = f"{len(files)} files" if len(files) > 1 else files[0] if files else "Python's standard library"
     typer.echo(f"{name}: {len(corpus):,} words of text, {len(corpus.words):,} distinct")
-    _print_warnings(caught)
     return corpus
-
-
-def _print_warnings(caught: Sequence[warnings.WarningMessage]) -> None:
-    for warning in caught:
-        typer.echo(f"Warning: {warning.message}", err=True)
 
 
 # ---- training
@@ -269,7 +278,7 @@ def _print_warnings(caught: Sequence[warnings.WarningMessage]) -> None:
 def _train(trainer: Trainer, checkpoint: Path, save_seconds: float) -> None:
     """Train to the end. A signal ends training after the current step, with a checkpoint."""
     report, last_save = None, time.monotonic()
-    with _stopped_by_signals(trainer.stop), progress_bar("training") as update:
+    with _stopped_by_signals(trainer.stop), _progress_bar("training") as update:
         for report in trainer:
             speed = f"{report.words_per_second:,.0f} words/s, loss {report.loss:.3f}"
             update(report.words, report.n_words, f"epoch {report.epoch}, {speed}")
@@ -290,14 +299,14 @@ def _train(trainer: Trainer, checkpoint: Path, save_seconds: float) -> None:
 @contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` at the first SIGINT or SIGTERM; a second one has its usual effect."""
-    before: dict[int, Any] = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(number: int, _: Any) -> None:
         stop()
         signal.signal(number, before[number])
 
-    for number in before:
-        signal.signal(number, handle)
+    before: dict[int, Any] = {
+        number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
@@ -305,27 +314,26 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _write(trainer: Trainer, run: RunFiles, further: Sequence[str], *, binary: bool) -> Vectors:
+def _write(trainer: Trainer, out: Path, checkpoint: Path, further: Sequence[str], *, binary: bool) -> Vectors:
     """Write the vectors, so that readers see the old file or the new one. Save a checkpoint on failure."""
     try:
         vectors = trainer.vectors(further)
         try:
-            vectors.save(run.draft, binary=binary)
-            run.draft.replace(run.out)
+            vectors.save(_draft(out), binary=binary)
+            _draft(out).replace(out)
         finally:
-            run.draft.unlink(missing_ok=True)
+            _draft(out).unlink(missing_ok=True)
     except (Exception, KeyboardInterrupt) as error:
-        typer.echo(f"the vectors were not written to {run.out}: {error or type(error).__name__}", err=True)
+        typer.echo(f"the vectors were not written to {out}: {error or type(error).__name__}", err=True)
         if trainer.settings.storage != "disk":  # tables on disk already have a checkpoint
-            trainer.save(run.checkpoint)
-        typer.echo(f"the training is saved to {run.checkpoint}: write the vectors with --resume", err=True)
+            trainer.save(checkpoint)
+        typer.echo(f"the training is saved to {checkpoint}: write the vectors with --resume", err=True)
         raise
-    typer.echo(f"wrote {run.out}")
+    typer.echo(f"wrote {out}")
     return vectors
 
 
-def _plot(trainer: Trainer, vectors: Vectors, run: RunFiles) -> None:
-    loss_plot, map_plot = run.plots
+def _plot(trainer: Trainer, vectors: Vectors, loss_plot: Path, map_plot: Path) -> None:
     try:
         plot_loss(trainer.losses, loss_plot)
         plot_map(vectors, map_plot)

@@ -8,7 +8,6 @@ import io
 import os
 import re
 import sysconfig
-import threading
 import tokenize
 import warnings
 from array import array
@@ -24,8 +23,7 @@ LONGEST_SENTENCE = 1000
 """Longer sentences are split, as in word2vec: a file without line ends is one long sentence."""
 READ_CHARS = 1 << 20
 REPLACE = "flatbed.replace"
-"""The name of `_replace` among the error handlers of Python's codecs."""
-
+"""The error handler of `warned_of_replaced_bytes`, by its name in Python's codecs."""
 IDENTIFIER = re.compile(r"(?:[^\W\d]|\ufffd)(?:\w|\ufffd)*")  # bytes that were replaced do not split words
 BLANK_LINES = re.compile(r"\n\s*\n")
 SKIPPED_FOLDERS = {
@@ -35,33 +33,25 @@ SKIPPED_FOLDERS = {
     *("encodings", "pydoc_data"),  # character tables, and a copy of the manual
 }
 
-_replaced = threading.local()
-"""`n_bytes`: bytes that this thread has replaced while it decoded a text."""
-
-
-def _replace(error: UnicodeError) -> tuple[str, int]:
-    """Decode bytes that the encoding does not know as U+FFFD, and count them."""
-    assert isinstance(error, UnicodeDecodeError)
-    _replaced.n_bytes += error.end - error.start
-    return "\N{REPLACEMENT CHARACTER}", error.end
-
-
-codecs.register_error(REPLACE, _replace)
+ReadProgress = Callable[[int, int], None]
 
 
 @contextmanager
 def warned_of_replaced_bytes(expected: str, remedy: str) -> Iterator[None]:
-    """Warn at the end if `REPLACE` has replaced bytes while this thread decoded a text."""
-    _replaced.n_bytes = 0
+    """Let `REPLACE` decode bytes that the encoding does not know as U+FFFD, and warn of their number."""
+    n_bytes = 0
+
+    def replace(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeDecodeError)
+        nonlocal n_bytes
+        n_bytes += error.end - error.start
+        return "\N{REPLACEMENT CHARACTER}", error.end
+
+    codecs.register_error(REPLACE, replace)
     yield
-    if _replaced.n_bytes:
-        warnings.warn(
-            f"{_replaced.n_bytes:,} bytes are not {expected} and were replaced by U+FFFD: {remedy}",
-            stacklevel=4,
-        )
-
-
-ReadProgress = Callable[[int, int], None]
+    if n_bytes:
+        message = f"{n_bytes:,} bytes are not {expected} and were replaced by U+FFFD: {remedy}"
+        warnings.warn(message, stacklevel=4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,13 +74,10 @@ class Corpus:
 
     @classmethod
     def from_sentences(cls, sentences: Iterable[Sequence[str]], *, max_words: int | None = None) -> Corpus:
-        """Count and number the words of sentences, up to `max_words` words of text."""
-        if isinstance(sentences, str):
-            raise TypeError(
-                "sentences must be lists of words; found a string: use text.split() for each line"
-            )
-        if max_words is not None and max_words < 1:
-            raise ValueError(f"max_words must be at least 1; found {max_words}")
+        """Count the words of sentences, up to `max_words` words of text, and number them by frequency.
+
+        Words of equal count are in alphabetical order.
+        """
         number: defaultdict[str, int] = defaultdict(lambda: len(number))
         text, ends = array("i"), array("q")
         for sentence in sentences:
@@ -104,10 +91,13 @@ class Corpus:
                 ends.append(len(text))
             if len(text) == max_words:
                 break
-        for word in number:
-            if not isinstance(word, str):
-                raise TypeError(f"words must be strings; found {word!r}: use str(word)")
-        return _by_frequency(list(number), np.frombuffer(text, np.int32), np.array(ends, np.int64))
+        found = list(number)
+        ids = np.frombuffer(text, np.int32)
+        counts = np.bincount(ids, minlength=len(found)).astype(np.int64)
+        order = sorted(range(len(found)), key=lambda word: (-int(counts[word]), found[word]))
+        new_id = np.empty(len(found), np.int32)
+        new_id[order] = np.arange(len(found), dtype=np.int32)
+        return cls([found[word] for word in order], counts[order], new_id[ids], np.array(ends, np.int64))
 
     def __len__(self) -> int:
         """Return the number of words of text."""
@@ -134,15 +124,6 @@ class Corpus:
         for part in (self.ids, self.ends):
             digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
-
-
-def _by_frequency(words: list[str], ids: np.ndarray, ends: np.ndarray) -> Corpus:
-    """Renumber words by falling count; words of equal count are in alphabetical order."""
-    counts = np.bincount(ids, minlength=len(words)).astype(np.int64)
-    order = sorted(range(len(words)), key=lambda word: (-int(counts[word]), words[word]))
-    new_id = np.empty(len(words), np.int32)
-    new_id[order] = np.arange(len(words), dtype=np.int32)
-    return Corpus([words[word] for word in order], counts[order], new_id[ids], ends)
 
 
 def read_corpus(
@@ -174,24 +155,19 @@ def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> 
     n_done = 0
     for file, size in zip(files, sizes, strict=True):
         with file.open("rb") as binary, io.TextIOWrapper(binary, codec, REPLACE, newline="") as opened:
-            words: list[str] = []
             rest = ""
             while block := opened.read(READ_CHARS):
                 if "\0" in block:
                     raise ValueError(f"{file} has NUL characters: give its encoding, utf-16 for example")
                 *lines, rest = (rest + block).split("\n")
-                for line in lines:
-                    yield words + line.split()
-                    words = []
-                cut = rest.rfind(" ") + 1  # the last word may continue in the next block
-                words += rest[:cut].split()
-                rest = rest[cut:]
-                while len(words) >= LONGEST_SENTENCE:
-                    yield words[:LONGEST_SENTENCE]
-                    words = words[LONGEST_SENTENCE:]
+                yield from map(str.split, lines)
+                if len(rest) > READ_CHARS:
+                    cut = rest.rfind(" ") + 1  # the last word may continue in the next block
+                    yield rest[:cut].split()
+                    rest = rest[cut:]
                 if progress is not None:
                     progress(n_done + binary.tell(), sum(sizes))
-            yield words + rest.split()
+            yield rest.split()
         n_done += size
 
 
@@ -224,17 +200,13 @@ def source_files(root: Path) -> list[Path]:
 
 def _paragraphs(files: list[Path], progress: ReadProgress | None) -> Iterator[list[str]]:
     for n_read, file in enumerate(files, start=1):
-        for paragraph in BLANK_LINES.split(file.read_text(encoding=_declared(file), errors=REPLACE)):
+        with file.open("rb") as opened:
+            try:
+                encoding, _ = tokenize.detect_encoding(opened.readline)
+            except SyntaxError:  # declares an encoding that Python does not know
+                encoding = "utf-8-sig"
+        for paragraph in BLANK_LINES.split(file.read_text(encoding=encoding, errors=REPLACE)):
             if words := IDENTIFIER.findall(paragraph):
                 yield words
         if progress is not None:
             progress(n_read, len(files))
-
-
-def _declared(file: Path) -> str:
-    """Return the encoding that a Python file declares; utf-8 if it declares none, or one that is unknown."""
-    with file.open("rb") as opened:
-        try:
-            return tokenize.detect_encoding(opened.readline)[0]
-        except SyntaxError:
-            return "utf-8-sig"

@@ -40,8 +40,9 @@ def make_tables(settings: Settings, n_words: int) -> tuple[nn.ModuleDict, torch.
         inputs = Embedding(n_words, dim, **first)
     outputs = Embedding(n_words, dim, init="zeros", path=paths[1], **options)
     model = nn.ModuleDict({"inputs": inputs, "outputs": outputs})
+    rate = {} if settings.learning_rate is None else {"lr": settings.learning_rate}
     try:
-        return model, find_optimizer(settings.optimizer)(model, **settings.optimizer_options)
+        return model, find_optimizer(settings.optimizer)(model, **rate, **settings.defaults.options)
     except (FlatbedError, TypeError) as error:
         raise ValueError(f"the optimizer {settings.optimizer!r} does not support tables: {error}") from error
 

@@ -1,20 +1,24 @@
-"""Settings of a training run, and the optimizers they name."""
+"""Settings of a training run, the optimizers they name, and the description of a run in its checkpoint."""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import torch
 
-from flatbed import optim
+from flatbed import FlatbedError, optim
 
 STORAGES = ("host", "device", "disk")
+CURRENT, MANIFEST, MARK, LOCK = "CURRENT.json", "checkpoint.json", ".flatbed", ".lock"
+"""Files of `flatbed.save_checkpoint`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class OptimizerDefaults:
     least_steps: int = 100
     """An epoch of a small text has this many steps, with fewer words than `batch_words`."""
     shared_negatives: int = 32
-    """Negatives that the words of a block share."""
+    """Negatives that the words of a block share; their weights make them count as `negatives`."""
     can_lag: bool = False
     """True if steps may use rows of some steps before, as they do with several threads."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -79,15 +83,13 @@ class Settings:
     threads: Annotated[int, "Threads on a CPU. The result's bits depend on it."] = 1
 
     def __post_init__(self) -> None:
-        for name in ("dim", "window", "negatives", "min_count", "epochs", "batch_words", "threads"):
+        least = dict.fromkeys(
+            ("dim", "window", "negatives", "min_count", "epochs", "batch_words", "threads"), 1
+        )
+        for name, bound in {**least, "seed": 0, "buckets": 0, "subsample": 0, "lr": 0}.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1; found {value}")
-        for name in ("seed", "buckets", "subsample"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0; found {getattr(self, name)}")
-        if self.lr is not None and not 0 < self.lr < math.inf:
-            raise ValueError(f"lr must be greater than 0; found {self.lr}")
+            if value is not None and not bound <= value < math.inf:
+                raise ValueError(f"{name} must be at least {bound}; found {value}")
         if self.storage not in STORAGES:
             raise ValueError(f"storage must be one of {', '.join(STORAGES)}; found {self.storage!r}")
         if (self.path is not None) != (self.storage == "disk"):
@@ -95,42 +97,14 @@ class Settings:
                 f"storage disk and a path (--path) go together; found storage={self.storage!r}, "
                 f"path={self.path!r}"
             )
-        least, greatest = self.ngrams
-        if not 1 <= least <= greatest:
+        if not 1 <= self.ngrams[0] <= self.ngrams[1]:
             raise ValueError(f"ngrams must be the least and the greatest length; found {self.ngrams}")
         find_optimizer(self.optimizer)
 
     @property
     def learning_rate(self) -> float | None:
         """The first learning rate; None for the optimizer's own default."""
-        return self.lr or self._defaults.lr
-
-    @property
-    def words_per_step(self) -> int:
-        """`batch_words`, or the number that suits the optimizer."""
-        return self.batch_words or self._defaults.batch_words
-
-    @property
-    def least_steps(self) -> int:
-        """Steps in an epoch of a small text, which has fewer words per step."""
-        return self._defaults.least_steps
-
-    @property
-    def n_parallel_steps(self) -> int:
-        """Steps that are computed at the same time: `threads` on a CPU with tables in memory, otherwise 1."""
-        is_parallel = self.torch_device.type == "cpu" and self.storage != "disk" and self._defaults.can_lag
-        return self.threads if is_parallel else 1
-
-    @property
-    def shared_negatives(self) -> int:
-        """Negatives that the words of a block share; their weights make them count as `negatives`."""
-        return self._defaults.shared_negatives
-
-    @property
-    def optimizer_options(self) -> dict[str, Any]:
-        """Keyword arguments of the optimizer."""
-        lr = {} if self.learning_rate is None else {"lr": self.learning_rate}
-        return lr | self._defaults.options
+        return self.defaults.lr if self.lr is None else self.lr
 
     @property
     def torch_device(self) -> torch.device:
@@ -138,7 +112,14 @@ class Settings:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     @property
-    def _defaults(self) -> OptimizerDefaults:
+    def n_parallel_steps(self) -> int:
+        """Steps that are computed at the same time: `threads` on a CPU with tables in memory, otherwise 1."""
+        is_parallel = self.torch_device.type == "cpu" and self.storage != "disk" and self.defaults.can_lag
+        return self.threads if is_parallel else 1
+
+    @property
+    def defaults(self) -> OptimizerDefaults:
+        """Values that suit the optimizer."""
         name = self.optimizer.lower()
         found = OPTIMIZER_DEFAULTS.get(name, OptimizerDefaults())
         return OPTIMIZER_DEFAULTS.get(f"{name}, cbow", found) if self.cbow else found
@@ -151,22 +132,45 @@ class Settings:
             "ngrams": list(self.ngrams),
             "optimizer": self.optimizer.lower(),
             "lr": self.learning_rate,
-            "batch_words": self.words_per_step,
+            "batch_words": self.batch_words or self.defaults.batch_words,
         }
 
 
 def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     """Return `make(model, **options)` for the optimizer with this name; upper and lower case are equal."""
-    ours, torchs = _optimizers(optim), _optimizers(torch.optim)
-    if name.lower() in ours:
-        return ours[name.lower()]
-    if name.lower() not in torchs:
-        known = ", ".join(sorted({*ours, *torchs}))
-        raise ValueError(f"there is no optimizer {name!r}; known are {known}")
-    return partial(optim.from_torch, torchs[name.lower()])
+    found: dict[str, Callable[..., torch.optim.Optimizer]] = {}
+    for module in (torch.optim, optim):
+        for each in vars(module).values():
+            if isinstance(each, type) and issubclass(each, torch.optim.Optimizer):
+                is_ours = module is optim
+                found[each.__name__.lower()] = each if is_ours else partial(optim.from_torch, each)
+    del found["optimizer"]
+    if name.lower() not in found:
+        raise ValueError(f"there is no optimizer {name!r}; known are {', '.join(sorted(found))}")
+    return found[name.lower()]
 
 
-def _optimizers(module: ModuleType) -> dict[str, type[torch.optim.Optimizer]]:
-    classes = [each for each in vars(module).values() if isinstance(each, type)]
-    found = {each.__name__.lower(): each for each in classes if issubclass(each, torch.optim.Optimizer)}
-    return {name: each for name, each in found.items() if name != "optimizer"}
+def saved_run(folder: str | Path) -> dict[str, Any] | None:
+    """Read what `Trainer.save` tells of a run, without loading it; None for a folder without a checkpoint."""
+    folder = Path(folder)
+    if not (folder / CURRENT).exists():
+        return None
+    try:
+        version = json.loads((folder / CURRENT).read_text())["version"]
+        extra: dict[str, Any] = json.loads((folder / version / MANIFEST).read_text())["extra"]
+        return {name: extra[name] for name in ("settings", "text", "step", "steps")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FlatbedError(
+            f"{folder} holds no intact checkpoint of word vectors ({error!r}): give another folder"
+        ) from error
+
+
+def remove_checkpoint(folder: str | Path) -> None:
+    """Remove a checkpoint, and its folder unless the user has other files there."""
+    folder = Path(folder)
+    (folder / CURRENT).unlink()
+    for mark in folder.glob(f"*/{MARK}"):
+        shutil.rmtree(mark.parent)
+    (folder / LOCK).unlink(missing_ok=True)
+    with suppress(OSError):  # not empty
+        folder.rmdir()

@@ -21,8 +21,7 @@ from flatbed import FlatbedError, Prefetcher, load_checkpoint, save_checkpoint
 from flatbed.word2vec.corpus import Corpus
 from flatbed.word2vec.model import Gradients, MakeTables, cbow, make_tables, skip_gram, table_files
 from flatbed.word2vec.sampling import BatchSampler, TrainingBatch, WordBags, make_bags
-from flatbed.word2vec.saved_run import SavedRun
-from flatbed.word2vec.settings import Settings
+from flatbed.word2vec.settings import Settings, saved_run
 from flatbed.word2vec.vectors import Vectors
 
 LAST_RATE = 1e-4
@@ -33,6 +32,8 @@ LEAST_WORDS = 128
 STEPS_PER_DRAIN = 32
 """With several threads, steps after which none is left unfinished: training can stop and resume there."""
 READ_WORDS = 8192
+Step = tuple[TrainingBatch, list[Tensor]]
+"""A batch, and the vectors of its inputs and outputs in an autograd graph; none if it has no pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,6 @@ class Progress:
     lr: float
     words_per_second: float
     """Mean since this loop began."""
-
-
-@dataclass(frozen=True, slots=True)
-class BegunStep:
-    """A step whose rows are looked up."""
-
-    batch: TrainingBatch
-    rows: list[Tensor]
-    """Vectors of the batch's inputs and outputs, in an autograd graph; none if the batch has no pairs."""
 
 
 class Trainer:
@@ -110,8 +102,9 @@ class Trainer:
             )
         self._text = self.corpus.fingerprint()
         self._bags = make_bags(words, settings.buckets, settings.ngrams) if settings.buckets else None
+        suited = settings.defaults
         self.batch_words = settings.batch_words or min(
-            settings.words_per_step, max(LEAST_WORDS, len(self.corpus) // settings.least_steps)
+            suited.batch_words, max(LEAST_WORDS, len(self.corpus) // suited.least_steps)
         )
         self._sampler = BatchSampler(
             self.corpus,
@@ -119,7 +112,7 @@ class Trainer:
             subsample=settings.subsample,
             batch_words=self.batch_words,
             seed=settings.seed,
-            shared_negatives=settings.shared_negatives,
+            shared_negatives=suited.shared_negatives,
             bags=self._bags,
             cbow=settings.cbow,
         )
@@ -166,8 +159,7 @@ class Trainer:
         with pool or nullcontext(), closing(self._batches()) as batches:
             while not self.done and not self._is_stopped:
                 if pool is None:
-                    step = self._begin_step(next(batches))
-                    self._finish_step(step, self._gradients(step))
+                    self._finish_step(*self._compute_step(self._begin_step(next(batches))))
                 else:
                     self._train_group(pool, made_ahead)
                 if self.step // self._steps_per_report > n_reported or self.done:
@@ -207,19 +199,17 @@ class Trainer:
         """
         n, make = self._n_threads, self._sampler.make
         end = min((self.step // STEPS_PER_DRAIN + 1) * STEPS_PER_DRAIN, self.n_steps)
-        begun: dict[int, BegunStep] = {}
+        begun: dict[int, Step] = {}
 
         def train(number: int, previous: Future[None] | None) -> None:
-            step = begun.pop(number)
-            found = self._gradients(step)
-            following = make(number + n) if number + n < self.n_steps else None
+            computed = self._compute_step(begun.pop(number))
+            if number + n < self.n_steps:
+                made_ahead[number + n] = make(number + n)
             if previous is not None:
                 previous.result()
-            self._finish_step(step, found)
-            if following is not None and number + n < end:
-                begun[number + n] = self._begin_step(following)
-            elif following is not None:
-                made_ahead[number + n] = following
+            self._finish_step(*computed)
+            if number + n < end:
+                begun[number + n] = self._begin_step(made_ahead.pop(number + n))
 
         for number in range(self.step, min(self.step + n, end)):
             batch = made_ahead.pop(number) if number in made_ahead else make(number)
@@ -230,30 +220,33 @@ class Trainer:
         if last is not None:
             last.result()
 
-    def _begin_step(self, batch: TrainingBatch) -> BegunStep:
+    def _begin_step(self, batch: TrainingBatch) -> Step:
+        """Look up the rows of a batch."""
         if not batch.n_pairs:
-            return BegunStep(batch, [])
+            return batch, []
         ids = (batch.inputs,) if batch.offsets is None else (batch.inputs, batch.offsets)
-        return BegunStep(batch, [self.model["inputs"](*ids), self.model["outputs"](batch.outputs)])
+        return batch, [self.model["inputs"](*ids), self.model["outputs"](batch.outputs)]
 
-    def _gradients(self, step: BegunStep) -> Gradients | None:
-        if not step.rows:
-            return None
+    def _compute_step(self, step: Step) -> tuple[Step, Gradients | None]:
+        batch, rows = step
+        if not rows:
+            return step, None
         compute = cbow if self.settings.cbow else skip_gram
-        return compute(step.rows[0].detach(), step.rows[1].detach(), step.batch, self.settings.negatives)
+        return step, compute(rows[0].detach(), rows[1].detach(), batch, self.settings.negatives)
 
-    def _finish_step(self, step: BegunStep, found: Gradients | None) -> None:
+    def _finish_step(self, step: Step, found: Gradients | None) -> None:
         """Update the rows. The loss is a sum over pairs, so the batch size does not change a pair's pull."""
+        batch, rows = step
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * self._rate_factor()
         if found is not None:
-            torch.autograd.backward(step.rows, [found.inputs, found.outputs])
+            torch.autograd.backward(rows, [found.inputs, found.outputs])
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._loss += found.loss
-        self._n_pairs += step.batch.n_pairs
+        self._n_pairs += batch.n_pairs
         self.step += 1
-        self.words += step.batch.n_words
+        self.words += batch.n_words
 
     def _rate_factor(self) -> float:
         return max(1 - self.step / self.n_steps, LAST_RATE)
@@ -340,23 +333,20 @@ class Trainer:
 
     def resume(self, folder: str | Path) -> None:
         """Continue from a checkpoint of a training run with the same text and settings."""
-        saved = SavedRun.find(folder)
+        saved = saved_run(folder)
         if saved is None:
             raise FlatbedError(f"{folder} holds no checkpoint: check the path")
-        found, expected = {"cbow": False, **saved.settings}, self.settings.to_dict()
+        found = {"cbow": False, **saved["settings"], "steps": saved["steps"], "text": saved["text"]}
+        expected = {**self.settings.to_dict(), "steps": self.n_steps, "text": self._text}
         differences = [
             f"{name}={found.get(name)} there and {value} here"
             for name, value in expected.items()
             if found.get(name) != value
         ]
         if differences:
-            raise FlatbedError(f"{folder} has other settings: {', '.join(differences)}")
-        if saved.text != self._text:
-            raise FlatbedError(f"{folder} is from another text: give the same files in the same order")
-        if saved.n_steps != self.n_steps:  # steps of small texts have fewer words than the settings say
             raise FlatbedError(
-                f"{folder} is from a training of {saved.n_steps:,} steps, and here are {self.n_steps:,}: "
-                "give its batch_words (--batch-words), or leave the option out as before"
+                f"{folder} is from another training: {', '.join(differences)}. Give the same settings, and "
+                "the same files in the same order"
             )
         extra = load_checkpoint(folder, self.model, self.optimizer)
         self.step, self.words, self._n_pairs = extra["step"], extra["words"], extra["pairs"]

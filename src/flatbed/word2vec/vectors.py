@@ -171,10 +171,8 @@ def plot_loss(losses: Sequence[tuple[int, float]], path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()
     axis.plot([words / 1e6 for words, _ in losses], [loss for _, loss in losses], color=COLOUR)
-    axis.set_xlabel("million words trained")
-    axis.set_ylabel("loss per pair")
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    axis.set(xlabel="million words trained", ylabel="loss per pair")
+    axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(str(path), dpi=160, facecolor="white")
 
 
@@ -189,17 +187,14 @@ def plot_map(vectors: Vectors, path: Path) -> None:
     for word, position in zip(vectors.words, plane, strict=False):
         text = word.replace("$", r"\$")  # $ would start a formula
         axis.annotate(text, position, fontsize=8, xytext=(3, 2), textcoords="offset points")
-    axis.set_xticks([])
-    axis.set_yticks([])
+    axis.set(xticks=[], yticks=[])
     figure.savefig(str(path), dpi=130, facecolor="white")
 
 
 def principal_plane(matrix: np.ndarray) -> np.ndarray:
     """Project normalized rows to their first two principal components, (words, dim) → (words, 2)."""
     rows = matrix / np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-30)
-    rows = rows - rows.mean(0)
-    left, sizes, _ = np.linalg.svd(rows, full_matrices=False)
-    plane: np.ndarray = np.zeros((len(rows), 2), rows.dtype)
-    n = min(2, len(sizes))
-    plane[:, :n] = left[:, :n] * sizes[:n]
+    centered = np.pad(rows - rows.mean(0), ((0, 0), (0, 1)))  # vectors of one number have a plane, too
+    left, sizes, _ = np.linalg.svd(centered, full_matrices=False)
+    plane: np.ndarray = left[:, :2] * sizes[:2]
     return plane

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flatbed
+from tests.distributed.processes import assert_equal_on_all_ranks, assert_raises, main
 
 ROWS, DIM, STEPS = 40, 4, 6
 EVERY = torch.arange(ROWS)
@@ -46,11 +43,9 @@ def whole(model: Any) -> list[Tensor]:
     return [*held, *(p.detach() for p in model.parameters() if not isinstance(p, flatbed.Table))]
 
 
-def assert_replicas_agree(tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, tensor.contiguous())
-        assert all(torch.equal(one, everyone[0]) for one in everyone), "the replicas must agree"
+def assert_replicas_agree(model: Any) -> None:
+    for tensor in whole(model):
+        assert_equal_on_all_ranks(tensor)
 
 
 def train(
@@ -96,30 +91,37 @@ def train(
     return whole(model)
 
 
-def same(name: str, rank: int, world: int, **options: Any) -> None:
+CASES: dict[str, dict[str, Any]] = {
+    "host": {},
+    "clipped": {"options": {"max_norm": 0.5}, "make": flatbed.optim.SGD},
+    "accumulated": {"accumulate": True, "storage": "device", "make": flatbed.optim.SGD},
+    "tables alone": {"wrap": False, "dense": False, "zero": "model"},
+    "disk": {"storage": "disk"},
+    "bag": {"bag": True, "make": flatbed.optim.Adagrad},
+    "clipped by torch": {"clip": True, "make": flatbed.optim.SGD},
+    "clipped and accumulated": {"clip": True, "accumulate": True, "make": flatbed.optim.SGD},
+    "without zero_grad": {"wrap": False, "dense": False, "zero": "never", "make": flatbed.optim.SGD},
+    "rows count": {"wrap": False, "dense": False, "options": {"per_row_steps": True}},
+}
+
+
+def replicas_train_as_one_process(folder: Path) -> None:
     """The replicas are bitwise equal, and close to one process that trains on all batches."""
-    found = train([rank], **options)
-    assert_replicas_agree(found)
-    path = options.pop("path", None)
-    if path is not None:
-        options["path"] = Path(f"{path}-alone")
-    for one, expected in zip(found, train(list(range(world)), **options), strict=True):
-        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-6)
-    if rank == 0:
-        print("same", name)
+    rank = dist.get_rank()
+    for name, options in CASES.items():
+        is_disk = options.get("storage") == "disk"
+        path = {"path": folder / f"{name}-{rank}"} if is_disk else {}
+        alone = {"path": folder / f"{name}-{rank}-alone"} if is_disk else {}
+        found = train([rank], **options, **path)
+        for tensor in found:
+            assert_equal_on_all_ranks(tensor)
+        expected = train(list(range(dist.get_world_size())), **options, **alone)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def raises(action: Callable[[], Any], message: str) -> None:
-    found = "nothing was raised"
-    try:
-        action()
-    except flatbed.FlatbedError as error:
-        found = str(error)
-    assert message in found, found
-
-
-def left_alone(rank: int) -> None:
+def left_alone(_: Path) -> None:
     """With replicate=False nothing is exchanged: one rank may even train by itself."""
+    rank = dist.get_rank()
     emb = flatbed.Embedding(ROWS, DIM, replicate=False)
     before = emb.weight.clone()
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
@@ -132,24 +134,26 @@ def left_alone(rank: int) -> None:
     assert torch.equal(emb.read_rows([1]) != before[1], torch.full((1, DIM), rank == 0))
 
 
-def unequal(rank: int) -> None:
+def unequal(_: Path) -> None:
     """Replicas that differ are an error on every rank, and nothing is changed."""
+    rank = dist.get_rank()
     for options in ({"seed": rank}, {"init": float(rank)}):
         emb = flatbed.Embedding(ROWS, DIM, **options)
         before = emb.weight.clone()
         optimizer = flatbed.optim.SGD(emb, lr=1.0)
         emb([rank]).sum().backward()
-        raises(optimizer.step, "not equal on all ranks")
+        assert_raises(optimizer.step, "not equal on all ranks")
         assert torch.equal(emb.weight, before)
-        raises(optimizer.step, "not equal on all ranks")
+        assert_raises(optimizer.step, "not equal on all ranks")
     emb = flatbed.Embedding(ROWS + rank, DIM)
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
     emb([rank]).sum().backward()
-    raises(optimizer.step, "not equal on all ranks")
+    assert_raises(optimizer.step, "not equal on all ranks")
 
 
-def drifting(rank: int) -> None:
+def drifting(_: Path) -> None:
     """Replicas that become different later are found when the rows are used."""
+    rank = dist.get_rank()
     emb = flatbed.Embedding(1000, DIM)
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
 
@@ -161,12 +165,12 @@ def drifting(rank: int) -> None:
     if rank == 0:
         emb.write_rows([7], torch.ones(1, DIM))
     step(5)
-    raises(lambda: step(7), "not equal on all ranks")
+    assert_raises(lambda: step(7), "not equal on all ranks")
 
     emb = flatbed.Embedding(1000, DIM)
     optimizer = flatbed.optim.SGD(emb, lr=1.0 + rank)
     step(3)
-    raises(lambda: step(3), "not equal on all ranks")
+    assert_raises(lambda: step(3), "not equal on all ranks")
 
     emb = flatbed.Embedding(1000, DIM)
     optimizer = flatbed.optim.SGD(emb, lr=1.0)
@@ -178,23 +182,25 @@ def drifting(rank: int) -> None:
         else:
             optimizer.step()
     emb.requires_grad_(True)
-    raises(lambda: step(3), "not equal on all ranks")
+    assert_raises(lambda: step(3), "not equal on all ranks")
 
 
-def some_alone(rank: int) -> None:
+def some_alone(_: Path) -> None:
     """A table that is no replica beside what all ranks share."""
+    rank = dist.get_rank()
     emb, own = flatbed.Embedding(ROWS, DIM), flatbed.Embedding(ROWS, DIM, replicate=False, seed=rank)
     layer = torch.nn.Linear(DIM, 1)
     torch.nn.init.ones_(layer.weight)
     called = DDP(layer)
     optimizer = flatbed.optim.SGD([*layer.parameters(), own.table, emb.table], lr=0.1, max_norm=1.0)
     called(own([rank]) + emb([rank])).sum().backward()
-    raises(optimizer.step, "replicate=False")
+    assert_raises(optimizer.step, "replicate=False")
     flatbed.optim.SGD(own, lr=0.1, max_norm=1.0).step()  # alone it is fine
 
 
-def overflows(rank: int) -> None:
+def overflows(_: Path) -> None:
     """An overflow on one rank stops all of them."""
+    rank = dist.get_rank()
     model = Model(flatbed.Embedding(ROWS, DIM), dense=True)
     called = DDP(model)
     optimizer = flatbed.optim.Adam(model, lr=0.1)
@@ -211,7 +217,7 @@ def overflows(rank: int) -> None:
         moved = not all(map(torch.equal, before, whole(model)))
         assert moved == (step != 1)
         assert scaler.get_scale() == (8.0 if step < 1 else 4.0)
-        assert_replicas_agree(whole(model))
+        assert_replicas_agree(model)
     before = whole(model)
     model(torch.tensor([rank])).sum().backward()
     optimizer.found_inf = torch.tensor(float(rank == 0))
@@ -220,8 +226,9 @@ def overflows(rank: int) -> None:
     assert all(map(torch.equal, before, whole(model)))
 
 
-def one_rank_looks(rank: int) -> None:
+def one_rank_looks(_: Path) -> None:
     """Work of one rank alone between steps: read rows, evaluate, write and load a checkpoint."""
+    rank = dist.get_rank()
     model = Model(flatbed.Embedding(ROWS, DIM), dense=False)
     emb: Any = model.emb
     if rank == 0:
@@ -237,35 +244,13 @@ def one_rank_looks(rank: int) -> None:
             model.load_state_dict(model.state_dict())
             if step == 1:
                 optimizer.load_state_dict(optimizer.state_dict())
-        assert_replicas_agree(whole(model))
-
-
-def worker(rank: int, store: str, world: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    path = Path(f"{store}-table-{rank}")
-    same("host", rank, world)
-    same("clipped", rank, world, options={"max_norm": 0.5}, make=flatbed.optim.SGD)
-    same("accumulated", rank, world, accumulate=True, storage="device", make=flatbed.optim.SGD)
-    same("tables alone", rank, world, wrap=False, dense=False, zero="model")
-    same("disk", rank, world, storage="disk", path=path)
-    same("bag", rank, world, bag=True, make=flatbed.optim.Adagrad)
-    same("clipped by torch", rank, world, clip=True, make=flatbed.optim.SGD)
-    same("clipped and accumulated", rank, world, clip=True, accumulate=True, make=flatbed.optim.SGD)
-    same("without zero_grad", rank, world, wrap=False, dense=False, zero="never", make=flatbed.optim.SGD)
-    same("rows count", rank, world, wrap=False, dense=False, options={"per_row_steps": True})
-    for scenario in (left_alone, unequal, drifting, some_alone, overflows, one_rank_looks):
-        torch.manual_seed(4)  # replicas must start equal
-        scenario(rank)
-        dist.barrier()
-        if rank == 0:
-            print("done", scenario.__name__)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # see tests/scripts/example.py
+        assert_replicas_agree(model)
 
 
 if __name__ == "__main__":
-    # Forked, since importing torch takes longer than most of the cases.
-    n_ranks = int(sys.argv[2])
-    mp.start_processes(worker, (sys.argv[1], n_ranks), n_ranks, start_method="fork")
+    main(
+        [
+            replicas_train_as_one_process,
+            *(left_alone, unequal, drifting, some_alone, overflows, one_rank_looks),
+        ]
+    )
