@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +31,25 @@ from tests.tables.storage.disk.crash_model import (
 )
 from tests.tables.storage.disk.crash_replay import Choice, Disk, Event, Log, recorded
 
+ROOT = Path(__file__).parents[4]
 SOON = 150  # events after a sync that was ignored
+
+
+def test_kills(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tables.storage.disk.crash_kill", str(tmp_path), "80", "0"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["kills"] == 80
+    assert seen["with a journal"] >= 30
+    assert seen["completed by recovery"] >= 3
+    assert seen["steps"] >= 100
 
 
 @dataclass(frozen=True, slots=True)
