@@ -1,1 +1,1 @@
-"""The optimizers by family: their arithmetic as torch operations, and for one element as Triton functions."""
+"""One file per optimizer: its arithmetic as torch operations, and for one element as Triton functions."""

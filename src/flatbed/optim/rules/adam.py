@@ -1,4 +1,4 @@
-"""Adam and its relatives: AdamW, SparseAdam, and Adamax, which keeps the largest gradient."""
+"""Adam, and the arithmetic of AdamW."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flatbed.optim.optimizer import Optimizer
 from flatbed.optim.options import Extras, ParamsT
-from flatbed.optim.rules.shared import multiply_, update_moments_
+from flatbed.optim.rules.shared import update_moments_
 from flatbed.rule import Group, Rule, Scalars, Tensors
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flatbed.kernels._triton.launch import sqrt
 
 
-def adam_reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
+def reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     """One step as torch operations, in the order of torch's own loop."""
     lr, (beta1, beta2), step = group["lr"], group["betas"], scalars[0] + 1
     update_moments_(group, at)
@@ -32,7 +32,7 @@ def adam_reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     return (step,)
 
 
-def adam_prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
+def prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
     lr, beta1, beta2, eps, weight_decay, decoupled = h[0], h[1], h[2], h[3], h[4], h[5]
     step = s[0] + 1
     step_size = lr / (1 - tl.exp(step * tl.log(beta1)))
@@ -41,7 +41,7 @@ def adam_prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
     return (step,), (decay, coupled, 1 - beta1, beta2, 1 - beta2, correction, eps, step_size)
 
 
-def adam_update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
+def update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
     p *= c[0]
     g = tl.where(c[1] != 0, g + c[1] * p, g)  # 0 * inf would be nan
     exp_avg = state[0] + c[2] * (g - state[0])
@@ -53,7 +53,7 @@ def adam_update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D1
     return p, (exp_avg, exp_avg_sq, second)
 
 
-def adam_fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
+def fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     """One step by torch's CPU kernel."""
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     steps = [torch.tensor(scalars[0] + 1, device="cpu")] * len(at.params)
@@ -77,10 +77,10 @@ class Adam(Optimizer):
     _rule = Rule(
         hyperparameters=("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay"),
         state={"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"},
-        reference=adam_reference,
-        prepare=adam_prepare,
-        update=adam_update,
-        fused=adam_fused,
+        reference=reference,
+        prepare=prepare,
+        update=update,
+        fused=fused,
     )
 
     def __init__(
@@ -98,152 +98,6 @@ class Adam(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        **extras: Unpack[Extras],
-    ) -> None:
-        super().__init__(params, locals(), **extras)
-
-
-class AdamW(Optimizer):
-    """`torch.optim.AdamW` in one pass over memory.
-
-    >>> import flatbed, torch
-    >>> model = torch.nn.Linear(8, 1)
-    >>> optimizer = flatbed.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_norm=1.0)
-    >>> model(torch.ones(2, 8)).sum().backward()
-    >>> optimizer.step()
-    """
-
-    _rule = Adam._rule
-    _fixed = {"decoupled_weight_decay": True}  # noqa: RUF012
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **extras: Unpack[Extras],
-    ) -> None:
-        super().__init__(params, {**locals(), **self._fixed}, **extras)
-
-
-def sparseadam_reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
-    """One step as torch operations, in the order of torch's own."""
-    lr, (beta1, beta2), step = group["lr"], group["betas"], scalars[0] + 1
-    step_size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-    for p, g, exp_avg, exp_avg_sq in zip(at.params, at.grads, at["exp_avg"], at["exp_avg_sq"], strict=True):
-        exp_avg.add_(g.sub(exp_avg).mul_(1 - beta1))
-        exp_avg_sq.add_(g.pow(2).sub_(exp_avg_sq).mul_(1 - beta2))
-        p.add_(-step_size * exp_avg.div(exp_avg_sq.sqrt().add_(group["eps"])))
-    return (step,)
-
-
-def sparseadam_prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
-    lr, beta1, beta2, eps = h[0], h[1], h[2], h[3]
-    step = s[0] + 1
-    correction = tl.sqrt(1 - tl.exp(step * tl.log(beta2))) / (1 - tl.exp(step * tl.log(beta1)))
-    return (step,), (1 - beta1, 1 - beta2, eps, lr * correction)
-
-
-def sparseadam_update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
-    exp_avg = state[0] + (g - state[0]) * c[0]
-    exp_avg_sq = state[1] + (g * g - state[1]) * c[1]
-    return p - c[3] * (exp_avg / (sqrt(exp_avg_sq) + c[2])), (exp_avg, exp_avg_sq)
-
-
-class SparseAdam(Optimizer):
-    """`torch.optim.SparseAdam` for tables.
-
-    >>> import flatbed, torch
-    >>> emb = flatbed.Embedding(100, 8)
-    >>> optimizer = flatbed.optim.SparseAdam([emb.table], lr=1e-3)
-    >>> emb(torch.tensor([1, 5, 5])).sum().backward()
-    >>> optimizer.step()
-    """
-
-    _rule = Rule(
-        hyperparameters=("lr", "beta1", "beta2", "eps"),
-        state={"exp_avg": None, "exp_avg_sq": None},
-        reference=sparseadam_reference,
-        prepare=sparseadam_prepare,
-        update=sparseadam_update,
-        for_tables="give it to Adam or AdamW, in an optimizer of its own",
-    )
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        maximize: bool = False,
-        **extras: Unpack[Extras],
-    ) -> None:
-        super().__init__(params, locals(), **extras)
-
-
-def adamax_reference(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
-    """One step as torch operations, in the order of torch's own loop."""
-    (beta1, beta2), weight_decay, grads = group["betas"], group["weight_decay"], at.grads
-    step = scalars[0] + 1
-    if weight_decay != 0:
-        grads = torch._foreach_add(grads, at.params, alpha=weight_decay)
-    torch._foreach_lerp_(at["exp_avg"], grads, 1 - beta1)
-    sizes = torch._foreach_abs(grads)
-    torch._foreach_add_(sizes, group["eps"])
-    multiply_(at["exp_inf"], beta2)
-    for exp_inf, size in zip(at["exp_inf"], sizes, strict=True):
-        torch.maximum(exp_inf, size, out=exp_inf)  # its form for lists makes a copy on the way
-    step_size = group["lr"] / (1 - beta1**step)
-    torch._foreach_addcdiv_(at.params, at["exp_avg"], at["exp_inf"], value=-step_size)
-    return (step,)
-
-
-def adamax_prepare(h, s):  # type: ignore[no-untyped-def] # noqa: D103
-    lr, beta1, beta2, eps, weight_decay = h[0], h[1], h[2], h[3], h[4]
-    step = s[0] + 1
-    step_size = lr / (1 - tl.exp(step * tl.log(beta1)))
-    return (step,), (step_size, 1 - beta1, beta2, eps, weight_decay)
-
-
-def adamax_update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D103
-    g = tl.where(c[4] != 0, g + c[4] * p, g)  # 0 * inf would be nan
-    exp_avg = state[0] + c[1] * (g - state[0])
-    exp_inf = tl.maximum(c[2] * state[1], tl.abs(g) + c[3], propagate_nan=tl.PropagateNan.ALL)
-    return p - c[0] * exp_avg / exp_inf, (exp_avg, exp_inf)
-
-
-class Adamax(Optimizer):
-    """`torch.optim.Adamax` in one pass over memory."""
-
-    _rule = Rule(
-        hyperparameters=("lr", "beta1", "beta2", "eps", "weight_decay"),
-        state={"exp_avg": None, "exp_inf": None},
-        reference=adamax_reference,
-        prepare=adamax_prepare,
-        update=adamax_update,
-    )
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 2e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        foreach: bool | None = None,
-        *,
-        maximize: bool = False,
-        differentiable: bool = False,
-        capturable: bool = False,
         **extras: Unpack[Extras],
     ) -> None:
         super().__init__(params, locals(), **extras)
