@@ -241,7 +241,7 @@ DAMAGE: dict[str, Any] = {
     "cut": lambda good: good[:-1],
     "cut header": lambda good: good[:100],
     "noise": lambda good: np.random.default_rng(0).bytes(5000),
-    "version": rewritten("version", "1", "2"),
+    "version": rewritten("version", "1", "3"),
     "fields": rewritten("fields", "float32", "float64"),
     "rows": rewritten("table", f'"num_embeddings": {ROWS}', '"num_embeddings": 49'),
     "no fields": lambda good: good.replace(b'"fields"', b'"fjelds"'),

@@ -19,10 +19,11 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.config import as_integer
+from flatbed.tables.files import replacing, sync_folder, write_at, write_text
 from flatbed.tables.record import NAMES, WEIGHT
 from flatbed.tables.sharding import READ
 from flatbed.tables.storage.base import row_blocks
-from flatbed.tables.tensor_file import TensorEntry, replacing, sync_folder, write_at, write_text, writing
+from flatbed.tables.tensor_file import TensorEntry, writing
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table

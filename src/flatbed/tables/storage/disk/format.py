@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.tables.files import open_regular
 from flatbed.tables.initializers import described
 from flatbed.tables.record import Record
-from flatbed.tables.tensor_file import open_regular
 
 PAGE = 4096
 STATE_AT = PAGE

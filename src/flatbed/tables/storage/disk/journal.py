@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
+from flatbed.tables.files import read_small
 from flatbed.tables.storage.disk.checked_records import row_sums
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
@@ -39,7 +40,6 @@ from flatbed.tables.storage.disk.format import (
 )
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, anonymous
 from flatbed.tables.storage.disk.threads import MEMORY_PART, CopyThreads, put, split, take
-from flatbed.tables.tensor_file import read_small
 
 ENTRIES_AT = PAGE
 SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decision
