@@ -27,7 +27,8 @@ VERSION = 1
 
 TABLE = b"flatbed-table\r\n\x1a"
 STATE = b"flatbed-state\r\n\x1a"
-JOURNAL = b"flatbed-journal\n"
+JOURNAL = b"flatbed-journal2"
+OLD_JOURNAL = b"flatbed-journal\n"  # sealed by a hash of all records, before rows had checksums
 
 _PREFIX = struct.Struct("<16sII32s")
 
