@@ -48,7 +48,7 @@ DECISION_LIMIT = 1 << 20
 HASHED = 16 << 20  # bytes under one checksum: part of the old format
 SUMMED = 4 << 20  # bytes of records that a thread sums at a time
 CHUNK = 16 << 20
-CACHED = 512 << 10  # bytes that stay in a core's cache while they are copied and summed
+CACHED = 512 << 10  # bytes that stay in a core's cache while they are copied
 MOST_ENTRIES = 2**31 - 2  # the entry map counts them in int32
 
 
@@ -370,15 +370,14 @@ def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], sums:
         for start in range(part.start, min(part.stop, len(some)), at_once):
             entries = some[start : min(start + at_once, part.stop)]
             copied = np.take(records, entries, out=buffer[: len(entries)], mode="clip")
-            at = rows[entries]
-            table.scatter(at, copied)
-            if table.sums is not None:
-                table.scatter_sums(at, sums[entries])
+            table.scatter(rows[entries], copied)
 
     with CopyThreads() as pool, progress(f"saving {table.path.name}", len(order), "rows") as advance:
         for start in range(0, len(order), step):
             some = order[start : start + step]
             split(pool, copy, len(some), n_parts=len(some) * records.dtype.itemsize // MEMORY_PART)
+            if table.sums is not None:
+                table.scatter_sums(rows[some], sums[some])
             advance(len(some))
     table.write(STATE_AT, encode_state(state))
     table.sync()
