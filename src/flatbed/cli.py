@@ -31,7 +31,7 @@ def check(
     ] = False,
 ) -> None:
     """Read a checkpoint or the file of a table, and say whether it is damaged. Changes nothing else."""
-    from flatbed.checkpoint.load import check_path
+    from flatbed.checkpoint.load_table import check_path
     from flatbed.errors import FlatbedError
 
     try:

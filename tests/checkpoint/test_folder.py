@@ -251,11 +251,12 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_the_first_version_loads(tmp_path: Path) -> None:
-    """Without checksums, without a token in the version's name."""
+    """Without checksums, without a token in the version's name, with tensors that lack the table's name."""
     model, optimizer = build(tmp_path)
     step(model, optimizer, 1)
     save_checkpoint(tmp_path / "run", model, optimizer, extra={"epoch": 3})
     before, version = snapshot(model, optimizer), current(tmp_path / "run")
+    model.first.table.save(version / "table-0.safetensors")
     manifest = json.loads((version / "checkpoint.json").read_text())
     for key in ("files", "checksum", "schedulers", "scaler", "rng"):
         del manifest[key]

@@ -1,4 +1,4 @@
-"""Rows in row order, and a file that all ranks write together."""
+"""A file that all ranks write together."""
 
 from __future__ import annotations
 
@@ -12,30 +12,10 @@ import torch.distributed as dist
 
 import flatbed
 from flatbed.distributed.channel import Channel
-from flatbed.distributed.ranks import Lockstep, Ranks
-from flatbed.distributed.row_windows import RowOrder, row_windows
+from flatbed.distributed.ranks import Lockstep
 from flatbed.tables import tensor_file
-from flatbed.tables.shared_file import writing_together
 from flatbed.tables.tensor_file import TensorEntry, check_tensors, writing
 from tests.distributed.processes import main
-
-SIZES = [(4, 1), (5, 2), (17, 3), (64, 4), (101, 7), (101, 1000)]  # rows, rows of a segment
-
-
-def windows_give_rows_in_order(_: Path) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for n_rows, segment_rows in SIZES:
-        rows = torch.arange(n_rows * 3).to(torch.uint8).reshape(n_rows, 3)
-        mine, seen = rows[rank::world], []
-        to_row_order = RowOrder(Channel.of(dist.group.WORLD), segment_rows, 3)
-        for window in row_windows(n_rows, world, segment_rows):
-            local, segment = window.local_rows(rank), window.segment(rank)
-            found = to_row_order(mine[local.start : local.stop], window)
-            assert torch.equal(found, rows[segment.start : segment.stop]), window
-            seen += segment
-        every: list[list[int]] = [[] for _ in range(world)]
-        dist.all_gather_object(every, seen)
-        assert sorted(row for rows in every for row in rows) == list(range(n_rows))
 
 
 def write_parts(path: Path, weight: torch.Tensor, step_bytes: int, *, fail_at: int = -1) -> dict[str, int]:
@@ -43,18 +23,14 @@ def write_parts(path: Path, weight: torch.Tensor, step_bytes: int, *, fail_at: i
     entries = [TensorEntry("weight", weight.dtype, tuple(weight.shape)), TensorEntry("step", torch.int64, ())]
     rank, world = dist.get_rank(), dist.get_world_size()
     data = weight.view(torch.uint8).flatten()
-    channel = Channel.of(dist.group.WORLD)
     with (
-        Lockstep(Ranks(), "saving") as lockstep,
-        writing_together(path, entries, {"format": "pt"}, channel=channel, lockstep=lockstep) as (
-            writer,
-            meet,
-        ),
+        Lockstep("saving") as lockstep,
+        writing(path, entries, {}, (Channel.of(dist.group.WORLD), lockstep)) as writer,
     ):
         if rank == 0:
             writer.write("step", 0, torch.tensor(7))
         for number, start in enumerate(range(0, len(data), step_bytes * world)):
-            meet()
+            writer.meet()
             if number == fail_at and rank == world - 1:
                 raise OSError(28, "No space left on device")
             at = min(start + rank * step_bytes, len(data))
@@ -71,7 +47,7 @@ def files_are_those_of_one_process(folder: Path) -> None:
         if dist.get_rank() == 0:
             alone = path.with_suffix(".alone")
             entries = [TensorEntry("weight", weight.dtype, (n_rows, 5)), TensorEntry("step", torch.int64, ())]
-            with writing(alone, entries, {"format": "pt"}) as writer:
+            with writing(alone, entries, {}) as writer:
                 writer.write("step", 0, torch.tensor(7))
                 writer.write("weight", 0, weight)
             assert checksums == writer.checksums
@@ -118,7 +94,7 @@ def every_write_counts(folder: Path) -> None:
             check_tensors(path, checksums)
 
 
-SCENARIOS = [windows_give_rows_in_order, files_are_those_of_one_process]
+SCENARIOS = [files_are_those_of_one_process]
 SCENARIOS += [a_rank_without_space_ends_the_file_on_all, a_folder_that_one_rank_does_not_see]
 SCENARIOS += [every_write_counts]
 

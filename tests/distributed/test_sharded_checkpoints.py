@@ -55,22 +55,27 @@ def test_files_are_the_same_bytes_for_any_number_of_ranks(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_alone_reads_a_table(folder: Path) -> None:
+def test_torch_alone_reads_a_checkpoint(folder: Path) -> None:
+    """By names: all tables and dense weights of a version by DCP, one table by safetensors."""
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
 
-    (version,) = (folder / "run").glob("v*")
-    expected = torch.load(folder / f"{WORLDS[-1]}.pt")["items"]
-    module = nn.Embedding(ROWS, DIM)
-    module.load_state_dict({"weight": load_file(version / "table-0.safetensors")["weight"]})
-    assert torch.equal(module.weight.detach(), expected)
     reader = pytest.importorskip("torch.distributed.checkpoint.hf_storage").HuggingFaceStorageReader
-    alone = folder / "items"
-    alone.mkdir()
-    (alone / "model.safetensors").hardlink_to(version / "table-0.safetensors")
-    module = nn.Embedding(ROWS, DIM)
-    dcp.load(module.state_dict(), storage_reader=reader(str(alone)), no_dist=True)
-    assert torch.equal(module.weight.detach(), expected)
+    (version,) = (folder / "run").glob("v*")
+    expected = torch.load(folder / f"{WORLDS[-1]}.pt")
+    model = nn.Module()
+    model.items = nn.Embedding(ROWS, DIM)
+    model.users = nn.Embedding(ROWS, 2 * DIM, dtype=torch.bfloat16)
+    model.dense = nn.Linear(2, 2)
+    dcp.load(model.state_dict(), storage_reader=reader(str(version)), no_dist=True)
+    assert torch.equal(model.items.weight.detach(), expected["items"])
+    assert torch.equal(model.users.weight.detach(), expected["users"])
+    assert torch.equal(model.dense.weight.detach(), expected["weight"])
+    moments = {"items.weight.exp_avg": torch.zeros(ROWS, DIM)}
+    dcp.load(moments, storage_reader=reader(str(version)), no_dist=True)
+    assert torch.equal(moments["items.weight.exp_avg"], expected["items.exp_avg"])
+    found = load_file(version / "table-0.safetensors")["items.weight"]
+    assert torch.equal(found, expected["items"])
 
 
 def test_another_size_is_refused(folder: Path, tmp_path: Path) -> None:

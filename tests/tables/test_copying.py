@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from flatbed.errors import FlatbedError
 from flatbed.tables import copying
 from flatbed.tables.embedding import Embedding
 from flatbed.tables.storage import base
-from tests.tables.test_saving import DTYPES, everything, same, train, trained
+from tests.tables.test_saving import everything, same, train, trained
 
 ROWS, DIM = 50, 5
 
@@ -47,7 +45,7 @@ storages = pytest.mark.parametrize("storage", ["host", "device"])
 
 @ways
 @storages
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_copy_is_equal_and_apart(storage: str, dtype: torch.dtype, way: Any, tmp_path: Path) -> None:
     cache_rows = 6 if storage == "host" else None
     emb, optimizer = trained(storage, tmp_path, dtype=dtype, padding_idx=1, seed=4, cache_rows=cache_rows)
@@ -127,16 +125,3 @@ def test_missing_device_becomes_the_cpu() -> None:
     about, *rest = copying.parts(emb.table)
     made = copying.rebuild(flatbed.Table, {**about, "device": f"cuda:{torch.cuda.device_count()}"}, *rest)
     assert made.device == torch.device("cpu")
-
-
-def test_another_process_reads_it(tmp_path: Path) -> None:
-    emb, _ = trained("host", tmp_path)
-    torch.save(nn.Sequential(emb, nn.Linear(DIM, 1)), tmp_path / "model.pt")
-    program = f"""
-import torch
-model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
-print(model[0].weight.double().sum().item(), model[0].table.scalars()["step"])
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(emb.weight.double().sum().item()), "3.0"]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import flatbed
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
-from flatbed.tables import tensor_file
+from flatbed.tables import files
 from flatbed.tables.embedding import Embedding, tables
 from flatbed.tables.storage.disk import mapped_file as disk_file
 
@@ -240,7 +240,7 @@ def ranks(folder: Path, rank: int) -> None:
     step(model, optimizer, 2)
     moved = difference(snapshot(model, optimizer), before)
     if rank == 1:
-        tensor_file.write_text = None  # only the first rank writes
+        files.write_text = None  # only the first rank writes
     load_checkpoint(folder / "saved", model, optimizer)
     back = difference(snapshot(model, optimizer), before)
     failures = []
@@ -254,8 +254,10 @@ def ranks(folder: Path, rank: int) -> None:
             failures.append(str(error))
         load_checkpoint(folder / "saved", model, optimizer)
     again = difference(snapshot(model, optimizer), before)
-    print(json.dumps({"moved": moved is not None, "back": back, "again": again, "failures": failures}))
+    found = {"moved": moved is not None, "back": back, "again": again, "failures": failures}
+    print(json.dumps(found), flush=True)
     torch.distributed.destroy_process_group()
+    os._exit(0)  # torch's gloo threads may abort an interpreter that ends
 
 
 def _refusing_once(real: Any) -> Any:

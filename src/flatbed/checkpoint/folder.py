@@ -15,12 +15,13 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch import nn
 
 from flatbed.errors import DamagedFileError, FlatbedError
-from flatbed.tables.tensor_file import as_path, check_tensors, open_regular, read_small
+from flatbed.tables.files import as_path, lock, open_regular, read_small
+from flatbed.tables.tensor_file import check_tensors
 
 FORMAT, FORMAT_VERSION = "flatbed-checkpoint", 1
 CURRENT = "CURRENT.json"
@@ -85,7 +86,7 @@ def saving(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise FlatbedError(f"{folder} cannot be written to: {error.strerror or error}") from error
     with open(descriptor, "rb") as file:  # is closed with its last reference, whatever interrupts the block
-        _lock(file, exclusive=True)
+        lock(file)
         yield
 
 
@@ -116,21 +117,8 @@ def _kept(version: Path) -> Iterator[bool]:
         yield False
         return
     with file:
-        _lock(file, exclusive=False)
+        lock(file, exclusive=False)
         yield (version / MARK).exists()  # otherwise a save removed it just before it was locked
-
-
-def _lock(file: IO[bytes], *, exclusive: bool, wait: bool = True) -> bool:
-    """Lock a file until it is closed; returns False if another process has locked it."""
-    with suppress(ImportError, OSError):  # file systems without locks
-        import fcntl
-
-        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
-        try:
-            fcntl.flock(file, kind | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            return False
-    return True
 
 
 def make_version(folder: Path, token: str) -> Path:
@@ -163,7 +151,7 @@ def remove_others(folder: Path, kept: Collection[str]) -> None:
             continue
         # NFS locks exclusively only what is open for writing.
         with suppress(OSError), open(path / MARK, "r+b") as file:
-            if _lock(file, exclusive=True, wait=False):
+            if lock(file, wait=False) is not False:
                 # Renamed first: half removed, it would look like the user's.
                 shutil.rmtree(path.rename(folder / f"{OLD}{path.name}"), ignore_errors=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,9 @@ from flatbed.checkpoint.state import (
     unpacked_state,
 )
 from flatbed.distributed.dtensor import Sharding, local_of
-from flatbed.distributed.ranks import Lockstep, Ranks, rank, world_size
+from flatbed.distributed.ranks import Lockstep, rank, world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
-from flatbed.tables.storage.disk import ReadOnlyStorage
-from flatbed.tables.storage.disk.format import is_disk_table
-from flatbed.tables.storage.disk.open_files import forget_sums
 from flatbed.tables.table import Table
 from flatbed.tables.tensor_file import read_tensors
 
@@ -72,9 +69,8 @@ def load_checkpoint(
     this, and all raise if one of them cannot load. Their number may differ from that at the save: each rank
     reads the rows that it holds of tables with ``shard="row"``.
     """
-    folder, training, ranks = as_folder(folder), Training.of(model, optimizer, scheduler, scaler), Ranks()
-    ranks.meet("flatbed.load_checkpoint")
-    with Lockstep(ranks, "loading a checkpoint") as lockstep, ExitStack() as undo:
+    folder, training = as_folder(folder), Training.of(model, optimizer, scheduler, scaler)
+    with Lockstep("loading a checkpoint") as lockstep, ExitStack() as undo:
         path, token = _enter_version(folder, lockstep, undo)
         manifest = read_manifest(path, token)
         check_files(path, manifest, rank(), world_size())
@@ -82,22 +78,21 @@ def load_checkpoint(
         states = _optimizer_states(path, manifest, training.optimizers)
         others = _other_states(path, manifest, training)
         random = _random_state(path, manifest) if rng else None
-        names = _same_names(path, "tables", manifest["tables"], training.tables)
-        finishes = [
-            (f"table {name}", _begin_table(path, name, training, manifest=manifest, undo=undo))
-            for name in names
-        ]
+        _check_names(path, "tables", manifest["tables"], training.tables)
+        tables = {
+            f"table {name}": _begin_table(path, name, training, manifest=manifest, undo=undo)
+            for name in training.tables
+        }
         _warn_of_other_classes(path, training.optimizers)
         lockstep.meet()
         with _put_back_after_errors(training):
-            parts: list[tuple[str, Finish]] = [
-                ("an optimizer", partial(load_all, training.optimizers, states)),
-                (f"model {type(model).__name__}", partial(model.load_state_dict, values, strict=False)),
-                *others,
-            ]
-            _finish_all(parts, path)
+            dense: dict[str, Finish] = {
+                "an optimizer": partial(load_all, training.optimizers, states),
+                f"model {type(model).__name__}": partial(model.load_state_dict, values, strict=False),
+            }
+            _finish_all(dense | others, path)
             lockstep.meet()
-            _finish_all(finishes, path)  # last: rows are not copied
+            _finish_all(tables, path)  # last: rows are not copied
             lockstep.meet()
         if random is not None:
             set_rng_state(random)
@@ -106,13 +101,13 @@ def load_checkpoint(
 
 def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[Path, str]:
     """Return the version to read and its token, the same on all ranks, and keep it until `undo` closes."""
-    ranks, first = lockstep.ranks, ""
-    if ranks.first:
+    name = ""
+    if lockstep.first:
         path, token = undo.enter_context(reading(folder))
-        first = path.name
+        name = path.name
     lockstep.meet()
-    name = ranks.of_first(first)
-    if not ranks.first:
+    name = lockstep.of_first(name)
+    if not lockstep.first:
         is_version = folder.name == name  # also the first rank was given one
         path, token = undo.enter_context(reading(folder if is_version else folder / name))
     return path, token
@@ -170,66 +165,39 @@ def _put_back(model: nn.Module, before: Mapping[str, Any]) -> None:
                 value.copy_(old)
 
 
-def _finish_all(parts: Sequence[tuple[str, Finish]], path: Path) -> None:
-    for what, finish in parts:
-        with _naming(what, path):
+def _finish_all(parts: Mapping[str, Finish], path: Path) -> None:
+    """Call functions that load; an error becomes a `FlatbedError` that names what could not be loaded."""
+    for what, finish in parts.items():
+        try:
             finish()
+        except FlatbedError:
+            raise
+        except Exception as error:
+            raise FlatbedError(
+                f"{what} cannot load its state from {path} ({type(error).__name__}: {error}): pass what was "
+                "saved there, or restore the checkpoint from a copy"
+            ) from error
 
 
 @contextmanager
-def _naming(what: str, path: Path) -> Iterator[None]:
-    """Turn an error into a `FlatbedError` that names what could not be loaded."""
+def _reading(file: Path) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of a file, none without the file; what does not fit them is damage."""
     try:
-        yield
+        yield read_tensors(file) if file.exists() else {}
     except FlatbedError:
         raise
-    except Exception as error:
-        raise FlatbedError(
-            f"{what} cannot load its state from {path} ({type(error).__name__}: {error}): pass what was "
-            "saved there, or restore the checkpoint from a copy"
-        ) from error
-
-
-def check_path(path: Path, *, forget: bool = False) -> str:
-    """Check a checkpoint's folder or a table's file, and return what was found; damage raises.
-
-    With `forget`, remove the checksums of a table on disk instead.
-    """
-    if forget:
-        forget_sums(path)
-        return f"{path}: its rows are taken as they are, and get checksums when they change"
-    if path.is_dir():
-        with reading(path) as (version, token):
-            manifest = read_manifest(version, token)
-            check_files(version, manifest)
-            for file in filter(None, manifest["tables"].values()):
-                saving.inspect(version / file)
-            n_files = len(manifest["files"])
-            if not n_files:
-                return f"{version}: complete, without checksums (an earlier version of flatbed wrote it)"
-            return f"{version}: all {n_files} files are as they were written"
-    if is_disk_table(path):
-        with closing(ReadOnlyStorage(path)) as storage:
-            n_rows, n_checked = storage.n_rows, storage.check_rows()
-        if n_checked:
-            unknown = f"; {n_rows - n_checked:,} have no checksum" if n_checked < n_rows else ""
-            return f"{path}: {n_checked:,} of {n_rows:,} rows are as they were written{unknown}"
-    else:
-        n_rows = saving.inspect(path).n_rows
-    return f"only header and size were checked, and are right: {path}, {n_rows:,} rows without checksums"
+    except DAMAGE as error:
+        raise damaged(file, error) from error
 
 
 def _model_values(path: Path, manifest: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Read the model's state dict, and check that it fits."""
-    file = path / "model.safetensors"
-    tensors = read_tensors(file)
-    try:
+    with _reading(path / "model.safetensors") as tensors:
         values = {name: unpack(value, tensors) for name, value in manifest["model"].items()}
-    except DAMAGE as error:
-        raise damaged(file, error) from error
     ours = dense_state(model)
-    for name in _same_names(path, "parameters and buffers", values, ours):
-        mine, saved = ours[name], values[name]
+    _check_names(path, "parameters and buffers", values, ours)
+    for name, mine in ours.items():
+        saved = values[name]
         if not isinstance(mine, Tensor) or nn.parameter.is_lazy(mine):
             continue
         if not isinstance(saved, Tensor) or saved.shape != mine.shape:
@@ -239,25 +207,25 @@ def _model_values(path: Path, manifest: Mapping[str, Any], model: nn.Module) -> 
     return values
 
 
-def _wrapper_advice(missing: list[str], unknown: list[str]) -> str:
-    """Return what to do if one model was wrapped in DDP and the other was not."""
-    if unknown and [f"module.{name}" for name in missing] == unknown:
-        return ": it was saved from a model in DDP; save ddp.module, or wrap this model, too"
-    if missing and [f"module.{name}" for name in unknown] == missing:
-        return ": it was saved from a model that was not in DDP; pass ddp.module"
-    return ""
-
-
-def _same_names(path: Path, what: str, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Return the names, which must be the same in checkpoint and model."""
+def _check_names(path: Path, what: str, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise unless checkpoint and model have the same names."""
     missing = [name for name in ours if name not in saved]
     unknown = [name for name in saved if name not in ours]
     if missing or unknown:
+        wrapped = any(name.startswith("module.") for name in (*missing, *unknown))
         raise FlatbedError(
             f"{path} is of another model: of the {what}, the checkpoint lacks {missing[:4] or 'none'}, and "
-            f"the model lacks {unknown[:4] or 'none'}{_wrapper_advice(missing, unknown)}"
+            f"the model lacks {unknown[:4] or 'none'}"
+            f"{': save and load ddp.module, and not the wrapper of DDP' if wrapped else ''}"
         )
-    return list(ours)
+
+
+def _check_count(path: Path, what: str, n_saved: int, n_given: int) -> None:
+    if n_saved != n_given:
+        raise FlatbedError(
+            f"{path} holds the state of {n_saved} {what}; found {n_given} to load it into. Pass as many, in "
+            "the same order, or none"
+        )
 
 
 def _optimizer_states(
@@ -265,24 +233,14 @@ def _optimizer_states(
 ) -> list[dict[str, Any]]:
     if not optimizers:
         return []
-    if manifest["n_optimizers"] != len(optimizers):
-        raise FlatbedError(
-            f"{path} holds the state of {manifest['n_optimizers']} optimizers; found {len(optimizers)} to "
-            "load it into. Pass as many, in the same order, or none"
-        )
-    file, states = path / OPTIMIZERS, []
-    kept = read_json(file)
+    _check_count(path, "optimizers", manifest["n_optimizers"], len(optimizers))
+    states, kept = [], read_json(path / OPTIMIZERS)
     for number, optimizer in enumerate(optimizers):
-        tensors = read_tensors(path / f"optimizer-{number}.safetensors")
-        try:
+        with _reading(path / f"optimizer-{number}.safetensors") as tensors:
             about = kept[number]
             state = unpack(about["state"], tensors)
             check_same(optimizer, state, about["shapes"], where=f"{path} (optimizer {number})")
             states.append(shard_state(optimizer, state))
-        except FlatbedError:
-            raise
-        except DAMAGE as error:
-            raise damaged(file, error) from error
     return states
 
 
@@ -290,7 +248,7 @@ def _warn_of_other_classes(path: Path, optimizers: Sequence[Optimizer]) -> None:
     for about, optimizer in zip(read_json(path / OPTIMIZERS) if optimizers else (), optimizers, strict=True):
         given = type(optimizer).__name__
         saved = about.get("class", given)
-        if isinstance(saved, str) and saved != given:
+        if saved != given:
             warnings.warn(
                 f"{path} holds the state of {saved}, and {given} goes on with it: build {saved} if that is "
                 f"not meant",
@@ -298,60 +256,45 @@ def _warn_of_other_classes(path: Path, optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def _other_states(path: Path, manifest: Mapping[str, Any], training: Training) -> list[tuple[str, Finish]]:
+def _other_states(path: Path, manifest: Mapping[str, Any], training: Training) -> dict[str, Finish]:
     """Read the state of schedulers and scaler; returns their names, and the functions that load it."""
-    asked = [("schedulers", len(training.schedulers)), ("scaler", int(training.scaler is not None))]
-    found = {"schedulers": len(manifest["schedulers"]), "scaler": int(manifest["scaler"] is not None)}
-    for name, n_asked in asked:
-        if n_asked and n_asked != found[name]:
-            raise FlatbedError(
-                f"{path} holds the state of {found[name]} {name}; found {n_asked} to load it into. Pass as "
-                "many, in the same order, or none"
-            )
-    left_out = [name.removesuffix("s") for name, n_asked in asked if found[name] and not n_asked]
+    scalers = [] if training.scaler is None else [training.scaler]
+    saved_scalers = [] if manifest["scaler"] is None else [manifest["scaler"]]
+    kinds = (
+        ("scheduler", training.schedulers, manifest["schedulers"]),
+        ("scaler", scalers, saved_scalers),
+    )
+    finishes: dict[str, Finish] = {}
+    left_out = [kind for kind, given, saved in kinds if saved and not given]
     if left_out and training.optimizers:
-        given = " and ".join(f"{name}=" for name in left_out)
         warnings.warn(
-            f"{path} holds the state of a {' and a '.join(left_out)}, which is not loaded: pass {given}",
+            f"{path} holds the state of a {' and a '.join(left_out)}, which is not loaded: pass "
+            f"{' and '.join(f'{kind}=' for kind in left_out)}",
             stacklevel=3,
         )
-    finishes: list[tuple[str, Finish]] = []
-    parts = [
-        (f"scheduler {n}", thing, packed)
-        for n, (thing, packed) in enumerate(zip(training.schedulers, manifest["schedulers"], strict=False))
-    ]
-    parts += [] if training.scaler is None else [("scaler", training.scaler, manifest["scaler"])]
-    with _reading_state(path) as tensors:
-        for name, thing, packed in parts:
-            state = unpacked_state(thing, packed, tensors, where=str(path))
-            finishes.append((f"{name} ({type(thing).__name__})", partial(thing.load_state_dict, state)))
+    for kind, given, saved in kinds:
+        if given:
+            _check_count(path, f"{kind}s", len(saved), len(given))
+            for number, (thing, packed) in enumerate(zip(given, saved, strict=True)):
+                with _reading(path / "state.safetensors") as tensors:
+                    state = unpacked_state(thing, packed, tensors, where=str(path))
+                name = f"{kind} {number} ({type(thing).__name__})"
+                finishes[name] = partial(thing.load_state_dict, state)
     return finishes
 
 
 def _random_state(path: Path, manifest: Mapping[str, Any]) -> Any:
     """Read and check the state of this rank's random generators."""
     saved = manifest["rng"]
-    with _reading_state(path) as tensors:
-        if len(saved) != world_size():
-            raise FlatbedError(
-                f"{path} holds the random states of {len(saved)} ranks; found {world_size()}: save with "
-                "rng=True, on as many ranks, or load without it"
-            )
+    if len(saved) != world_size():
+        raise FlatbedError(
+            f"{path} holds the random states of {len(saved)} ranks; found {world_size()}: save with "
+            "rng=True, on as many ranks, or load without it"
+        )
+    with _reading(path / "state.safetensors") as tensors:
         state = unpack(saved[rank()], tensors)
         check_rng_state(state)
     return state
-
-
-@contextmanager
-def _reading_state(path: Path) -> Iterator[dict[str, Tensor]]:
-    """Read the tensors of schedulers, scaler and random generators; what does not fit them is damage."""
-    file = path / "state.safetensors"
-    try:
-        yield read_tensors(file) if file.exists() else {}
-    except FlatbedError:
-        raise
-    except DAMAGE as error:
-        raise damaged(file, error) from error
 
 
 def _begin_table(

@@ -1,22 +1,24 @@
-"""Making tables from their files, and from folders of checkpoints."""
+"""Files of tables and folders of checkpoints: making a table from them, and checking them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flatbed.checkpoint.folder import CURRENT, MANIFEST, read_manifest, reading
+from flatbed.checkpoint.folder import CURRENT, MANIFEST, check_files, read_manifest, reading
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import Config
+from flatbed.tables.files import as_path
 from flatbed.tables.record import WEIGHT, Record
 from flatbed.tables.saving import TableFile, inspect, read_into
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.format import is_disk_table
+from flatbed.tables.storage.disk.open_files import forget_sums
 from flatbed.tables.table import Table
-from flatbed.tables.tensor_file import as_path, check_tensors
+from flatbed.tables.tensor_file import check_tensors
 
 
 def load_table(
@@ -101,3 +103,32 @@ def _config_of_disk_table(path: Path, *, read_only: bool) -> Config:
     found = TableFile(path, storage.n_rows, record, {}, storage.meta.get("table", {})).config("disk", path)
     # A cache would keep rows of earlier checkpoints.
     return replace(found, read_only=True, cache_rows=0) if read_only else found
+
+
+def check_path(path: Path, *, forget: bool = False) -> str:
+    """Check a checkpoint's folder or a table's file, and return what was found; damage raises.
+
+    With `forget`, remove the checksums of a table on disk instead.
+    """
+    if forget:
+        forget_sums(path)
+        return f"{path}: its rows are taken as they are, and get checksums when they change"
+    if path.is_dir():
+        with reading(path) as (version, token):
+            manifest = read_manifest(version, token)
+            check_files(version, manifest)
+            for file in filter(None, manifest["tables"].values()):
+                inspect(version / file)
+            n_files = len(manifest["files"])
+            if not n_files:
+                return f"{version}: complete, without checksums (an earlier version of flatbed wrote it)"
+            return f"{version}: all {n_files} files are as they were written"
+    if is_disk_table(path):
+        with closing(ReadOnlyStorage(path)) as storage:
+            n_rows, n_checked = storage.n_rows, storage.check_rows()
+        if n_checked:
+            unknown = f"; {n_rows - n_checked:,} have no checksum" if n_checked < n_rows else ""
+            return f"{path}: {n_checked:,} of {n_rows:,} rows are as they were written{unknown}"
+    else:
+        n_rows = inspect(path).n_rows
+    return f"only header and size were checked, and are right: {path}, {n_rows:,} rows without checksums"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
+import secrets
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +22,13 @@ from flatbed.checkpoint import folder as folders
 from flatbed.checkpoint.folder import CURRENT, MANIFEST, OPTIMIZERS
 from flatbed.checkpoint.state import Packer, dense_state, optimizer_parts, packed_state, rng_state
 from flatbed.distributed.dtensor import Sharding, whole
-from flatbed.distributed.ranks import Lockstep, Ranks, communicating, world_size
+from flatbed.distributed.ranks import Lockstep, communicating, world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving
 from flatbed.tables.embedding import named_tables
-from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.files import sync_folder, write_text
 from flatbed.tables.table import Table
-from flatbed.tables.tensor_file import sync_folder, write_tensors, write_text
+from flatbed.tables.tensor_file import write_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,56 +105,50 @@ def save_checkpoint(
     torch.distributed, all ranks call this, with a folder that all of them see. The first one writes, except
     for tables with ``shard="row"``: all ranks write those together, in files that any number of ranks loads.
     """
-    folder, ranks = folders.as_folder(folder), Ranks()
-    training = Training.of(model, optimizer, scheduler, scaler)
+    folder, training = folders.as_folder(folder), Training.of(model, optimizer, scheduler, scaler)
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
-    checked = _checked_extra(extra)
+    contents: dict[str, Any] = {"extra": _checked_extra(extra)}
     _warn_of_left_out_optimizers(training)
-    in_place = [t for t in training.tables.values() if t.storage == "disk" and not copy_disk_tables]
-    if ranks.many:
-        _check_replicas([t for t in training.tables.values() if t not in in_place])
-    ranks.meet("flatbed.save_checkpoint")
-    random = _rng_of_all_ranks(ranks) if rng else []
-    token = ranks.token()
-    prepared: list[DiskStorage] = []
-    version: list[Path] = []
-
-    def undo() -> None:
-        with suppress(FlatbedError):
-            if folders.has_token(folder, token):
-                return  # decided, though perhaps not durably: the next change of a table completes it
-        for path in version:
-            shutil.rmtree(path, ignore_errors=True)
-
-    with ExitStack() as held, Lockstep(ranks, "saving a checkpoint", undo) as lockstep:
-        held.callback(_release, prepared)
-        if ranks.first:
+    on_disk = [name for name, table in training.tables.items() if table.storage == "disk"]
+    in_place = [] if copy_disk_tables else on_disk
+    if world_size() > 1:
+        _check_replicas(table for name, table in training.tables.items() if name not in in_place)
+    with ExitStack() as held, Lockstep("saving a checkpoint") as lockstep:
+        random = _rng_of_all_ranks() if rng else []
+        token = contents["token"] = lockstep.of_first(secrets.token_hex(16))
+        if lockstep.first:
             held.enter_context(folders.saving(folder))
-            version.append(folders.make_version(folder, token))
+            version = folders.make_version(folder, token)
+            lockstep.undo = partial(_undo, version, token)
         lockstep.meet()
-        name = ranks.of_first(version[0].name if version else None)
-        model_values, files = _write_dense(folder / name, training, lockstep)
-        for table, file in _files(training, in_place).values():
-            if file is not None and table._shards is not None:
-                files[file] = saving.write_together(table, folder / name / file, lockstep)
-        if ranks.first:
-            contents = {"token": token, "model": model_values, "extra": checked}
-            _write_alone(version[0], training, contents, in_place=in_place, rng=random, files=files)
-        for table in in_place:
-            storage = table._store.disk_storage()
-            prepared.append(storage)
-            table._store.prepare_checkpoint(decision=folder / CURRENT, token=token)
+        version = folder / lockstep.of_first(version.name if lockstep.first else "")
+        files: dict[str, Any] = {}
+        contents["model"] = _write_dense(version, training, files=files, lockstep=lockstep)
+        contents["tables"] = _write_tables(version, training, in_place, files=files, lockstep=lockstep)
+        if lockstep.first:
+            _write_manifest(version, training, contents, rng=random, files=files)
+        for name in in_place:
+            store = training.tables[name]._store
+            held.callback(store.disk_storage().release)
+            store.prepare_checkpoint(decision=folder / CURRENT, token=token)
         lockstep.meet()
-        if ranks.first:
-            kept = _write_current(folder, name, token, keep=keep)
+        kept = _write_current(version, token, keep=keep) if lockstep.first else []
         lockstep.meet()
-        version.clear()  # nothing to undo
-        for storage in prepared:
-            storage.commit()
+        lockstep.undo = lambda: None
+        for name in in_place:
+            training.tables[name]._store.disk_storage().commit()
         lockstep.meet()
-        if ranks.first:
+        if lockstep.first:
             folders.remove_others(folder, kept)
+
+
+def _undo(version: Path, token: str) -> None:
+    """Remove the version of a save that has failed."""
+    with suppress(FlatbedError):
+        if folders.has_token(version.parent, token):
+            return  # decided, though perhaps not durably: the next change of a table completes it
+    shutil.rmtree(version, ignore_errors=True)
 
 
 def _warn_of_left_out_optimizers(training: Training) -> None:
@@ -169,38 +163,20 @@ def _warn_of_left_out_optimizers(training: Training) -> None:
             return
 
 
-def _release(prepared: Iterable[DiskStorage]) -> None:
-    for storage in prepared:
-        storage.release()
-
-
 def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return `extra` as a dict, if JSON does not change it."""
-    if not isinstance(extra, Mapping | None):
-        raise TypeError(f"extra must be a dict that JSON can hold; found {type(extra).__name__}")
-    given = dict(extra or {})
     try:
+        given = dict(extra or {})
         read = json.loads(json.dumps(given))
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"extra must be a dict that JSON can hold: {error}") from error
-    _check_unchanged(given, read, "extra")
+    for key, value in given.items():
+        if key not in read or read[key] != value:  # nan differs from itself
+            raise TypeError(
+                f"JSON would change extra[{key!r}], which is {_shortened(value)}: use lists, string keys and "
+                "None in extra, and save schedulers with scheduler="
+            )
     return given
-
-
-def _check_unchanged(given: Any, read: Any, name: str) -> None:
-    if isinstance(given, float) and math.isnan(given):
-        raise TypeError(f"{name} is nan, which JSON does not have: save None, or leave it out")
-    if isinstance(given, dict) and all(type(key) is str for key in given):
-        for key, value in given.items():
-            _check_unchanged(value, read[key], f"{name}[{key!r}]")
-    elif isinstance(given, list):
-        for number, value in enumerate(given):
-            _check_unchanged(value, read[number], f"{name}[{number}]")
-    elif given != read or isinstance(given, dict | tuple):
-        raise TypeError(
-            f"{name} is {_shortened(given)}; JSON would turn it into {_shortened(read)}: save schedulers "
-            "with scheduler=, and use lists and string keys in extra"
-        )
 
 
 def _shortened(value: Any) -> str:
@@ -208,14 +184,14 @@ def _shortened(value: Any) -> str:
     return text if len(text) < 60 else text[:60] + "…"
 
 
-def _rng_of_all_ranks(ranks: Ranks) -> list[Any]:
+def _rng_of_all_ranks() -> list[Any]:
     states: list[Any] = [rng_state()] * world_size()
-    if ranks.many:
+    if world_size() > 1:
         dist.all_gather_object(states, states[0])
     return states
 
 
-def _check_replicas(tables: Sequence[Table]) -> None:
+def _check_replicas(tables: Iterable[Table]) -> None:
     if any(not table.replicate for table in tables):
         raise FlatbedError(
             "a table with replicate=False may differ from rank to rank, and a checkpoint is written by the "
@@ -223,24 +199,17 @@ def _check_replicas(tables: Sequence[Table]) -> None:
         )
 
 
-def _files(training: Training, in_place: Sequence[Table]) -> dict[str, tuple[Table, str | None]]:
-    """Return the file of each table in a version's folder; None for tables whose rows stay in their own."""
-    return {
-        key: (table, None if any(table is one for one in in_place) else f"table-{number}.safetensors")
-        for number, (key, table) in enumerate(training.tables.items())
-    }
-
-
-def _write_dense(path: Path, training: Training, lockstep: Lockstep) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write model and optimizers without tables; returns the model's encoded values, and checksums.
+def _write_dense(
+    version: Path, training: Training, *, files: dict[str, Any], lockstep: Lockstep
+) -> dict[str, Any]:
+    """Write model and optimizers without tables, add checksums to `files`, and return the model's values.
 
     The first rank writes. All ranks call this, since they exchange their parts of DTensors.
     """
-    files: dict[str, Any] = {}
 
     def write(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        if lockstep.ranks.first:
-            files[name] = write_tensors(path / name, tensors, metadata, whole=partial(_whole, lockstep))
+        if lockstep.first:
+            files[name] = write_tensors(version / name, tensors, metadata, whole=partial(_whole, lockstep))
         else:
             for tensor in tensors.values():
                 _whole(lockstep, tensor)
@@ -251,14 +220,14 @@ def _write_dense(path: Path, training: Training, lockstep: Lockstep) -> tuple[di
     write("model.safetensors", packer.tensors, {"format": "pt", **packer.ties})
     optimizers = []
     for number, optimizer in enumerate(training.optimizers):
-        about, tensors = optimizer_parts(optimizer)
+        about, tensors = optimizer_parts(optimizer, f"optimizer-{number}")
         write(f"optimizer-{number}.safetensors", tensors, {"format": "pt"})
         optimizers.append(about)
-    if lockstep.ranks.first:
+    if lockstep.first:
         text = json.dumps(optimizers)
-        write_text(path / OPTIMIZERS, text)
+        write_text(version / OPTIMIZERS, text)
         files[OPTIMIZERS] = zlib.crc32(text.encode())
-    return model, files
+    return model
 
 
 def _whole(lockstep: Lockstep, tensor: Tensor) -> Tensor:
@@ -276,51 +245,61 @@ def _whole(lockstep: Lockstep, tensor: Tensor) -> Tensor:
         return whole(tensor.detach())
 
 
-def _write_alone(
-    path: Path,
+def _write_tables(
+    version: Path,
     training: Training,
-    contents: Mapping[str, Any],
+    in_place: Collection[str],
     *,
-    in_place: Sequence[Table],
-    rng: Any,
     files: dict[str, Any],
+    lockstep: Lockstep,
+) -> dict[str, str | None]:
+    """Write the tables, and add checksums to `files`.
+
+    Returns the file of each table, None for those whose rows stay in their own files.
+    """
+    named: dict[str, str | None] = {}
+    for number, (name, table) in enumerate(training.tables.items()):
+        file = named[name] = None if name in in_place else f"table-{number}.safetensors"
+        if file is not None and (lockstep.first or table._shards is not None):
+            files[file] = saving.write(table, version / file, lockstep, name=name)
+    return named
+
+
+def _write_manifest(
+    version: Path, training: Training, contents: Mapping[str, Any], *, rng: Any, files: dict[str, Any]
 ) -> None:
-    """Write what the first rank writes alone: whole tables, other state, and the list of contents."""
-    tables = _files(training, in_place)
-    for table, file in tables.values():
-        if file is not None and table._shards is None:
-            files[file] = saving.write(table, path / file)
+    """Write other state, and the list of contents."""
     packer = Packer()
     schedulers = [packed_state(s, packer, f"scheduler {n}") for n, s in enumerate(training.schedulers)]
     scaler = None if training.scaler is None else packed_state(training.scaler, packer, "scaler")
     packed_rng = packer.pack(rng, "rng")
     if packer.tensors:
         name = "state.safetensors"
-        files[name] = write_tensors(path / name, packer.tensors, {"format": "pt"})
+        files[name] = write_tensors(version / name, packer.tensors, {"format": "pt"})
     shards = {
-        key: table._shards.n_ranks
-        for key, (table, file) in tables.items()
-        if file is None and table._shards is not None
+        name: training.tables[name]._store.config.n_shards
+        for name, file in contents["tables"].items()
+        if file is None and training.tables[name]._shards is not None
     }
     manifest = {
         "format": folders.FORMAT,
         "version": folders.FORMAT_VERSION,
         **contents,
         "n_optimizers": len(training.optimizers),
-        "tables": {key: file for key, (_, file) in tables.items()},
         **({"shards": shards} if shards else {}),  # sharded tables, in a file of each rank
         "schedulers": schedulers,
         "scaler": scaler,
         "rng": packed_rng,
         "files": files,
     }
-    write_text(path / MANIFEST, folders.write_checksum(manifest))
-    sync_folder(path.parent)
+    write_text(version / MANIFEST, folders.write_checksum(manifest))
+    sync_folder(version.parent)
 
 
-def _write_current(folder: Path, version: str, token: str, *, keep: int) -> list[str]:
+def _write_current(version: Path, token: str, *, keep: int) -> list[str]:
     """Make a version the valid one; returns the names of those that stay."""
-    known = folders.read_current(folder) if (folder / CURRENT).exists() else None
+    current = version.parent / CURRENT
+    known = folders.read_current(version.parent) if current.exists() else None
     previous = [] if known is None else [known.version, *known.previous][: keep - 1]
-    write_text(folder / CURRENT, json.dumps({"token": token, "version": version, "previous": previous}))
-    return [version, *previous]
+    write_text(current, json.dumps({"token": token, "version": version.name, "previous": previous}))
+    return [version.name, *previous]

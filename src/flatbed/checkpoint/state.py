@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatbed.distributed.dtensor import Sharding, is_dtensor, local_of
-from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.errors import FlatbedError
 from flatbed.optim.optimizer import Optimizer as FlatbedOptimizer
 from flatbed.tables.embedding import DenseStateDict
 from flatbed.tables.tensor_file import RESERVED, check_plain
@@ -125,10 +125,10 @@ def dense_state(model: nn.Module) -> dict[str, Any]:
     return dict(model.state_dict(destination=DenseStateDict()))
 
 
-def optimizer_parts(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def optimizer_parts(optimizer: Optimizer, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Encode an optimizer's state without that of tables: JSON, and the tensors it refers to."""
     packer = Packer()
-    packed = {key: packer.pack(value, key) for key, value in plain_state(optimizer).items()}
+    packed = packer.pack(plain_state(optimizer), name)
     about = {"class": type(optimizer).__name__, "shapes": shapes_of(optimizer), "state": packed}
     return about, packer.tensors
 
@@ -194,35 +194,16 @@ def _shortened(value: Any) -> str:
 
 
 def load_all(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) -> None:
-    """Load all states, or none."""
-    before = [plain_state(optimizer) for optimizer in optimizers]
-    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+    """Load states of `plain_state`; tables stay as they are."""
+    for optimizer, state in zip(optimizers, states, strict=True):
         for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
             for key, value in saved.items():
                 if isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
                     saved[key] = value.to(own[key].device)  # the learning rate of a captured step
-        try:
-            _load(optimizer, state)
-        except BaseException:
-            for loaded, old in zip(optimizers[:number], before, strict=False):
-                _load(loaded, old)
-            raise
-
-
-def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state of `plain_state`; tables stay as they are."""
-    try:
         if isinstance(optimizer, FlatbedOptimizer):
             optimizer._load_state_dict_without_tables(state)
         else:
             optimizer.load_state_dict(state)
-    except FlatbedError:
-        raise
-    except DAMAGE as error:
-        raise DamagedFileError(
-            f"{type(optimizer).__name__} cannot load its state ({type(error).__name__}: {error}): restore "
-            "the checkpoint from a copy"
-        ) from error
 
 
 # ---- schedulers, scalers, random numbers

@@ -1,6 +1,6 @@
 """Failures between ranks: one error class, and how ranks name the rank and the reason.
 
-All other modules of this folder build on it: `Meeting`, `Channel`, `Peers`, `Ranks`, and `LoaderRanks`.
+All other modules of this folder build on it: `Meeting`, `Channel`, `Peers`, `Lockstep`, and `LoaderRanks`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ Reason for it besides `Channel`: a checkpoint needs no process group but the use
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -65,55 +64,65 @@ def communicating(doing: str) -> AbstractContextManager[None]:
     return naming_missing(doing, dist.group.WORLD, range(world_size()))
 
 
-class Ranks:
-    """All ranks of the default process group, for work that all of them complete, or none."""
+class Lockstep:
+    """A `with` block of several steps on all ranks, which an error on one of them ends on all.
 
-    def __init__(self, *, alone: bool = False) -> None:
-        """With `alone`, this rank works without the others."""
+    All ranks enter the block, and call `meet` as often: before every collective, and where none may continue
+    without the others. A rank that fails answers the next `meet` of the others when it leaves the block, so
+    that they raise. `undo` then runs on every rank. With `alone`, this rank works without the others.
+    """
+
+    def __init__(self, doing: str, *, alone: bool = False) -> None:
+        self.doing = doing
         self.many = world_size() > 1 and not alone
         self.first = not self.many or dist.get_rank() == 0
-        only_gpus = self.many and "gloo" not in str(dist.get_backend())
-        self._device = torch.device("cuda" if only_gpus else "cpu")
+        self.undo: Callable[[], None] = lambda: None
+        self._is_over = False
 
-    def meet(self, doing: str) -> None:
-        """Wait until all ranks call this; raise if they do not, before a collective would hang or mix."""
-        if not self.many:
-            return
+    def __enter__(self) -> Lockstep:
+        """Wait until all ranks are here; raise if they do not come, before a collective would hang or mix."""
         patience = PATIENCE if self.first else LONG
 
         def give_up(waited: float, absent: Callable[[], list[int]]) -> str | None:
             if waited < patience:
                 return None
             return (
-                f"{doing} was called on some of the {world_size()} ranks alone; found that rank "
+                f"{self.doing} began on some of the {world_size()} ranks alone; found that rank "
                 f"{', '.join(map(str, absent()))} did not follow within {waited:.0f} s: call it on every "
                 f"rank, not within `if rank == 0:`. If a rank may be later than that, call "
                 f"torch.distributed.barrier() first, which waits as long as the process group's timeout"
             )
 
-        Meeting(range(world_size())).hold([("the call", doing)], give_up)
+        if self.many:
+            Meeting(range(world_size())).hold([("the call", self.doing)], give_up)
+        return self
 
-    def token(self) -> str:
-        """Return a random word, the same on all ranks."""
-        return self.of_first(secrets.token_hex(16))
-
-    def of_first(self, value: str | None) -> str:
+    def of_first(self, value: str) -> str:
         """Return the string that the first rank gives."""
         held = [value]
         if self.many:
-            with communicating("sending a name"):
-                dist.broadcast_object_list(held, src=0, device=self._device)
-        return str(held[0])
+            only_gpus = "gloo" not in str(dist.get_backend())
+            with communicating(self.doing):
+                dist.broadcast_object_list(held, src=0, device=torch.device("cuda" if only_gpus else "cpu"))
+        return held[0]
 
-    def agree(self, failure: BaseException | None, doing: str) -> None:
-        """Raise on all ranks if one of them has failed. Waits for the last rank.
+    def meet(self) -> None:
+        """Wait for all ranks; raise if one of them has failed since the last call."""
+        try:
+            self._agree(None)
+        except BaseException:
+            self._is_over = True
+            raise
+
+    def _agree(self, failure: BaseException | None) -> None:
+        """Raise on all ranks if one of them has failed.
 
         After an `ExchangeError` no rank waits: all have one, or have ended.
         """
         reasons: list[str | None] = [None] * world_size()
         if self.many and not isinstance(failure, ExchangeError):
             try:
-                with communicating(doing):
+                with communicating(self.doing):
                     dist.all_gather_object(reasons, None if failure is None else reason_of(failure))
             except ExchangeError:
                 if failure is None:
@@ -122,41 +131,16 @@ class Ranks:
             raise failure
         for number, reason in enumerate(reasons):
             if reason is not None:
-                raise FlatbedError(f"{doing} failed on rank {number} ({reason})")
-
-
-class Lockstep:
-    """A `with` block of several steps on all ranks, which an error on one of them ends on all.
-
-    All ranks call `meet` as often: before every collective, and where none may continue without the others.
-    A rank that fails answers the next `meet` of the others when it leaves the block, so that they raise.
-    `undo` runs on every rank if the block raises.
-    """
-
-    def __init__(self, ranks: Ranks, doing: str, undo: Callable[[], None] = lambda: None) -> None:
-        self.ranks, self.doing = ranks, doing
-        self._undo = undo
-        self._is_over = False
-
-    def __enter__(self) -> Lockstep:
-        return self
-
-    def meet(self) -> None:
-        """Wait for all ranks; raise if one of them has failed since the last call."""
-        try:
-            self.ranks.agree(None, self.doing)
-        except BaseException:
-            self._is_over = True
-            raise
+                raise FlatbedError(f"{self.doing} failed on rank {number} ({reason})")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
             if not self._is_over:
                 self._is_over = True
-                self.ranks.agree(error, self.doing)
+                self._agree(error)
         except BaseException as found:
             error = found
             raise
         finally:
             if error is not None:
-                self._undo()
+                self.undo()

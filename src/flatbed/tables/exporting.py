@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,11 @@ from torch import Tensor
 from flatbed.errors import FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.config import as_integer
+from flatbed.tables.files import check_folder, draft_of, replacing, sync_folder, write_at, write_text
 from flatbed.tables.record import NAMES, WEIGHT
 from flatbed.tables.sharding import READ
 from flatbed.tables.storage.base import row_blocks
-from flatbed.tables.tensor_file import TensorEntry, replacing, sync_folder, write_at, write_text, writing
+from flatbed.tables.tensor_file import TensorEntry, writing
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
@@ -54,8 +55,13 @@ def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
         raise ValueError(f"shard_bytes must hold a row of {config.weight.nbytes} bytes; found {shard_bytes}")
     if path.suffix == ".npy" and config.dtype == torch.bfloat16:
         raise FlatbedError(f"numpy has no bfloat16, and {path.name} could not be read: export safetensors")
+    is_file = path.suffix in FILES
+    files = _split(table.num_embeddings, table.num_embeddings if is_file else shard_rows)
     if table._shards is not None and table._shards.rank > 0:
-        _serve(table, shard_rows if path.suffix not in FILES else table.num_embeddings)
+        for rows in files:  # take part in the reads of the rank that writes
+            for _ in row_blocks(rows.start, rows.stop, table._store.record.nbytes):
+                table.read_rows([])
+        table.read_rows([])
         return
     table._store.ensure_layout()
     with (
@@ -65,33 +71,21 @@ def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
         if path.suffix == ".npy":
             _write_npy(table, path, advance)
         elif path.suffix == ".safetensors":
-            _write_rows(table, path, WEIGHT, range(table.num_embeddings), advance)
+            _write_rows(table, path, WEIGHT, files[0], advance)
         else:
-            _write_shards(table, path, shard_rows, advance)
+            _write_shards(table, path, files, advance)
         if table._shards is not None:
-            table.read_rows([])  # ranks that serve learn that the file is complete
+            table.read_rows([])  # the other ranks learn that the file is complete
 
 
-def _bounds(table: Table, rows: range) -> Iterator[tuple[int, int]]:
-    return row_blocks(rows.start, rows.stop, table._store.record.nbytes)
-
-
-def _shards_of(n_rows: int, shard_rows: int) -> list[range]:
-    return [range(first, min(first + shard_rows, n_rows)) for first in range(0, n_rows, shard_rows)]
-
-
-def _serve(table: Table, shard_rows: int) -> None:
-    """Take part in the reads of the rank that writes."""
-    for rows in _shards_of(table.num_embeddings, shard_rows):
-        for _ in _bounds(table, rows):
-            table.read_rows([])
-    table.read_rows([])
+def _split(n_rows: int, n_most: int) -> list[range]:
+    return [range(first, min(first + n_most, n_rows)) for first in range(0, n_rows, n_most)]
 
 
 def _blocks(table: Table, rows: range) -> Iterator[tuple[int, Tensor]]:
     """Yield (first byte, weights) of consecutive rows of a file with these rows."""
     size = table._store.config.weight.nbytes
-    for first, last in _bounds(table, rows):
+    for first, last in row_blocks(rows.start, rows.stop, table._store.record.nbytes):
         if table._shards is None:
             weights = table._store.read_field(WEIGHT, first, last)
         else:
@@ -121,9 +115,8 @@ def _write_rows(table: Table, path: Path, name: str, rows: range, advance: Calla
             advance(len(weights))
 
 
-def _write_shards(table: Table, path: Path, shard_rows: int, advance: Callable[[int], None]) -> None:
+def _write_shards(table: Table, path: Path, shards: Sequence[range], advance: Callable[[int], None]) -> None:
     """Write `weight` to one file, or `weight.00001`, … to a file each. The index names the file of each."""
-    shards = _shards_of(table.num_embeddings, shard_rows)
     with _new_folder(path) as folder:
         if len(shards) == 1:
             _write_rows(table, folder / "model.safetensors", WEIGHT, shards[0], advance)
@@ -143,9 +136,8 @@ def _new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `path` at the end."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise FlatbedError(f"{path} exists and is not an empty folder: remove it, or choose another path")
-    if not path.parent.is_dir():
-        raise FlatbedError(f"there is no folder {path.parent} to write {path.name} to: make it first")
-    draft = path.parent / f".{path.name}.{secrets.token_hex(4)}.part"
+    check_folder(path)
+    draft = draft_of(path, secrets.token_hex(4))
     draft.mkdir()
     try:
         yield draft

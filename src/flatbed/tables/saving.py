@@ -6,7 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatbed.distributed.ranks import Lockstep, Ranks, world_size
+from flatbed.distributed.ranks import Lockstep, world_size
 from flatbed.distributed.row_shards import RowShards
-from flatbed.distributed.row_windows import RowOrder, row_windows
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables import initializers as initial
 from flatbed.tables.config import Config
 from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Field, Record
-from flatbed.tables.shared_file import writing_together
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.tensor_file import RESERVED, TensorEntry, Writer, entries_of, opened, writing
@@ -30,7 +28,7 @@ from flatbed.tables.tensor_file import RESERVED, TensorEntry, Writer, entries_of
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
 
-FORMAT, VERSION = "flatbed-table", "1"
+FORMAT, VERSIONS = "flatbed-table", ("1", "2")  # 2: tensors have the table's name in a model
 OTHER_KINDS = [
     (b"\x93NUMPY", "numpy", "numpy.load(path)"),
     (b"PK\x03\x04", "torch.save", "torch.load(path)"),
@@ -51,6 +49,8 @@ class TableFile:
     scalars: dict[str, float]
     about: dict[str, Any]
     """Initialization of the rows: see `Config.describe`."""
+    name: str = ""
+    """Name of the table in a model, if its tensors have that name."""
 
     def config(self, storage: str, path: Path | None = None) -> Config:
         """The config of a table like this one."""
@@ -78,46 +78,72 @@ def save(table: Table, path: Path) -> None:
     If the table is sharded, all ranks call this. They write one file, whose bytes do not depend on their
     number.
     """
-    with together(table, f"saving {path.name}") as lockstep:
-        if table._shards is None:
-            write(table, path)
-        else:
-            write_together(table, path, lockstep)
+    with Lockstep(f"saving {path.name}", alone=table._shards is None) as lockstep:
+        write(table, path, lockstep)
 
 
-@contextmanager
-def together(table: Table, doing: str) -> Iterator[Lockstep]:
-    """Do something on all ranks if the table is sharded, and otherwise on this one."""
-    ranks = Ranks(alone=table._shards is None)
-    ranks.meet(doing)
-    with Lockstep(ranks, doing) as lockstep:
-        yield lockstep
+def write(table: Table, path: Path, lockstep: Lockstep, *, name: str = "") -> dict[str, int]:
+    """Write the file of a table, and return its checksums; on the first rank, if the table is sharded.
 
-
-def write(table: Table, path: Path) -> dict[str, int]:
-    """Write the file of a table that this rank holds, and return its checksums."""
-    entries, metadata, scalars = _contents(table)
-    with writing(path, entries, metadata) as writer:
-        for key, value in scalars.items():
-            writer.write(key, 0, value)
-        _write_rows(table, writer, _rows_in_order(table), path)
-    return writer.checksums
-
-
-def write_together(table: Table, path: Path, lockstep: Lockstep) -> dict[str, int]:
-    """Write the file of a sharded table, and return its checksums on the first rank."""
-    assert table._shards is not None
-    shards = table._shards
-    check_group(shards)
-    entries, metadata, scalars = _contents(table)
-    with writing_together(path, entries, metadata, channel=shards.channel, lockstep=lockstep) as (
-        writer,
-        meet,
+    With the table's `name` in a model, its tensors are `name`, `name.exp_avg` and so on, so that the names in
+    a folder of such files are unique.
+    """
+    entries, metadata, scalars = _contents(table, name)
+    record, shards, shared = table._store.record, table._shards, None
+    if shards is not None:
+        check_group(shards)
+        shared = (shards.channel, lockstep)
+    buffer = torch.empty(0, dtype=torch.uint8)  # for all copies: new ones would fragment memory
+    with (
+        writing(path, entries, metadata, shared) as writer,
+        progress(f"saving {path.name}", table.num_embeddings, "rows") as advance,
     ):
-        for key, value in scalars.items() if shards.rank == 0 else ():
+        for key, value in scalars.items() if shards is None or shards.rank == 0 else ():
             writer.write(key, 0, value)
-        _write_rows(table, writer, _segments_in_order(table, shards, meet), path)
+        for rows, records, n_done in _rows(table) if shards is None else _segments(table, shards, writer):
+            for field in record.fields:
+                nbytes = len(rows) * field.nbytes
+                buffer = buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+                values = buffer[:nbytes].view(field.dtype).view(len(rows), field.count)
+                values.copy_(record.view(records, field.name))
+                writer.write(_tensor(name, field.name), rows.start * field.nbytes, values)
+            advance(n_done)
     return writer.checksums
+
+
+def _contents(table: Table, name: str) -> tuple[list[TensorEntry], dict[str, str], dict[str, Tensor]]:
+    """Return the tensors of a table's file, its metadata, and the values of its 0-dim tensors."""
+    table._deferred_checks.check_graphs()
+    store, n_rows = table._store, table.num_embeddings
+    store.ensure_layout()
+    store.flush()
+    fields, scalars = store.record.fields, table.scalars()
+    taken = {RESERVED, *(field.name for field in fields)}
+    keys = {key: _tensor(name, f"scalar.{key}" if key in taken else key) for key in scalars}
+    values = {keys[key]: scalar_tensor(value) for key, value in scalars.items()}
+    entries = [TensorEntry(_tensor(name, field.name), field.dtype, (n_rows, field.count)) for field in fields]
+    entries += [TensorEntry(key, value.dtype, ()) for key, value in values.items()]
+    about = {
+        **replace(store.config, n_rows=n_rows, shard_rank=0, n_shards=1).describe(),
+        "num_embeddings": n_rows,
+        "embedding_dim": store.config.dim,
+        "dtype": NAMES[store.config.dtype],
+    }
+    metadata = {
+        "format": FORMAT,
+        **({"version": "2", "name": name} if name else {"version": "1"}),
+        "table": json.dumps(about),
+        "fields": json.dumps(store.record.describe()),
+        "scalars": json.dumps(keys),
+    }
+    return entries, metadata, values
+
+
+def _tensor(name: str, field: str) -> str:
+    """Return the name of a tensor in the file of a table, which may have a name itself."""
+    if not name:
+        return field
+    return name if field == WEIGHT else f"{name}.{field}"
 
 
 def check_group(shards: RowShards) -> None:
@@ -130,73 +156,50 @@ def check_group(shards: RowShards) -> None:
         )
 
 
-def _contents(table: Table) -> tuple[list[TensorEntry], dict[str, str], dict[str, Tensor]]:
-    """Return the tensors of a table's file, its metadata, and the values of its 0-dim tensors."""
-    table._deferred_checks.check_graphs()
-    store = table._store
-    store.ensure_layout()
-    store.flush()
-    n_rows, record = table.num_embeddings, store.record
-    config = replace(store.config, n_rows=n_rows, shard_rank=0, n_shards=1)
-    scalars = {name: scalar_tensor(value) for name, value in table.scalars().items()}
-    taken = {RESERVED, *(field.name for field in record.fields)}
-    keys = {name: f"scalar.{name}" if name in taken else name for name in scalars}
-    entries = [TensorEntry(field.name, field.dtype, (n_rows, field.count)) for field in record.fields]
-    entries += [TensorEntry(keys[name], value.dtype, ()) for name, value in scalars.items()]
-    about = {
-        **config.describe(),
-        "num_embeddings": n_rows,
-        "embedding_dim": config.dim,
-        "dtype": NAMES[config.dtype],
-    }
-    metadata = {
-        "format": FORMAT,
-        "version": VERSION,
-        "table": json.dumps(about),
-        "fields": json.dumps(record.describe()),
-        "scalars": json.dumps(keys),
-    }
-    return entries, metadata, {keys[name]: value for name, value in scalars.items()}
-
-
-def _write_rows(
-    table: Table, writer: Writer, blocks: Iterable[tuple[range, Tensor, int]], path: Path
-) -> None:
-    """Write blocks of (rows, records, number of rows that all ranks have written with it)."""
-    record = table._store.record
-    buffer = torch.empty(0, dtype=torch.uint8)  # for all copies: new ones would fragment memory
-    with progress(f"saving {path.name}", table.num_embeddings, "rows") as advance:
-        for rows, records, n_done in blocks:
-            for field in record.fields:
-                nbytes = len(rows) * field.nbytes
-                buffer = buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
-                values = buffer[:nbytes].view(field.dtype).view(len(rows), field.count)
-                values.copy_(record.view(records, field.name))
-                writer.write(field.name, rows.start * field.nbytes, values)
-            advance(n_done)
-
-
-def _rows_in_order(table: Table) -> Iterator[tuple[range, Tensor, int]]:
+def _rows(table: Table) -> Iterator[tuple[range, Tensor, int]]:
+    """Yield (rows, records, number of rows) of blocks of all rows."""
     storage, nbytes = table._store.ensure_layout(), table._store.record.nbytes
     for first, last in row_blocks(0, table.num_embeddings, nbytes):
         yield range(first, last), storage.read(first, last).cpu(), last - first
 
 
-def _segments_in_order(
-    table: Table, shards: RowShards, meet: Callable[[], None]
-) -> Iterator[tuple[range, Tensor, int]]:
-    """Yield this rank's segment of each window of rows; `meet` waits for the other ranks."""
+def _segments(table: Table, shards: RowShards, writer: Writer) -> Iterator[tuple[range, Tensor, int]]:
+    """Exchange rows that ranks hold in turn for rows in row order, window by window.
+
+    A window is a run of consecutive rows, and is split into one segment per rank. An all-to-all gives each
+    rank the rows of its segment. Yields (rows of the segment, records, number of rows of the window); the
+    records are valid until the next window.
+    """
     storage, nbytes = table._store.ensure_layout(), table._store.record.nbytes
-    n_rows = min(max(1, SEGMENT_BYTES // nbytes), -(-shards.n_rows // shards.n_ranks))
-    to_row_order = RowOrder(shards.channel, n_rows, nbytes)
-    for window in row_windows(shards.n_rows, shards.n_ranks, n_rows):
-        local = window.local_rows(shards.rank)
+    rank, n_ranks = shards.rank, shards.n_ranks
+    n_most = min(max(1, SEGMENT_BYTES // nbytes), -(-shards.n_rows // n_ranks))
+    # Buffers for all windows: new ones would fragment memory.
+    buffers = torch.empty((2, n_most, nbytes), dtype=torch.uint8)
+    for start in range(0, shards.n_rows, n_ranks * n_most):
+        window = range(start, min(start + n_ranks * n_most, shards.n_rows))
+        length = -(-len(window) // n_ranks)
+        segments = [window[peer * length : (peer + 1) * length] for peer in range(n_ranks)]
+        own, local = segments[rank], local_rows(window, rank, n_ranks)
         if storage.memory is not None and storage.device.type == "cpu":
             records = storage.memory[local.start : local.stop]
         else:
             records = storage.read(local.start, local.stop).cpu()
-        meet()
-        yield window.segment(shards.rank), to_row_order(records, window), len(window.rows)
+        writer.meet()
+        # Local rows are ascending: those of each segment are consecutive.
+        n_sent = [len(local_rows(segment, rank, n_ranks)) for segment in segments]
+        n_received = [len(local_rows(own, peer, n_ranks)) for peer in range(n_ranks)]
+        received, ordered = buffers[:, : len(own)]
+        shards.channel.all_to_all_into(
+            received, records.contiguous(), n_sent, n_received, doing="saving a table"
+        )
+        for peer, part in enumerate(torch.split(received, n_received)):
+            ordered[(peer - own.start) % n_ranks :: n_ranks] = part
+        yield own, ordered, len(window)
+
+
+def local_rows(rows: range, rank: int, n_ranks: int) -> range:
+    """Return the local numbers of a rank's rows among consecutive rows: rank r % n holds row r as r // n."""
+    return range(-((rank - rows.start) // n_ranks), -((rank - rows.stop) // n_ranks))
 
 
 def scalar_tensor(value: float) -> Tensor:
@@ -218,7 +221,7 @@ def load(table: Table, path: Path) -> None:
     with nothing but "weight", leaves the table's state as it is. If the table is sharded, all of them call
     this, and each one reads its own.
     """
-    with ExitStack() as undo, together(table, f"loading {path.name}") as lockstep:
+    with ExitStack() as undo, Lockstep(f"loading {path.name}", alone=table._shards is None) as lockstep:
         found = inspect(path)
         check_fit(table, found)
         finish = begin_read(table, found, undo=undo)
@@ -244,22 +247,23 @@ def inspect(path: Path) -> TableFile:
         metadata, found = reader.metadata() or {}, entries_of(reader)
         if metadata.get("format") != FORMAT:
             return _weights_of_torch(path, found, len(reader.keys()))
-        if metadata.get("version") != VERSION:
+        if metadata.get("version") not in VERSIONS:
             raise FlatbedError(
-                f"{path} has version {metadata.get('version')} of the format, and this flatbed knows version "
-                f"{VERSION}: read it with the flatbed that wrote it"
+                f"{path} has version {metadata.get('version')} of the format, and this flatbed knows "
+                f"{' and '.join(VERSIONS)}: read it with the flatbed that wrote it"
             )
         try:
             record = Record.described(json.loads(metadata["fields"]))
             about = dict(json.loads(metadata["table"]))
             n_rows = int(about["num_embeddings"])
+            name = metadata.get("name", "")
             for field in record.fields:
-                expected = TensorEntry(field.name, field.dtype, (n_rows, field.count))
-                if found[field.name] != expected:
-                    raise ValueError(f"{found[field.name]} instead of {expected}")
+                expected = TensorEntry(_tensor(name, field.name), field.dtype, (n_rows, field.count))
+                if found[expected.name] != expected:
+                    raise ValueError(f"{found[expected.name]} instead of {expected}")
             keys = dict(json.loads(metadata["scalars"]))
             scalars = {name: float(reader.get_tensor(found[key].name)) for name, key in keys.items()}
-            contents = TableFile(path, n_rows, record, scalars, about)
+            contents = TableFile(path, n_rows, record, scalars, about, name)
             contents.config("host")
         except (*DAMAGE, RecursionError) as error:
             raise DamagedFileError(
@@ -349,7 +353,8 @@ def begin_read(
     record = Record((store.config.weight, *state)) if is_adopted else store.record
     scalars = (found.scalars if with_state else {}) if is_adopted or state else table.scalars()
     reader = undo.enter_context(opened(found.path))
-    parts = {f.name: reader.get_slice(f.name) for f in found.record.fields if f.name in record}
+    names = {field.name: _tensor(found.name, field.name) for field in found.record.fields}
+    parts = {field: reader.get_slice(name) for field, name in names.items() if field in record}
     if not state:
         parts = {WEIGHT: parts[WEIGHT]}
 

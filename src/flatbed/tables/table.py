@@ -21,6 +21,7 @@ from flatbed.tables import copying, exporting, retrieval, saving
 from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.config import Config, as_integer, device_of
 from flatbed.tables.factory import warm as warm_cache
+from flatbed.tables.files import as_path
 from flatbed.tables.grads import GradAccumulator, RowGrads, TableGrad
 from flatbed.tables.ids import DeferredIdChecks, as_floats, as_ids, check_range, most_used, to_device
 from flatbed.tables.parameter import TableParameter
@@ -29,7 +30,6 @@ from flatbed.tables.row_io import RowIO, last_of_each
 from flatbed.tables.row_store import RowStore
 from flatbed.tables.sharding import READ, WRITE, ShardedRowIO, exchange_grads
 from flatbed.tables.storage.disk.format import is_disk_table
-from flatbed.tables.tensor_file import as_path
 from flatbed.tables.view import WeightView
 
 

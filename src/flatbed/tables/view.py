@@ -15,7 +15,31 @@ if TYPE_CHECKING:
     from flatbed.tables.table import Table
 
 
-class WeightView(Tensor):
+class GuardedTensor(Tensor):
+    """A tensor in whose place numpy, copies and pickles get plain tensors."""
+
+    def _plain(self) -> Tensor:
+        """Return a plain tensor with the same values; numpy arrays of it are read-only."""
+        return self.detach().clone()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return an array that cannot be written: a change would have no effect."""
+        found = self._plain().numpy(force=force)
+        found.flags.writeable = False
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        found = self.numpy()
+        return found.astype(found.dtype if dtype is None else dtype, copy=copy is True)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self._plain().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,unused-ignore]
+
+
+class WeightView(GuardedTensor):
     """A view of the table's memory, made by `emb.weight`. It raises after the rows have moved."""
 
     _table: Table
@@ -58,24 +82,6 @@ class WeightView(Tensor):
             return result
         return _wrapped(result, found[0], detached=untracked or all(view._detached for view in found))
 
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.detach().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,unused-ignore]
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return a copy, since a numpy array cannot tell when it is stale."""
-        found = self.detach().clone().numpy(force=force)
-        found.flags.writeable = False  # a change would have no effect
-        return found
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        if copy is False:
-            raise ValueError("numpy gets a copy of a table's weights: use copy=None or copy=True")
-        found = self.numpy()
-        return found.astype(found.dtype if dtype is None else dtype, copy=copy is True)
-
     def set_(self, *_: Any, **__: Any) -> Any:
         """Raise: torch calls no `__torch_function__` here."""
         raise FlatbedError("a table's weights cannot be replaced: use emb.weight.copy_(values)")
@@ -88,7 +94,7 @@ Source: TypeAlias = "tuple[Table, Tensor]"
 """A table, and a copy of all of its weights."""
 
 
-class SavedWeight(Tensor):
+class SavedWeight(GuardedTensor):
     """Weights in a state dict: a copy, which `load_state_dict` takes.
 
     The entries of torch's state dicts share memory with the model, so that writing into them changes it.
@@ -140,21 +146,12 @@ class SavedWeight(Tensor):
             )
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return an array that cannot be written: a change would have no effect."""
-        found = self._plain().numpy(force=force)
-        found.flags.writeable = not self._is_guarded()
-        return found
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        found = self.numpy()
-        return found.astype(found.dtype if dtype is None else dtype, copy=copy is True)
+        """Return an array, which cannot be written unless a parameter was made of the entry."""
+        return super().numpy(force=force) if self._is_guarded() else self._plain().numpy(force=force)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         plain = self._plain().clone()
         return nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,unused-ignore]
 
     @staticmethod
     def _part(plain: Tensor, source: Source | None, *, is_detached: bool = False) -> SavedWeight:

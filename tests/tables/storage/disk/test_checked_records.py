@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from flatbed.cli import app
 from flatbed.errors import DamagedFileError
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.checked_records import file_size, row_sums, sums_at
-from flatbed.tables.storage.disk.format import RECORDS_AT
+from flatbed.tables.storage.disk.format import JOURNAL, OLD_JOURNAL, PAGE, RECORDS_AT, decode, encode
+from flatbed.tables.storage.disk.journal import index_at
 from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
 
 N_ROWS = 100
@@ -161,3 +163,24 @@ def test_check_command(path: Path) -> None:
     assert (done.exit_code, "without checksums" in done.output) == (0, True)
     with closing(DiskStorage.open(path)) as storage:
         assert len(everything(storage)) == N_ROWS
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_sealed_journal_of_an_earlier_version_is_completed(tmp_path: Path, damage: bool) -> None:
+    """It has a hash of all records in place of one of their checksums."""
+    storage, journal = made(tmp_path, N_ROWS), tmp_path / "table.journal"
+    before = everything(storage)
+    storage.scatter_(torch.arange(50), random_records(50))
+    after = everything(storage)
+    storage.prepare(decision=tmp_path / "decision", token="a")
+    seal, data = decode(JOURNAL, journal.read_bytes()[:PAGE]), journal.read_bytes()
+    storage.release()
+    storage.close()
+    end = index_at(50, NBYTES) + 8 * 50 + seal["sealed"]
+    seal["digest"] = sha256(sha256(data[PAGE:end]).digest()).hexdigest()
+    page = encode(OLD_JOURNAL, seal, PAGE).ljust(PAGE, b"\0")
+    flipped = bytes([data[PAGE] ^ damage])
+    journal.write_bytes(page + flipped + data[PAGE + 1 :])
+    (tmp_path / "decision").write_text('{"token": "a"}')
+    with closing(DiskStorage.open(tmp_path / "table")) as storage:
+        assert np.array_equal(everything(storage), before if damage else after)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from flatbed.errors import DamagedFileError, FlatbedError
+from flatbed.tables.files import open_regular
 from flatbed.tables.initializers import described
 from flatbed.tables.record import Record
 from flatbed.tables.storage.disk.mapped_file import MappedFile
-from flatbed.tables.tensor_file import open_regular
 
 PAGE = 4096
 STATE_AT = PAGE
@@ -30,7 +30,8 @@ VERSION = 1
 
 TABLE = b"flatbed-table\r\n\x1a"
 STATE = b"flatbed-state\r\n\x1a"
-JOURNAL = b"flatbed-journal\n"
+JOURNAL = b"flatbed-journal2"
+OLD_JOURNAL = b"flatbed-journal\n"  # sealed by a hash of all records, before rows had checksums
 
 _PREFIX = struct.Struct("<16sII32s")
 

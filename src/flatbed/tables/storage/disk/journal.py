@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
+from flatbed.tables.files import read_small
 from flatbed.tables.storage.disk.checked_records import row_sums
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
+    OLD_JOURNAL,
     PAGE,
     RECORDS_AT,
     STATE_AT,
@@ -36,16 +38,16 @@ from flatbed.tables.storage.disk.format import (
     load,
     state_of,
 )
-from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, anonymous
+from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, Sums, anonymous
 from flatbed.tables.storage.disk.threads import MEMORY_PART, CopyThreads, put, split
-from flatbed.tables.tensor_file import read_small
 
 ENTRIES_AT = PAGE
 SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decision
 DECISION_LIMIT = 1 << 20
-HASHED = 16 << 20  # bytes under one checksum: part of the format
+HASHED = 16 << 20  # bytes under one checksum: part of the old format
+SUMMED = 4 << 20  # bytes of records that a thread sums at a time
 CHUNK = 16 << 20
-CACHED = 512 << 10  # bytes that stay in a core's cache while they are copied and summed
+CACHED = 512 << 10  # bytes that stay in a core's cache while they are copied
 MOST_ENTRIES = 2**31 - 2  # the entry map counts them in int32
 
 
@@ -115,6 +117,7 @@ class Sealed:
     """Word of the checkpoint that the rows changed since."""
     decision: Decision | None
     rows: NDArray[np.int64]
+    sums: Sums
 
 
 class Journal:
@@ -130,6 +133,8 @@ class Journal:
         self._is_named = False  # the file's name is durable
         self._entry_of_row: NDArray[np.int32] | None = None  # counted from 1: 0 is "not changed"
         self._row_of_entry: NDArray[np.int64] = np.empty(0, np.int64)
+        self.sums: Sums = np.empty(0, np.uint32)
+        """Checksums of the records of all entries, when they were sealed."""
 
     def rows(self) -> NDArray[np.int64]:
         """Return the changed rows in the order of their entries; -1 for a entry without a row."""
@@ -232,12 +237,13 @@ class Journal:
             self._is_named = True
         file.write(at, self.rows())
         file.write(end - len(about), about)
+        self.sums, found = digest(file, self.records[: self.n_entries], end=end)
         seal = {
             "table": self.table,
             "nbytes": self.nbytes,
             "n_slots": self.n_entries,
             "sealed": len(about),
-            "digest": digest(file, ENTRIES_AT, end),
+            "digest": found,
         }
         file.write(0, encode(JOURNAL, seal, PAGE).ljust(PAGE, b"\0"))
         file.sync()
@@ -275,15 +281,24 @@ def index_at(n_entries: int, nbytes: int) -> int:
     return -(-(ENTRIES_AT + n_entries * nbytes) // PAGE) * PAGE
 
 
-def digest(file: MappedFile, start: int, stop: int) -> str:
-    """Hash mapped bytes: the checksum of the checksums of their chunks."""
+def digest(file: MappedFile, records: Records, *, end: int) -> tuple[Sums, str]:
+    """Return the checksums of records, and a hash of them and of what follows the records in the file."""
+    sums = np.empty(len(records), np.uint32)
+    step = max(1, SUMMED // records.dtype.itemsize)
 
-    def one(at: int) -> bytes:
-        with file.part(at, min(at + HASHED, stop)) as chunk:
-            return hashlib.sha256(chunk).digest()
+    def add(start: int) -> None:
+        sums[start : start + step] = row_sums(records[start : start + step])
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return hashlib.sha256(b"".join(pool.map(one, range(start, stop, HASHED)))).hexdigest()
+        list(pool.map(add, range(0, len(records), step)))
+    with file.part(index_at(len(records), records.dtype.itemsize), end) as rest:
+        return sums, hashlib.sha256(sums.tobytes() + rest).hexdigest()
+
+
+def _old_digest(file: MappedFile, start: int, stop: int) -> str:
+    """Hash mapped bytes: the checksum of the checksums of their chunks."""
+    chunks = [file.part(at, min(at + HASHED, stop)) for at in range(start, stop, HASHED)]
+    return hashlib.sha256(b"".join(hashlib.sha256(chunk).digest() for chunk in chunks)).hexdigest()
 
 
 def read_sealed(file: MappedFile) -> Sealed | None:
@@ -292,10 +307,11 @@ def read_sealed(file: MappedFile) -> Sealed | None:
     file.read(0, page)
     if not page[: len(JOURNAL)].any():
         return None
-    if page[: len(JOURNAL)].tobytes() != JOURNAL:
+    magic = page[: len(JOURNAL)].tobytes()
+    if magic not in (JOURNAL, OLD_JOURNAL):
         raise FlatbedError(f"{file.path} is no journal of a table, but has the name of one; move it away")
     try:
-        return _sealed(file, decode(JOURNAL, page.tobytes()))
+        return _sealed(file, decode(magic, page.tobytes()), is_old=magic == OLD_JOURNAL)
     except OtherVersion as error:
         raise FlatbedError(
             f"cannot use {file.path}: {error}; open the table with that flatbed once"
@@ -304,14 +320,14 @@ def read_sealed(file: MappedFile) -> Sealed | None:
         return None
 
 
-def _sealed(file: MappedFile, seal: dict[str, Any]) -> Sealed:
+def _sealed(file: MappedFile, seal: dict[str, Any], *, is_old: bool) -> Sealed:
     n_entries, nbytes, length = (int(seal[name]) for name in ("n_slots", "nbytes", "sealed"))
     at = index_at(n_entries, nbytes)
     end = at + 8 * n_entries + length
     if min(n_entries, nbytes - 1, length) < 0 or end > file.size:
         raise DamagedFileError("it is shorter than its seal says")
-    file.map(ENTRIES_AT, nbytes, count=n_entries)
-    if digest(file, ENTRIES_AT, end) != seal["digest"]:
+    sums, found = digest(file, file.map(ENTRIES_AT, nbytes, count=n_entries), end=end)
+    if (_old_digest(file, ENTRIES_AT, end) if is_old else found) != seal["digest"]:
         raise DamagedFileError("its checksum is wrong")
     rows = np.empty(n_entries, np.int64)
     text = np.empty(length, np.uint8)
@@ -323,11 +339,11 @@ def _sealed(file: MappedFile, seal: dict[str, Any]) -> Sealed:
         raise DamagedFileError("its decision is no string")
     decision = None if parts[0] is None else Decision(*parts)
     base = str(sealed.get("base", ""))  # journals of earlier versions have none
-    return Sealed(str(seal["table"]), state_of(sealed["state"]), base, decision, rows)
+    return Sealed(str(seal["table"]), state_of(sealed["state"]), base, decision, rows, sums)
 
 
-def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state: State) -> None:
-    """Copy sealed records and `state` to the table. Must be repeated after an interruption."""
+def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], sums: Sums, state: State) -> None:
+    """Copy sealed records, their checksums and `state` to the table. Repeat it after an interruption."""
     # Written before the first record changes. Otherwise, without its decision or journal, a half-changed
     # table would look like the checkpoint before.
     table.write(STATE_AT, encode_state(replace(state, applying=True)))
@@ -341,15 +357,14 @@ def apply(table: MappedFile, records: Records, *, rows: NDArray[np.int64], state
         for start in range(part.start, min(part.stop, len(some)), at_once):
             entries = some[start : min(start + at_once, part.stop)]
             copied = np.take(records, entries, out=buffer[: len(entries)], mode="clip")
-            at = rows[entries]
-            table.scatter(at, copied)
-            if table.sums is not None:
-                table.scatter_sums(at, row_sums(copied))
+            table.scatter(rows[entries], copied)
 
     with CopyThreads() as pool, progress(f"saving {table.path.name}", len(order), "rows") as advance:
         for start in range(0, len(order), step):
             some = order[start : start + step]
             split(pool, copy, len(some), n_parts=len(some) * records.dtype.itemsize // MEMORY_PART)
+            if table.sums is not None:
+                table.scatter_sums(rows[some], sums[some])
             advance(len(some))
     table.write(STATE_AT, encode_state(state))
     table.sync()

@@ -45,7 +45,7 @@ def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, Stat
                 _map_table(table, identity, sealed.state)
                 table.fill_holes()
                 assert file.rows is not None
-                apply(table, file.rows, rows=sealed.rows, state=sealed.state)
+                apply(table, file.rows, rows=sealed.rows, sums=sealed.sums, state=sealed.state)
                 state = sealed.state
     if state is None:
         raise DamagedFileError(

@@ -267,7 +267,8 @@ class DiskStorage:
             files, state = self._files, self._sealed
             self._readers.wait()
             self._is_committing = True
-            apply(files.table, files.journal.records, rows=files.journal.rows(), state=state)
+            journal = files.journal
+            apply(files.table, journal.records, rows=journal.rows(), sums=journal.sums, state=state)
             files.journal.clear(same_rows=state.n_rows == self.n_rows)
             self._state, self.n_rows, self._sealed, files.keep_journal = state, state.n_rows, None, False
             self._is_held = self._is_committing = False
