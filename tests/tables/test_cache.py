@@ -48,9 +48,9 @@ def cache_of(emb: Any) -> Any:
 
 def test_lru_evicts_the_oldest_rows(where: str) -> None:
     """The oldest of eight random slots is among the oldest ninth, on average."""
-    n_slots = 40
+    n_slots = 64
     emb = made(1000, n_slots, device=where)
-    for first in range(0, 2 * n_slots, 8):
+    for first in range(0, 3 * n_slots, 8):
         admit(emb, range(first, first + 8))
     index = cache_of(emb).index
     oldest_first = index.row_of_slot[index.stamp.argsort()].tolist()
