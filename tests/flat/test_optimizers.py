@@ -53,6 +53,30 @@ class NeedsMore(Simple):
         self.secret = secret
 
 
+class OtherNames(Simple):
+    """Its constructor's arguments have other names than what they become."""
+
+    def __init__(self, params: Any, rate: float, *, factor: float) -> None:
+        super().__init__(params, lr=rate * factor)
+
+
+class PassesOn(OtherNames):
+    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+        super().__init__(params, *args, **options)
+
+
+class OfOptions(Simple):
+    """Its constructor takes any options, and its step reads an attribute that they have set."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": options["lr"], "mode": options.get("mode")})
+        self.is_normed = options.get("mode") == "norm"
+
+    def direction(self, p: Any) -> torch.Tensor:
+        grad: torch.Tensor = p.grad
+        return grad / grad.norm() if self.is_normed else grad
+
+
 class NoClosure(Simple):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -132,12 +156,17 @@ def centralize(self: Any, p: Any) -> torch.Tensor:
 LARS = simple("Lars", lambda self, p: p.grad * (p.norm() / p.grad.norm()))
 CLOSURE_LARS = simple("ClosureLars", LARS.direction, IgnoresClosure)
 SECRET_LARS = simple("SecretLars", LARS.direction, NeedsMore)
+RENAMED_LARS = simple("RenamedLars", LARS.direction, OtherNames)
+PASSING_LARS = simple("PassingLars", LARS.direction, PassesOn)
 SHAPE_READERS: list[tuple[Any, str]] = [
     (torch.optim.Adafactor, "Adafactor"),
     (LARS, "Lars"),
     (lambda params: LARS(params, lr=0.0), "Lars"),
     (CLOSURE_LARS, "ClosureLars"),
     (lambda params: SECRET_LARS(params, secret=2.0), "SecretLars"),  # type: ignore[call-arg]
+    (lambda params: RENAMED_LARS(params, 0.1, factor=0.1), "RenamedLars"),  # type: ignore[call-arg]
+    (lambda params: PASSING_LARS(params, 0.1, factor=0.1), "PassingLars"),  # type: ignore[call-arg]
+    (lambda params: OfOptions(params, lr=0.1, mode="norm"), "OfOptions"),
     (simple("Lamb", lambda self, p: p.grad.sign() * p.norm() / p.grad.sign().norm()), "Lamb"),
     (
         simple("Muon", lambda self, p: p.grad if p.dim() < 2 else p.grad / p.grad.norm(dim=1, keepdim=True)),
@@ -180,6 +209,8 @@ ELEMENTWISE: list[Any] = [
     IgnoresClosure,
     lambda p: WithoutConstructor(p, {"lr": 0.01}),
     lambda p: NeedsMore(p, secret=1.0),
+    lambda p: PassesOn(p, 0.1, factor=0.1),
+    lambda p: OfOptions(p, lr=0.1),
     NoClosure,
 ]
 

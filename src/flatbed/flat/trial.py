@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections import OrderedDict, defaultdict
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -135,19 +137,29 @@ def twin(
 ) -> torch.optim.Optimizer:
     """A new optimizer of the same class, with one group of these options over `params`.
 
-    Arguments of the constructor are known from the optimizer's attributes and defaults. Another optimizer
-    among them is left out: its real parameters must not be touched.
+    Arguments of the constructor are known from the optimizer's attributes and defaults. Where they are not,
+    the optimizer is copied, unless it may hold another one: its real parameters must not be touched.
     """
     kind = type(optimizer)
     group = {k: v for k, v in cloned(options).items() if k not in ("params", "param_names")}
     accepted = inspect.signature(kind.__init__).parameters
     known = {k: v for k, v in vars(optimizer).items() if isinstance(v, int | float | str | tuple | None)}
-    arguments = {
-        k: v
-        for k, v in cloned({**known, "defaults": optimizer.defaults, **optimizer.defaults}).items()
-        if k in accepted
-    }
-    return kind([{**group, "params": params}], **arguments)
+    given = {**known, "defaults": optimizer.defaults, **optimizer.defaults}
+    attempts = [{k: v for k, v in given.items() if k in accepted}]
+    if any(argument.kind is argument.VAR_KEYWORD for argument in accepted.values()):
+        attempts.insert(0, {**attempts[0], **optimizer.defaults})
+    for arguments in attempts:
+        with suppress(TypeError, KeyError):
+            return kind([{**group, "params": params}], **cloned(arguments))
+    own = {k for k in vars(optimizer) if not k.startswith("_")} - {"defaults", "state", "param_groups"}
+    if not own <= known.keys():
+        raise FlatbedError(f"{kind.__name__} takes more than its attributes tell")
+    made = object.__new__(kind)
+    made.__dict__.update(optimizer.__dict__, state=defaultdict(dict))
+    made.__dict__["param_groups"] = [{**group, "params": params}]
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        made.__dict__[hooks] = OrderedDict()
+    return made
 
 
 def element_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
