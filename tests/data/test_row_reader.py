@@ -141,6 +141,14 @@ def test_empty_arrays() -> None:
         RowReader(np.zeros((0, 3)), device="cpu")[[0]]
 
 
+def test_the_device_0_is_a_gpu() -> None:
+    if torch.cuda.is_available():
+        assert RowReader(numbers(10, 3), device=0).device == torch.device("cuda", 0)
+    else:
+        with pytest.raises(ValueError, match="device must be .* found 0"):
+            RowReader(numbers(10, 3), device=0)
+
+
 def test_the_array_is_held_until_close() -> None:
     array = numbers(10, 3)
     held = weakref.ref(array.base)

@@ -59,7 +59,9 @@ class RowReader:
     def __init__(
         self, array: Array | str | os.PathLike[str], *, device: Any = None, copy: bool | None = None
     ) -> None:
-        self.device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = device_of(device)
         rows = _checked(_mapped(Path(array)) if isinstance(array, str | os.PathLike) else array)
         self.shape: tuple[int, ...] = rows.shape
         self.dtype = _dtype(rows)
