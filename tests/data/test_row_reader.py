@@ -145,7 +145,7 @@ def test_the_device_0_is_a_gpu() -> None:
     if torch.cuda.is_available():
         assert RowReader(numbers(10, 3), device=0).device == torch.device("cuda", 0)
     else:
-        with pytest.raises(ValueError, match="device must be .* found 0"):
+        with pytest.raises(ValueError, match=r"device must be .* found 0"):
             RowReader(numbers(10, 3), device=0)
 
 

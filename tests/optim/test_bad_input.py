@@ -43,6 +43,14 @@ def test_options(options: dict[str, Any], found: str) -> None:
         flatbed.optim.Adam([nn.Parameter(torch.zeros(3))], **options)
 
 
+@pytest.mark.parametrize("name", ["skip_nonfinite", "master_weights", "stochastic_rounding", "per_row_steps"])
+def test_words_are_no_truth_values(name: str) -> None:
+    """As a config file or a command line gives them."""
+    options: Any = {name: "False"}
+    with pytest.raises(TypeError, match=f"{name}.*'False'"):
+        flatbed.optim.Adam([nn.Parameter(torch.zeros(3))], **options)
+
+
 def test_a_bad_group_is_not_added() -> None:
     first, second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
     optimizer = flatbed.optim.Adam([first])

@@ -599,3 +599,8 @@ def test_resume_says_if_a_file_must_exist(tmp_path: Path) -> None:
 def test_unknown_arguments_raise_with_a_remedy(kind: Any, name: str, remedy: str) -> None:
     with pytest.raises(TypeError, match=f"has no argument '{name}'.*{remedy}"):
         kind(10, 4, **{name: True})
+
+
+def test_replicate_is_no_word() -> None:
+    with pytest.raises(TypeError, match=r"replicate.*'False'"):
+        flatbed.Embedding(3, 2, replicate="False")  # type: ignore[arg-type]

@@ -142,6 +142,9 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 def check_options(options: StepOptions) -> None:
     """Raise for wrong values of the options that torch's optimizers do not have."""
+    for name in ("skip_nonfinite", "master_weights", "stochastic_rounding", "per_row_steps"):
+        if not isinstance(value := getattr(options, name), bool):  # "False" would be true
+            raise TypeError(f"{name} must be True or False; found {value!r}")
     check_max_norm(options.max_norm)
     if options.ema_decay is not None and not 0 <= float(options.ema_decay) < 1:
         raise ValueError(f"ema_decay must be in [0, 1), or None; found {options.ema_decay!r}")

@@ -70,6 +70,8 @@ class TableModule(nn.Module):
         for name in unknown:
             hint = WITHOUT.get(name, "see help(flatbed.Embedding)")
             raise TypeError(f"flatbed.{type(self).__name__} has no argument {name!r}: {hint}")
+        if not isinstance(replicate, bool):  # "False" would be true
+            raise TypeError(f"replicate must be True or False; found {replicate!r}")
         config = build_config(
             num_embeddings,
             embedding_dim,
