@@ -100,3 +100,18 @@ def test_a_nonfinite_norm_names_the_parameter() -> None:
     model.decoder.bias.grad.fill_(float("nan"))
     with pytest.raises(FlatbedError, match=r"decoder\.bias"):
         flat.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+@DEVICES
+@pytest.mark.parametrize("grads", ["follow", "bound"])
+@pytest.mark.parametrize("zero", ["optimizer", "model", "in place"])
+def test_a_norm_of_nan_ends_with_its_batch(device: str, grads: str, zero: str) -> None:
+    """As a GradScaler skips it: the norms of later batches are theirs."""
+    model = build("mixed", device)
+    flat = FlatParams(model, grads=grads)
+    optimizer = torch.optim.SGD(flat.parameters(), lr=0.1)
+    for factor in (1.0, float("nan"), 1.0):
+        (loss_of(model, batches(1, device)[0]) * factor).backward()
+        norms = [nn.utils.clip_grad_norm_(flat.parameters(), 1e9), flat.clip_grad_norm_(1e9)]
+        assert all(bool(norm.isfinite()) == (factor == 1.0) for norm in norms)
+        optimizer.zero_grad() if zero == "optimizer" else model.zero_grad(set_to_none=zero == "model")

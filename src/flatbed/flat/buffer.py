@@ -125,6 +125,10 @@ class Buffer:
         if not self.views:
             self.grad = torch.zeros_like(self.data)
             self.views = [own_storage(view(self.grad, segment)) for segment in self.segments]
+            spans = sorted((s.offset, s.offset + s.numel) for s in self.segments)
+            ends, starts = [0, *(end for _, end in spans)], [*(start for start, _ in spans), len(self.data)]
+            gaps = [i for gap in map(range, ends, starts) for i in gap]
+            self.padding = torch.tensor(gaps, dtype=torch.int64, device=self.data.device)
 
     def bind_grads(self) -> None:
         """Bound mode: make every gradient a view; existing gradients are copied, absent ones are zeros."""
@@ -136,13 +140,20 @@ class Buffer:
         self.zeroed_versions = [own._version for own in self.views]
 
     def gather(self) -> torch.Tensor | None:
-        """The flat gradient, or None when no original has one; afterwards nothing is left to copy."""
+        """The flat gradient, or None when no original has one; afterwards nothing is left to copy.
+
+        Padding is zero: scaled by a norm that was NaN, it would be NaN in all later norms.
+        """
         grads = [p.grad for p in self.originals]
-        if self.views and all(map(is_, grads, self.views)):
-            return self.grad
         if all(g is None for g in grads):
             return None
         self._make_views()
+        assert self.grad is not None
+        if len(self.padding):
+            with torch.no_grad():
+                self.grad.index_fill_(0, self.padding, 0.0)
+        if all(map(is_, grads, self.views)):
+            return self.grad
         trios = list(zip(self.originals, grads, self.views, strict=True))
         arrived = [(p, g, own) for p, g, own in trios if g is not None and g is not own]
         for p, g, _ in arrived:
