@@ -197,7 +197,9 @@ TABLES: dict[str, Comparison | Grid] = {
         *(CACHE, {"case": "disk"}, (TIME, "peak_memory_bytes")), variants=(SPARSE, EAGER, PREFETCHED)
     ),
     "overlap-uniform": Grid(OVERLAP, {"distribution": "uniform"}, (TIME, "bound_ratio"), "model"),
-    "overlap-zipf": Grid(OVERLAP, {"distribution": "zipf 1.05"}, (TIME, "bound_ratio"), "model"),
+    "overlap-zipf": Grid(
+        OVERLAP, {"distribution": "zipf 1.05", "storage": "host"}, (TIME, "bound_ratio"), "model"
+    ),
     "rows": Grid(*(ROWS, {"storage": "host", "table_bytes": 8_000_000_000}, ("read_gb_per_s",), "row_bytes")),
     "rows-sizes": Grid(ROWS, {"storage": "host", "row_bytes": 512}, ("read_gb_per_s",), "table_bytes"),
     "shards": Grid(SHARDS, {"case": "world"}, (TIME,), "distribution"),
