@@ -82,9 +82,9 @@ class OpenFiles:
         """Close everything; a second call does nothing. A forked process closes its descriptors alone."""
         if self._lock_descriptor < 0:
             return
-        descriptor, self._lock_descriptor = self._lock_descriptor, -1
         is_own = self.is_own_process()
-        try:
+        descriptor, self._lock_descriptor = self._lock_descriptor, -1
+        try:  # at once: an interruption in between would keep the lock
             if is_own:
                 self.pool.shutdown(wait=False)
                 self.writer.shutdown(wait=False)
