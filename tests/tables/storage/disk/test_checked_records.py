@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from contextlib import closing
 from hashlib import sha256
@@ -14,12 +16,20 @@ from typer.testing import CliRunner
 
 import flatbed
 from flatbed.cli import app
-from flatbed.errors import DamagedFileError
+from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.checked_records import file_size, row_sums, sums_at
 from flatbed.tables.storage.disk.format import JOURNAL, OLD_JOURNAL, PAGE, RECORDS_AT, decode, encode
 from flatbed.tables.storage.disk.journal import index_at
-from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
+from tests.tables.storage.disk.crash_model import (
+    NBYTES,
+    everything,
+    failing,
+    fill,
+    filled,
+    made,
+    random_records,
+)
 
 N_ROWS = 100
 
@@ -136,6 +146,29 @@ def test_a_table_that_grows_keeps_its_checksums(path: Path) -> None:
     flip(path, 699, 5)
     with pytest.raises(DamagedFileError, match="row 699"):
         ReadOnlyStorage(path).check_rows()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")], ids=repr)
+def test_a_growth_that_fails_at_its_first_sync_keeps_the_checksums(path: Path, error: BaseException) -> None:
+    with closing(DiskStorage.open(path)) as storage:
+        with failing(os, "fsync", error), pytest.raises((KeyboardInterrupt, FlatbedError)):
+            storage.resize(5_000, fill=fill)
+        storage.scatter_(torch.tensor([3]), random_records(1))
+        storage.checkpoint()
+    assert ReadOnlyStorage(path).check_rows() == N_ROWS
+
+
+def test_a_growth_drops_the_checksums_before_it_writes_over_them(path: Path) -> None:
+    """Otherwise a file that a kill leaves might have some of both."""
+    found = []
+
+    def checking(start: int, stop: int, records: torch.Tensor) -> None:
+        found.append(ReadOnlyStorage(path).check_rows())
+        fill(start, stop, records)
+
+    with closing(DiskStorage.open(path)) as storage:
+        storage.resize(N_ROWS + 1, fill=checking)
+    assert found == [0]
 
 
 def test_a_reader_is_not_disturbed_by_a_trainer_that_adds_rows(path: Path) -> None:

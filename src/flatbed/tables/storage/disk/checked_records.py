@@ -103,15 +103,18 @@ def write_sums(table: MappedFile, nbytes: int, sums: Sums, *, over_rows: bool = 
     table.write(at, MAGIC)
 
 
-def drop_sums(table: MappedFile, nbytes: int) -> Sums:
-    """Make the file one without checksums, durably, and return them."""
+def known_sums(table: MappedFile) -> Sums:
+    """Copy the checksums of all rows; 0 for each without them."""
+    assert table.rows is not None
+    return np.zeros(len(table.rows), np.uint32) if table.sums is None else table.sums.copy()
+
+
+def drop_sums(table: MappedFile, nbytes: int) -> None:
+    """Make the file one without checksums, durably."""
     sums, table.sums = table.sums, None
-    if sums is None:
-        return np.zeros(0 if table.rows is None else len(table.rows), np.uint32)
-    table.write(sums_at(len(sums), nbytes), bytes(len(MAGIC)))
-    table.sync()
-    copied: Sums = sums.copy()
-    return copied
+    if sums is not None:
+        table.write(sums_at(len(sums), nbytes), bytes(len(MAGIC)))
+        table.sync()
 
 
 def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) -> Sums:

@@ -27,6 +27,7 @@ from flatbed.tables.storage.disk.checked_records import (
     check_rows,
     drop_sums,
     file_size,
+    known_sums,
     map_records,
     write_rows,
     write_sums,
@@ -290,8 +291,9 @@ class DiskStorage:
             state = replace(self._next(meta), n_rows=n_rows)
             table.reserve(file_size(n_rows, nbytes))
             self._readers.wait()
-            sums = drop_sums(table, nbytes)  # the new rows are written over them
+            sums = known_sums(table)
             try:
+                drop_sums(table, nbytes)  # the new rows are written over them
                 added = write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
                 write_sums(table, nbytes, np.concatenate((sums, added)))
                 table.sync()
