@@ -66,6 +66,20 @@ def test_every_flipped_bit_changes_a_checksum(nbytes: int) -> None:
     assert row_sums(zeros) != 0  # which is "unknown"
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_signs_that_flip_together_change_a_checksum(dtype: type) -> None:
+    """They are the last bits of words."""
+    values = np.random.default_rng(0).standard_normal((1000, 64)).astype(dtype)
+    last, pair, all_of_it = values.copy(), values.copy(), -values
+    last[:, [-1, -5]] *= -1
+    pair[:, [1, 3]] *= -1
+    before, *others = (
+        row_sums(rows.view(np.uint8).view(f"V{rows.nbytes // 1000}")[:, 0])
+        for rows in (values, last, pair, all_of_it)
+    )
+    assert not any((sums == before).any() for sums in others)
+
+
 READS: dict[str, Callable[[Path, int], object]] = {
     "gather": lambda path, row: DiskStorage.open(path).gather(torch.tensor([3, row, 4])),
     "gather weights": lambda path, row: DiskStorage.open(path).gather(torch.tensor([row]), 4),
@@ -217,3 +231,20 @@ def test_sealed_journal_of_an_earlier_version_is_completed(tmp_path: Path, damag
     (tmp_path / "decision").write_text('{"token": "a"}')
     with closing(DiskStorage.open(tmp_path / "table")) as storage:
         assert np.array_equal(everything(storage), before if damage else after)
+
+
+def test_journal_in_which_two_signs_differ_is_not_completed(tmp_path: Path) -> None:
+    """A loss of power may leave the seal, and a row as it was in an earlier checkpoint."""
+    storage, journal = made(tmp_path, N_ROWS), tmp_path / "table.journal"
+    before = everything(storage)
+    storage.scatter_(torch.arange(50), random_records(50))
+    storage.prepare(decision=tmp_path / "decision", token="a")
+    storage.release()
+    storage.close()
+    data = bytearray(journal.read_bytes())
+    data[PAGE + 7] ^= 0x80
+    data[PAGE + 15] ^= 0x80
+    journal.write_bytes(data)
+    (tmp_path / "decision").write_text('{"token": "a"}')
+    with closing(DiskStorage.open(tmp_path / "table")) as storage:
+        assert np.array_equal(everything(storage), before)
