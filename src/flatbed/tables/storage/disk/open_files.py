@@ -63,6 +63,11 @@ class OpenFiles:
         """True if this is the process that opened the table."""
         return self._process == os.getpid()
 
+    @property
+    def is_open(self) -> bool:
+        """True until `close`."""
+        return self._lock_descriptor >= 0
+
     def check(self) -> None:
         """Raise if the table is closed, or if this is a forked process."""
         if not self.is_own_process():

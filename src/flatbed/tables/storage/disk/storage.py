@@ -102,8 +102,9 @@ class DiskStorage:
         self._files.check()
 
     def check_name(self) -> None:
-        """Raise if the file was removed, renamed or replaced since it was opened."""
-        self._files.table.check_name()
+        """Raise if the file was removed, renamed or replaced since it was opened; not if it was closed."""
+        if self._files.is_open:
+            self._files.table.check_name()
 
     def serves(self, device: torch.device) -> bool:
         """Any device: rows are copied to it."""
