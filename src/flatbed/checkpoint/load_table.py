@@ -46,6 +46,8 @@ def load_table(
     checkpoint, and follow later ones.
     """
     path, target = as_path(path).absolute(), None if to is None else as_path(to, "to").absolute()
+    if not path.exists():
+        raise FlatbedError(f"there is no file {path}: check the path")
     if name is not None and not path.is_dir():
         raise ValueError(f"name is for folders of flatbed.save_checkpoint, and {path} is none: leave it out")
     if is_disk_table(path):

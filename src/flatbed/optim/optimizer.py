@@ -51,6 +51,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def _build(self, params: ParamsT, options: dict[str, Any], extras: dict[str, Any]) -> None:
+        checks.check_known(type(self), extras)
         not_options = ("self", "params", "extras", "__class__")
         defaults = {name: value for name, value in options.items() if name not in not_options}
         checks.check_group(defaults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -121,8 +122,13 @@ LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise for hyperparameters outside the ranges that torch allows, and for unsupported ones."""
     for name, (is_good, range_) in LIMITS.items():
-        values = group.get(name, ())
-        for value in values if isinstance(values, (tuple, list)) else (values,):
+        given = group.get(name, ())
+        values = given if isinstance(given, (tuple, list)) else (given,)
+        if name == "betas" and name in group and len(values) != 2:
+            raise ValueError(f"betas must be two numbers; found {given!r}")
+        for value in values:
+            if not isinstance(value, (numbers.Real, Tensor)):
+                raise TypeError(f"{name} must be a number; found {value!r}")
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"{name} must be one number; found a tensor of shape {tuple(value.shape)}")
             # Reading a tensor on a GPU would wait.
@@ -140,10 +146,18 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
 
 
+def check_known(kind: type, extras: Iterable[str]) -> None:
+    """Raise for options that an optimizer does not have."""
+    if unknown := ", ".join(repr(name) for name in extras if name not in Extras.__annotations__):
+        own = [name for name in inspect.signature(kind).parameters if name not in ("params", "extras")]
+        known = ", ".join([*own, *Extras.__annotations__])
+        raise TypeError(f"{kind.__name__} has no option {unknown}; it has {known}")
+
+
 def check_options(options: StepOptions) -> None:
     """Raise for wrong values of the options that torch's optimizers do not have."""
     for name in ("skip_nonfinite", "master_weights", "stochastic_rounding", "per_row_steps"):
-        if not isinstance(value := getattr(options, name), bool):  # "False" would be true
+        if not isinstance(value := getattr(options, name), bool):
             raise TypeError(f"{name} must be True or False; found {value!r}")
     check_max_norm(options.max_norm)
     if options.ema_decay is not None and not 0 <= float(options.ema_decay) < 1:

@@ -90,6 +90,7 @@ def load(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> N
     Tensors are copied into the optimizer's own memory in their own dtype, or in `state_dtype`. Torch's
     loading would cast fp32 moments down to a bf16 parameter's dtype.
     """
+    _check_format(state_dict)
     state_dict = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = hook(optimizer, state_dict)
@@ -116,6 +117,16 @@ def load(optimizer: Optimizer, state_dict: StateDict, *, with_tables: bool) -> N
     optimizer._stats.set_steps(int(rounds))
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def _check_format(state_dict: Any) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"expected a state dict; found {type(state_dict).__name__}: read files by torch.load")
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"an optimizer's state dict has 'state' and 'param_groups'; found "
+            f"{', '.join(map(repr, list(state_dict)[:6]))}"
+        )
 
 
 def _loaded_groups(optimizer: Optimizer, state_dict: StateDict) -> Groups:

@@ -114,7 +114,7 @@ def _no_tensor(func: Any) -> FlatbedError:
     return FlatbedError(
         f"{getattr(func, '__name__', func)} was called on a table, whose rows are not one tensor: use "
         f"table.read_rows(ids), table.write_rows(ids, values) or emb.weight; to train it, an optimizer of "
-        f"flatbed.optim, or flatbed.optim.from_torch(torch.optim.Rprop, model)"
+        f"flatbed.optim, flatbed.optim.Adam(model) for example, or flatbed.optim.from_torch of torch's class"
     )
 
 

@@ -362,8 +362,11 @@ class RowStore:
             storage = cast(DiskStorage, self._storage)  # no layout, which would be another checkpoint
             storage.check_name()  # before anything is lost: opening it again would fail
             self.abandon_cache()
-            storage.close()  # drops rows that changed since
-            self._storage = storage = DiskStorage.open(storage.path, token=token)
+            storage.close()  # drops rows that changed since; if this is interrupted, the next call opens it
+            storage = DiskStorage.open(storage.path, token=token)
+            if storage.meta.get("token") != token:
+                raise FlatbedError(f"{storage.path} was replaced while it was closed: put it back")
+            self._storage = storage
             self.version += 1
         return dict(storage.meta.get("scalars", {}))
 

@@ -243,8 +243,13 @@ def _check_outputs(texts: Sequence[Path], out: Path, plots: Sequence[Path]) -> N
                 raise ValueError(f"the text {text} would be overwritten by {path}: give another --out")
     if out.exists() and not out.is_file():  # renaming would replace a device or a pipe
         raise ValueError(f"--out: {out} is not a regular file: give another name")
-    _draft(out).touch()  # raises where files cannot be written
-    _draft(out).unlink()
+    try:
+        _draft(out).touch()
+        _draft(out).unlink()
+    except OSError as error:
+        raise ValueError(
+            f"--out: {out} cannot be written ({error.strerror}): give another folder or name"
+        ) from None
 
 
 def _check_checkpoint(checkpoint: Path, settings: Settings, *, resume: bool) -> None:

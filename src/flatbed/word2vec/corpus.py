@@ -92,6 +92,9 @@ class Corpus:
             if len(text) == max_words:
                 break
         found = list(number)
+        for word in found:
+            if not isinstance(word, str):
+                raise TypeError(f"words must be strings; found {word!r}: use str(word)")
         ids = np.frombuffer(text, np.int32)
         counts = np.bincount(ids, minlength=len(found)).astype(np.int64)
         order = sorted(range(len(found)), key=lambda word: (-int(counts[word]), found[word]))

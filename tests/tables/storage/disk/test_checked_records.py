@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from contextlib import closing
 from hashlib import sha256
@@ -14,12 +16,20 @@ from typer.testing import CliRunner
 
 import flatbed
 from flatbed.cli import app
-from flatbed.errors import DamagedFileError
+from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.checked_records import file_size, row_sums, sums_at
 from flatbed.tables.storage.disk.format import JOURNAL, OLD_JOURNAL, PAGE, RECORDS_AT, decode, encode
 from flatbed.tables.storage.disk.journal import index_at
-from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
+from tests.tables.storage.disk.crash_model import (
+    NBYTES,
+    everything,
+    failing,
+    fill,
+    filled,
+    made,
+    random_records,
+)
 
 N_ROWS = 100
 
@@ -54,6 +64,20 @@ def test_every_flipped_bit_changes_a_checksum(nbytes: int) -> None:
     assert (row_sums(rows.view(f"V{nbytes}")[:, 0]) != before).all()
     zeros = np.zeros((1, nbytes), np.uint8).view(f"V{nbytes}")[:, 0]
     assert row_sums(zeros) != 0  # which is "unknown"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_signs_that_flip_together_change_a_checksum(dtype: type) -> None:
+    """They are the last bits of words."""
+    values = np.random.default_rng(0).standard_normal((1000, 64)).astype(dtype)
+    last, pair, all_of_it = values.copy(), values.copy(), -values
+    last[:, [-1, -5]] *= -1
+    pair[:, [1, 3]] *= -1
+    before, *others = (
+        row_sums(rows.view(np.uint8).view(f"V{rows.nbytes // 1000}")[:, 0])
+        for rows in (values, last, pair, all_of_it)
+    )
+    assert not any((sums == before).any() for sums in others)
 
 
 READS: dict[str, Callable[[Path, int], object]] = {
@@ -138,6 +162,29 @@ def test_a_table_that_grows_keeps_its_checksums(path: Path) -> None:
         ReadOnlyStorage(path).check_rows()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")], ids=repr)
+def test_a_growth_that_fails_at_its_first_sync_keeps_the_checksums(path: Path, error: BaseException) -> None:
+    with closing(DiskStorage.open(path)) as storage:
+        with failing(os, "fsync", error), pytest.raises((KeyboardInterrupt, FlatbedError)):
+            storage.resize(5_000, fill=fill)
+        storage.scatter_(torch.tensor([3]), random_records(1))
+        storage.checkpoint()
+    assert ReadOnlyStorage(path).check_rows() == N_ROWS
+
+
+def test_a_growth_drops_the_checksums_before_it_writes_over_them(path: Path) -> None:
+    """Otherwise a file that a kill leaves might have some of both."""
+    found = []
+
+    def checking(start: int, stop: int, records: torch.Tensor) -> None:
+        found.append(ReadOnlyStorage(path).check_rows())
+        fill(start, stop, records)
+
+    with closing(DiskStorage.open(path)) as storage:
+        storage.resize(N_ROWS + 1, fill=checking)
+    assert found == [0]
+
+
 def test_a_reader_is_not_disturbed_by_a_trainer_that_adds_rows(path: Path) -> None:
     with closing(DiskStorage.open(path)) as storage, closing(ReadOnlyStorage(path)) as reader:
         found = []
@@ -184,3 +231,20 @@ def test_sealed_journal_of_an_earlier_version_is_completed(tmp_path: Path, damag
     (tmp_path / "decision").write_text('{"token": "a"}')
     with closing(DiskStorage.open(tmp_path / "table")) as storage:
         assert np.array_equal(everything(storage), before if damage else after)
+
+
+def test_journal_in_which_two_signs_differ_is_not_completed(tmp_path: Path) -> None:
+    """A loss of power may leave the seal, and a row as it was in an earlier checkpoint."""
+    storage, journal = made(tmp_path, N_ROWS), tmp_path / "table.journal"
+    before = everything(storage)
+    storage.scatter_(torch.arange(50), random_records(50))
+    storage.prepare(decision=tmp_path / "decision", token="a")
+    storage.release()
+    storage.close()
+    data = bytearray(journal.read_bytes())
+    data[PAGE + 7] ^= 0x80
+    data[PAGE + 15] ^= 0x80
+    journal.write_bytes(data)
+    (tmp_path / "decision").write_text('{"token": "a"}')
+    with closing(DiskStorage.open(tmp_path / "table")) as storage:
+        assert np.array_equal(everything(storage), before)

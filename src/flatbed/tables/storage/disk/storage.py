@@ -27,6 +27,7 @@ from flatbed.tables.storage.disk.checked_records import (
     check_rows,
     drop_sums,
     file_size,
+    known_sums,
     map_records,
     write_rows,
     write_sums,
@@ -101,8 +102,9 @@ class DiskStorage:
         self._files.check()
 
     def check_name(self) -> None:
-        """Raise if the file was removed, renamed or replaced since it was opened."""
-        self._files.table.check_name()
+        """Raise if the file was removed, renamed or replaced since it was opened; not if it was closed."""
+        if self._files.is_open:
+            self._files.table.check_name()
 
     def serves(self, device: torch.device) -> bool:
         """Any device: rows are copied to it."""
@@ -290,8 +292,9 @@ class DiskStorage:
             state = replace(self._next(meta), n_rows=n_rows)
             table.reserve(file_size(n_rows, nbytes))
             self._readers.wait()
-            sums = drop_sums(table, nbytes)  # the new rows are written over them
+            sums = known_sums(table)
             try:
+                drop_sums(table, nbytes)  # the new rows are written over them
                 added = write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
                 write_sums(table, nbytes, np.concatenate((sums, added)))
                 table.sync()
