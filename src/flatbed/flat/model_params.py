@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -249,10 +250,11 @@ def rebind(flat: FlatParams, buffers: Iterable[Buffer]) -> None:
 
 def _replacements(flat: FlatParams) -> list[tuple[SourceParam, list[torch.Tensor]]]:
     """Entries whose module attributes now hold other Parameter objects, and those objects."""
-    if all(params.get(name) is entry.parameter for params, name, entry in flat._slots):
+    dicts, names, entries = flat._slots
+    if all(map(is_, map(dict.get, dicts, names), map(attrgetter("parameter"), entries))):
         return []
     held: dict[int, tuple[SourceParam, list[torch.Tensor]]] = {}
-    for params, name, entry in flat._slots:
+    for params, name, entry in zip(dicts, names, entries, strict=True):
         p = params.get(name)
         if p is not None:
             held.setdefault(id(entry), (entry, []))[1].append(p)

@@ -77,12 +77,13 @@ class FlatParams:
         self._pending_clip: tuple[float, float] | None = None  # max_norm and norm_type of `step`
         self._total_norm: torch.Tensor | None = None
         by_id = {id(entry.parameter): entry for entry in self._entries}
-        self._slots = [  # module attributes that hold a flattened parameter: tied weights have several
+        slots = [  # module attributes that hold a flattened parameter: tied weights have several
             (module._parameters, name, by_id[id(p)])
             for module in (self._inputs.module.modules() if self._inputs.module is not None else ())
             for name, p in module._parameters.items()
             if id(p) in by_id
         ]
+        self._slots: Any = tuple(zip(*slots, strict=True)) or ((), (), ())  # columns: C code compares them
         layout = plan(
             Spec(e.name, tuple(p.shape), p.stride(), p.element_size(), (e.group, p.device, p.dtype))
             for e, p in ((entry, entry.parameter) for entry in self._entries)
