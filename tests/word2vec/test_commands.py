@@ -139,7 +139,7 @@ def test_lines_instead_of_a_bar(text: Path, tmp_path: Path, monkeypatch: pytest.
     ("arguments", "match"),
     [
         (["none.txt"], "none.txt' does not exist"),
-        (["TEXT", "--out", "no/such/v.txt"], "No such file or directory: 'no/such/.v.txt.new'"),
+        (["TEXT", "--out", "no/such/v.txt"], "--out: no/such/v.txt cannot be written"),
         (["TEXT", "--out", "."], "is a directory"),
         (["TEXT", "--optimizer", "adamaxx"], "no optimizer 'adamaxx'"),
         (["TEXT", "--ngrams", "three"], "lengths such as 3-6; found 'three'"),
