@@ -329,7 +329,8 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
     """`nn.EmbeddingBag` whose rows, and their optimizer state, live on the host or on disk.
 
     - `mode`: how the rows of a bag are reduced: "mean", "sum" or "max".
-    - `include_last_offset`: the last offset is the end of the last bag.
+    - `include_last_offset`: the last offset is the end of the last bag. Without ids and offsets there are no
+      bags.
 
     The other arguments are those of `Embedding`.
 
@@ -387,6 +388,8 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         rows = table._rows.lookup(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         if offsets is not None:
             offsets = as_ids(offsets, name="offsets").to(device)
+            if self.include_last_offset and not offsets.numel() and not batch.keys.numel():
+                offsets = offsets.new_zeros(1)  # no bags: `offsets[:0]` of a Prefetcher with uneven="empty"
         if per_sample_weights is not None:
             if not isinstance(per_sample_weights, Tensor):
                 raise TypeError(
