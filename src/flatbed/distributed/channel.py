@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -109,7 +110,9 @@ class Channel:
         state = state if failure is None else FAILED
         words = hashlib.sha256(repr((doing, self.n_exchanges, facts)).encode()).digest()
         digest = int.from_bytes(words[:7], "little")
-        sent = torch.tensor([[state, digest, count, number] for count in counts], device=CPU)
+        told = np.full((len(counts), 4), (state, digest, 0, number))
+        told[:, 2] = counts
+        sent = torch.from_numpy(told)
         found = torch.empty_like(sent)
         with self.named_errors(doing):
             work = self._gloo.alltoall_base(found, sent, [], [])

@@ -18,7 +18,7 @@ from torch import Tensor
 from flatbed.distributed.ranks import all_gather, any_rank, communication_device, world_size
 from flatbed.distributed.row_shards import Exchanged, Route, RowShards, group_of
 from flatbed.errors import FlatbedError
-from flatbed.kernels.rows import to_int32_keys
+from flatbed.kernels.rows import segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.config import Config, part_of
 from flatbed.tables.grads import RowGrads, merge
@@ -161,7 +161,7 @@ def exchange_grads(table: Table) -> None:
 
 
 def _exchange_sharded(table: Table, shards: RowShards) -> None:
-    own = table._grads.unshared()
+    own = table._grads.unshared().packed()  # a route leaves the row -1 out
     empty = RowGrads.empty(table._store)
     sent = empty if own is None else RowGrads(own.rows, own.grads.to(empty.grads.dtype))
     route = shards.route(sent.rows)
@@ -169,11 +169,11 @@ def _exchange_sharded(table: Table, shards: RowShards) -> None:
     table._agreed = table._owner_ref
     if exchanged.is_idle:
         return
-    grads = shards.to_owners(exchanged, sent.grads)
-    pairs = zip(*(torch.split(held, exchanged.counts) for held in (exchanged.rows, grads)), strict=True)
-    parts = [RowGrads(*pair) for pair in pairs if len(pair[0])]
-    total = merge(parts, table._store.config.n_rows) if parts else RowGrads(exchanged.rows, grads)
-    table._grads.share(RowGrads(total.rows, total.grads / shards.n_ranks))
+    rows, grads = exchanged.rows, shards.to_owners(exchanged, sent.grads)
+    if max(exchanged.counts) < len(rows):  # several ranks have sent gradients, in rank order
+        n_rows = table._store.config.n_rows
+        rows, grads = segment_sum(grads, unique(to_int32_keys(rows, n_rows), n_rows), None)
+    table._grads.share(RowGrads(rows, grads / shards.n_ranks))
 
 
 def _facts(table: Table) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _facts(table: Table) -> dict[str, Any]:
 def _average_replicas(table: Table) -> None:
     """Average the gradients of replicas, and raise if the replicas differ."""
     store, device = table._store, communication_device(table._store.device)
-    own = table._grads.unshared() or RowGrads.empty(store)
+    own = table._grads.unshared().compact() or RowGrads.empty(store)
     kind = [table.num_embeddings, store.record.describe(), sorted(table.scalars().items())]
     digest = int.from_bytes(hashlib.sha256(json.dumps(kind).encode()).digest()[:7], "little")
     announced = torch.tensor([len(own.rows), digest], device=device)
