@@ -39,7 +39,7 @@ def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
     out = folder / f"{rank}.txt"
     try:
         for step, ids in enumerate(batches_of(kind, loader, emb)):
-            if rank == culprit and step == 3:
+            if rank == culprit and step == (STEPS - 1 if kind == "last" else 3):
                 if way == "left":
                     break
                 fail(emb, way)
@@ -59,7 +59,10 @@ def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
 
 
 def batches_of(kind: str, loader: list[Tensor], emb: flatbed.Embedding) -> Iterable[Tensor]:
-    """Return what a rank iterates over; "other" looks other ids up than those that are prefetched."""
+    """Return what a rank iterates over.
+
+    "other": it looks other ids up than those that are prefetched. "last": it fails in the last batch.
+    """
     if kind == "lookup":
         return loader
     return flatbed.Prefetcher(loader, {emb: lambda ids: ids}, depth=0 if kind == "threadless" else 2)

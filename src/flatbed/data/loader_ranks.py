@@ -65,6 +65,8 @@ class LoaderRanks:
         """The last batch without its rows, if ended loaders continue with it."""
         self.reason = ""
         """The error that made the training thread leave the loop."""
+        self.is_exhausted = False
+        """True if the training thread has left the loop after its last batch, as all ranks do."""
         self.n_loaded = 0
         """Batches that are ready for the training thread, or were."""
         self._n_agreed = self._n_taken = 0
@@ -105,12 +107,12 @@ class LoaderRanks:
         return (left.rank, left.text) if is_missed or self._n_taken > left.n_taken else None
 
     def end(self) -> None:
-        """End the loop on this rank. The loader thread tells the others."""
+        """End the loop on this rank. If that is early, a note and the loader thread tell the others."""
         if self.find_departed not in self.training.watchers:
             return
         self.training.watchers.remove(self.find_departed)
         self._n_exchanges = self.training.n_exchanges
-        if not self._is_over:
+        if not self.is_exhausted:
             note = self._departure(self._n_taken, self.reason)
             with suppress(RuntimeError, ValueError):  # no other rank, or no process group any more
                 default_store().compare_set(self._key, "", json.dumps(note))

@@ -90,10 +90,8 @@ def naming_missing(
             is_known = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and 0 in ranks
             missing, known = ([0] if is_known else []), {}
         names = " and ".join(f"rank {rank}" for rank in known or missing) or "another rank"
-        why = (
-            "; ".join(f"rank {r} {text}" for r, text in known.items())
-            or str(error).split("] ", 1)[-1].split(". ")[0]
-        )  # without gloo's file
+        told = "; ".join(f"rank {rank} {text}" for rank, text in known.items())
+        why = told or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
         raise ExchangeError(
             f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): it "
             f"has ended, or makes another call. See its errors, make the same calls on all ranks, and "
