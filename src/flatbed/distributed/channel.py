@@ -181,7 +181,7 @@ class Channel:
                     f"rank {first} is in {held[first][0]}, and rank {rank} in {what}: make the same "
                     f"lookups and steps, in the same order, on all ranks"
                 )
-        advice = "Build the table and its optimizer alike on all ranks"
+        advice = "Build and load the table and its optimizer alike on all ranks"
         found = difference({rank: stated for rank, (_, stated, _) in held.items()}, advice)
         raise ExchangeError(found or f"ranks have made different numbers of exchanges before {doing}")
 

@@ -19,7 +19,7 @@ from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, needs_grad, prepare_lookup
 from flatbed.tables.parameter import NOT_EXPORTED
 from flatbed.tables.record import WEIGHT
-from flatbed.tables.sharding import shard_config
+from flatbed.tables.sharding import compare_given, shard_config
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.table import Table
 from flatbed.tables.view import SavedWeight, WeightView
@@ -453,7 +453,8 @@ def whole_field(table: Table, name: str, *, collective: bool = False) -> Tensor:
 
 @torch.no_grad()
 def write_field(table: Table, name: str, values: Tensor) -> None:
-    """Replace a field of all rows; each rank writes the rows that it holds."""
+    """Replace a field of all rows; each rank of a sharded table writes its own, in a collective."""
+    compare_given(table, name, values)
     config = table._store.config
     own = values[config.shard_rank :: config.n_shards]
     for start, stop in row_blocks(0, config.n_rows, table._store.record.nbytes):
