@@ -187,9 +187,10 @@ def read_manifest(path: Path, token: str | None = None) -> dict[str, Any]:
 
 def _check_manifest(found: dict[str, Any]) -> None:
     """Raise unless a manifest has the expected types, and names files of its own folder alone."""
-    absent = (("files", {}), ("shards", {}), ("paths", {}), ("schedulers", []), ("scaler", None), ("rng", []))
-    for key, default in absent:
-        found.setdefault(key, default)  # manifests of earlier versions lack them
+    for key in ("files", "shards", "paths"):  # manifests of earlier versions lack them
+        found.setdefault(key, {})
+    for key, default in (("schedulers", []), ("scaler", None), ("rng", [])):
+        found.setdefault(key, default)
     kinds = {"token": str, "model": dict, "tables": dict, "extra": dict, "n_optimizers": int, "files": dict}
     kinds |= {"shards": dict, "paths": dict, "schedulers": list, "rng": list, "scaler": (dict, type(None))}  # type: ignore[dict-item]
     for key, kind in kinds.items():
