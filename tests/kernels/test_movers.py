@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from flatbed.kernels import NONE, RecordLocation
 from flatbed.kernels._triton import cache
 from flatbed.kernels._triton import rows as movers
 from flatbed.kernels._triton.rows import MoverShape
 from flatbed.kernels.cache import CacheIndex
-from flatbed.kernels.locations import NONE, RecordLocation
 
 SIZES = [64, 128, 256, 384, 512, 1024, 1536, 2048, 4096, 4224]
 SHAPES = [None, MoverShape(96, 4, 1), MoverShape(2, 8, 32)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flatbed.kernels import NONE, SENTINEL, RecordLocation
 from flatbed.kernels import rows as ops
-from flatbed.kernels.locations import NONE, SENTINEL, RecordLocation
 from flatbed.kernels.rows import gather, scatter_, unique
 
 NO_ERROR = (1 << 63) - 1

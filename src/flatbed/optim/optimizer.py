@@ -23,10 +23,9 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import check_values_exist
 from flatbed.kernels.step import NORM, SKIPPED, StepOptions
 from flatbed.optim import options as checks
-from flatbed.optim import state_dict as state_dicts
 from flatbed.optim.options import OF_NORM, Extras, OptimizerSpec, ParamsT, describe, named_params
 from flatbed.optim.plan import Plan, StepStats, build_plan
-from flatbed.optim.state_builder import lacks_state
+from flatbed.optim.state import ROUNDS, build_state_dict, lacks_state, load_state_dict
 from flatbed.optim.step import update
 from flatbed.optim.table_step import OptimizerTables, check_table
 from flatbed.rule import Rule
@@ -64,7 +63,7 @@ class Optimizer(torch.optim.Optimizer):
         self._options = StepOptions(**extras)
         checks.check_options(self._options)
         if self._options.stochastic_rounding or self._options.stochastic_state:
-            defaults[state_dicts.ROUNDS] = 0
+            defaults[ROUNDS] = 0
         self._reset()
         if isinstance(params, nn.Module):
             self._module = weakref.ref(params)
@@ -203,19 +202,19 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State by torch's keys and in torch's format: `torch.optim` can load it."""
         self._make_state_early(copies_weights=True)
-        return state_dicts.pack(self, super().state_dict(), with_tables=True)
+        return build_state_dict(self, super().state_dict(), with_tables=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's; nothing changes if it does not fit."""
-        state_dicts.load(self, state_dict, with_tables=True)
+        load_state_dict(self, state_dict, with_tables=True)
 
     def _state_dict_without_tables(self) -> dict[str, Any]:
         """`state_dict()` without the state of tables, which checkpoints save separately."""
-        return state_dicts.pack(self, super().state_dict(), with_tables=False)
+        return build_state_dict(self, super().state_dict(), with_tables=False)
 
     def _load_state_dict_without_tables(self, state_dict: dict[str, Any]) -> None:
         """`load_state_dict()` that does not change tables and their state."""
-        state_dicts.load(self, state_dict, with_tables=False)
+        load_state_dict(self, state_dict, with_tables=False)
 
     def __repr__(self) -> str:
         extras = {name: value for name, value in asdict(self._options).items() if value}

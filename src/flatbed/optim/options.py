@@ -20,8 +20,8 @@ from flatbed.distributed.shard_state import StateSharding
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
 from flatbed.rule import Group, Rule
+from flatbed.tables.parameter import WeightView
 from flatbed.tables.table import Table
-from flatbed.tables.view import WeightView
 
 Groups = list[dict[str, Any]]
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]] | nn.Module

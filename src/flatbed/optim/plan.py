@@ -23,10 +23,9 @@ from flatbed.distributed.dtensor import (
 from flatbed.distributed.shard_state import exchange, plan_pieces
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
-from flatbed.kernels.step import STEPS, Grads, ParamSlot, stride_of
-from flatbed.kernels.torch_step import TorchStepper
+from flatbed.kernels.step import STEPS, Grads, ParamSlot, TorchStepper, stride_of
 from flatbed.optim.options import Groups
-from flatbed.optim.state_builder import build_slots, publish_state
+from flatbed.optim.state import build_slots, publish_state
 from flatbed.rule import Rule
 from flatbed.tables.table import Table
 

@@ -15,8 +15,7 @@ from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.channel import Channel
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
-from flatbed.kernels import use_triton
-from flatbed.kernels.locations import RecordLocation
+from flatbed.kernels import RecordLocation, use_triton
 from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions, Update, begin_step, update_rows
 from flatbed.optim.options import LOW, OptimizerSpec, named_params
 from flatbed.rule import Group, Rule

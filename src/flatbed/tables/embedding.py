@@ -17,12 +17,11 @@ from flatbed.progress import note
 from flatbed.tables.config import WITHOUT, Config, build_config
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, needs_grad, prepare_lookup
-from flatbed.tables.parameter import NOT_EXPORTED
+from flatbed.tables.parameter import NOT_EXPORTED, SavedWeight, WeightView
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.sharding import shard_config
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.table import Table
-from flatbed.tables.view import SavedWeight, WeightView
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from flatbed.cuda.streams import OrderedLock, is_capturing
 from flatbed.distributed.dtensor import is_dtensor
 from flatbed.errors import FlatbedError
-from flatbed.kernels.locations import NONE, SENTINEL
+from flatbed.kernels import NONE, SENTINEL
 from flatbed.kernels.rows import segment_sum, unique
 from flatbed.tables.cache.base import LookupBatch
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.kernels import check_values_exist, use_triton
-from flatbed.kernels.locations import NONE, UniqueRows, sentinel_of
+from flatbed.kernels import NONE, UniqueRows, check_values_exist, sentinel_of, use_triton
 from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.ids import NO_ERROR, as_ids, check_range, new_error_slot, to_device

@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from flatbed.kernels import RecordLocation
 from flatbed.kernels import rows as ops
-from flatbed.kernels.locations import RecordLocation
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.cache.host_index import HostIndexCache
 from flatbed.tables.factory import location_of

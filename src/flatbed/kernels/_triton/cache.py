@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flatbed.kernels import NONE, RecordLocation, UniqueRows
 from flatbed.kernels._triton.launch import TYPES, Kernel
 from flatbed.kernels._triton.rows import MAX_COLUMNS, MoverShape, field, mover_shape, power, unique
 from flatbed.kernels.cache import ROUNDS, CacheIndex
-from flatbed.kernels.locations import NONE, RecordLocation, UniqueRows
 
 PROBE, SELECT = 512, 128  # rows per program
 FLUSH = 1 << 20  # slots whose changed records are listed at a time

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flatbed.kernels import RecordLocation
 from flatbed.kernels._triton.coefficients import COLUMNS, GROUP, LINE, SCALARS, SKIP, STEPS, Coefficients
 from flatbed.kernels._triton.launch import TYPES, Kernel, element
 from flatbed.kernels._triton.rows import field, located, power, squares, tile
 from flatbed.kernels._triton.update import load_as, load_line, load_state, update_elements
-from flatbed.kernels.locations import RecordLocation
 from flatbed.kernels.step import StepOptions
 from flatbed.rule import Group, Rule
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels._triton.launch import TYPES, Kernel
-from flatbed.kernels.locations import RecordLocation, UniqueRows
 
 SQUARES = 65536  # elements per partial sum
 BLOCK = 1024  # keys per program

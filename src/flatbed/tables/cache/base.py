@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flatbed.distributed.row_shards import Exchanged
+from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels.cache import COUNTS, CacheIndex
-from flatbed.kernels.locations import RecordLocation, UniqueRows
 
 
 class Cache(Protocol):

@@ -34,10 +34,10 @@ from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing, relaxed_capture
 from flatbed.errors import FlatbedError
+from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels.cache import CacheIndex
-from flatbed.kernels.locations import RecordLocation, UniqueRows
 from flatbed.tables.cache.base import CacheStats, LookupBatch
-from flatbed.tables.storage.memory import MemoryStorage
+from flatbed.tables.storage.base import MemoryStorage
 
 MAX_WINDOW = 1024
 # After an interrupted admission, the index names slots whose records may not be there.
