@@ -128,7 +128,7 @@ def others() -> None:
     for kind, wide in (("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)):
         sums = "*fp64" if wide == tl.float64 else "*fp32"
         changed = {"grads_ptr": kind, "sums_ptr": sums, "values_ptr": sums}
-        ptx(row_kernels.squares_kernel, changed, BLOCK=1024)
+        ptx(row_kernels.sum_squares_kernel, changed, BLOCK=1024)
         changed |= {"partials_ptr": sums, "rank_ptr": "*i32"}
         chunks = {"CHUNK": 64, "DIM": 48, "COLUMNS": 64, "AT_ONCE": 8}
         ptx(row_kernels.segment_sum_kernel, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)

@@ -179,7 +179,7 @@ def _plan_piece(held: Sequence[tuple[Tensor, Sharding]], lines: list[int], memor
     return piece
 
 
-def exchange(pieces: Sequence[Piece], peers: Peers | None = None) -> None:
+def exchange_pieces(pieces: Sequence[Piece], peers: Peers | None = None) -> None:
     """Give all ranks the rows of all. A piece is sent while the one before it is written."""
     sent: list[tuple[Piece, Any]] = []
     for piece in pieces:

@@ -23,7 +23,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import check_values_exist
 from flatbed.kernels.step import NORM, SKIPPED, StepOptions
 from flatbed.optim import options as checks
-from flatbed.optim.options import OF_NORM, Extras, OptimizerSpec, ParamsT, describe, named_params
+from flatbed.optim.options import OF_NORM, Extras, OptimizerSpec, ParamsT, describe_for_ranks, named_params
 from flatbed.optim.plan import Plan, StepStats, build_plan
 from flatbed.optim.state import ROUNDS, build_state_dict, lacks_state, load_state_dict
 from flatbed.optim.step import update
@@ -144,7 +144,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         params = [p for group in self.param_groups for p in group["params"]]
         if self._state_sharding is not None or any(map(is_dtensor, params)):
-            self._peers.agree(describe(self._spec, self.param_groups), failure)
+            self._peers.agree(describe_for_ranks(self._spec, self.param_groups), failure)
         elif failure is None and self._norm_group is None:
             self._peers.tell_whole(type(self).__name__, len(params))
         if self._norm_group is not None and failure is None:

@@ -83,7 +83,7 @@ def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str,
             yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param, number
 
 
-def describe(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
+def describe_for_ranks(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
     """Parameters and options as ranks that share DTensors compare them.
 
     Whole parameters may differ between ranks, unless their gradients are part of a norm.

@@ -20,7 +20,7 @@ from flatbed.distributed.dtensor import (
     local_of,
     reshard,
 )
-from flatbed.distributed.shard_state import exchange, plan_pieces
+from flatbed.distributed.shard_state import exchange_pieces, plan_pieces
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
 from flatbed.kernels.step import STEPS, Grads, ParamSlot, TorchStepper, stride_of
@@ -279,7 +279,7 @@ class Plan:
         former = [param.detach().clone() for param in averaged]
         for param, value in zip(averaged, values, strict=True):
             param.copy_(value)
-        exchange(self.pieces)
+        exchange_pieces(self.pieces)
         if self.has_dtensors and model is not None:
             reshard(model)
         return former

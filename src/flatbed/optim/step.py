@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatbed.distributed.dtensor import local_of
-from flatbed.distributed.shard_state import exchange
+from flatbed.distributed.shard_state import exchange_pieces
 from flatbed.kernels.step import NORM, Scaling, Stepper
 from flatbed.optim.plan import Plan, StepGrads
 from flatbed.tables.grads import RowGrads
@@ -28,7 +28,7 @@ def update(optimizer: Optimizer, plan: Plan, found: StepGrads, packs: list[RowGr
         plan.masters.sync_written()
     steppers: list[Stepper] = []
     if packs:  # first, since files may fail
-        steppers += tables.set_grads(optimizer, packs)
+        steppers += tables.steppers_for(optimizer, packs)
     plan.set_grads(found)
     steppers += plan.steppers
     squares: Tensor | None = None  # a single stepper has its own
@@ -45,7 +45,7 @@ def update(optimizer: Optimizer, plan: Plan, found: StepGrads, packs: list[RowGr
         of_all = None if squares is None else squares.to(stepper.device)
         stepper.update(options, None if scaling is None else scaling.to(stepper.device), of_all)
     if plan.pieces:
-        exchange(plan.pieces, optimizer._peers)
+        exchange_pieces(plan.pieces, optimizer._peers)
     if found.owners:
         torch.autograd.graph.increment_version(found.owners)
     if plan.masters.slots:

@@ -320,7 +320,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         batch = prepare_lookup(table, input, records_grad=records_grad)
         if records_grad:
             return cast(Tensor, LookupFunction.apply(table, batch))  # type: ignore[no-untyped-call,unused-ignore]
-        rows = table._rows.lookup(batch)
+        rows = table._rows.batch_weights(batch)
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
@@ -383,7 +383,7 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
         device = table._store.device
         found = batch.unique
-        rows = table._rows.lookup(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
+        rows = table._rows.batch_weights(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         if offsets is not None:
             offsets = as_ids(offsets, name="offsets").to(device)
         if per_sample_weights is not None:

@@ -51,7 +51,7 @@ class RowIO:
 
     # ---- reading
 
-    def lookup(self, batch: LookupBatch) -> Tensor:
+    def batch_weights(self, batch: LookupBatch) -> Tensor:
         """Read the weights of a batch's unique rows."""
         return self.weights(batch.unique.rows, batch)
 

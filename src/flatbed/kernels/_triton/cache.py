@@ -222,8 +222,7 @@ def admit(
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
     n_missing = torch.empty(1, dtype=torch.int32, device=device)
-    # Its first kernel advances the clock, and sets n_missing to 0.
-    found = unique(keys, n_rows, error_slot, (index.clock, n_missing))
+    found = unique(keys, n_rows, error_slot, ticks=(index.clock, n_missing))
     if on_checked is not None:
         on_checked()
     if n == 0:
