@@ -21,7 +21,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels.rows import to_int32_keys
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.config import Config, part_of
-from flatbed.tables.grads import RowGrads, merge_grads
+from flatbed.tables.grads import RowGrads, merge
 from flatbed.tables.row_io import RowIO, last_of_each
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _exchange_sharded(table: Table, shards: RowShards) -> None:
     grads = shards.to_owners(exchanged, sent.grads)
     pairs = zip(*(torch.split(held, exchanged.counts) for held in (exchanged.rows, grads)), strict=True)
     parts = [RowGrads(*pair) for pair in pairs if len(pair[0])]
-    total = merge_grads(parts, table._store.config.n_rows) if parts else RowGrads(exchanged.rows, grads)
+    total = merge(parts, table._store.config.n_rows) if parts else RowGrads(exchanged.rows, grads)
     table._grads.share(RowGrads(total.rows, total.grads / shards.n_ranks))
 
 
@@ -218,7 +218,7 @@ def _average_replicas(table: Table) -> None:
         RowGrads(r[:size].to(store.device), g[:size].to(store.device))
         for r, g, size in zip(all_gather(rows), all_gather(grads), sizes, strict=True)
     ]
-    total = merge_grads(parts, table.num_embeddings)  # in the order of ranks, on every rank
+    total = merge(parts, table.num_embeddings)  # in the order of ranks, on every rank
     _compare_rows(table, total.rows, device)
     table._grads.share(RowGrads(total.rows, total.grads / len(sizes)))
 
