@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, is_not, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from flatbed.kernels._triton.step import TritonStepper
     from flatbed.optim.optimizer import Optimizer
 
-GRAD, PARAMS = attrgetter("grad"), itemgetter("params")
+GRAD, NBYTES = attrgetter("grad"), attrgetter("nbytes")
+PARAMS, VALUES = itemgetter("params"), methodcaller("values")
 
 
 class StepStats:
@@ -81,9 +82,10 @@ class StepStats:
 class Fingerprint:
     """The groups, state and parameters that a plan was built from, as far as a step depends on them.
 
-    Parameters are compared by identity and address, entries of the state by identity and length. Code that
-    converts dtypes, or replaces or moves tensors inside of entries, does so for all parameters: the first and
-    the last one are compared in detail.
+    Parameters are compared by identity and address, the local tensors of DTensors by identity, since FSDP2
+    may replace them, entries of the state by identity and length. Code that converts dtypes, or replaces or
+    moves tensors inside of entries, does so for all parameters: the first and the last one are compared in
+    detail.
     """
 
     def __init__(self, rule: Rule, groups: Groups, state: dict[Any, Any], slots: list[ParamSlot]) -> None:
@@ -98,26 +100,19 @@ class Fingerprint:
         slotted = {id(slot.owner) for slot in slots}
         idle = [p for p in self._params[:-1] if id(p) not in slotted]
         self._idle = [p for p in idle if not isinstance(p, Table)]
-        self._addresses = self._find_addresses()
-        self._ends = [(slot.owner, slot.published or {}) for slot in (*slots[:1], *slots[1:][-1:])]
-        self._details = self._describe_ends() if slots else []
-
-    def _find_addresses(self) -> list[int]:
-        """The memory of all parameters. FSDP2 may replace the local tensor of a DTensor."""
-        addresses = list(map(Tensor.data_ptr, self._whole))
-        if self._sharded:
-            addresses += map(Tensor.data_ptr, map(LOCAL, self._sharded))
-        return addresses
+        self._addresses = list(map(Tensor.data_ptr, self._whole))
+        self._locals = list(map(LOCAL, self._sharded))
+        ends = [*slots[:1], *slots[1:][-1:]]
+        self._end_params = [slot.owner for slot in ends]
+        self._end_entries = [slot.published or {} for slot in ends]
+        self._end_values = [value for entry in self._end_entries for value in entry.values()]
+        self._end_tensors = [local_of(value) for value in self._end_values if isinstance(value, Tensor)]
+        self._end_addresses = list(map(Tensor.data_ptr, self._end_tensors))
+        self._end_kinds = self._describe_ends()
 
     def _describe_ends(self) -> list[Any]:
-        found: list[Any] = []
-        for param, entry in self._ends:
-            local = local_of(param)
-            found += (local.dtype, local.shape, local.stride(), *map(id, entry.values()))
-            for value in entry.values():
-                if isinstance(value, Tensor):
-                    found.append(local_of(value).data_ptr())
-        return found
+        ends = map(local_of, self._end_params)
+        return [(param.dtype, param.shape, param.stride(), param.data_ptr()) for param in ends]
 
     def matches(self, groups: Groups, state: dict[Any, Any]) -> bool:
         """Compare with the present. An Ellipsis ends each list, so that lengths are compared too."""
@@ -131,8 +126,11 @@ class Fingerprint:
             and all(map(is_, self._params, chain(chain.from_iterable(map(PARAMS, groups)), (...,))))
             and all(map(is_, self._entries, chain(state.values(), (...,))))
             and self._lengths == list(map(len, state.values()))
-            and self._addresses == self._find_addresses()
-            and (not self._ends or self._details == self._describe_ends())
+            and self._addresses == list(map(Tensor.data_ptr, self._whole))
+            and all(map(is_, self._locals, map(LOCAL, self._sharded)))
+            and self._end_kinds == self._describe_ends()
+            and all(map(is_, self._end_values, chain.from_iterable(map(VALUES, self._end_entries))))
+            and self._end_addresses == list(map(Tensor.data_ptr, self._end_tensors))
             and all(map(is_, map(GRAD, self._idle), repeat(None)))
         )
 
@@ -223,8 +221,9 @@ class Plan:
         """The present gradients. None: some are of another kind than the plan was built for."""
         owners, sizes = self.owners, self._grad_sizes
         grads = list(map(GRAD, owners)) if self._local_grads is None else self._local_grads()
-        present: list[Any] = [g for g in grads if g is not None]
-        if len(present) < len(grads):
+        present: list[Any] = grads
+        if not all(map(is_not, grads, repeat(None))):
+            present = [g for g in grads if g is not None]
             owners = [p for p, g in zip(owners, grads, strict=True) if g is not None]
             sizes = [size for size, g in zip(sizes, grads, strict=True) if g is not None]
         try:
@@ -234,7 +233,7 @@ class Plan:
             if self._needs_addresses and len(present) < len(grads):
                 addresses = [0 if g is None else g.data_ptr() for g in grads]
             is_known = bool(addresses) and addresses == self._addresses
-            if not is_known and [g.nbytes for g in present] != sizes:
+            if not is_known and list(map(NBYTES, present)) != sizes:
                 return None
         except RuntimeError:  # sparse gradients have no strides, no address or no size
             return None
