@@ -218,7 +218,7 @@ TABLES: dict[str, Comparison | Grid] = {
     "word2vec-gpu": Comparison(
         (NGRAMS, Line("words only", WORD2VEC, {"text": "words"}, "words_per_s", "flatbed host"))
     ),
-    "word2vec-runs": Grid("cpu-word2vec-runs.json", {}, ("words_per_s",), "text"),
+    "word2vec-runs": Grid("cpu-word2vec-runs.json", {"case": "runs"}, ("words_per_s",), "text"),
     "word2vec-quality": Grid(
         *("cpu-word2vec-quality.json", {"case": "quality-runs"}),
         ("loss", "held-out loss", "overlap@10", "WordSim-353", "SimLex-999"),

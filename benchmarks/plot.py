@@ -74,9 +74,11 @@ def title_of(rows: Sequence[Row], metric: str) -> str:
     parts = [str(setting[name]) for name in SPLIT.get(first["benchmark"], ()) if name in setting]
     subject = ", ".join(parts) or f"{first['benchmark']} {first['case']}"
     if metric == TIMELINE:
-        counts = [(row["metrics"]["kernels"], row["variant"]) for row in rows]
-        (least, few), (most, many) = min(counts), max(counts)
-        return f"{subject}: {least:,} kernels with {few}, {most:,} with {many}"
+        fewest: dict[bool, Row] = {}
+        for row in sorted(rows, key=lambda row: (not is_ours(row), row["metrics"]["kernels"])):
+            fewest.setdefault(is_ours(row), row)
+        counts = [f"{row['metrics']['kernels']:,} kernels with {row['variant']}" for row in fewest.values()]
+        return f"{subject}: {', '.join(counts)}"
     has_captured_peer = any(CAPTURED in row["variant"] for row in rows if not is_ours(row))
     ratios: dict[str, list[float]] = {}
     for row in rows:

@@ -27,6 +27,9 @@ WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 HELD_OUT = 20  # one sentence of so many is kept from the trainers
 N_ASKED, N_NEIGHBORS = 1000, 10
 OVERLAP = "overlap@10"
+MARGIN = 0.02  # fixed before the first comparison
+SIGNS = {"loss": -1, "held-out loss": -1, OVERLAP: 1, **dict.fromkeys(JUDGED, 1)}
+"""Signs that make higher values of a measure better."""
 
 Ids = npt.NDArray[np.int64]
 Sentences = list[list[str]]
@@ -182,3 +185,15 @@ def neighbors(inputs: Tensor) -> Tensor:
 def overlap(one: Tensor, other: Tensor) -> float:
     """Return the share of equal neighbors."""
     return float((one[:, :, None] == other[:, None, :]).any(2).float().mean())
+
+
+def verdicts(own: Sequence[dict[str, Any]], gensims: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Compare runs in every measure, by the 95% interval of the difference of means (Welch's t)."""
+    from scipy.stats import ttest_ind
+
+    found = {}
+    for measure in (name for name in SIGNS if name in own[0] and name in gensims[0]):
+        values = [[SIGNS[measure] * run[measure] for run in side] for side in (own, gensims)]
+        low, high = ttest_ind(*values, equal_var=False).confidence_interval(0.95)
+        found[measure] = "not worse" if low > -MARGIN else "worse" if high < -MARGIN else "undecided"
+    return found

@@ -12,6 +12,7 @@ import torch
 from benchmarks import quality, whole_runs
 from benchmarks.harness import Options
 from benchmarks.quality import Judge, Text, Trained, split
+from benchmarks.rows import RESULTS, read_rows
 
 pytest.importorskip("gensim")
 OPTIONS = Options(torch.device("cpu"), quick=True, report=lambda line: None)
@@ -97,6 +98,19 @@ def test_similarity_is_perfect_where_cosines_follow_the_judgements(text: Text, t
 
 
 # ---- runs
+
+
+def test_verdicts_are_those_of_the_stored_comparison() -> None:
+    """It has two broken trainers, which are found worse."""
+    stored = read_rows(RESULTS / "cpu-word2vec-quality.json")
+    runs = [row for row in stored if row["case"] == "quality-runs"]
+    found = {row["variant"]: row for row in whole_runs.compare(runs, OPTIONS)}
+    assert [row["ok"] for row in found.values()] == [True, True, False, False]
+    for row in stored:
+        if row["case"] == "quality":
+            judged = found[row["variant"]]["metrics"][row["setting"]["measure"]]
+            assert judged == row["metrics"]["verdict"]
+    assert list(whole_runs.compare(runs[:3], OPTIONS)) == [], "one turn proves nothing"
 
 
 def test_runs_are_timed_and_judged(text: Text, tmp_path: Path) -> None:

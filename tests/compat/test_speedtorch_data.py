@@ -63,6 +63,23 @@ def test_files_are_those_of_numpy_and_torch(tmp_path: Path, monkeypatch: pytest.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.pt", "state.npy", "variable.npy"]
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_an_optimizer_without_state_has_empty_arrays_and_files(storage: str, tmp_path: Path) -> None:
+    made = loop(3, torch.optim.SGD, storage=storage, folder=tmp_path)
+    made.train(IDS)
+    for method in ("Cupy", "Torch"):
+        getattr(made.state, f"save{method}")(tmp_path / f"{method}.npy")
+        getattr(made.state, f"load{method}")(tmp_path / f"{method}.npy")
+    assert np.load(tmp_path / "Cupy.npy").shape == (0, N, DIM)
+    assert made.state.getNumpyVersion() == made.state.getTorchVar() == made.state.getCupyVar() == {}
+    assert made.state.CUPYcorpi == made.state.optVarList == []
+    made.train(IDS)
+    for switcher in made[2:]:
+        if storage == "disk":
+            switcher.checkpoint()
+        switcher.close()
+
+
 def test_names_of_arrays() -> None:
     _, _, rows, state = loop(3, storage="host")
     rows.getTorchVar()[5] = 4.0  # the memory itself

@@ -152,7 +152,13 @@ OTHERS = [
     ("SGD", "nesterov alone", lambda _: made("SGD", nesterov=True), ValueError, "momentum=0"),
     ("RowwiseAdagrad", "no tables", lambda _: optim.RowwiseAdagrad(model()), TypeError, "Adagrad"),
     ("SparseAdam", "no tables", lambda _: optim.SparseAdam(model()), TypeError, "AdamW"),
-    ("Adam.add_param_group", "clipping", kept("Adam", group_with_clipping), ValueError, "max_norm.*group"),
+    (
+        "Adam.add_param_group",
+        "clipping",
+        kept("Adam", group_with_clipping),
+        ValueError,
+        r"max_norm.*param group: pass it to the constructor$",
+    ),
     (
         "Adam.load_state_dict",
         "another optimizer's",

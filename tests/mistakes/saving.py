@@ -59,9 +59,11 @@ CONTIGUOUS: list[Any] = [
 ]
 
 
-def load_into(make: Callable[[], nn.Module]) -> Callable[[Path], object]:
+def load_into(
+    make: Callable[[], nn.Module], saved: Callable[[], nn.Module] = model
+) -> Callable[[Path], object]:
     def attempt(folder: Path) -> None:
-        flatbed.save_checkpoint(folder / "run", model())
+        flatbed.save_checkpoint(folder / "run", saved())
         other = make()
         with unchanged(lambda: weights(other)):
             flatbed.load_checkpoint(folder / "run", other)
@@ -130,6 +132,20 @@ CHECKPOINTS: list[Any] = [
         load_into(lambda: nn.Linear(3, 3)),
         FlatbedError,
         r"lacks \['weight', 'bias'\].*lacks \['0.weight'",
+    ),
+    (
+        "load_checkpoint",
+        "a table into nn.Embedding",
+        load_into(lambda: nn.Sequential(nn.Embedding(10, 4)), lambda: nn.Sequential(embedding())),
+        FlatbedError,
+        r"'0.weight' is a table in .*run.*flatbed.Embedding.*to_torch\(\)",
+    ),
+    (
+        "load_checkpoint",
+        "nn.Embedding into a table",
+        load_into(lambda: nn.Sequential(embedding()), lambda: nn.Sequential(nn.Embedding(10, 4))),
+        FlatbedError,
+        r"'0.weight' is no table in .*run.*nn.Embedding.*from_pretrained",
     ),
     (
         "load_checkpoint",

@@ -65,6 +65,28 @@ def test_state_before_the_first_step_is_torchs(case: Case) -> None:
     assert left["state"].keys() == right["state"].keys()
 
 
+@pytest.mark.parametrize("why", ["a table", "a skipped step"])
+def test_momentum_before_the_first_step_is_resumed(where: str, why: str) -> None:
+    """The first gradient is not dampened, and a table or a skipped step makes state before it."""
+    models = [build("tied", where) for _ in range(2)]
+    options: Any = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "skip_nonfinite": True}
+    tables = [[flatbed.Embedding(3, 2).table] if why == "a table" else [] for _ in models]
+    straight, resumed = (
+        flatbed.optim.SGD([*model.parameters(), *table], **options)
+        for model, table in zip(models, tables, strict=True)
+    )
+    if why == "a skipped step":
+        give_grads(models[0], seed=0)
+        next(models[0].parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+        straight.step()
+    saved = copy.deepcopy(straight.state_dict())
+    assert saved["state"]
+    resumed.load_state_dict(saved)
+    for model, optimizer in zip(models, (straight, resumed), strict=True):
+        steps(model, optimizer, range(1, 3))
+    assert_models_equal(models[1], models[0], where)
+
+
 def test_a_saved_file_loads_with_weights_only(where: str, tmp_path: Path) -> None:
     model = build("mixed", where)
     optimizer = flatbed.optim.AdamW(model.named_parameters(), lr=0.01)

@@ -549,6 +549,15 @@ def test_existing_file_is_named_once_on_stderr(tmp_path: Path, capfd: pytest.Cap
     assert "resume=True silences this" in said
 
 
+def test_existing_file_that_is_no_table_has_no_rows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "table").write_bytes(b"something else")
+    with pytest.raises(flatbed.errors.DamagedFileError, match="table is no table of flatbed"):
+        made("disk", tmp_path).table.checkpoint()
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -187,10 +187,12 @@ def read_manifest(path: Path, token: str | None = None) -> dict[str, Any]:
 
 def _check_manifest(found: dict[str, Any]) -> None:
     """Raise unless a manifest has the expected types, and names files of its own folder alone."""
-    for key, default in (("files", {}), ("shards", {}), ("schedulers", []), ("scaler", None), ("rng", [])):
-        found.setdefault(key, default)  # manifests of earlier versions lack them
+    for key in ("files", "shards", "paths"):  # manifests of earlier versions lack them
+        found.setdefault(key, {})
+    for key, default in (("schedulers", []), ("scaler", None), ("rng", [])):
+        found.setdefault(key, default)
     kinds = {"token": str, "model": dict, "tables": dict, "extra": dict, "n_optimizers": int, "files": dict}
-    kinds |= {"shards": dict, "schedulers": list, "rng": list, "scaler": (dict, type(None))}  # type: ignore[dict-item]
+    kinds |= {"shards": dict, "paths": dict, "schedulers": list, "rng": list, "scaler": (dict, type(None))}  # type: ignore[dict-item]
     for key, kind in kinds.items():
         if not isinstance(found[key], kind):
             raise TypeError(f"{key} is {found[key]!r}")

@@ -74,7 +74,7 @@ def load_checkpoint(
         path, token = _enter_version(folder, lockstep, undo)
         manifest = read_manifest(path, token)
         check_files(path, manifest, rank(), world_size())
-        values = _model_values(path, manifest, training.model)
+        values = _model_values(path, manifest, training)
         states = _optimizer_states(path, manifest, training.optimizers)
         others = _other_states(path, manifest, training)
         random = _random_state(path, manifest) if rng else None
@@ -190,11 +190,21 @@ def _reading(file: Path) -> Iterator[dict[str, Tensor]]:
         raise damaged(file, error) from error
 
 
-def _model_values(path: Path, manifest: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def _model_values(path: Path, manifest: Mapping[str, Any], training: Training) -> dict[str, Any]:
     """Read the model's state dict, and check that it fits."""
     with _reading(path / "model.safetensors") as tensors:
         values = {name: unpack(value, tensors) for name, value in manifest["model"].items()}
-    ours = dense_state(model)
+    ours = dense_state(training.model)
+    for name in (name for name in ours if name in manifest["tables"]):
+        raise FlatbedError(
+            f"'{name}' is a table in {path}, and none in the model: load it into a model with "
+            "flatbed.Embedding there, and put the module's to_torch() in its place"
+        )
+    for name in (name for name in values if name in training.tables):
+        raise FlatbedError(
+            f"'{name}' is no table in {path}, and one in the model: load it into a model with nn.Embedding "
+            "there, and put flatbed.Embedding.from_pretrained(weight, freeze=False) in its place"
+        )
     _check_names(path, "parameters and buffers", values, ours)
     for name, mine in ours.items():
         saved = values[name]
@@ -309,7 +319,8 @@ def _begin_table(
         return saving.begin_read(table, found, undo=undo, with_state=with_state)
     if table.storage != "disk":
         raise FlatbedError(
-            f"the rows of {name} are not in {path}, but in the table's own file: build it with "
+            f"the rows of {name} are not in {path}, but in the table's own file, "
+            f"{manifest['paths'].get(name, 'PATH')}: build it with "
             f'storage="disk" and that path, or save with copy_disk_tables=True'
         )
     config, n_ranks = table._store.config, manifest["shards"].get(name, 1)

@@ -89,9 +89,12 @@ def _in_checkpoint(folder: Path, name: str | None) -> Iterator[Path]:
             raise FlatbedError(f"{version} holds the tables {found}; found name={name!r}: give one of these")
         file = tables[wanted[0]]
         if file is None:
+            own = manifest["paths"].get(wanted[0], "PATH")
+            is_sharded = wanted[0] in manifest["shards"]
+            remedy = "save with copy_disk_tables=True" if is_sharded else f"flatbed.load_table({own!r})"
             raise FlatbedError(
-                f"the rows of {wanted[0]} are in the table's own files, and not in {version}: load its file, "
-                "or, if the table is sharded, save with copy_disk_tables=True"
+                f"the rows of {wanted[0]} are not in {version}, but in the table's own "
+                f"{'files of each rank' if is_sharded else 'file'}, {own}: {remedy}"
             )
         if file in manifest["files"]:
             check_tensors(version / file, manifest["files"][file])

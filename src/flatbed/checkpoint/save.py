@@ -276,10 +276,13 @@ def _write_manifest(
     if packer.tensors:
         name = "state.safetensors"
         files[name] = write_tensors(version / name, packer.tensors, {"format": "pt"})
+    in_place = {
+        name: training.tables[name]._store.config for name, file in contents["tables"].items() if file is None
+    }
     shards = {
-        name: training.tables[name]._store.config.n_shards
-        for name, file in contents["tables"].items()
-        if file is None and training.tables[name]._shards is not None
+        name: config.n_shards
+        for name, config in in_place.items()
+        if training.tables[name]._shards is not None
     }
     manifest = {
         "format": folders.FORMAT,
@@ -287,6 +290,7 @@ def _write_manifest(
         **contents,
         "n_optimizers": len(training.optimizers),
         **({"shards": shards} if shards else {}),  # sharded tables, in a file of each rank
+        "paths": {name: str(config.path) for name, config in in_place.items()},
         "schedulers": schedulers,
         "scaler": scaler,
         "rng": packed_rng,

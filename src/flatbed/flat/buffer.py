@@ -139,6 +139,13 @@ class Buffer:
             p.grad = own
         self.zeroed_versions = [own._version for own in self.views]
 
+    def is_gathered(self) -> bool:
+        """Return whether a step is active that has gathered the gradients.
+
+        The first gradient is compared, since an exception inside a step leaves the flag behind.
+        """
+        return self.in_step and self.originals[0].grad is self.views[0]
+
     def gather(self) -> torch.Tensor | None:
         """The flat gradient, or None when no original has one; afterwards nothing is left to copy.
 
@@ -306,17 +313,16 @@ class FlatParameter(nn.Parameter):
         """The originals' gradients, gathered; None when none of them has one."""
         if torch.compiler.is_compiling():
             return _read_outside_of_the_graph(self)
-        buffer = self.buffer
-        # The first gradient is compared, since an exception inside a step leaves the flag behind.
-        if buffer.in_step and buffer.originals[0].grad is buffer.views[0]:
-            return buffer.grad
-        self._owner._repair(buffer)
+        if self.buffer.is_gathered():
+            return self.buffer.grad
+        self._owner._repair(self.buffer)
         return self.gather_grad()
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         _GRAD.__set__(self, None)
-        self._owner._repair(self.buffer)
+        if not self.buffer.is_gathered():
+            self._owner._repair(self.buffer)
         self.buffer.drop_grads() if value is None else self.buffer.assign_grad(value)
 
     def gather_grad(self) -> torch.Tensor | None:

@@ -177,9 +177,13 @@ class FlatParams:
         self._pending_clip = None if max_norm is None else (max_norm, float(norm_type))
         try:
             optimizer.step()
+            for buffer in self._buffers:
+                buffer.in_step = bool(buffer.views)  # no second gathering for zero_grad
+            optimizer.zero_grad()
         finally:
             self._pending_clip = None
-        optimizer.zero_grad()
+            for buffer in self._buffers:
+                buffer.in_step = False
         return self._total_norm
 
     def norms(self) -> dict[str, float]:

@@ -154,13 +154,18 @@ class Optimizer(torch.optim.Optimizer):
         for group in added:
             checks.check_group(group)
             for name in Extras.__annotations__:
-                # ZeroRedundancyOptimizer copies all options into groups; those of a norm would be per rank.
-                if name in group and (name in OF_NORM or group[name] != getattr(self._options, name, None)):
-                    raise ValueError(
-                        f"{name} is an option of the whole optimizer; found in a param group. Pass it to the "
-                        f"constructor. ZeroRedundancyOptimizer has no norm over all ranks: call "
-                        f"torch.nn.utils.clip_grad_norm_(model.parameters(), …) before its step instead"
+                is_own = name in group and group[name] == getattr(self._options, name, None)
+                if name not in group or (is_own and name not in OF_NORM):
+                    continue
+                remedy = "pass it to the constructor"
+                if is_own:  # ZeroRedundancyOptimizer copies all options into groups
+                    remedy = (
+                        "ZeroRedundancyOptimizer has no norm over all ranks, call "
+                        "torch.nn.utils.clip_grad_norm_(model.parameters(), …) before its step instead"
                     )
+                raise ValueError(
+                    f"{name} is an option of the whole optimizer; found in a param group: {remedy}"
+                )
         for name, param, _ in named_params(added, number):
             if isinstance(param, Table):
                 check_table(self._spec, self, name, param, self.param_groups[number])

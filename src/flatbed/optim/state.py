@@ -127,7 +127,8 @@ class SlotBuilder:
         value: Any = (self.hidden.get(id(held), {}) if is_hidden else held).get(key)
         if value is None and is_hidden:  # state of torch's has been through a step
             is_new = "step" in held and float(held["step"]) == 0
-            value = float(any(isinstance(held.get(name), Tensor) for name in rule.state) and not is_new)
+            tensors = [held[name] for name in rule.state if isinstance(held.get(name), Tensor)]
+            value = float(not is_new and not all(map(_is_negative_zero, tensors)))
         if value is None:
             value = rule.first_value(self.spec.defaults, key)
         kind = (value.dim(), value.dtype, value.device) if isinstance(value, Tensor) else None
@@ -159,6 +160,11 @@ class SlotBuilder:
                 return cast(Tensor, old)
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return _filled(made, first if old is None else old)
+
+
+def _is_negative_zero(tensor: Tensor) -> bool:
+    local = local_of(tensor)
+    return bool(((local == 0) & torch.signbit(local)).all())
 
 
 def _filled(tensor: Tensor, value: Tensor | float) -> Tensor:

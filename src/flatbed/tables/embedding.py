@@ -21,6 +21,7 @@ from flatbed.tables.parameter import NOT_EXPORTED, SavedWeight, WeightView
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.sharding import shard_config
 from flatbed.tables.storage.base import row_blocks
+from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:
@@ -262,7 +263,7 @@ def _check_resume(config: Config, resume: bool | None) -> None:
     elif resume is not None and bool(resume) != path.exists():
         found = "exists: choose another path, or delete the file" if path.exists() else "is missing"
         raise FlatbedError(f"resume={resume}, and {path} {found}")
-    elif resume is None and path.exists() and path not in _announced:
+    elif resume is None and path not in _announced and is_disk_table(path):  # opening others raises
         _announced.add(path)
         note(
             f"{path} exists: the table has its rows instead of new ones (resume=True silences this, "

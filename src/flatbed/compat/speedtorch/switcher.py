@@ -224,10 +224,10 @@ class Switcher(ArrayViews):
     # ---- all rows
 
     def _blocks(self) -> Iterator[slice]:
-        """Ranges of rows to copy at once."""
+        """Ranges of rows to copy at once; none of an optimizer without state."""
         n_bytes = len(self._names) * self.embed_dimension * self.datatype.itemsize
-        step = max(1, BLOCK_BYTES // n_bytes)
-        for start in range(0, self.total_classes, step):
+        step = max(1, BLOCK_BYTES // max(1, n_bytes))
+        for start in range(0, self.total_classes if n_bytes else 0, step):
             yield slice(start, min(start + step, self.total_classes))
 
     @property
@@ -262,7 +262,7 @@ class Switcher(ArrayViews):
 
     def getTorchVar(self) -> Any:
         """Return all rows as a tensor over their memory, or a copy of a file; of an optimizer, as a dict."""
-        if self._storage == "disk":
+        if self._storage == "disk" or not self._names:
             return self._by_name(self._copied())
         return self._by_name(self._table().weight.detach().chunk(len(self._names), dim=1))
 
@@ -270,7 +270,8 @@ class Switcher(ArrayViews):
 
     def saveCupy(self, saveFileName: FileName | None = None) -> None:
         """Write all rows to a .npy file, by default `diskname`; of an optimizer, (tensors, rows, numbers)."""
-        self._table()
+        if self._names:
+            self._table()  # raises before a file is made
         path = npy_path(saveFileName or self.diskname)
         part = path.with_name(f"{path.name}.part")
         shape = self._shape if self._is_stacked else self._shape[1:]
@@ -294,13 +295,14 @@ class Switcher(ArrayViews):
     def loadTorch(self, loadFileName: FileName) -> None:
         """Read what `saveTorch` has written. Only plain tensors are loaded."""
         found = torch.load(loadFileName, map_location="cpu", weights_only=True)
-        self._load(torch.stack([found[name] for name in self._names]) if self._is_stacked else found[None])
+        parts = [found[name] for name in self._names] if self._is_stacked else [found]
+        self._load(torch.stack(parts) if parts else torch.empty(self._shape))
 
     def _load(self, values: Tensor) -> None:
         """Replace all rows; change nothing if the values do not fit."""
         if tuple(values.shape) != self._shape:
             raise ValueError(f"found rows of shape {tuple(values.shape)}; expected {self._shape}")
-        if self._module is None:
+        if self._module is None and self._names:
             self._create()
         self._fill(lambda block: values[:, block])
 
@@ -312,7 +314,8 @@ class DiskSwitcher(Switcher):
 
     def checkpoint(self) -> None:
         """Save all rows to the file, all or nothing."""
-        self._table().checkpoint()
+        if self._names:
+            self._table().checkpoint()
 
     def openFile(self, fileName: FileName) -> None:
         """Continue with the rows in the file of another switcher, as its last checkpoint left them."""

@@ -77,6 +77,7 @@ class SGD(Optimizer):
         hyperparameters=("lr", "momentum", "dampening", "weight_decay", "nesterov"),
         state={"momentum_buffer": "momentum"},
         scalars=("_seen",),  # whether the buffer has had its first gradient
+        initial={"momentum_buffer": -0.0},  # tells a state dict the same; no sum of gradients is -0.0
         row_scalars={"_seen": "dampening"},
         reference=sgd_reference,
         prepare=sgd_prepare,
