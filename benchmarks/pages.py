@@ -203,6 +203,7 @@ TABLES: dict[str, Comparison | Grid] = {
     "rows": Grid(*(ROWS, {"storage": "host", "table_bytes": 8_000_000_000}, ("read_gb_per_s",), "row_bytes")),
     "rows-sizes": Grid(ROWS, {"storage": "host", "row_bytes": 512}, ("read_gb_per_s",), "table_bytes"),
     "shards": Grid(SHARDS, {"case": "world"}, (TIME,), "distribution"),
+    "share": Grid(SHARDS, {"case": "share"}, (TIME, "model_ms"), "distribution", "ranks"),
     "balance": Grid(SHARDS, {"case": "balance", "distribution": "zipf 1.05"}, ("busiest_ratio",), "ranks"),
     "topk": Comparison(
         tuple(

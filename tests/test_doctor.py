@@ -116,10 +116,10 @@ def test_reads_past_the_page_cache_are_measured_or_refused() -> None:
     ("n_rows", "n_ranks", "hit_rate", "wire_mb", "bus_mb", "ms", "bound"),
     [
         (20_000_000, 1, 0.1, 0, 181, 2.5, "the bus"),
-        (20_000_000, 8, 0.1, 59, 179, 5.0, "host memory"),
-        (20_000_000, 64, 0.99, 66, 2, 9.4, "headers"),
-        (6_500_000_000, 512, 0.0, 67, 201, 67.3, "headers"),
-        (1000, 1, 0.0, 0, 3, 0.34, "kernels"),
+        (20_000_000, 8, 0.1, 59, 179, 8.0, "host memory"),
+        (20_000_000, 64, 0.99, 66, 2, 12.9, "headers"),
+        (6_500_000_000, 512, 0.0, 67, 201, 74.7, "headers"),
+        (1000, 1, 0.0, 0, 3, 1.3, "the host"),
     ],
 )
 def test_the_model_of_a_step(
@@ -138,10 +138,10 @@ def test_a_plan_names_memory_traffic_time_and_what_is_assumed() -> None:
     assert found["table"].value.endswith("1,536 bytes a row, 9,984 GB")
     assert found["host memory"].value == "19.5 GB per rank, 156.0 GB per host"
     assert found["traffic"].value == "67 MB between ranks, 201 MB over the bus"
-    assert found["step"].value == "67.3 ms for 33,554,432 ids, bound by headers"
+    assert found["step"].value == "74.7 ms for 33,554,432 ids, bound by headers"
     assert "Not measured" in found["step"].meaning
-    assert "network 40" in found["assumed"].value
-    assert "Not measured" in found["assumed"].meaning
+    assert "assumed: 8 ranks per host; NVLink 200, network 40" in found["constants"].value
+    assert "Measured: bus 80" in found["constants"].value
     found = plan(20_000_000, 128, "adam", ranks=8, ids=65_536, hit_rate=0.9)
     assert found["traffic"].value == "59 MB between ranks, 20 MB over the bus"
     assert "90% of the rows in caches" in found["traffic"].meaning

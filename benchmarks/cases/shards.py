@@ -3,6 +3,7 @@
 - world: one rank (NCCL, or gloo on a CPU) against the same table without `shard`.
 - share: the work of one rank of 8 and of 64. The others are a stand-in: it hands over the rows and gradients
   that they would send, drawn from the same distribution, at once. Time on wires is a model, and not measured.
+- host: the same with batches so small that the time of the host is left, of one rank and of 8 to 512.
 - balance: rows that the busiest owner is asked for, against the mean; expected numbers, computed.
 
 The cost model is that of `flatbed doctor --rows --ranks`, with the hit rate of the measured cache.
@@ -30,13 +31,14 @@ from benchmarks.rows import Row, percentiles, value_of
 from benchmarks.trained_tables import DISTRIBUTIONS, Checker, FlatbedTable, Ids, IdSource, TableSpec, scaled
 from flatbed import cost_model
 
-CASES = ("world", "share", "balance")
+CASES = ("world", "share", "host", "balance")
 WORLD_SPEC = TableSpec(8_000_000, 128, 65_536)
 SHARE_SPEC = TableSpec(20_000_000, 128, 65_536)
+HOST_SPEC = TableSpec(500_000, 128, 64)
 WORLD_PLAN = Plan(warm_up=60, turns=10, settle=4, blocks=2, block_steps=20)
 SHARE_PLAN = Plan(warm_up=12, turns=3, settle=2, blocks=2, block_steps=6)
 SMALL_PLAN = Plan(warm_up=2, turns=2, settle=1, blocks=1, block_steps=2)
-SHARES, OWNERS = (8, 64), (8, 64, 512)
+SHARES, HOSTS, OWNERS = (8, 64), (1, 8, 64, 512), (8, 64, 512)
 WHOLE, SHARDED = "flatbed", "flatbed, shard=row"
 MODES = ("", ", prefetched")
 CYCLIC, RANGES = "flatbed, row % ranks", "contiguous ranges"
@@ -44,8 +46,8 @@ CYCLIC, RANGES = "flatbed, row % ranks", "contiguous ranges"
 
 def run(options: Options) -> Iterator[Row]:
     """Measure the cases that were asked for."""
-    options.report(f"the model assumes: {cost_model.assumptions()}. Not measured.")
-    cases = {"world": run_world, "share": run_share, "balance": run_balance}
+    options.report(f"constants of the model: {cost_model.constants()}")
+    cases = {"world": run_world, "share": run_share, "host": run_host, "balance": run_balance}
     for case, measure in cases.items():
         if options.wants(case):
             yield from measure(options)
@@ -67,7 +69,12 @@ def run_world(options: Options) -> Iterator[Row]:
             made[name] = FlatbedTable(spec, device, cache_rows=cache_rows, shard=shard)
             tables.callback(made[name].close)
         checker = Checker(options, spec.dim)
-        known = {name + mode: steps_of(table, mode) for name, table in made.items() for mode in MODES}
+        counts: dict[str, list[Any]] = {name + mode: [] for name in made for mode in MODES}
+        known = {
+            name + mode: counted(steps_of(table, mode), table, counts[name + mode])
+            for name, table in made.items()
+            for mode in MODES
+        }
         chosen = options.choose(known)
         results = {
             name + mode: checker.check(FlatbedTable, partial(steps_of, mode=mode), shard=shard)
@@ -77,11 +84,15 @@ def run_world(options: Options) -> Iterator[Row]:
         }
         for distribution in DISTRIBUTIONS:
             source = IdSource(distribution, spec.n_rows, spec.n_ids, device=device)
+            for listed in counts.values():
+                listed.clear()
             found = time_in_turns(chosen, source.draw, plan, options)
             setting = {"distribution": distribution, **spec.setting, "cache_rows": cache_rows}
             times = {name: percentiles(readings.back_to_back) for name, readings in found.items()}
             for name, spread in times.items():
-                metrics: dict[str, Any] = {"back_to_back_ms": spread}
+                metrics: dict[str, Any] = {"back_to_back_ms": spread, "hit_rate": hit_rate(counts[name])}
+                if name in made:  # eager
+                    metrics["model_ms"] = modelled(spec, 1, metrics["hit_rate"])["model_ms"]
                 plain = times.get(name.replace(SHARDED, WHOLE))
                 if plain is not None and name.startswith(SHARDED):
                     metrics["unsharded_ratio"] = value_of(spread) / value_of(plain)
@@ -209,31 +220,49 @@ def sum_of(rows: Tensor) -> Tensor:
 
 def run_share(options: Options) -> Iterator[Row]:
     """Time the steps of one rank of many."""
-    spec, device = scaled(SHARE_SPEC, options), options.device
-    plan = SMALL_PLAN if options.is_small else SHARE_PLAN
+    spec = scaled(SHARE_SPEC, options)
     for n_ranks in SHARES:
         ok = share_is_right(n_ranks, options)
         for distribution in DISTRIBUTIONS:
-            source = IdSource(distribution, spec.n_rows, spec.n_ids, device=device)
-            share = Share(source, n_ranks // 2, n_ranks)
-            with one_of_many(share.rank, n_ranks) as others:
-                table = FlatbedTable(spec, device, shard="row")
-                table.model = sum_of
-                counts: list[Any] = []
-                steps = counted(each(partial(take_step, table, others)), table, counts)
-                chosen = options.choose({SHARDED: steps})
-                found = time_in_turns(chosen, share.draw, plan, options)
-                table.close()
-            harness.free_memory(device)
-            setting = {"distribution": distribution, "ranks": n_ranks, **spec.setting}
-            for name, readings in found.items():
-                hits, misses = sum(counts[1:])  # without warming up
-                hit_rate = hits / max(1, hits + misses)
-                spread = percentiles(readings.back_to_back)
-                metrics = {"back_to_back_ms": spread, "hit_rate": hit_rate}
-                metrics |= modelled(spec, n_ranks, hit_rate)
-                n = len(readings.back_to_back)
-                yield options.row("shards share", name, setting, metrics, n_samples=n, ok=ok)
+            yield from time_share(options, "share", spec, (distribution, n_ranks), ok=ok)
+
+
+def run_host(options: Options) -> Iterator[Row]:
+    """Time steps of few ids, which are those of the host."""
+    spec = scaled(HOST_SPEC, options)
+    for n_ranks in HOSTS:
+        ok = n_ranks == 1 or share_is_right(n_ranks, options)  # one rank: see `run_world`
+        yield from time_share(options, "host", spec, ("uniform", n_ranks), ok=ok)
+
+
+def time_share(
+    options: Options, case: str, spec: TableSpec, drawn: tuple[str, int], *, ok: bool | None
+) -> Iterator[Row]:
+    """Time the steps of one rank, given the distribution of ids and the number of ranks."""
+    distribution, n_ranks = drawn
+    source = IdSource(distribution, spec.n_rows, spec.n_ids, device=options.device)
+    share = Share(source, n_ranks // 2, n_ranks)
+    plan = SMALL_PLAN if options.is_small else SHARE_PLAN
+    with one_of_many(share.rank, n_ranks) as others:
+        table = FlatbedTable(spec, options.device, shard="row")
+        table.model = sum_of
+        counts: list[Any] = []
+        steps = counted(each(partial(take_step, table, others)), table, counts)
+        found = time_in_turns(options.choose({SHARDED: steps}), share.draw, plan, options)
+        table.close()
+    harness.free_memory(options.device)
+    setting = {"distribution": distribution, "ranks": n_ranks, **spec.setting}
+    for name, readings in found.items():
+        spread, rate = percentiles(readings.back_to_back), hit_rate(counts)
+        metrics = {"back_to_back_ms": spread, "hit_rate": rate, **modelled(spec, n_ranks, rate)}
+        n = len(readings.back_to_back)
+        yield options.row(f"shards {case}", name, setting, metrics, n_samples=n, ok=ok)
+
+
+def hit_rate(counts: list[Any]) -> float:
+    """Return the share of hits, given hits and misses of each turn; the first one warms up."""
+    hits, misses = sum(counts[1:])
+    return float(hits / max(1, hits + misses))
 
 
 def modelled(spec: TableSpec, n_ranks: int, hit_rate: float) -> dict[str, float]:
@@ -242,8 +271,9 @@ def modelled(spec: TableSpec, n_ranks: int, hit_rate: float) -> dict[str, float]
     cost = cost_model.sharded_step(
         spec.n_rows, nbytes, 3 * nbytes, n_ranks=n_ranks, n_ids=spec.n_ids, hit_rate=hit_rate
     )
-    own = cost.bus_bytes / cost_model.BUS + cost_model.FIXED_SECONDS
-    wires = sum(cost.seconds[name] for name in ("NVLink", "the network", "headers"))
+    names = ("the host", "kernels", "GPU memory")
+    own = cost.bus_bytes / cost_model.BUS + sum(cost.seconds.get(name, 0.0) for name in names)
+    wires = sum(cost.seconds.get(name, 0.0) for name in ("NVLink", "the network", "headers", "messages"))
     return {
         "model_ms": 1e3 * own,
         "not_measured_wire_ms": 1e3 * wires,

@@ -1,7 +1,9 @@
-"""A model of the step of a table whose rows are shared by many GPUs. Nothing here is measured.
+"""A model of the step of a table whose rows are shared by many GPUs, from constants that are printed with it.
 
 Each rank looks up ids that other ranks own: weights and gradients travel between ranks, and records between
-the owner's host memory and its GPU. The terms are added, since each of them waits for the one before.
+the owner's host memory and its GPU. The terms are added, since each of them waits for the one before: the
+host waits for the GPU to learn how many rows each rank asks for. With one rank the host waits for nothing,
+and the longer of its time and the GPU's counts.
 """
 
 from __future__ import annotations
@@ -17,17 +19,39 @@ NVLINK = 200 * GB
 """Bytes per second of a rank to others of its host."""
 NIC = 40 * GB
 """Bytes per second of a rank to other hosts."""
-BUS = 80 * GB
-"""Bytes per second between host memory and a GPU, both directions together."""
 HOST_MEMORY = 400 * GB
 """Bytes per second of a host's memory, shared by its ranks."""
-FIXED_SECONDS = 0.3e-3
-"""Kernels of a step and their launches."""
+MESSAGE_SECONDS = 2e-6
+"""Time of a small message to another rank, inside of an exchange between GPUs."""
+
+# Measured alone beside an H200; the rows are in benchmarks/results.
+BUS = 80 * GB
+"""Bytes per second between host memory and a GPU, both directions together: 83 (h200-cache, uniform ids in a
+CUDA graph)."""
+GPU_MEMORY = 1_800 * GB
+"""Bytes per second of rows of 512 bytes in the memory of a GPU (h200-rows)."""
+KERNEL_SECONDS = 0.3e-3
+"""Kernels of a step: 0.34 ms in a CUDA graph, of which 0.09 are the bus (h200-cache, Zipf 1.2)."""
+HOST_SECONDS = 1.3e-3
+"""Python and launches of an eager step on one rank: 1.27 to 1.34 ms with rows in the cache (h200-shards)."""
 HEADER_SECONDS = 60e-6
 """Time of a small message on the host between a rank and each other, before rows travel: 55 to 65 µs of CPU
-time with 8 to 32 ranks, measured beside an H200."""
+time with 8 to 32 ranks (h200-shards, headers)."""
+
+# Measured on a CPU, as shares of the time of HOST_SECONDS there (benchmarks shards, host).
+EXCHANGE_SECONDS = 1.05 * HOST_SECONDS
+"""Python and launches that the exchanges of a step add, apart from other ranks."""
+PEER_SECONDS = 0.6e-3 * HOST_SECONDS
+"""The same for each other rank."""
+
+# Counted in the code of a step.
 HEADERS_PER_STEP = 2
 """One for a table's lookup, one for its gradients."""
+MESSAGES_PER_STEP = 4
+"""Rows and weights of a lookup, rows and gradients of a step; to each other rank."""
+EXCHANGE_PASSES = 15
+"""Reads and writes of the weights of a batch that exchanges add. Weights: gathered 2, sent 2, zeros 1, put in
+order 2. Gradients: put in order 2, sent 2, summed over ranks 2, divided 2."""
 CACHED_BATCHES = 4
 INDEX_BYTES = 4
 """Bytes per row of the index of a cache, on the GPU."""
@@ -81,6 +105,20 @@ def sharded_step(
     bus_bytes = 2 * (1 - hit_rate) * owned * record_bytes
     rank_bytes = n_rows / n_ranks * record_bytes
     bus, host_memory = bus_bytes / BUS, in_host * bus_bytes / HOST_MEMORY
+    on_gpu = {
+        "the bus" if bus >= host_memory else "host memory": max(bus, host_memory),
+        "kernels": KERNEL_SECONDS,
+    }
+    n_others = n_ranks - 1
+    exchanges = {
+        "the host": HOST_SECONDS + EXCHANGE_SECONDS + PEER_SECONDS * n_others,
+        "GPU memory": EXCHANGE_PASSES * asked * weight_bytes / GPU_MEMORY,
+        "NVLink": nvlink_bytes / NVLINK,
+        "the network": nic_bytes / NIC,
+        "headers": HEADERS_PER_STEP * HEADER_SECONDS * n_others,
+        "messages": MESSAGES_PER_STEP * MESSAGE_SECONDS * n_others,
+    }
+    alone = {"the host": max(0.0, HOST_SECONDS - sum(on_gpu.values()))}
     return StepCost(
         n_hosts=-(-n_ranks // RANKS_PER_HOST),
         rank_bytes=rank_bytes,
@@ -90,20 +128,17 @@ def sharded_step(
         + 3 * n_ids * weight_bytes,
         wire_bytes=nvlink_bytes + nic_bytes,
         bus_bytes=bus_bytes,
-        seconds={
-            "the bus" if bus >= host_memory else "host memory": max(bus, host_memory),
-            "NVLink": nvlink_bytes / NVLINK,
-            "the network": nic_bytes / NIC,
-            "headers": HEADERS_PER_STEP * HEADER_SECONDS * (n_ranks - 1),
-            "kernels": FIXED_SECONDS,
-        },
+        seconds={**on_gpu, **(exchanges if n_others else alone)},
     )
 
 
-def assumptions() -> str:
-    """Describe the constants."""
+def constants() -> str:
+    """Describe the constants: those that are assumed, and those that were measured."""
     return (
-        f"{RANKS_PER_HOST} ranks per host; NVLink {NVLINK // GB}, network {NIC // GB}, bus {BUS // GB} GB/s "
-        f"per rank; host memory {HOST_MEMORY // GB} GB/s per host; {HEADERS_PER_STEP} headers of "
-        f"{1e6 * HEADER_SECONDS:g} µs per other rank; kernels {1e3 * FIXED_SECONDS:g} ms"
+        f"assumed: {RANKS_PER_HOST} ranks per host; NVLink {NVLINK // GB}, network {NIC // GB} GB/s "
+        f"per rank; host memory {HOST_MEMORY // GB} GB/s per host; {MESSAGES_PER_STEP} messages of "
+        f"{1e6 * MESSAGE_SECONDS:g} µs per other rank. Measured: bus {BUS // GB}, GPU memory "
+        f"{GPU_MEMORY // GB:,} GB/s; kernels {1e3 * KERNEL_SECONDS:g} ms; host {1e3 * HOST_SECONDS:g} ms, "
+        f"exchanges {1e3 * EXCHANGE_SECONDS:.2g} ms and {1e6 * PEER_SECONDS:.2g} µs per other rank; "
+        f"{HEADERS_PER_STEP} headers of {1e6 * HEADER_SECONDS:g} µs per other rank"
     )

@@ -252,8 +252,8 @@ def plan(
             "A cache of four batches, its index, and a batch.",
         ),
         "traffic": (traffic, f"Per rank and step of {ids:,} uniform ids, {cached} (--hit-rate)."),
-        "step": (step, f"Not measured. The table alone, one term after the other: {terms}."),
-        "assumed": (cost_model.assumptions(), "Not measured. python -m benchmarks shards measures some."),
+        "step": (step, f"Not measured, but modelled. The table alone, one term after the other: {terms}."),
+        "constants": (cost_model.constants(), "python -m benchmarks shards measures a machine."),
     }
     findings = {name: Finding(None, *line) for name, line in lines.items()}
     return findings if ranks > 1 else {**findings, "this machine": fit(table_bytes, measure=False)}

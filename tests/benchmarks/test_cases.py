@@ -32,6 +32,7 @@ from benchmarks.cases import rows as random_rows
 from benchmarks.harness import Options, each
 from benchmarks.models import Model
 from benchmarks.plot import write_plot
+from benchmarks.report import newest
 from benchmarks.rows import Row
 from benchmarks.trained_tables import Checker, FlatbedTable, SparseTable
 
@@ -178,7 +179,7 @@ def test_cache(tmp_path: Path) -> None:
 
 
 def test_shards() -> None:
-    listed = check(shards.run(replace(FEW, cases=("world", "share"))), "shards", "back_to_back_ms")
+    listed = check(shards.run(replace(FEW, cases=("world", "share", "host"))), "shards", "back_to_back_ms")
     ratios = [row["metrics"].get("unsharded_ratio") for row in listed if row["case"] == "world"]
     assert [ratio is not None for ratio in ratios] == [False, False, True, True] * 3
     share = [row for row in listed if row["case"] == "share"]
@@ -186,6 +187,29 @@ def test_shards() -> None:
     for row in share:
         model = {name: row["metrics"][name] for name in row["metrics"] if name.startswith("not_measured_")}
         assert 0 < model["not_measured_wire_ms"] < model["not_measured_step_ms"]
+    host = {row["setting"]["ranks"]: row["metrics"]["model_ms"] for row in listed if row["case"] == "host"}
+    assert host[1] < host[8] < host[64] < host[512]
+
+
+def test_the_model_of_shards_agrees_with_stored_measurements() -> None:
+    """On one rank, and on one of 8 and of 64. Stored rows have the numbers of the present model."""
+    seen = set()
+    for row in newest(rows.read_rows(rows.RESULTS / "h200-shards.json")):
+        setting, metrics, n_ranks = row["setting"], row["metrics"], row["setting"].get("ranks", 1)
+        if row["case"] == "world" and setting["distribution"] == "uniform":
+            metrics = {"hit_rate": setting["cache_rows"] / setting["rows"], **metrics}
+        if (
+            row["case"] in ("headers", "balance")
+            or "prefetched" in row["variant"]
+            or "hit_rate" not in metrics
+        ):
+            continue
+        spec = shards.TableSpec(setting["rows"], setting["dim"], setting["ids"])
+        model = shards.modelled(spec, n_ranks, metrics["hit_rate"])
+        assert metrics.items() >= (model.items() if n_ranks > 1 else set()), "python -m benchmarks shards"
+        assert 1 / 1.5 < rows.value_of(metrics["back_to_back_ms"]) / model["model_ms"] < 1.5, row
+        seen.add(n_ranks)
+    assert seen >= {1, 8, 64}
 
 
 def test_balance_of_shards() -> None:

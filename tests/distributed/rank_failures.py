@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -37,12 +38,12 @@ def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
     loader = [torch.tensor([rank, 5, step]) for step in range(STEPS)]
     out = folder / f"{rank}.txt"
     try:
-        for step, ids in enumerate(
-            flatbed.Prefetcher(loader, {emb: lambda ids: ids}) if kind == "loop" else loader
-        ):
-            if rank == culprit and step == 3:
+        for step, ids in enumerate(batches_of(kind, loader, emb)):
+            if rank == culprit and step == (STEPS - 1 if kind == "last" else 3):
+                if way == "left":
+                    break
                 fail(emb, way)
-            train(emb, optimizer, ids)
+            train(emb, optimizer, ids.clone() if kind == "other" else ids)
         out.write_text("trained")
     except flatbed.FlatbedError as error:
         out.write_text(f"{type(error).__name__}: {error}")
@@ -55,6 +56,16 @@ def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
         while not (folder / f"{other}.txt").exists():
             time.sleep(0.1)
     os._exit(0)
+
+
+def batches_of(kind: str, loader: list[Tensor], emb: flatbed.Embedding) -> Iterable[Tensor]:
+    """Return what a rank iterates over.
+
+    "other": it looks other ids up than those that are prefetched. "last": it fails in the last batch.
+    """
+    if kind == "lookup":
+        return loader
+    return flatbed.Prefetcher(loader, {emb: lambda ids: ids}, depth=0 if kind == "threadless" else 2)
 
 
 def train(emb: flatbed.Embedding, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:

@@ -184,6 +184,38 @@ def uneven_loaders(_: Path) -> None:
     assert len(emb.table._shards.channel.loaders) == 1  # type: ignore[union-attr]
 
 
+def bags_of_ended_loaders(_: Path) -> None:
+    """An ended rank has no bags, and the others train on: the same bits as one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    last = world + 1  # batches of the last rank to end
+
+    def bags_of(rank: int, step: int) -> dict[str, Tensor]:
+        ids = batch_of(step, rank + step)["users"].flatten()
+        return {"ids": ids, "offsets": torch.tensor([0, len(ids) // 3, len(ids)]), "labels": torch.ones(2, 1)}
+
+    for padding_idx, depth in ((None, 2), (6, 0)):
+        kind: dict[str, Any] = {"padding_idx": padding_idx, "mode": "sum", "include_last_offset": True}
+        bag = flatbed.EmbeddingBag(ROWS, DIM, seed=1, shard="row", **kind)
+        optimizer = flatbed.optim.Adam(bag, lr=0.05)
+        loader, sizes = [bags_of(rank, step) for step in range(2 + rank)], []
+        for batch in flatbed.Prefetcher(loader, {bag: "ids"}, depth=depth, uneven="empty"):
+            output = bag(batch["ids"], batch["offsets"])
+            (output - batch["labels"]).square().sum().backward()
+            sizes.append(len(output))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sizes == [2] * (2 + rank) + [0] * (last - 2 - rank)
+        whole = flatbed.EmbeddingBag(ROWS, DIM, seed=1, replicate=False, **kind)
+        optimizer = flatbed.optim.Adam(whole, lr=0.05)
+        for step in range(last):
+            for batch in [bags_of(one, step) for one in range(world) if step < 2 + one]:
+                output = whole(batch["ids"], batch["offsets"])
+                ((output - batch["labels"]).square().sum() / world).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(bag.read_rows(EVERY), whole.read_rows(EVERY))
+
+
 # ---- failures
 
 
@@ -324,6 +356,7 @@ SCENARIOS = [
     same_bits_with_caches,
     ids_travel_ahead,
     uneven_loaders,
+    bags_of_ended_loaders,
     failing_loaders,
     leaving_early,
     loops_that_differ,

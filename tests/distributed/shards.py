@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flatbed
@@ -469,6 +471,50 @@ def ranks_that_differ(folder: Path) -> None:
     assert_raises(optimizer.step, "requires_grad differs")
 
 
+def weights_that_differ(_: Path) -> None:
+    """Each rank is given all rows: those of one rank among those of another would go unnoticed."""
+    rank = dist.get_rank()
+    weights = torch.full((ROWS, DIM), float(rank == 1))
+    said = ("a sample of weight differs between ranks", "rank 1")
+    assert_raises(lambda: flatbed.Embedding.from_pretrained(weights, shard="row"), *said)
+    emb = flatbed.Embedding(ROWS, DIM, seed=0, shard="row")
+    before = emb.read_rows(EVERY)
+    assert_raises(lambda: emb.load_state_dict({"weight": weights.bfloat16()}), *said)
+    assert torch.equal(emb.read_rows(EVERY), before)
+
+
+def warnings_of_steps(model: nn.Module, emb: flatbed.Embedding, n_steps: int = 6) -> list[str]:
+    """Train a table and a model beside it, and return the warnings that compare ranks."""
+    optimizer = flatbed.optim.Adam([emb.table, *model.parameters()], lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(n_steps):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 if step else 0.0  # a warm-up
+            model(emb(ids_of(step, dist.get_rank(), empty=False))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one.message) for one in caught if "ranks" in str(one.message)]
+
+
+def dense_parameters_that_drift_apart(_: Path) -> None:
+    """Without DDP each rank trains its own, and warns once. Parameters that differ at first are meant to."""
+    emb = flatbed.Embedding(ROWS, DIM, seed=0, shard="row")
+    torch.manual_seed(0)
+    (found,) = warnings_of_steps(nn.Linear(DIM, 3), emb)
+    assert "rank 1" in found
+    assert "DistributedDataParallel" in found
+    assert warnings_of_steps(DDP(nn.Linear(DIM, 3)), emb) == []
+    assert warnings_of_steps(nn.Identity(), emb) == []
+    torch.manual_seed(dist.get_rank())
+    assert warnings_of_steps(nn.Linear(DIM, 3), emb) == []
+    assert warnings_of_steps(nn.Linear(DIM, 3 + dist.get_rank()), emb) == []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = nn.Sequential(nn.Linear(DIM, 8))
+    fully_shard(sharded, mesh=mesh)
+    assert warnings_of_steps(sharded, emb) == []
+
+
 def ranks_in_another_order(_: Path) -> None:
     rank = dist.get_rank()
     first, second = (flatbed.Embedding(ROWS, DIM, shard="row") for _ in range(2))
@@ -563,6 +609,8 @@ SCENARIOS = [
     several_tables_and_groups,
     bad_ids_on_one_rank,
     ranks_that_differ,
+    weights_that_differ,
+    dense_parameters_that_drift_apart,
     ranks_in_another_order,
     refused,
     files_of_ranks,

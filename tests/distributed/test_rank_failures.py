@@ -20,6 +20,10 @@ REASONS = {
     "loop-killed-0": "",  # hosts the store
     "loop-raised-1": "",
     "loop-stuck-1": "",
+    **dict.fromkeys([f"loop-left-{rank}" for rank in range(3)], "left the loop over its Prefetcher after 4"),
+    **dict.fromkeys([f"other-left-{rank}" for rank in range(3)], "left the loop over its Prefetcher after 4"),
+    "last-left-1": "left the loop over its Prefetcher after 9",
+    "threadless-left-1": "left the loop over its Prefetcher after 4",
 }
 """What ranks iterate over, how one of them fails, its number, and the reason if the others know it."""
 

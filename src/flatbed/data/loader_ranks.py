@@ -6,22 +6,27 @@ header. In a loop with threads they have a channel of their own, since the train
 
 A rank that leaves its loop early says so in the header of a later batch. Its loader thread does that, so that
 the training thread does not wait for other ranks. Other ranks raise when they ask for a batch that the rank
-did not take, or while they wait for the rank in a lookup of such a batch (`Channel.watchers`).
+did not take, or while they wait for the rank in a lookup (`Channel.watchers`). Their loaders may have no room
+for another batch then, and exchange no header: the rank also leaves a note in the store.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from flatbed.distributed.channel import ENDED, LEFT, OK, Channel, Header
-from flatbed.distributed.failures import ExchangeError, reason_of
+from flatbed.distributed.failures import ExchangeError, default_store, left_alone, reason_of
 from flatbed.errors import FlatbedError
 from flatbed.tables.table import Table
 
 UNEVEN = ("stop", "empty", "error")
 NO_BATCH: Any = object()
+NEVER = 1 << 62
 
 
 def common_channel(tables: Sequence[Table]) -> Channel | None:
@@ -34,6 +39,16 @@ def common_channel(tables: Sequence[Table]) -> Channel | None:
                 f"and {channel.ranks}: leave out those of one process group"
             )
     return channels[0] if channels else None
+
+
+class Departure(NamedTuple):
+    """What a rank that has left the loop did before."""
+
+    n_taken: int
+    n_exchanges: int
+    """Exchanges that its training thread has begun."""
+    rank: int
+    text: str
 
 
 class LoaderRanks:
@@ -50,31 +65,57 @@ class LoaderRanks:
         """The last batch without its rows, if ended loaders continue with it."""
         self.reason = ""
         """The error that made the training thread leave the loop."""
+        self.is_exhausted = False
+        """True if the training thread has left the loop after its last batch, as all ranks do."""
         self.n_loaded = 0
         """Batches that are ready for the training thread, or were."""
         self._n_agreed = self._n_taken = 0
+        self._n_exchanges = 0  # exchanges of the training thread until this rank left
         self._is_over = False
-        self._left: tuple[int, str] | None = None  # batches that a rank took before it left, and the reason
+        self._key = ""
+        self._left: Departure | None = None
 
     # ---- in the training thread
 
     def begin(self) -> None:
         """Begin a loop on all ranks."""
         self.channel = self.training.loader_channel(self._facts, is_new=self._has_thread)
-        self.training.watchers.append(self.error)
+        channel = self.channel
+        self._key = f"flatbed/{channel.parent.group_name}/{channel.number}/{channel.n_exchanges}/left"
+        self.training.watchers.append(self.find_departed)
 
     def take_batch(self) -> None:
         """Count a batch that the training thread takes. Raises if another rank has left before it."""
+        if self._left is not None and self._left.n_taken <= self._n_taken:
+            raise left_alone(self._left.rank, self._left.text)
         self._n_taken += 1
-        error = self.error()
-        if error is not None:
-            self._n_taken -= 1
-            raise error
+
+    def find_departed(self, in_batch: bool) -> tuple[int, str] | None:
+        """Return the rank that this one waits for in vain, and the reason.
+
+        `in_batch`: the training thread waits in a lookup of prefetched ids, and so within the loop. A rank
+        that has left does not make that lookup. It may make others, after the loop.
+        """
+        if self._left is None:
+            with suppress(RuntimeError):
+                if default_store().check([self._key]):
+                    self._left = Departure(*json.loads(default_store().get(self._key)))
+        left = self._left
+        if left is None:
+            return None
+        is_missed = in_batch and self.training.n_exchanges > left.n_exchanges
+        return (left.rank, left.text) if is_missed or self._n_taken > left.n_taken else None
 
     def end(self) -> None:
-        """End the loop on this rank. The loader thread tells the others."""
-        with suppress(ValueError):
-            self.training.watchers.remove(self.error)
+        """End the loop on this rank. If that is early, a note and the loader thread tell the others."""
+        if self.find_departed not in self.training.watchers:
+            return
+        self.training.watchers.remove(self.find_departed)
+        self._n_exchanges = self.training.n_exchanges
+        if not self.is_exhausted:
+            note = self._departure(self._n_taken, self.reason)
+            with suppress(RuntimeError, ValueError):  # no other rank, or no process group any more
+                default_store().compare_set(self._key, "", json.dumps(note))
 
     # ---- in the loader thread, or in the training thread if there is none
 
@@ -115,13 +156,18 @@ class LoaderRanks:
         if isinstance(error, ExchangeError):
             return  # known to all ranks; the channel is not used again
         n, why = (self._n_taken, self.reason) if error is None else (self.n_loaded, reason_of(error))
+        left = self._departure(n, why)
+        with suppress(Exception):  # other ranks may be gone
+            self._announce(LEFT, n)
+            self.channel.gather_texts(json.dumps(left), doing=self._doing)
+            self._finish()
+
+    def _departure(self, n: int, why: str) -> Departure:
         text = f"left the loop over its Prefetcher after {n} batches"
         if why:
             text = f"failed in batch {n} of its Prefetcher ({why})"
-        with suppress(Exception):  # other ranks may be gone
-            self._announce(LEFT, n)
-            self.channel.gather_texts(text, doing=self._doing)
-            self._finish()
+        # A loader that has failed does not keep the training thread from the batches before.
+        return Departure(n, self._n_exchanges or NEVER, dist.get_rank(), text)
 
     @property
     def _doing(self) -> str:
@@ -137,21 +183,12 @@ class LoaderRanks:
         """Raise, unless the loop ends here anyway and the ranks that left it took all of its batches."""
         texts = self.channel.gather_texts("", doing=self._doing)
         self._finish()
-        n, i = min((header.counts[i], i) for i, state in enumerate(header.states) if state == LEFT)
+        self._left = left = min(Departure(*json.loads(text)) for text in texts if text)
         is_end = is_end or (self.uneven == "stop" and ENDED in header.states)
-        if is_end and n == self.n_loaded:
+        if is_end and left.n_taken == self.n_loaded:
             return False
-        self._left = n, f"rank {self._rank(i)} {texts[i]}, and the other ranks cannot continue without it"
-        raise ExchangeError(self._left[1])
+        raise left_alone(left.rank, left.text)
 
     def _finish(self) -> None:
         """Note that all ranks know of the end, and that later loops can use the channel."""
         self._is_over = self.channel.is_free = True
-
-    # ---- in any thread
-
-    def error(self) -> FlatbedError | None:
-        """Return the error to raise if another rank does not take the batch that this one has taken."""
-        if self._left is None or self._n_taken <= self._left[0]:
-            return None
-        return ExchangeError(self._left[1])

@@ -306,6 +306,8 @@ class PrefetchIterator(Iterator[Any]):
             raise
         end, self._end = self._end, None
         if end is None or end.error is None:
+            if pipeline.ranks is not None:
+                pipeline.ranks.is_exhausted = True
             pipeline.close()
             raise StopIteration
         self._fail(end.error)

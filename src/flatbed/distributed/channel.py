@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +29,7 @@ from flatbed.distributed.failures import (
     ExchangeError,
     default_store,
     difference,
+    left_alone,
     naming_missing,
     reason_of,
     wait_for,
@@ -64,8 +66,9 @@ class Channel:
         self._gloo = _gloo_of(parent, number)
         self.n_exchanges = 0
         self._n_tables = 0
-        # They return an error to raise if another rank is known never to answer a header.
-        self.watchers: list[Callable[[], BaseException | None]] = []
+        # They return a rank that is known never to answer a header, and why; the argument is True if the
+        # header is that of a lookup of prefetched ids, or if the time for it is over.
+        self.watchers: list[Callable[[bool], tuple[int, str] | None]] = []
         self.loaders: list[Channel] = []
         self.is_free = False  # of a loader's channel: no loop uses it, and the last one ended on all ranks
 
@@ -107,23 +110,28 @@ class Channel:
         state = state if failure is None else FAILED
         words = hashlib.sha256(repr((doing, self.n_exchanges, facts)).encode()).digest()
         digest = int.from_bytes(words[:7], "little")
-        sent = torch.tensor([[state, digest, count, number] for count in counts], device=CPU)
+        told = np.full((len(counts), 4), (state, digest, 0, number))
+        told[:, 2] = counts
+        sent = torch.from_numpy(told)
         found = torch.empty_like(sent)
         with self.named_errors(doing):
             work = self._gloo.alltoall_base(found, sent, [], [])
-            wait_for(work, lambda: self._check_watchers(work))
+            wait_for(work, lambda: self._check_watchers(work, in_batch=number > 0))
         states, digests, received, numbers = found.T.tolist()
         if FAILED in states or set(digests) != {digest}:
             self._raise_unequal(doing, facts, failure)
         return Header(states, received, numbers)
 
-    def _check_watchers(self, work: Any) -> None:
+    def _check_watchers(self, work: Any, *, in_batch: bool) -> None:
         """Raise if a watcher knows that another rank does not answer this header."""
-        for error in [watcher() for watcher in self.watchers]:
-            if error is not None:
-                # Gloo cannot cancel its work, and would wait for it at the end of the process.
-                threading.Thread(target=_wait_out, args=(work, self._gloo), daemon=True).start()
-                raise error
+        for rank, text in self._departed(in_batch=in_batch).items():
+            # Gloo cannot cancel its work, and would wait for it at the end of the process.
+            threading.Thread(target=_wait_out, args=(work, self._gloo), daemon=True).start()
+            raise left_alone(rank, text)
+
+    def _departed(self, *, in_batch: bool) -> dict[int, str]:
+        found = (watcher(in_batch) for watcher in [*self.watchers])
+        return dict(one for one in found if one is not None)
 
     def gather_texts(self, text: str, *, doing: str, to_first: bool = False) -> list[str]:
         """Return a text of each rank, in rank order; with `to_first`, the first rank gets them alone."""
@@ -173,7 +181,7 @@ class Channel:
                     f"rank {first} is in {held[first][0]}, and rank {rank} in {what}: make the same "
                     f"lookups and steps, in the same order, on all ranks"
                 )
-        advice = "Build the table and its optimizer alike on all ranks"
+        advice = "Build and load the table and its optimizer alike on all ranks"
         found = difference({rank: stated for rank, (_, stated, _) in held.items()}, advice)
         raise ExchangeError(found or f"ranks have made different numbers of exchanges before {doing}")
 
@@ -239,11 +247,11 @@ class Channel:
         """Name the ranks that are missing if a collective fails."""
         return naming_missing(doing, self.parent, self.ranks, self._failures)
 
-    def _failures(self) -> list[str]:
-        """Return the failures that ranks have left."""
-        keys = {rank: self._failure_key(rank) for rank in self.ranks}
-        store = default_store()
-        return [f"rank {r}: {store.get(key).decode()}" for r, key in keys.items() if store.check([key])]
+    def _failures(self) -> dict[int, str]:
+        """Return the failures that ranks have left a note of, by rank."""
+        keys, store = {rank: self._failure_key(rank) for rank in self.ranks}, default_store()
+        failed = {r: f"failed: {store.get(k).decode()}" for r, k in keys.items() if store.check([k])}
+        return failed or self._departed(in_batch=True)
 
     def _failure_key(self, rank: int) -> str:
         return f"flatbed/{self.parent.group_name}/{self.number}/{self.n_exchanges}/failure/{rank}"

@@ -30,6 +30,11 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def left_alone(rank: int, text: str) -> ExchangeError:
+    """Return the error of ranks that another rank has left, given what that rank did."""
+    return ExchangeError(f"rank {rank} {text}, and the other ranks cannot continue without it")
+
+
 def reason_of(error: BaseException) -> str:
     """Return an error as other ranks show it."""
     return f"{type(error).__name__}: {error}"
@@ -67,11 +72,12 @@ def wait_for(work: Any, check: Callable[[], None]) -> None:
 
 @contextmanager
 def naming_missing(
-    doing: str, group: Any, ranks: Sequence[int], reasons: Callable[[], list[str]] = list
+    doing: str, group: Any, ranks: Sequence[int], reasons: Callable[[], dict[int, str]] = dict
 ) -> Iterator[None]:
     """Turn an error of a collective into an `ExchangeError` that names the missing ranks of the group.
 
-    `reasons` returns what ranks have told of their failures.
+    `reasons` returns what ranks have told of their failures. They are named even if another of their threads
+    gives signs of life.
     """
     try:
         yield
@@ -82,9 +88,10 @@ def naming_missing(
             missing, known = _missing(group, ranks), reasons()
         except RuntimeError:  # the process that hosts the store is gone: rank 0, unless torchrun hosts it
             is_known = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and 0 in ranks
-            missing, known = ([0] if is_known else []), []
-        names = " and ".join(f"rank {rank}" for rank in missing) or "another rank"
-        why = "; ".join(known) or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
+            missing, known = ([0] if is_known else []), {}
+        names = " and ".join(f"rank {rank}" for rank in known or missing) or "another rank"
+        told = "; ".join(f"rank {rank} {text}" for rank, text in known.items())
+        why = told or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
         raise ExchangeError(
             f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): it "
             f"has ended, or makes another call. See its errors, make the same calls on all ranks, and "

@@ -113,10 +113,11 @@ class RowShards:
         return rows % self.n_ranks == self.rank
 
     def route(self, rows: Tensor) -> Route:
-        """Sort rows by owner. Waits for the GPU, since the host needs the counts."""
-        owners = torch.where(rows < 0, self.n_ranks, rows % self.n_ranks)
-        counts = torch.bincount(owners, minlength=self.n_ranks + 1).tolist()[: self.n_ranks]
-        order = owners.argsort(stable=True)[: sum(counts)]
+        """Sort rows by owner. Waits for the GPU once, since the host needs the counts."""
+        owners, order = torch.where(rows < 0, self.n_ranks, rows % self.n_ranks).sort(stable=True)
+        ranks = torch.arange(self.n_ranks + 1, device=rows.device)
+        counts = torch.searchsorted(owners, ranks).diff().tolist()
+        order = order[: sum(counts)]
         return Route(order, self.to_local(rows[order]), counts, len(rows))
 
     def resize(self, n_rows: int, resize_part: Callable[[int], None]) -> None:

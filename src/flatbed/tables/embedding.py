@@ -19,7 +19,7 @@ from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, needs_grad, prepare_lookup
 from flatbed.tables.parameter import NOT_EXPORTED, SavedWeight, WeightView
 from flatbed.tables.record import WEIGHT
-from flatbed.tables.sharding import shard_config
+from flatbed.tables.sharding import compare_given, shard_config
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table import Table
@@ -329,7 +329,8 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
     """`nn.EmbeddingBag` whose rows, and their optimizer state, live on the host or on disk.
 
     - `mode`: how the rows of a bag are reduced: "mean", "sum" or "max".
-    - `include_last_offset`: the last offset is the end of the last bag.
+    - `include_last_offset`: the last offset is the end of the last bag. Without ids and offsets there are no
+      bags.
 
     The other arguments are those of `Embedding`.
 
@@ -387,6 +388,8 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         rows = table._rows.batch_weights(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         if offsets is not None:
             offsets = as_ids(offsets, name="offsets").to(device)
+            if self.include_last_offset and not offsets.numel() and not batch.keys.numel():
+                offsets = offsets.new_zeros(1)  # no bags: `offsets[:0]` of a Prefetcher with uneven="empty"
         if per_sample_weights is not None:
             if not isinstance(per_sample_weights, Tensor):
                 raise TypeError(
@@ -450,7 +453,8 @@ def whole_field(table: Table, name: str, *, collective: bool = False) -> Tensor:
 
 @torch.no_grad()
 def write_field(table: Table, name: str, values: Tensor) -> None:
-    """Replace a field of all rows; each rank writes the rows that it holds."""
+    """Replace a field of all rows; each rank of a sharded table writes its own, in a collective."""
+    compare_given(table, name, values)
     config = table._store.config
     own = values[config.shard_rank :: config.n_shards]
     for start, stop in row_blocks(0, config.n_rows, table._store.record.nbytes):

@@ -94,9 +94,9 @@ class GradAccumulator:
                 self.parts = [compacted(packed)]
             return self.parts[0] if self.parts else None
 
-    def unshared(self) -> RowGrads | None:
-        """Return the sum of the parts that ranks have not exchanged, without the row -1."""
-        return GradAccumulator(self.n_rows, [part for part in self.parts if not part.shared]).compact()
+    def unshared(self) -> GradAccumulator:
+        """Return the parts that ranks have not exchanged."""
+        return GradAccumulator(self.n_rows, [part for part in self.parts if not part.shared])
 
     def share(self, mean: RowGrads) -> None:
         """Replace the parts that ranks have not exchanged by their mean."""

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatbed.distributed.ranks import all_gather, any_rank, communication_device, world_size
 from flatbed.distributed.row_shards import Exchanged, Route, RowShards, group_of
 from flatbed.errors import FlatbedError
-from flatbed.kernels.rows import to_int32_keys
+from flatbed.kernels.rows import segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.config import Config, part_of
 from flatbed.tables.grads import RowGrads, merge
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 READ, WRITE, GRADIENTS = "a read", "a write", "the gradients"
 """Exchanges by their names in errors."""
-SAMPLE = 4096  # rows of replicas that are compared between ranks in every exchange
+SAMPLE = 4096  # rows of replicas that are compared between ranks in every exchange, and of given weights
+DENSE_SAMPLE = 64  # dense parameters, and elements of each, that are compared
+LAST_COMPARED = 1024  # the step after which dense parameters are not compared any more
 UNEQUAL = (
     "the replicas of this table are not equal on all ranks: call torch.manual_seed with the same number "
     "on every rank before building it, or pass seed=; train it with the same options, load the same "
@@ -161,19 +164,22 @@ def exchange_grads(table: Table) -> None:
 
 
 def _exchange_sharded(table: Table, shards: RowShards) -> None:
-    own = table._grads.unshared()
+    own = table._grads.unshared().packed()  # a route leaves the row -1 out
     empty = RowGrads.empty(table._store)
     sent = empty if own is None else RowGrads(own.rows, own.grads.to(empty.grads.dtype))
     route = shards.route(sent.rows)
+    if table._agreed is not table._owner_ref:
+        table._exchanges = 0
     exchanged = shards.exchange(GRADIENTS, route, facts=_facts(table), idle=own is None)
     table._agreed = table._owner_ref
+    _compare_dense(table, shards)
     if exchanged.is_idle:
         return
-    grads = shards.to_owners(exchanged, sent.grads)
-    pairs = zip(*(torch.split(held, exchanged.counts) for held in (exchanged.rows, grads)), strict=True)
-    parts = [RowGrads(*pair) for pair in pairs if len(pair[0])]
-    total = merge(parts, table._store.config.n_rows) if parts else RowGrads(exchanged.rows, grads)
-    table._grads.share(RowGrads(total.rows, total.grads / shards.n_ranks))
+    rows, grads = exchanged.rows, shards.to_owners(exchanged, sent.grads)
+    if max(exchanged.counts) < len(rows):  # several ranks have sent gradients, in rank order
+        n_rows = table._store.config.n_rows
+        rows, grads = segment_sum(grads, unique(to_int32_keys(rows, n_rows), n_rows), None)
+    table._grads.share(RowGrads(rows, grads / shards.n_ranks))
 
 
 def _facts(table: Table) -> dict[str, Any]:
@@ -197,10 +203,65 @@ def _facts(table: Table) -> dict[str, Any]:
     }
 
 
+def _compare_dense(table: Table, shards: RowShards) -> None:
+    """Warn if dense parameters of the optimizer were equal on all ranks at first, and are not any more.
+
+    Nothing averages their gradients then. Parameters that differ from the first step on may be meant to:
+    stages of a pipeline, parts of tensors. Samples are compared before the steps 1, 2, 3, 5, 9 and so on.
+    """
+    n_before, owner, channel = table._exchanges, table._owner, shards.channel
+    table._exchanges += 1
+    if owner is None or n_before & (n_before - 1) or n_before > LAST_COMPARED:
+        return
+    params = [param for group in owner.param_groups for param in group["params"]]
+    tables = [p for p in params if getattr(p, "_shards", None) is not None and p._shards.channel is channel]
+    if tables[0] is not table:
+        return
+    dense = [p.detach() for p in params if type(p) is nn.Parameter and p.requires_grad]
+    shapes = repr([(p.shape, p.dtype) for p in dense])
+    digest = _digest(*(_sample(p.reshape(-1)) for p in _sample(dense)), seed=shapes)
+    held = channel.gather(torch.tensor(digest, device="cpu"), doing=shards.describe(GRADIENTS)).tolist()
+    others = [rank for rank, found in zip(channel.ranks, held, strict=True) if found != held[0]]
+    if others:
+        table._exchanges = LAST_COMPARED + 2  # neither compared nor warned of again
+    if others and n_before:
+        warnings.warn(
+            f"dense parameters of this {type(owner).__name__} were equal on all ranks, and those of rank "
+            f"{others[0]} differ from those of rank {channel.ranks[0]} now: ranks average gradients of "
+            "tables, and nothing averages those of dense parameters. Wrap the model in "
+            "DistributedDataParallel, or use fully_shard; filter this warning if ranks are to differ",
+            stacklevel=2,
+        )
+
+
+def _sample(values: Any) -> Any:
+    """Return at most DENSE_SAMPLE of a list or of a tensor, evenly spaced."""
+    return values[:: -(-len(values) // DENSE_SAMPLE) or 1]
+
+
+def _digest(*tensors: Tensor, seed: str = "") -> list[int]:
+    """Return a digest of shapes and bits."""
+    found = hashlib.sha256(seed.encode())
+    for one in tensors:
+        found.update(one.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return [*found.digest()]
+
+
+def compare_given(table: Table, name: str, values: Tensor) -> None:
+    """Raise on all ranks of a sharded table if the values of all rows that each of them is given differ.
+
+    A sample is compared: each rank writes its own rows, and needs no others.
+    """
+    if table._shards is not None:
+        stride = -(-len(values) // SAMPLE)
+        shown = bytes(_digest(values[::stride])).hex()[:16]
+        table._shards.agree("loading", {f"a sample of {name}": shown})
+
+
 def _average_replicas(table: Table) -> None:
     """Average the gradients of replicas, and raise if the replicas differ."""
     store, device = table._store, communication_device(table._store.device)
-    own = table._grads.unshared() or RowGrads.empty(store)
+    own = table._grads.unshared().compact() or RowGrads.empty(store)
     kind = [table.num_embeddings, store.record.describe(), sorted(table.scalars().items())]
     digest = int.from_bytes(hashlib.sha256(json.dumps(kind).encode()).digest()[:7], "little")
     announced = torch.tensor([len(own.rows), digest], device=device)
@@ -228,8 +289,7 @@ def _compare_rows(table: Table, rows: Tensor, device: torch.device) -> None:
     stride = -(-len(rows) // SAMPLE)
     table._exchanges += 1
     records = table._local_rows.gather(rows[table._exchanges % stride :: stride]).cpu()
-    digest = hashlib.sha256(records.contiguous().numpy().tobytes()).digest()
-    digests = all_gather(torch.tensor(list(digest), dtype=torch.uint8, device=device))
+    digests = all_gather(torch.tensor(_digest(records), dtype=torch.uint8, device=device))
     if any(not torch.equal(one, digests[0]) for one in digests):
         raise FlatbedError(UNEQUAL)
 
