@@ -255,12 +255,7 @@ def replayed(
 
 
 def outcome(
-    scenario: Scenario,
-    files: dict[str, bytes],
-    *,
-    token: str | None,
-    allowed: set[int],
-    generator: Generator,
+    scenario: Scenario, files: dict[str, bytes], *, token: str | None, allowed: set[int], generator: Generator
 ) -> str:
     folder, log = scenario.folder, Log()
     laid_out(folder, files, token)
