@@ -79,16 +79,18 @@ def run_all(*programs: Program) -> list[Ended]:
 def _server() -> subprocess.Popen[str]:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, __file__], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    atexit.register(server.communicate)  # its end
+    return server
 
 
 # ---- the server
 
 
-def serve() -> dict[str, Any] | None:
-    """Fork a process for each program; returns the program in that process, and None at the end."""
+def serve() -> dict[str, Any]:
+    """Fork a process for each program, and return the program in that process."""
     import tests.distributed.preloaded  # noqa: F401
 
     gc.freeze()  # forked processes share this memory
@@ -100,7 +102,7 @@ def serve() -> dict[str, Any] | None:
                 return dict(task)
             pids.append(pid)
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
-    return None
+    os._exit(0)
 
 
 def begin(task: dict[str, Any]) -> None:
@@ -119,13 +121,12 @@ def begin(task: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     _task = serve()
-    if _task is not None:
-        begin(_task)
-        if "\n" not in _task["code"]:
-            runpy.run_module(_task["code"], run_name="__main__", alter_sys=True)
-        else:
-            exec(compile(_task["code"], "<program>", "exec"), globals())  # globals live until the very end
-        if not _task["finalize"]:
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            os._exit(0)
+    begin(_task)
+    if "\n" not in _task["code"]:
+        runpy.run_module(_task["code"], run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(_task["code"], "<program>", "exec"), globals())  # globals live until the very end
+    if not _task["finalize"]:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)
