@@ -6,11 +6,10 @@ Ranks end by `os._exit`: torch's gloo threads may abort an interpreter that ends
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +21,11 @@ from torch import Tensor
 
 import flatbed
 from tests import programs
-from tests.programs import ROOT
 
 
 def run_script(module: str, folder: Path, *arguments: str) -> str:
     """Run a script of this folder, which must end well, and return what it prints."""
     return programs.run(f"tests.distributed.{module}", folder, *arguments).stdout
-
-
-def run_example(name: str, *options: str, n_processes: int = 1, launcher: Sequence[str] = ()) -> str:
-    """Run an example, which must end well, and return what it prints. Several processes use torchrun."""
-    command = [f"examples/{name}", *options]
-    if n_processes > 1 or launcher:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_processes)]
-        command = [*torchrun, *launcher, "tests/scripts/example.py", *command]
-    environment = {
-        "PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        # Without the store of the launcher, whose addresses workers of a busy machine may find stale.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def check_script(module: str, folder: Path, *worlds: int) -> None:
