@@ -26,7 +26,7 @@ from flatbed.kernels._triton.coefficients import prepare_kernel  # noqa: E402
 from flatbed.kernels._triton.launch import element  # noqa: E402
 from flatbed.kernels._triton.row_step import step_rows_kernel  # noqa: E402
 from flatbed.kernels._triton.rows import MOVERS, power  # noqa: E402
-from flatbed.kernels._triton.update import update_kernel  # noqa: E402
+from flatbed.kernels._triton.step import update_kernel  # noqa: E402
 
 TYPES = {
     **dict.fromkeys(("coefficients_ptr", "hyperparameters_ptr", "stats_ptr", "partials_ptr"), "*fp64"),

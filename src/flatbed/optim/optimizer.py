@@ -14,19 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from flatbed.distributed.dtensor import is_dtensor, local_of
-from flatbed.distributed.failures import ExchangeError
+from flatbed.distributed.dense_shards import StateSharding, is_dtensor, local_of
 from flatbed.distributed.peers import Peers
-from flatbed.distributed.ranks import world_size
-from flatbed.distributed.shard_state import StateSharding
+from flatbed.distributed.ranks import ExchangeError, world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels import check_values_exist
 from flatbed.kernels.step import NORM, SKIPPED, StepOptions
 from flatbed.optim import options as checks
 from flatbed.optim.options import OF_NORM, Extras, OptimizerSpec, ParamsT, describe_for_ranks, named_params
-from flatbed.optim.plan import Plan, StepStats, build_plan
+from flatbed.optim.plan import Plan, StepStats, build_plan, update_all
 from flatbed.optim.state import ROUNDS, build_state_dict, lacks_state, load_state_dict
-from flatbed.optim.step import update
 from flatbed.optim.table_step import OptimizerTables, check_table
 from flatbed.rule import Rule
 from flatbed.tables.table import Table
@@ -359,14 +356,14 @@ class Optimizer(torch.optim.Optimizer):
                 )
             check_values_exist("a step")
             with torch.no_grad():
-                self._update_all()
+                self._collect_and_update()
             return loss
         except BaseException as error:
             if self._peers is not None:  # other ranks may wait for the norm or for rows of this one
                 self._peers.tell_step_failure(error)
             raise
 
-    def _update_all(self) -> None:
+    def _collect_and_update(self) -> None:
         """Collect gradients, and update what they belong to."""
         plan = self._current_plan()
         packs = self._tables.collect_grads(self) if self._tables.slots else []
@@ -380,7 +377,7 @@ class Optimizer(torch.optim.Optimizer):
         # Ranks without a gradient take part in the norm of all.
         if plan.slots or any(packs) or (self._options.needs_norm and plan.shard_groups.many):
             try:
-                update(self, plan, found, packs if any(packs) else [])
+                update_all(self, plan, found, packs if any(packs) else [])
             except BaseException:
                 self._drop_plan()  # uploads may not have been issued
                 raise

@@ -13,10 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flatbed.distributed.dtensor import Sharding, check_grad_kind, check_sharding, is_dtensor
+from flatbed.distributed.dense_shards import (
+    Sharding,
+    StateSharding,
+    check_grad_kind,
+    check_sharding,
+    is_dtensor,
+)
 from flatbed.distributed.peers import Described
 from flatbed.distributed.ranks import world_size
-from flatbed.distributed.shard_state import StateSharding
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
 from flatbed.rule import Group, Rule

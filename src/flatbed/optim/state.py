@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.dlpack import from_dlpack
 
-from flatbed.distributed.dtensor import Sharding, is_dtensor, local_of, whole
-from flatbed.distributed.shard_state import OwnRows
+from flatbed.distributed.dense_shards import OwnRows, Sharding, is_dtensor, local_of, whole
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import ParamSlot, stride_of
 from flatbed.layout import overlaps_itself

@@ -21,7 +21,7 @@ from flatbed.optim.options import LOW, OptimizerSpec, named_params
 from flatbed.rule import Group, Rule
 from flatbed.tables.grads import RowGrads, compacted
 from flatbed.tables.record import Field
-from flatbed.tables.sharding import exchange_grads
+from flatbed.tables.row_io import exchange_grads
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:

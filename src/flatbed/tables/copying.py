@@ -23,7 +23,7 @@ from flatbed.tables import initializers as initial
 from flatbed.tables.config import Config, as_integer
 from flatbed.tables.files import check_folder, draft_of, replacing, sync_folder, write_at, write_text
 from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Record
-from flatbed.tables.sharding import READ
+from flatbed.tables.row_io import READ
 from flatbed.tables.storage.base import Fill, row_blocks
 from flatbed.tables.tensor_file import TensorEntry, writing
 

@@ -19,7 +19,7 @@ from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, needs_grad, prepare_lookup
 from flatbed.tables.parameter import NOT_EXPORTED, SavedWeight, WeightView
 from flatbed.tables.record import WEIGHT
-from flatbed.tables.sharding import compare_given, shard_config
+from flatbed.tables.row_io import compare_given, shard_config
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table import Table

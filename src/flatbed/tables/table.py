@@ -26,9 +26,8 @@ from flatbed.tables.grads import GradAccumulator, RowGrads, TableGrad
 from flatbed.tables.ids import DeferredIdChecks, as_floats, as_ids, check_range, most_used, to_device
 from flatbed.tables.parameter import TableParameter, WeightView
 from flatbed.tables.record import Field
-from flatbed.tables.row_io import RowIO, last_of_each
+from flatbed.tables.row_io import READ, WRITE, RowIO, ShardedRowIO, exchange_grads, last_of_each
 from flatbed.tables.row_store import RowStore
-from flatbed.tables.sharding import READ, WRITE, ShardedRowIO, exchange_grads
 from flatbed.tables.storage.disk.format import is_disk_table
 
 

@@ -16,7 +16,7 @@ from flatbed.kernels import RecordLocation
 from flatbed.kernels._triton.coefficients import COLUMNS, GROUP, LINE, SCALARS, SKIP, STEPS, Coefficients
 from flatbed.kernels._triton.launch import TYPES, Kernel, element
 from flatbed.kernels._triton.rows import field, located, power, sum_squares, tile
-from flatbed.kernels._triton.update import load_as, load_line, load_state, update_elements
+from flatbed.kernels._triton.step import load_as, load_line, load_state, update_elements
 from flatbed.kernels.step import StepOptions
 from flatbed.rule import Group, Rule
 

@@ -50,11 +50,11 @@ class Cache(Protocol):
         """
 
     def begin(
-        self, admission: Any, stream: torch.cuda.Stream | None, issued: torch.cuda.Event | None
+        self, admission: Any, stream: torch.cuda.Stream | None, earlier_steps: torch.cuda.Event | None
     ) -> None:
         """Begin the work on the batch with this admission, in this stream.
 
-        `issued` was recorded there after all work on earlier batches. Both are None on a CPU.
+        `earlier_steps` was recorded there after all work on earlier batches. Both are None on a CPU.
         """
 
     def protects(self, batch: LookupBatch | None) -> bool:
