@@ -1,5 +1,9 @@
+import gc
+import importlib
 import os
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +17,16 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import triton.language  # noqa: F401
+        import triton.language
 
         import flatbed.kernels._triton.cache
         import flatbed.kernels._triton.row_step  # noqa: F401
     del os.environ["TRITON_INTERPRET"]
+    # The interpreter patches the language in each call of each function, in half of its time. Once is enough.
+    _interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    _modules = {"tl": triton.language, "core": triton.language.core}
+    _scope = _interpreter._patch_lang(SimpleNamespace(__globals__=_modules))
+    _interpreter._patch_lang = lambda fn: type(_scope)()
 
 # A shared machine may stall any single example; the suite as a whole has its own limit.
 settings.register_profile("flatbed", deadline=None)
@@ -35,3 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # otherwise each collection of garbage looks at all modules again, for 0.2 seconds
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.processes import ROOT
+from tests.programs import ROOT
 from tests.scripts.ranks import run_on_ranks
 
 Run = Callable[..., str]
@@ -70,7 +70,7 @@ def test_two_towers_recommend_items_after_a_restart_on_another_number_of_ranks(
     run: Run, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "run")
-    first = run_on_ranks("two_tower.py", "--folder", folder, "--steps", "40", folder=tmp_path)
+    first = run_on_ranks("two_tower.py", "--folder", folder, "--steps", "40")
     second = run("two_tower.py", "--folder", folder, "--steps", "60")
     assert first.startswith("2 ranks, steps 0 to 40")
     assert first.count("gloo threads left: 0\n") == 2

@@ -269,9 +269,7 @@ def test_cached_and_captured_steps_agree_bitwise() -> None:
     checker = Checker(FEW, 8)
     assert checker.check(FlatbedTable, cache_rows=0).ok
     captured = checker.check(
-        FlatbedTable,
-        lambda table: each(table.captured_step),
-        cache_rows=checker.cache_rows,
+        FlatbedTable, lambda table: each(table.captured_step), cache_rows=checker.cache_rows
     )
     assert captured.ok
 

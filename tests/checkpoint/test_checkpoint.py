@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from flatbed.checkpoint.load_table import load_table
 from flatbed.errors import FlatbedError
 from flatbed.tables.embedding import Embedding, tables
 from flatbed.tables.storage.disk import storage
+from tests import programs
+from tests.programs import Program
 from tests.tables.storage.disk import crash_model
 from tests.tables.training import Expected, Model, Operations, build, close, difference, snapshot, step
 
@@ -565,37 +566,19 @@ def test_control_c_at_any_line_of_a_save(tmp_path: Path) -> None:
 
 
 def test_twenty_kills(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tables.training", "kill", str(tmp_path), "20", "0"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    seen = json.loads(done.stdout)
+    seen = json.loads(programs.run("tests.tables.training", "kill", tmp_path, 20, 0).stdout)
     assert seen["kills"] == 20
     assert seen["leftovers"] >= 2
     assert seen["saved"] >= 2
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.tables.training", "ranks", str(tmp_path), str(rank)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    said = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    for rank, (out, _) in enumerate(said):
-        found = json.loads(out)
+    ranks = programs.run_all(
+        *(Program("tests.tables.training", ["ranks", str(tmp_path), rank]) for rank in "01")
+    )
+    for rank, ended in enumerate(ranks):
+        assert ended.returncode == 0, ended
+        found = json.loads(ended.stdout)
         others = [f"saving a checkpoint failed on rank {failing}" for failing in (0, 1)]
         assert found["moved"]
         assert (found["back"], found["again"]) == (None, None)

@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import stat
-import subprocess
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,6 +23,8 @@ from flatbed.checkpoint import load_checkpoint, save_checkpoint
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables import saving
 from flatbed.tables.storage.disk import DiskStorage
+from tests import programs
+from tests.programs import Program
 from tests.tables.storage.disk.test_files import largest_file
 from tests.tables.training import build, close, difference, snapshot, step
 
@@ -443,11 +443,6 @@ except flatbed.FlatbedError as error:
 
 def test_save_on_the_first_rank_alone_raises(tmp_path: Path) -> None:
     """So does a rank that calls it after the first one gave up."""
-    command = [sys.executable, "-c", ALONE, str(tmp_path)]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in (0, 1)
-    ]
-    said = [rank.communicate(timeout=120) for rank in ranks]
-    assert [out for out, _ in said] == ["True\n", "True\n"], said
+    said = programs.run_all(*(Program(ALONE, [str(tmp_path), rank]) for rank in "01"))
+    assert [ended.stdout for ended in said] == ["True\n", "True\n"], said
     assert not (tmp_path / "run").exists()

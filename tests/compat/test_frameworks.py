@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +10,18 @@ import torch
 from torch import nn
 
 import flatbed
+from tests import programs
 from tests.cases import BOTH, assert_same
-
-ROOT = Path(__file__).parents[2]
-
-
-def start(script: str, *args: str) -> str:
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    env.pop("CUDA_VISIBLE_DEVICES", None)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "scripts" / script), *args],
-        env={**env, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_ddp_with_two_processes(tmp_path: Path) -> None:
-    out = start("ddp.py", str(tmp_path / "store"))
-    assert out.count("same") == 8
+    done = programs.run("tests.scripts.ddp", tmp_path / "store")
+    assert done.stdout.count("same") == 8
 
 
 def test_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    start("lightning_ddp.py", str(tmp_path))
+    programs.run("tests.scripts.lightning_ddp", tmp_path)
     for devices in (1, 2):
         files = [tmp_path / f"{mode}-{devices}.pt" for mode in ("plain", "flat")]
         plain, flat = (torch.load(file, weights_only=True) for file in files)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import flatbed
+from tests import programs
 
 BEGIN = """
 import os, sys, torch, weakref, flatbed
@@ -60,17 +57,7 @@ for batch in prefetched:
 
 
 def check(script: str, folder: Path, *, status: int, printed: list[str]) -> None:
-    environment = {"PYTHONPATH": str(Path(flatbed.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore:.*multi-threaded:DeprecationWarning", "-c", BEGIN + script]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, **environment},
-        cwd=folder,
-    )
+    done = programs.run(BEGIN + script, filters="ignore", finalize=True, cwd=str(folder), ok=False)
     assert (done.stdout.split(), done.stderr, done.returncode) == (printed, "", status)
 
 

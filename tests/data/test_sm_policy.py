@@ -10,8 +10,8 @@ import torch
 
 import flatbed
 from flatbed import Prefetcher
-from flatbed.data import sm_policy
-from flatbed.data.sm_policy import BUS_BYTES, MOVER_SMS, PERIOD, SmPolicy
+from flatbed.data import sm_reserve
+from flatbed.data.sm_reserve import BUS_BYTES, MOVER_SMS, PERIOD, SmPolicy
 from tests.data.fakes import CPU, FakePrefetch, batches
 from tests.data.test_prefetcher import WAYS, leave_at_once
 
@@ -38,7 +38,7 @@ made: list[FakeReserve] = []
 @pytest.fixture(autouse=True)
 def reserves(monkeypatch: pytest.MonkeyPatch) -> list[FakeReserve]:
     made.clear()
-    monkeypatch.setattr(sm_policy, "SmReserve", FakeReserve)
+    monkeypatch.setattr(sm_reserve, "SmReserve", FakeReserve)
     return made
 
 
@@ -75,7 +75,7 @@ class Loop:
             index=SimpleNamespace(counts=self.counts), records=torch.empty(2, RECORD_BYTES)
         )
         tables: Any = [SimpleNamespace(_store=SimpleNamespace(cache=one)) for one in (cache, None)]
-        monkeypatch.setattr(sm_policy.time, "monotonic", lambda: self.seconds)
+        monkeypatch.setattr(sm_reserve.time, "monotonic", lambda: self.seconds)
         self.policy = SmPolicy(CPU, tables, "auto")
         self.policy._share_of_sms = 0.1  # of a GPU with 120 SMs
 
@@ -84,7 +84,7 @@ class Loop:
         for _ in range(n_batches):
             self.counts += torch.tensor([5, missing, 0, written, 0])
             self.seconds += 1.0
-            self.policy.update()
+            self.policy.adjust()
         return made[0].n_sms
 
 
@@ -107,8 +107,8 @@ def test_sms_are_reserved_while_they_pay_for_themselves(monkeypatch: pytest.Monk
 
 def test_the_counters_of_a_real_cache_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(sm_policy, "PERIOD", 1)
-    monkeypatch.setattr(sm_policy, "BUS_BYTES", 1e-3)
+    monkeypatch.setattr(sm_reserve, "PERIOD", 1)
+    monkeypatch.setattr(sm_reserve, "BUS_BYTES", 1e-3)
     emb = flatbed.Embedding(1000, 8, cache_rows=100)
     optimizer = flatbed.optim.SGD(emb, lr=0.1)
     given = [torch.arange(20) + 20 * i for i in range(8)]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import flatbed
 from flatbed.distributed import peers, ranks
-from flatbed.distributed.failures import default_store
+from flatbed.distributed.ranks import default_store
 from tests.distributed.processes import assert_raises, main
 
 AdamW = flatbed.optim.AdamW

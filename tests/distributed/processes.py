@@ -5,14 +5,11 @@ Ranks end by `os._exit`: torch's gloo threads may abort an interpreter that ends
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import runpy
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,58 +20,12 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import flatbed
-
-ROOT = Path(__file__).parents[2]
-
-
-SERVER = multiprocessing.get_context("forkserver")
-"""Scripts are forked from one process, so that torch is imported once for all of them."""
-SERVER.set_forkserver_preload(["tests.distributed.preloaded"])
+from tests import programs
 
 
 def run_script(module: str, folder: Path, *arguments: str) -> str:
     """Run a script of this folder, which must end well, and return what it prints."""
-    outputs = [folder / f"{module}.{name}" for name in ("out", "err")]
-    process = SERVER.Process(target=_run_module, args=(module, outputs, [str(folder), *arguments]))
-    process.start()
-    process.join(300)
-    process.kill()
-    found, errors = (output.read_text() for output in outputs)
-    assert process.exitcode == 0, f"{process.exitcode}: {found[-3000:]}{errors[-3000:]}"
-    return found
-
-
-def _run_module(module: str, outputs: Sequence[Path], arguments: Sequence[str]) -> None:
-    for number, output in enumerate(outputs, 1):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    torch.set_num_threads(1)
-    sys.argv = [module, *arguments]
-    runpy.run_module(f"tests.distributed.{module}", run_name="__main__", alter_sys=True)
-
-
-def run_example(name: str, *options: str, n_processes: int = 1, launcher: Sequence[str] = ()) -> str:
-    """Run an example, which must end well, and return what it prints. Several processes use torchrun."""
-    command = [f"examples/{name}", *options]
-    if n_processes > 1 or launcher:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_processes)]
-        command = [*torchrun, *launcher, "tests/scripts/example.py", *command]
-    environment = {
-        "PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        # Without the store of the launcher, whose addresses workers of a busy machine may find stale.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return programs.run(f"tests.distributed.{module}", folder, *arguments).stdout
 
 
 def check_script(module: str, folder: Path, *worlds: int) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import flatbed
 from flatbed.checkpoint import load as loading
-from flatbed.distributed.dtensor import whole
+from flatbed.distributed.dense_shards import whole
 from flatbed.tables import saving, tensor_file
 from flatbed.tables.storage import base
 from flatbed.tables.storage.disk import DiskStorage

@@ -10,12 +10,10 @@ import torch
 
 import flatbed
 from examples.fsdp import batch_of, build
-from tests.distributed.processes import run_example
+from tests import programs
+from tests.scripts.ranks import run_on_ranks
 
-
-def torchrun(n_workers: int, folder: Path, *options: str) -> str:
-    launcher = ["--max-restarts", "1", "--monitor-interval", "0.1"]
-    return run_example("fsdp.py", "--folder", str(folder), *options, n_processes=n_workers, launcher=launcher)
+TORCHRUN = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
 
 
 def steps_of(out: str) -> list[tuple[int, float, float]]:
@@ -40,9 +38,13 @@ def plain_training(steps: int) -> list[tuple[int, float, float]]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo processes on a CPU")
 def test_a_killed_worker_and_another_number_of_workers(tmp_path: Path) -> None:
-    first = torchrun(2, tmp_path, "--steps", "8", "--every", "3", "--kill-at", "5")
+    options = ["--folder", str(tmp_path), "--every", "3"]
+    script = [*TORCHRUN, "tests/scripts/example.py", "examples/fsdp.py", *options]
+    # Without the store of the launcher, whose addresses workers of a busy machine may find stale.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    first = programs.run("torch.distributed.run", *script, "--steps", 8, "--kill-at", 5, env=env).stdout
     assert "2 ranks begin after step 3" in first, "the second attempt"
-    second = torchrun(1, tmp_path, "--steps", "12", "--every", "3")
+    second = run_on_ranks("fsdp.py", *options, "--steps", "12", n_ranks=1)
     assert "1 ranks begin after step 6" in second
     found = steps_of(first + second)
     assert [step for step, *_ in found] == [*range(1, 6), *range(4, 9), *range(7, 13)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -24,12 +23,12 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_two_processes(example: str, tmp_path: Path) -> None:
+def test_two_processes(example: str) -> None:
     framework = example.split("-", maxsplit=1)[0]
     if find_spec(IMPORTS[framework][0]) is None:
         pytest.skip(f"needs {framework}")
     options = (*EXAMPLES[example], "--steps", "16")
-    found = run_on_ranks(*options, folder=tmp_path, imports=IMPORTS[framework])
+    found = run_on_ranks(*options, imports=IMPORTS[framework])
     steps = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+) norm ([\d.]+)", found)]
     assert len(steps) == 16
     losses = [loss for loss, _ in steps]

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from flatbed.distributed.peers import wait_for
+from flatbed.distributed.peers import wait_in_step
 from tests.distributed.processes import run_script
 
 REASONS = {
@@ -64,5 +64,5 @@ class LateWork:
 
 
 def test_a_step_goes_on_if_a_slow_collective_ends_just_after_a_wait() -> None:
-    wait_for(work := LateWork(), None, mock.Mock())
+    wait_in_step(work := LateWork(), None, mock.Mock())
     assert work.n_waits == 2

@@ -1,4 +1,4 @@
-"""`shard="row"`: tables sharded across 2 and 4 ranks."""
+"""`shard="row"` without other ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ import torch
 import torch.distributed as dist
 
 import flatbed
-from tests.distributed.processes import check_script
-
-
-def test_scenarios(tmp_path: Path) -> None:
-    check_script("shards", tmp_path, 2, 4)
 
 
 def test_one_rank_is_the_ordinary_table(tmp_path: Path) -> None:

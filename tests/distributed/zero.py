@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flatbed
-from flatbed.distributed import shard_state
+from flatbed.distributed import dense_shards
 from tests.distributed.processes import assert_equal_on_all_ranks, assert_raises, main
 from tests.optim.optimizers import CASES
 
@@ -76,7 +76,7 @@ def every_optimizer_is_that_of_whole_state(_: Path) -> None:
 
 
 def options_are_those_of_whole_state(_: Path) -> None:
-    shard_state.PIECE_BYTES = 256  # several exchanges
+    dense_shards.PIECE_BYTES = 256  # several exchanges
     group = dist.new_group(list(range(dist.get_world_size())))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for ranks, options in (

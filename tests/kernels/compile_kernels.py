@@ -26,7 +26,7 @@ from flatbed.kernels._triton.coefficients import prepare_kernel  # noqa: E402
 from flatbed.kernels._triton.launch import element  # noqa: E402
 from flatbed.kernels._triton.row_step import step_rows_kernel  # noqa: E402
 from flatbed.kernels._triton.rows import MOVERS, power  # noqa: E402
-from flatbed.kernels._triton.update import update_kernel  # noqa: E402
+from flatbed.kernels._triton.step import update_kernel  # noqa: E402
 
 TYPES = {
     **dict.fromkeys(("coefficients_ptr", "hyperparameters_ptr", "stats_ptr", "partials_ptr"), "*fp64"),
@@ -128,7 +128,7 @@ def others() -> None:
     for kind, wide in (("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)):
         sums = "*fp64" if wide == tl.float64 else "*fp32"
         changed = {"grads_ptr": kind, "sums_ptr": sums, "values_ptr": sums}
-        ptx(row_kernels.squares_kernel, changed, BLOCK=1024)
+        ptx(row_kernels.sum_squares_kernel, changed, BLOCK=1024)
         changed |= {"partials_ptr": sums, "rank_ptr": "*i32"}
         chunks = {"CHUNK": 64, "DIM": 48, "COLUMNS": 64, "AT_ONCE": 8}
         ptx(row_kernels.segment_sum_kernel, {**changed, "n_tiles": "i32"}, WIDE=wide, ROWS=8, **chunks)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from flatbed.kernels import NONE, RecordLocation
 from flatbed.kernels._triton import cache
 from flatbed.kernels._triton import rows as movers
 from flatbed.kernels._triton.rows import MoverShape
 from flatbed.kernels.cache import CacheIndex
-from flatbed.kernels.locations import NONE, RecordLocation
 
 SIZES = [64, 128, 256, 384, 512, 1024, 1536, 2048, 4096, 4224]
 SHAPES = [None, MoverShape(96, 4, 1), MoverShape(2, 8, 32)]
@@ -35,12 +35,7 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-def test_gather_and_scatter(
-    nbytes: int,
-    n: int,
-    shape: MoverShape | None,
-    kernel_device: str,
-) -> None:
+def test_gather_and_scatter(nbytes: int, n: int, shape: MoverShape | None, kernel_device: str) -> None:
     memory, rows = records(N_ROWS, nbytes, kernel_device), drawn(n, N_ROWS, kernel_device)
     rows[1::5] = NONE
     present = rows >= 0
@@ -55,12 +50,7 @@ def test_gather_and_scatter(
 
 
 @CASES
-def test_fill_and_write_back(
-    nbytes: int,
-    n: int,
-    shape: MoverShape | None,
-    kernel_device: str,
-) -> None:
+def test_fill_and_write_back(nbytes: int, n: int, shape: MoverShape | None, kernel_device: str) -> None:
     memory, cached = records(N_ROWS, nbytes, kernel_device), records(N_SLOTS, nbytes, kernel_device)
     chosen = drawn(2 * n, N_ROWS, kernel_device)
     missing, victims, slots = chosen[:n].clone(), chosen[n:].clone(), drawn(n, N_SLOTS, kernel_device)
@@ -85,11 +75,7 @@ def test_fill_and_write_back(
 
 @CASES
 def test_flush(
-    nbytes: int,
-    n: int,
-    shape: MoverShape | None,
-    kernel_device: str,
-    monkeypatch: pytest.MonkeyPatch,
+    nbytes: int, n: int, shape: MoverShape | None, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "FLUSH", 16)
     memory, cached = records(N_ROWS, nbytes, kernel_device), records(N_SLOTS, nbytes, kernel_device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flatbed.kernels import NONE, SENTINEL, RecordLocation
 from flatbed.kernels import rows as ops
-from flatbed.kernels.locations import NONE, SENTINEL, RecordLocation
 from flatbed.kernels.rows import gather, scatter_, unique
 
 NO_ERROR = (1 << 63) - 1
@@ -73,7 +73,7 @@ def test_more_rows_than_programs(kernel_device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("n", [1, 1024, 70_000])
 def test_squares(n: int, dtype: torch.dtype, kernel_device: str) -> None:
-    from flatbed.kernels._triton.rows import squares
+    from flatbed.kernels._triton.rows import sum_squares
 
     values = torch.randn(n, dtype=dtype, device=kernel_device)
-    torch.testing.assert_close(squares(values).sum(), values.double().square().sum())
+    torch.testing.assert_close(sum_squares(values).sum(), values.double().square().sum())

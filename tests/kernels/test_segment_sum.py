@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatbed.kernels.locations import NONE, SENTINEL
+from flatbed.kernels import NONE, SENTINEL
 from flatbed.kernels.rows import segment_sum, unique
 
 N_ROWS = 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from tests.optim.optimizers import CASES, Case
 
 @dataclass(frozen=True)
 class Wrong:
-    """A mistake in the file of an optimizer: text that should be there, and what is there instead."""
+    """A mistake in the functions of an optimizer: text that should be there, and what is there instead."""
 
     part: Literal["reference", "fused", "kernel"]
     case: str
@@ -65,9 +66,14 @@ def broken(wrong: Wrong, folder: Path) -> Case:
     """The case with the mistake. It has to be a file: Triton reads the source of functions."""
     case = next(case for case in CASES if case.name == wrong.case)
     source = Path(importlib.import_module(case.kind.__module__).__file__ or "").read_text()
-    assert source.count(wrong.right) == 1
+    rule = case.kind._rule
+    functions = {"reference": [rule.reference], "fused": [rule.fused], "kernel": [rule.prepare, rule.update]}
+    bodies = [inspect.getsource(function) for function in functions[wrong.part]]
+    assert sum(body.count(wrong.right) for body in bodies) == 1
+    for body in bodies:
+        source = source.replace(body, body.replace(wrong.right, wrong.wrong))
     path = folder / f"wrong_{case.kind.__name__.lower()}.py"
-    path.write_text(source.replace(wrong.right, wrong.wrong))
+    path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     runpy.run_path(sys.argv[0], run_name="__main__")
     atexit._run_exitfuncs()
     names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
-    print("gloo threads left:", names.count("pt_gloo_runloop"))
+    sys.stdout.write(f"gloo threads left: {names.count('pt_gloo_runloop')}\n")  # at once, beside other ranks
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

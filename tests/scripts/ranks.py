@@ -1,4 +1,4 @@
-"""Run an example as two ranks, forked after its imports, which take longer than the example itself."""
+"""Run an example as several ranks, forked after its imports, which take longer than the example itself."""
 
 from __future__ import annotations
 
@@ -8,45 +8,34 @@ import runpy
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-
-from tests.distributed.processes import ROOT, SERVER
-
-N_RANKS = 2
+from tests import programs
 
 
-def run_on_ranks(name: str, *options: str, folder: Path, imports: Sequence[str] = ()) -> str:
+def run_on_ranks(name: str, *options: str, n_ranks: int = 2, imports: Sequence[str] = ()) -> str:
     """Run an example with the environment of torchrun, on CPUs, and return what it prints."""
-    output = folder / f"{name}.out"
-    process = SERVER.Process(target=_run_ranks, args=([f"examples/{name}", *options], output, imports))
-    process.start()
-    process.join(300)
-    process.kill()
-    found = output.read_text()
-    assert process.exitcode == 0, f"{process.exitcode}: {found[-5000:]}"
-    return found
+    arguments = [n_ranks, ",".join(imports), f"examples/{name}", *options]
+    return programs.run("tests.scripts.ranks", *arguments).stdout
 
 
-def _run_ranks(command: list[str], output: Path, imports: Sequence[str]) -> None:
-    os.chdir(ROOT)
-    for number in (1, 2):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    torch.set_num_threads(1)
+def main(n_ranks: int, imports: list[str], command: list[str]) -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "tests"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(N_RANKS)}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": str(n_ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     for module in imports:
         importlib.import_module(module)
     ranks = []
-    for rank in range(N_RANKS):
+    for rank in range(n_ranks):
         pid = os.fork()
         if pid == 0:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(N_RANKS)}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(n_ranks)}
             sys.argv = ["tests/scripts/example.py", *command]
             runpy.run_path(sys.argv[0], run_name="__main__")  # does not return
         ranks.append(pid)
     statuses = [os.waitpid(pid, 0)[1] for pid in ranks]
-    sys.exit(int(any(statuses)))
+    os._exit(int(any(statuses)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2].split(",") if sys.argv[2] else [], sys.argv[3:])

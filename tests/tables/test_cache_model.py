@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 import flatbed
-from flatbed.tables.prefetch import RowPrefetch
+from flatbed.tables.lookup import RowPrefetch
 from tests.tables.tables import COUNTS
 
 MOST_ROWS = 30

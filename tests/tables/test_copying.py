@@ -122,6 +122,6 @@ def test_too_large_to_pickle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_missing_device_becomes_the_cpu() -> None:
     emb = Embedding(ROWS, DIM, storage="device")
-    about, *rest = copying.parts(emb.table)
+    about, *rest = copying.pickled_parts(emb.table)
     made = copying.rebuild(flatbed.Table, {**about, "device": f"cuda:{torch.cuda.device_count()}"}, *rest)
     assert made.device == torch.device("cpu")

@@ -21,7 +21,6 @@ from tests.tables.tables import (
     assert_same,
     backward,
     diagonal,
-    paired,
     reference,
     upstream,
     weights,
@@ -142,7 +141,7 @@ CASES = [
 NAMED = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize(("case", "pattern", "storage"), paired(CASES))
+@pytest.mark.parametrize(("case", "pattern", "storage"), [*diagonal(CASES), *diagonal(CASES, 2)])
 def test_steps(case: Torchs, pattern: str, storage: str, tmp_path: Path) -> None:
     check(case, pattern, Setup(storage, "cpu", tmp_path))
 

@@ -59,10 +59,7 @@ def test_accumulated_over_backward_passes(pattern: str, where: str) -> None:
 def test_many_lookups_are_added_in_torch_s_order(counts: tuple[int, ...]) -> None:
     """First within a backward pass, then over passes."""
     weight = weights()
-    emb, theirs = (
-        Setup().embedding(weight),
-        nn.Embedding.from_pretrained(weight.clone(), freeze=False),
-    )
+    emb, theirs = (Setup().embedding(weight), nn.Embedding.from_pretrained(weight.clone(), freeze=False))
     optimizer = flatbed.optim.SGD(emb)
     for count in counts:
         lookups = [torch.randint(N_ROWS, (5,)) for _ in range(count)]
@@ -78,10 +75,7 @@ def test_many_lookups_are_added_in_torch_s_order(counts: tuple[int, ...]) -> Non
 def test_accumulated_steps(storage: str, where: str, tmp_path: Path) -> None:
     """A step with the gradients of three passes is one step."""
     case, weight = BY_NAME["adam"], weights()
-    emb, expected = (
-        Setup(storage, where, tmp_path).embedding(weight),
-        reference(BY_NAME["adam"], weight),
-    )
+    emb, expected = (Setup(storage, where, tmp_path).embedding(weight), reference(BY_NAME["adam"], weight))
     optimizer = case.ours(emb)
     for step in range(3):
         total, touched = torch.zeros_like(weight), []

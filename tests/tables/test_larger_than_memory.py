@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import programs
+
 PROGRAM = """
 import resource, sys
 import torch, flatbed
@@ -38,13 +36,6 @@ print(emb.table.nbytes > 1.9 * allowed, all(b < a for a, b in zip(losses[::2], l
 
 
 def test_disk_table_larger_than_the_memory_allowed_trains(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "large.bed")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = programs.run(PROGRAM, tmp_path / "large.bed")
     assert done.stdout.split("\n")[:2] == ["limited", "True True"]
     assert (tmp_path / "large.bed").stat().st_size > 350 << 20

@@ -65,8 +65,7 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("case", "pattern", "storage"),
-    [*diagonal(ALL_CASES), *diagonal(ALL_CASES, 2), *diagonal(ALL_CASES, 5)],
+    ("case", "pattern", "storage"), [*diagonal(ALL_CASES), *diagonal(ALL_CASES, 2), *diagonal(ALL_CASES, 5)]
 )
 def test_rules(case: Case, pattern: str, storage: str, tmp_path: Path) -> None:
     check(case, pattern, Setup(storage, "cpu", tmp_path))
@@ -205,10 +204,7 @@ def test_sparse_embedding(name: str, torchs: Any, ours: Any, options: Any, patte
 def test_dense_embedding(case: Case) -> None:
     """Where every step touches every row, nothing tells a table from nn.Embedding."""
     weight = weights()
-    emb, theirs = (
-        Setup().embedding(weight),
-        nn.Embedding.from_pretrained(weight.clone(), freeze=False),
-    )
+    emb, theirs = (Setup().embedding(weight), nn.Embedding.from_pretrained(weight.clone(), freeze=False))
     ours, torchs = case.ours(emb), case.theirs(theirs.parameters(), **case.same_rounding())
     for step in range(STEPS):
         lookups = PATTERNS["all rows"](step)

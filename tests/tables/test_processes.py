@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 import flatbed
+from tests import programs
 from tests.tables.models import DIM, EVERY, ROWS
 from tests.tables.tables import STORAGES
 
@@ -134,15 +134,7 @@ def test_lost_rows_are_told_on_stderr(
     end: str, filters: str, code: int, when: str | None, tmp_path: Path
 ) -> None:
     """Whatever is done with warnings. Processes that lose nothing end quietly."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", filters, "-c", EXIT, end, str(tmp_path / "table")],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = programs.run(EXIT, end, tmp_path / "table", filters=filters, finalize=True, ok=False)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     expected = f"2 rows of {tmp_path / 'table'} changed since its last checkpoint and are dropped {when}"
     if when is None:
@@ -159,6 +151,4 @@ def main():
     emb.table.write_rows([1], torch.ones(1, 4))
 main()
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "1 rows of" in done.stderr
+    assert "1 rows of" in programs.run(code, filters="ignore", finalize=True).stderr

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import namedtuple
 from itertools import cycle, product
@@ -28,6 +27,7 @@ from flatbed.tables.embedding import Embedding
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage import base
 from flatbed.tables.table import Table
+from tests import programs
 
 STORAGES = ("host", "device", "disk")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -563,10 +563,7 @@ else:
 def test_memory_stays_small(tmp_path: Path) -> None:
     """A table of 154 MB, in blocks of 4 MB (32 MB for new files on disk)."""
     for doing, limit in (("make", None), ("save", 40 << 20), ("load", 100 << 20)):
-        done = subprocess.run(
-            [sys.executable, "-c", MEMORY, str(tmp_path), doing], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        done = programs.run(MEMORY, tmp_path, doing)
         if limit is not None:
             assert 0 < int(done.stdout) < limit, (doing, done.stdout)
 

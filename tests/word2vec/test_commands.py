@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-import flatbed
 from flatbed.word2vec import Settings, Trainer, Vectors, commands, read_corpus
 from flatbed.word2vec.commands import neighbors, word2vec
 from flatbed.word2vec.vectors import principal_plane
+from tests import programs
 
 from .texts import kinds_corpus
 
@@ -282,11 +281,8 @@ def finish_step(self, *step):
 Trainer._finish_step = finish_step
 app()
 """
-    command = [sys.executable, "-c", killed, "word2vec", *map(str, on_disk), "--checkpoint-every", "1e-9"]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(Path(flatbed.__file__).parents[1])}, timeout=120
-    )
-    assert done.returncode == -9
+    done = programs.run(killed, "word2vec", *on_disk, "--checkpoint-every", "1e-9", ok=False)
+    assert done.returncode == -9, done.stderr
     assert "holds a training at step 49" in run("word2vec", *on_disk, code=1)
     assert "continuing at step 49" in run("word2vec", *on_disk, "--resume")
     run("word2vec", *options, "--out", tmp_path / "w.txt")

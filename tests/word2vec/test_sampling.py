@@ -8,12 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatbed.word2vec import Corpus
-from flatbed.word2vec.sampling import (
-    BLOCK,
-    BatchSampler,
-    NegativeSampler,
-    make_bags,
-)
+from flatbed.word2vec.sampling import BLOCK, BatchSampler, NegativeSampler, make_bags
 
 from .texts import as_arrays, random_corpus
 

@@ -38,7 +38,7 @@ from flatbed.checkpoint.state import (
     unpack,
     unpacked_state,
 )
-from flatbed.distributed.dtensor import Sharding, local_of
+from flatbed.distributed.dense_shards import Sharding, local_of
 from flatbed.distributed.ranks import Lockstep, rank, world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving

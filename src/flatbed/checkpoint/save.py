@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from flatbed.checkpoint import folder as folders
 from flatbed.checkpoint.folder import CURRENT, MANIFEST, OPTIMIZERS
 from flatbed.checkpoint.state import Packer, dense_state, optimizer_parts, packed_state, rng_state
-from flatbed.distributed.dtensor import Sharding, whole
+from flatbed.distributed.dense_shards import Sharding, whole
 from flatbed.distributed.ranks import Lockstep, communicating, world_size
 from flatbed.errors import FlatbedError
 from flatbed.tables import saving

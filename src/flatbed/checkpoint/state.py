@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatbed.distributed.dtensor import Sharding, is_dtensor, local_of
+from flatbed.distributed.dense_shards import Sharding, is_dtensor, local_of
 from flatbed.errors import FlatbedError
 from flatbed.optim.optimizer import Optimizer as FlatbedOptimizer
 from flatbed.tables.embedding import DenseStateDict

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from flatbed.distributed.channel import ENDED, LEFT, OK, Channel, Header
-from flatbed.distributed.failures import ExchangeError, default_store, left_alone, reason_of
+from flatbed.distributed.ranks import ExchangeError, default_store, left_alone, reason_of
 from flatbed.errors import FlatbedError
 from flatbed.tables.table import Table
 

@@ -24,9 +24,9 @@ import torch
 from flatbed.cuda.streams import relax_capture, stream_for
 from flatbed.data.batches import BatchMover, MovedBatch, Selector, select_ids, without_rows
 from flatbed.data.loader_ranks import NO_BATCH, LoaderRanks
-from flatbed.data.sm_policy import SmPolicy
-from flatbed.distributed.failures import reason_of
-from flatbed.tables.prefetch import PrefetchRequest, RowPrefetch
+from flatbed.data.sm_reserve import SmPolicy
+from flatbed.distributed.ranks import reason_of
+from flatbed.tables.lookup import PrefetchRequest, RowPrefetch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -129,8 +129,8 @@ class Pipeline:
         outbox.put(result)
         del result  # the traceback of the error refers to this frame
 
-    def load(self, steps: Any) -> PendingBatch | End:
-        """Load a batch, check its ids, and issue its copies. `steps` is the event after earlier steps."""
+    def load(self, earlier_steps: Any) -> PendingBatch | End:
+        """Load a batch, check its ids, and issue its copies, after the event of earlier steps."""
         pending, ranks = PendingBatch(), self.ranks
         try:
             batch, leaves = self._to_host(next(self.batches, NO_BATCH), pending)
@@ -139,8 +139,8 @@ class Pipeline:
             if ranks is not None:
                 for prefetch, request in pending.requests:
                     prefetch.exchange(request, ranks.channel)
-            if steps is not None:
-                steps.synchronize()  # the device holds no more than depth + 1 batches
+            if earlier_steps is not None:
+                earlier_steps.synchronize()  # the device holds no more than depth + 1 batches
             extra = [tensor for _, request in pending.requests for tensor in request.tensors]
             pending.moved = self.mover.move(batch, leaves, extra)
             if ranks is not None:
@@ -280,11 +280,11 @@ class PrefetchIterator(Iterator[Any]):
                 pipeline.start()
             if pipeline.in_use is not None:
                 pipeline.in_use.finish()
-            stream = steps = None
+            stream = earlier_steps = None
             if self._rows is not None:  # one event for all: the loader thread, and each cache
                 stream = torch.cuda.current_stream(pipeline.mover.device)
-                steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
-                steps.record(stream)
+                earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
+                earlier_steps.record(stream)
             self._take_batches()
             if pipeline.ready:
                 if pipeline.ranks is not None:
@@ -292,14 +292,14 @@ class PrefetchIterator(Iterator[Any]):
                 pending = pipeline.in_use = pipeline.ready.popleft()
                 assert pending.moved is not None
                 for prefetch, request in pending.requests:
-                    prefetch.begin(request, stream, steps)
+                    prefetch.begin(request, stream, earlier_steps)
                 batch = pipeline.mover.hand_out(pending.moved, stream)
                 pending.moved = None  # the loop alone holds the batch
                 for _ in range(pipeline.depth - pipeline.n_permits - len(pipeline.ready)):
                     pipeline.n_permits += 1
-                    pipeline.permits.put(steps)
+                    pipeline.permits.put(earlier_steps)
                 if pipeline.sms is not None:
-                    pipeline.sms.update()
+                    pipeline.sms.adjust()
                 return batch
         except BaseException as error:
             self._fail(error)

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 from flatbed.data.batches import BatchMover, Selector, pinned_batches
 from flatbed.data.loader_ranks import UNEVEN, LoaderRanks, common_channel
 from flatbed.data.pipeline import Pipeline, PrefetchIterator
-from flatbed.data.sm_policy import SmPolicy
+from flatbed.data.sm_reserve import SmPolicy
 from flatbed.errors import FlatbedError
 from flatbed.tables.config import device_of
 from flatbed.tables.embedding import TableModule
-from flatbed.tables.prefetch import RowPrefetch
+from flatbed.tables.lookup import RowPrefetch
 from flatbed.tables.table import Table
 
 PREVIOUS_SECONDS = 60.0

@@ -16,9 +16,8 @@ from flatbed.cuda import host_memory
 from flatbed.cuda.streams import stream_for
 from flatbed.data.batches import Array, as_tensor
 from flatbed.errors import FlatbedError
+from flatbed.kernels import RecordLocation, use_triton
 from flatbed.kernels import rows as ops
-from flatbed.kernels import use_triton
-from flatbed.kernels.locations import RecordLocation
 from flatbed.tables.config import device_of
 from flatbed.tables.ids import as_ids, check_range, to_device
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatbed.distributed.failures import (
+from flatbed.distributed.ranks import (
     ExchangeError,
     default_store,
     difference,

@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from flatbed.distributed import failures
-from flatbed.distributed.failures import ExchangeError, default_store, reason_of
-from flatbed.distributed.meeting import Meeting
-from flatbed.distributed.ranks import world_size
+from flatbed.distributed.ranks import ExchangeError, Meeting, default_store, reason_of, wait_for, world_size
 from flatbed.errors import FlatbedError
 
 if TYPE_CHECKING:
@@ -170,9 +167,9 @@ class Peers:
             )
 
 
-def wait_for(work: Any, group: Any, peers: Peers | None) -> None:
+def wait_in_step(work: Any, group: Any, peers: Peers | None) -> None:
     """Wait for a collective of a step between CPUs; raise if another rank has failed in this step."""
     if peers is None:
         work.wait()
     else:
-        failures.wait_for(work, lambda: peers.check_step(group))
+        wait_for(work, lambda: peers.check_step(group))

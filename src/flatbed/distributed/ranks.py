@@ -1,20 +1,202 @@
-"""The default process group: collectives of replicated tables; checkpoints that all ranks complete, or none.
+"""The ranks of a job: their number, errors that name a rank, meetings, and blocks that all complete, or none.
 
-Reason for it besides `Channel`: a checkpoint needs no process group but the user's, which may be NCCL alone.
+- `ExchangeError`: the error that all ranks raise if one of them has failed, is missing, or differs.
+- `Meeting` goes through the store of the default process group, since a collective hangs if one rank does not
+  call it. It ends on all ranks. It is slow, and held once per optimizer or checkpoint.
+- `Lockstep` needs no process group but the user's, which may be NCCL alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import hashlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatbed.distributed.failures import ExchangeError, naming_missing, reason_of
-from flatbed.distributed.meeting import Meeting
 from flatbed.errors import FlatbedError
+
+# ---- failures
+
+
+ALIVE_SECONDS = 2.0  # seconds that ranks wait for signs of life of the others, once a collective has failed
+LOOK_AROUND = timedelta(seconds=0.5)
+"""How long a collective is waited for before known failures of other ranks are checked, again and again."""
+
+
+class ExchangeError(FlatbedError):
+    """Ranks cannot continue together: one of them has failed, is missing, or differs. All ranks raise."""
+
+
+def default_store() -> Any:
+    """Return the store of the default process group: a few keys and values that all ranks see."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def left_alone(rank: int, text: str) -> ExchangeError:
+    """Return the error of ranks that another rank has left, given what that rank did."""
+    return ExchangeError(f"rank {rank} {text}, and the other ranks cannot continue without it")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error as other ranks show it."""
+    return f"{type(error).__name__}: {error}"
+
+
+def difference(held: Mapping[int, Mapping[str, str]], advice: str) -> str | None:
+    """Return the first fact in which ranks differ, as a sentence."""
+    first_rank, *others = held
+    first = held[first_rank]
+    for rank in others:
+        for name in {**first, **held[rank]}:
+            left, right = first.get(name, "missing"), held[rank].get(name, "missing")
+            if left != right:
+                return (
+                    f"{name} differs between ranks: rank {first_rank} has {left}, rank {rank} has {right}. "
+                    f"{advice}"
+                )
+        if list(first) != list(held[rank]):
+            return f"ranks {first_rank} and {rank} have the same parameters or options in another order"
+    return None
+
+
+def wait_for(work: Any, check: Callable[[], None]) -> None:
+    """Wait for a collective between CPUs. `check` raises if another rank is known never to take part."""
+    while True:
+        try:
+            work.wait(LOOK_AROUND)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises if the collective has failed, and not only this wait for it
+                return
+        check()
+
+
+@contextmanager
+def naming_missing(
+    doing: str, group: Any, ranks: Sequence[int], reasons: Callable[[], dict[int, str]] = dict
+) -> Iterator[None]:
+    """Turn an error of a collective into an `ExchangeError` that names the missing ranks of the group.
+
+    `reasons` returns what ranks have told of their failures. They are named even if another of their threads
+    gives signs of life.
+    """
+    try:
+        yield
+    except ExchangeError:
+        raise
+    except RuntimeError as error:
+        try:
+            missing, known = _missing(group, ranks), reasons()
+        except RuntimeError:  # the process that hosts the store is gone: rank 0, unless torchrun hosts it
+            is_known = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and 0 in ranks
+            missing, known = ([0] if is_known else []), {}
+        names = " and ".join(f"rank {rank}" for rank in known or missing) or "another rank"
+        told = "; ".join(f"rank {rank} {text}" for rank, text in known.items())
+        why = told or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
+        raise ExchangeError(
+            f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): it "
+            f"has ended, or makes another call. See its errors, make the same calls on all ranks, and "
+            f"start again from the last checkpoint"
+        ) from error
+
+
+def _missing(group: Any, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks of a process group that give no sign of life within `ALIVE_SECONDS` seconds."""
+    # Once for all collectives of the group: ranks may miss another one in different collectives.
+    store, alive = default_store(), {rank: f"flatbed/{group.group_name}/alive/{rank}" for rank in ranks}
+    store.set(alive[dist.get_rank()], "")
+    deadline = time.monotonic() + ALIVE_SECONDS
+    while not store.check(list(alive.values())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [rank for rank, key in alive.items() if not store.check([key])]
+
+
+# ---- meetings
+
+
+MET = "met"
+Statement = Sequence[tuple[str, str]]
+"""Names and values that ranks compare."""
+GiveUp = Callable[[float, Callable[[], list[int]]], str | None]
+"""Returns the message that ends a meeting, given the seconds so far and a function for the absent ranks."""
+
+_n_held: Counter[tuple[int, ...]] = Counter()
+
+
+class Meeting:
+    """One meeting of some ranks, which all of them hold in the same order."""
+
+    missed = False
+    """True after an error of this rank alone: the others have ended a meeting without this rank."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks, self._rank, self._store = tuple(ranks), dist.get_rank(), default_store()
+        self._key = self._next_key()
+        while Meeting.missed and self._store.check([f"{self._key}/decision"]):
+            self._key = self._next_key()
+        Meeting.missed = False
+
+    def _next_key(self) -> str:
+        name = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]
+        _n_held[self._ranks] += 1
+        return f"flatbed/meeting/{name}/{_n_held[self._ranks]}"
+
+    def hold(self, statement: Statement, give_up: GiveUp, failure: str | None = None) -> None:
+        """Wait for all ranks; raise on all of them if a rank is missing, has failed, or states otherwise."""
+        store, key = self._store, self._key
+        self._state(statement, failure)
+        if store.add(f"{key}/n", 1) == len(self._ranks):
+            store.compare_set(f"{key}/decision", "", self._difference() or MET)
+        began, pause = time.monotonic(), 0.001
+        while not store.check([f"{key}/decision"]):
+            message = give_up(time.monotonic() - began, self._absent)
+            if message is not None:
+                store.compare_set(f"{key}/decision", "", message)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)
+        decision = store.get(f"{key}/decision").decode()
+        if decision != MET:
+            raise ExchangeError(decision)
+
+    def _state(self, statement: Statement, failure: str | None) -> None:
+        """Publish what this rank states; in full if it is the first one, or differs from the first one."""
+        store, key = self._store, self._key
+        digest = hashlib.sha256(repr(list(statement)).encode()).hexdigest()
+        first = store.compare_set(f"{key}/first", "", f"{self._rank} {digest}").decode().split()
+        agrees = first[1] == digest and failure is None
+        shown = json.dumps([list(statement), failure])
+        store.set(f"{key}/{self._rank}", "-" if agrees and first[0] != str(self._rank) else shown)
+        if not agrees:
+            store.set(f"{key}/differs", "-")
+
+    def _absent(self) -> list[int]:
+        return [rank for rank in self._ranks if not self._store.check([f"{self._key}/{rank}"])]
+
+    def _difference(self) -> str | None:
+        """Return what differs between ranks, all of which are present."""
+        if not self._store.check([f"{self._key}/differs"]):
+            return None
+        texts = ((rank, self._store.get(f"{self._key}/{rank}").decode()) for rank in self._ranks)
+        held = {rank: json.loads(text) for rank, text in texts if text != "-"}
+        for rank, (_, failure) in held.items():
+            if failure is not None:
+                return f"rank {rank}: {failure}"
+        advice = "Build the optimizer with the same parameters and options on all ranks"
+        return difference({rank: dict(map(tuple, pairs)) for rank, (pairs, _) in held.items()}, advice)
+
+
+# ---- the default process group
+
 
 PATIENCE = 30.0  # seconds that the first rank waits for others; training keeps them within a step
 LONG = 1800.0  # seconds that others wait for the first rank, which may be evaluating

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatbed.distributed.channel import IDLE, OK, Channel, Header
-from flatbed.distributed.failures import ExchangeError
+from flatbed.distributed.ranks import ExchangeError
 from flatbed.errors import FlatbedError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import nn
 from flatbed.cuda.streams import is_capturing
 from flatbed.errors import FlatbedError
 from flatbed.layout import BufferLayout, Segment, Spec, plan
-from flatbed.optim.state_builder import own_storage
+from flatbed.optim.state import own_storage
 
 if TYPE_CHECKING:
     from flatbed.flat.params import FlatParams

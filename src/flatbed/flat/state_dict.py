@@ -9,9 +9,9 @@ import torch
 
 from flatbed.errors import FlatbedError
 from flatbed.flat.buffer import FlatParameter
-from flatbed.flat.trial import element_state, twin
 from flatbed.layout import Segment
-from flatbed.optim.state_builder import own_storage
+from flatbed.optim.from_torch import element_state, twin
+from flatbed.optim.state import own_storage
 
 if TYPE_CHECKING:
     from flatbed.flat.params import FlatParams

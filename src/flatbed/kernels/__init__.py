@@ -1,14 +1,19 @@
-"""Operations with a torch reference and Triton kernels, and the choice between the two."""
+"""Operations with a torch reference and Triton kernels: the choice between the two, and shared values."""
 
 from __future__ import annotations
 
 import functools
 import os
 import warnings
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from flatbed.errors import FlatbedError
+
+NONE = -1
+SENTINEL = -(1 << 63)  # a key that sorts before all ids and stands for no row
 
 
 def check_values_exist(doing: str) -> None:
@@ -38,3 +43,53 @@ def _has_triton() -> bool:
         )
         return False
     return True
+
+
+# ---- rows, and where their records are
+
+
+@dataclass(frozen=True, slots=True)
+class UniqueRows:
+    """The unique rows among ids, in ascending order."""
+
+    rows: Tensor
+    """int64; -1 for a key that is no row. Kernels pad it with -1 to the number of ids."""
+    inverse: Tensor
+    """For every id, the position of its row in `rows`."""
+    order: Tensor | None = None
+    """The ids' positions, sorted by row; a stable sort."""
+    starts: Tensor | None = None
+    """Where each row's segment begins in `order`; one more at the end."""
+    rank: Tensor | None = None
+    """For every element of `order`, the position of its row in `rows`."""
+
+
+class RecordLocation:
+    """Where the records of rows are, (n, record) of uint8: in a cache, otherwise in storage.
+
+    - `memory`: the storage, on the computing device or on the host where its kernels reach it. None if they
+      do not: then kernels are given cached rows only.
+    - `cached`: the records in the cache. `slot_of_row` has the slot of each row; -1 for rows in storage only.
+      `dirty` is 1 for each slot whose record has changed since it was read from storage.
+    """
+
+    def __init__(
+        self,
+        memory: Tensor | None,
+        cached: Tensor | None = None,
+        slot_of_row: Tensor | None = None,
+        dirty: Tensor | None = None,
+    ) -> None:
+        self.memory, self.cached, self.slot_of_row, self.dirty = memory, cached, slot_of_row, dirty
+        held = memory if cached is None else cached
+        assert held is not None
+        self.stride = held.stride(0)
+        """The distance between two records in bytes."""
+        self.is_near = held.is_cuda
+        """True if most accesses are to the computing device's own memory."""
+        self.addresses = tuple(0 if part is None else part.data_ptr() for part in (memory, cached))
+
+
+def sentinel_of(keys: Tensor) -> int:
+    """Return the key that stands for no row and sorts first: the least value of the dtype."""
+    return torch.iinfo(keys.dtype).min

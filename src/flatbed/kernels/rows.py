@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatbed.kernels import use_triton
-from flatbed.kernels.locations import NONE, RecordLocation, UniqueRows, sentinel_of
+from flatbed.kernels import NONE, RecordLocation, UniqueRows, sentinel_of, use_triton
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 INT32_ROWS = (1 << 31) - 1  # tables of at most so many rows have int32 keys, which sort in half the time

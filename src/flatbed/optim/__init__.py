@@ -1,18 +1,9 @@
 """Drop-ins for `torch.optim` that update all parameters in one pass over memory."""
 
 from flatbed.optim.from_torch import from_torch
-from flatbed.optim.rules.adadelta import Adadelta
-from flatbed.optim.rules.adagrad import Adagrad
-from flatbed.optim.rules.adam import Adam
-from flatbed.optim.rules.adamax import Adamax
-from flatbed.optim.rules.adamw import AdamW
-from flatbed.optim.rules.lion import Lion
-from flatbed.optim.rules.nadam import NAdam
-from flatbed.optim.rules.radam import RAdam
-from flatbed.optim.rules.rmsprop import RMSprop
-from flatbed.optim.rules.rowwiseadagrad import RowwiseAdagrad
-from flatbed.optim.rules.sgd import SGD
-from flatbed.optim.rules.sparseadam import SparseAdam
+from flatbed.optim.rules.adagrad import Adadelta, Adagrad, RMSprop, RowwiseAdagrad
+from flatbed.optim.rules.adam import Adam, Adamax, AdamW, NAdam, RAdam, SparseAdam
+from flatbed.optim.rules.sgd import SGD, Lion
 
 __all__ = [
     "SGD",

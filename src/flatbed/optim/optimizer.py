@@ -14,20 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from flatbed.distributed.dtensor import is_dtensor, local_of
-from flatbed.distributed.failures import ExchangeError
+from flatbed.distributed.dense_shards import StateSharding, is_dtensor, local_of
 from flatbed.distributed.peers import Peers
-from flatbed.distributed.ranks import world_size
-from flatbed.distributed.shard_state import StateSharding
+from flatbed.distributed.ranks import ExchangeError, world_size
 from flatbed.errors import FlatbedError
 from flatbed.kernels import check_values_exist
 from flatbed.kernels.step import NORM, SKIPPED, StepOptions
 from flatbed.optim import options as checks
-from flatbed.optim import state_dict as state_dicts
-from flatbed.optim.options import OF_NORM, Extras, OptimizerSpec, ParamsT, describe, named_params
-from flatbed.optim.plan import Plan, StepStats, build_plan
-from flatbed.optim.state_builder import lacks_state
-from flatbed.optim.step import update
+from flatbed.optim.options import OF_NORM, Extras, OptimizerSpec, ParamsT, describe_for_ranks, named_params
+from flatbed.optim.plan import Plan, StepStats, build_plan, update_all
+from flatbed.optim.state import ROUNDS, build_state_dict, lacks_state, load_state_dict
 from flatbed.optim.table_step import OptimizerTables, check_table
 from flatbed.rule import Rule
 from flatbed.tables.table import Table
@@ -64,7 +60,7 @@ class Optimizer(torch.optim.Optimizer):
         self._options = StepOptions(**extras)
         checks.check_options(self._options)
         if self._options.stochastic_rounding or self._options.stochastic_state:
-            defaults[state_dicts.ROUNDS] = 0
+            defaults[ROUNDS] = 0
         self._reset()
         if isinstance(params, nn.Module):
             self._module = weakref.ref(params)
@@ -145,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         params = [p for group in self.param_groups for p in group["params"]]
         if self._state_sharding is not None or any(map(is_dtensor, params)):
-            self._peers.agree(describe(self._spec, self.param_groups), failure)
+            self._peers.agree(describe_for_ranks(self._spec, self.param_groups), failure)
         elif failure is None and self._norm_group is None:
             self._peers.tell_whole(type(self).__name__, len(params))
         if self._norm_group is not None and failure is None:
@@ -208,19 +204,19 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State by torch's keys and in torch's format: `torch.optim` can load it."""
         self._make_state_early(copies_weights=True)
-        return state_dicts.pack(self, super().state_dict(), with_tables=True)
+        return build_state_dict(self, super().state_dict(), with_tables=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's; nothing changes if it does not fit."""
-        state_dicts.load(self, state_dict, with_tables=True)
+        load_state_dict(self, state_dict, with_tables=True)
 
     def _state_dict_without_tables(self) -> dict[str, Any]:
         """`state_dict()` without the state of tables, which checkpoints save separately."""
-        return state_dicts.pack(self, super().state_dict(), with_tables=False)
+        return build_state_dict(self, super().state_dict(), with_tables=False)
 
     def _load_state_dict_without_tables(self, state_dict: dict[str, Any]) -> None:
         """`load_state_dict()` that does not change tables and their state."""
-        state_dicts.load(self, state_dict, with_tables=False)
+        load_state_dict(self, state_dict, with_tables=False)
 
     def __repr__(self) -> str:
         extras = {name: value for name, value in asdict(self._options).items() if value}
@@ -360,14 +356,14 @@ class Optimizer(torch.optim.Optimizer):
                 )
             check_values_exist("a step")
             with torch.no_grad():
-                self._update_all()
+                self._collect_and_update()
             return loss
         except BaseException as error:
             if self._peers is not None:  # other ranks may wait for the norm or for rows of this one
                 self._peers.tell_step_failure(error)
             raise
 
-    def _update_all(self) -> None:
+    def _collect_and_update(self) -> None:
         """Collect gradients, and update what they belong to."""
         plan = self._current_plan()
         packs = self._tables.collect_grads(self) if self._tables.slots else []
@@ -381,7 +377,7 @@ class Optimizer(torch.optim.Optimizer):
         # Ranks without a gradient take part in the norm of all.
         if plan.slots or any(packs) or (self._options.needs_norm and plan.shard_groups.many):
             try:
-                update(self, plan, found, packs if any(packs) else [])
+                update_all(self, plan, found, packs if any(packs) else [])
             except BaseException:
                 self._drop_plan()  # uploads may not have been issued
                 raise

@@ -13,15 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flatbed.distributed.dtensor import Sharding, check_grad_kind, check_sharding, is_dtensor
+from flatbed.distributed.dense_shards import (
+    Sharding,
+    StateSharding,
+    check_grad_kind,
+    check_sharding,
+    is_dtensor,
+)
 from flatbed.distributed.peers import Described
 from flatbed.distributed.ranks import world_size
-from flatbed.distributed.shard_state import StateSharding
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import StepOptions
 from flatbed.rule import Group, Rule
+from flatbed.tables.parameter import WeightView
 from flatbed.tables.table import Table
-from flatbed.tables.view import WeightView
 
 Groups = list[dict[str, Any]]
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]] | nn.Module
@@ -83,7 +88,7 @@ def named_params(groups: Sequence[Group], first: int = 0) -> Iterator[tuple[str,
             yield (f"'{given[i]}'" if given else f"{i} of group {number}"), param, number
 
 
-def describe(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
+def describe_for_ranks(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Described]:
     """Parameters and options as ranks that share DTensors compare them.
 
     Whole parameters may differ between ranks, unless their gradients are part of a norm.

@@ -15,14 +15,13 @@ from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.channel import Channel
 from flatbed.distributed.ranks import world_size
 from flatbed.errors import FlatbedError
-from flatbed.kernels import use_triton
-from flatbed.kernels.locations import RecordLocation
+from flatbed.kernels import RecordLocation, use_triton
 from flatbed.kernels.step import SKIP, STEPS, Scaling, StepOptions, Update, begin_step, update_rows
 from flatbed.optim.options import LOW, OptimizerSpec, named_params
 from flatbed.rule import Group, Rule
 from flatbed.tables.grads import RowGrads, compacted
 from flatbed.tables.record import Field
-from flatbed.tables.sharding import exchange_grads
+from flatbed.tables.row_io import exchange_grads
 from flatbed.tables.table import Table
 
 if TYPE_CHECKING:
@@ -86,49 +85,53 @@ class TableStepper:
         return {0: torch.cat(found) if sharded else found[0]}
 
     def _squares(self, grads: list[Tensor]) -> Tensor:
-        square = _squared_norm if self._kernels is None else self._kernels.squares
+        square = _squared_norm if self._kernels is None else self._kernels.sum_squares
         parts = [square(g) for g in grads if g.numel()]
         return torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float64, device=self.device)
 
     def update(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
         """Update the rows that have a gradient."""
-        if self._kernels is not None:
-            self._kernels.coefficients.set_grads([int(pack is not None) for pack in self.packs])
-            self._kernels.coefficients.prepare(options, scaling, squares)
-            for index, pack in enumerate(self.packs):
-                if pack is not None:
-                    self._launch(self._kernels, index, pack, options)
-        else:
-            self._update_in_torch(options, scaling, squares)
-        self.packs = []
+        packs, self.packs, kernels = self.packs, [], self._kernels
+        if kernels is None:
+            self._update_in_torch(packs, options, scaling, squares)
+            return
+        kernels.coefficients.upload_addresses([int(pack is not None) for pack in packs])
+        kernels.coefficients.prepare(options, scaling, squares)
+        for index, (slot, pack) in enumerate(zip(self.slots, packs, strict=True)):
+            if pack is None:
+                continue
+            store, access, batch = slot.table._store, slot.table._local_rows, pack.batch
+            location = access.location_for(batch, update=True)
+            if location is not None:
+                weights = None if batch is None else batch.weights
+                if batch is not None and weights is not None and batch.generation != store.generation:
+                    weights = None  # rows have changed since the lookup
+                kernels.update_rows(index, pack.rows, pack.grads, location, options, weights=weights)
+                store.writes += 1
+                continue
+            records = access.gather(pack.rows).contiguous()
+            kernels.update_rows(index, pack.rows, pack.grads, RecordLocation(records), options, staged=True)
+            if not bool(self.step_stats[SKIP]):
+                access.scatter_(pack.rows, records)
 
-    def _update_in_torch(self, options: StepOptions, scaling: Scaling | None, squares: Tensor | None) -> None:
+    def _update_in_torch(
+        self,
+        packs: list[RowGrads | None],
+        options: StepOptions,
+        scaling: Scaling | None,
+        squares: Tensor | None,
+    ) -> None:
         norm = None if squares is None else squares.sum().sqrt().float()
         factor, skip = begin_step(options, scaling, norm, self.step_stats)
         scale = None if scaling is None else scaling.scale
         fused = self.rule.fused is not None and self.device.type == "cpu"
         # Noise differs between chunks and tables, and from that of parameters.
         seeds = count(int(self.step_stats[STEPS]) * 1_000_003 + 500_000)
-        for slot, pack in zip(self.slots, self.packs, strict=True):
+        for slot, pack in zip(self.slots, packs, strict=True):
             if pack is not None and not skip:
                 update = Update(self.rule, self.groups[slot.group], fused, scale, factor)
                 own_seeds = seeds if options.stochastic_rounding else None
                 _update_in_chunks(slot, compacted(pack), update, own_seeds)
-
-    def _launch(self, kernels: TritonRows, index: int, pack: RowGrads, options: StepOptions) -> None:
-        store, access = self.slots[index].table._store, self.slots[index].table._local_rows
-        location, batch = access.location_for(pack.batch, update=True), pack.batch
-        if location is not None:
-            weights = None if batch is None else batch.weights
-            if batch is not None and weights is not None and batch.generation != store.generation:
-                weights = None  # rows have changed since the lookup
-            kernels.update(index, pack.rows, pack.grads, location, options, weights=weights)
-            store.writes += 1
-            return
-        records = access.gather(pack.rows).contiguous()
-        kernels.update(index, pack.rows, pack.grads, RecordLocation(records), options, staged=True)
-        if not bool(self.step_stats[SKIP]):
-            access.scatter_(pack.rows, records)
 
 
 def _squared_norm(grad: Tensor) -> Tensor:
@@ -325,14 +328,17 @@ class OptimizerTables:
                     f"among all ranks, or pass norm_group= with the ranks that hold other parameters"
                 )
 
-    def set_grads(self, owner: Optimizer, packs: list[RowGrads | None]) -> list[TableStepper]:
+    def steppers_for(self, owner: Optimizer, packs: list[RowGrads | None]) -> list[TableStepper]:
         """Return the steppers of all devices, given their gradients. Scalars follow tables that moved."""
         rule, groups = owner._rule, owner.param_groups
+        key: list[Any] = [id(groups)]  # all that the launches depend on
         for slot in self.slots:
-            store = slot.table._store
+            store, group = slot.table._store, groups[slot.group]
             if any(value.device != store.device for value in store.scalars.values()):
                 self.publish(owner, slot)
-        key = id(groups), [_layout_key(rule, slot, groups[slot.group]) for slot in self.slots]
+            layout = store.device, store.ensure_layout().record, [*map(id, store.scalars.values())]
+            options = [group[option] for option in rule.row_scalars.values() if option is not None]
+            key.append((*layout, slot.group, rule.has(group), options))
         if key != self._built_from:
             if any(is_capturing(slot.table._store.device) for slot in self.slots):
                 raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
@@ -349,11 +355,3 @@ class OptimizerTables:
         for stepper in self._steppers:
             stepper.packs = [given[id(slot)] for slot in stepper.slots]
         return self._steppers
-
-
-def _layout_key(rule: Rule, slot: TableSlot, group: Group) -> tuple[Any, ...]:
-    """All that the launches of a table depend on."""
-    store = slot.table._store
-    layout = store.device, store.ensure_layout().record, slot.group, [*map(id, store.scalars.values())]
-    options = [group[option] for option in rule.row_scalars.values() if option is not None]
-    return (*layout, rule.has(group), options)

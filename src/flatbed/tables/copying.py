@@ -1,19 +1,31 @@
-"""Copies of tables: for deepcopy, and for pickling whole modules (torch.save)."""
+"""Copies of a table: for deepcopy, for pickled modules (torch.save), and as files for other programs."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import io
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import FlatbedError
+from flatbed.progress import progress
 from flatbed.tables import initializers as initial
-from flatbed.tables.config import Config
-from flatbed.tables.record import DTYPES, NAMES, Record
-from flatbed.tables.storage.base import Fill
+from flatbed.tables.config import Config, as_integer
+from flatbed.tables.files import check_folder, draft_of, replacing, sync_folder, write_at, write_text
+from flatbed.tables.record import DTYPES, NAMES, WEIGHT, Record
+from flatbed.tables.row_io import READ
+from flatbed.tables.storage.base import Fill, row_blocks
+from flatbed.tables.tensor_file import TensorEntry, writing
 
 if TYPE_CHECKING:
     from flatbed.tables.table import Table
@@ -45,7 +57,7 @@ def copy(table: Table) -> Table:
     return made
 
 
-def parts(table: Table) -> tuple[Any, ...]:
+def pickled_parts(table: Table) -> tuple[Any, ...]:
     """Return the content of a pickled table: the arguments of `rebuild` after `kind`."""
     store = table._store
     config = store.config
@@ -84,7 +96,7 @@ def rebuild(
     values: dict[str, Tensor],
     scalars: dict[str, float],
 ) -> Table:
-    """Make a table from `parts`; on the CPU, if the device that computed is missing."""
+    """Make a table from `pickled_parts`; on the CPU, if the device that computed is missing."""
     config = Config(
         n_rows=about["num_embeddings"],
         dim=about["embedding_dim"],
@@ -122,3 +134,126 @@ def _present(device: torch.device) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         return torch.device("cpu")
     return device
+
+
+# ---- files for other programs, written block by block
+
+
+SHARD_BYTES = 5 * 10**9
+"""Bytes of a shard, as in Hugging Face's libraries."""
+FILES = (".npy", ".safetensors")
+FORMAT = {"format": "pt"}  # the metadata that Hugging Face's libraries ask for
+
+
+def export(table: Table, path: Path, *, shard_bytes: Any = None) -> None:
+    """Write a .npy file, a .safetensors file, or a folder of shards, by the suffix of `path`.
+
+    If the table is sharded, all ranks call this, and the first rank writes.
+    """
+    config = table._store.config
+    if path.suffix in FILES and shard_bytes is not None:
+        raise ValueError(
+            f"shard_bytes is for folders; found {path.name}: leave it out, or give a folder's name"
+        )
+    if path.suffix not in ("", *FILES) and not path.is_dir():
+        raise ValueError(
+            f"{path.name} ends in {path.suffix}; expected .npy, .safetensors, or the name of a new folder, "
+            "without a suffix"
+        )
+    shard_bytes = SHARD_BYTES if shard_bytes is None else as_integer("shard_bytes", shard_bytes)
+    shard_rows = shard_bytes // config.weight.nbytes
+    if shard_rows < 1:
+        raise ValueError(f"shard_bytes must hold a row of {config.weight.nbytes} bytes; found {shard_bytes}")
+    if path.suffix == ".npy" and config.dtype == torch.bfloat16:
+        raise FlatbedError(f"numpy has no bfloat16, and {path.name} could not be read: export safetensors")
+    is_file = path.suffix in FILES
+    files = _split(table.num_embeddings, table.num_embeddings if is_file else shard_rows)
+    if table._shards is not None and table._shards.rank > 0:
+        for rows in files:  # take part in the reads of the rank that writes
+            for _ in row_blocks(rows.start, rows.stop, table._store.record.nbytes):
+                table.read_rows([])
+        table.read_rows([])
+        return
+    table._store.ensure_layout()
+    with (
+        table._failing_together(READ),
+        progress(f"exporting {path.name}", table.num_embeddings, "rows") as advance,
+    ):
+        if path.suffix == ".npy":
+            _write_npy(table, path, advance)
+        elif path.suffix == ".safetensors":
+            _write_rows(table, path, WEIGHT, files[0], advance)
+        else:
+            _write_shards(table, path, files, advance)
+        if table._shards is not None:
+            table.read_rows([])  # the other ranks learn that the file is complete
+
+
+def _split(n_rows: int, n_most: int) -> list[range]:
+    return [range(first, min(first + n_most, n_rows)) for first in range(0, n_rows, n_most)]
+
+
+def _blocks(table: Table, rows: range) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first byte, weights) of consecutive rows of a file with these rows."""
+    size = table._store.config.weight.nbytes
+    for first, last in row_blocks(rows.start, rows.stop, table._store.record.nbytes):
+        if table._shards is None:
+            weights = table._store.read_field(WEIGHT, first, last)
+        else:
+            weights = table.read_rows(torch.arange(first, last, device="cpu")).cpu()
+        yield (first - rows.start) * size, weights
+
+
+def _write_npy(table: Table, path: Path, advance: Callable[[int], None]) -> None:
+    config, header = table._store.config, io.BytesIO()
+    shape = (table.num_embeddings, config.dim)
+    about = {"descr": np.dtype(NAMES[config.dtype]).str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, about)
+    begin = header.getbuffer()
+    with replacing(path, len(begin) + table.num_embeddings * config.weight.nbytes) as descriptor:
+        write_at(descriptor, 0, begin)
+        for offset, weights in _blocks(table, range(table.num_embeddings)):
+            write_at(descriptor, len(begin) + offset, weights.view(torch.uint8).flatten().numpy().data)
+            advance(len(weights))
+
+
+def _write_rows(table: Table, path: Path, name: str, rows: range, advance: Callable[[int], None]) -> None:
+    """Write some rows to a safetensors file, as a tensor of this name."""
+    entry = TensorEntry(name, table._store.config.dtype, (len(rows), table.embedding_dim))
+    with writing(path, [entry], FORMAT) as writer:
+        for offset, weights in _blocks(table, rows):
+            writer.write(name, offset, weights)
+            advance(len(weights))
+
+
+def _write_shards(table: Table, path: Path, shards: Sequence[range], advance: Callable[[int], None]) -> None:
+    """Write `weight` to one file, or `weight.00001`, … to a file each. The index names the file of each."""
+    with _new_folder(path) as folder:
+        if len(shards) == 1:
+            _write_rows(table, folder / "model.safetensors", WEIGHT, shards[0], advance)
+            return
+        files = {}
+        for number, rows in enumerate(shards, start=1):
+            name = f"{WEIGHT}.{number:05}"
+            files[name] = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            _write_rows(table, folder / files[name], name, rows, advance)
+        total = table.num_embeddings * table._store.config.weight.nbytes
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
+@contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `path` at the end."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise FlatbedError(f"{path} exists and is not an empty folder: remove it, or choose another path")
+    check_folder(path)
+    draft = draft_of(path, secrets.token_hex(4))
+    draft.mkdir()
+    try:
+        yield draft
+        os.replace(draft, path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    sync_folder(path.parent)

@@ -17,13 +17,12 @@ from flatbed.progress import note
 from flatbed.tables.config import WITHOUT, Config, build_config
 from flatbed.tables.ids import as_ids
 from flatbed.tables.lookup import GatherFunction, LookupFunction, needs_grad, prepare_lookup
-from flatbed.tables.parameter import NOT_EXPORTED
+from flatbed.tables.parameter import NOT_EXPORTED, SavedWeight, WeightView
 from flatbed.tables.record import WEIGHT
-from flatbed.tables.sharding import compare_given, shard_config
+from flatbed.tables.row_io import compare_given, shard_config
 from flatbed.tables.storage.base import row_blocks
 from flatbed.tables.storage.disk.format import is_disk_table
 from flatbed.tables.table import Table
-from flatbed.tables.view import SavedWeight, WeightView
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -322,7 +321,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         batch = prepare_lookup(table, input, records_grad=records_grad)
         if records_grad:
             return cast(Tensor, LookupFunction.apply(table, batch))  # type: ignore[no-untyped-call,unused-ignore]
-        rows = table._rows.lookup(batch)
+        rows = table._rows.batch_weights(batch)
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
@@ -386,7 +385,7 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
         device = table._store.device
         found = batch.unique
-        rows = table._rows.lookup(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
+        rows = table._rows.batch_weights(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         if offsets is not None:
             offsets = as_ids(offsets, name="offsets").to(device)
             if self.include_last_offset and not offsets.numel() and not batch.keys.numel():

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from flatbed.errors import FlatbedError
-from flatbed.kernels import use_triton
+from flatbed.kernels import RecordLocation, use_triton
 from flatbed.kernels.cache import CacheIndex
-from flatbed.kernels.locations import RecordLocation
 from flatbed.tables import initializers
 from flatbed.tables.cache.base import Cache
 from flatbed.tables.cache.gpu import GpuCache
@@ -20,9 +19,8 @@ from flatbed.tables.cache.host_index import HostIndexCache
 from flatbed.tables.cache.write_behind import WriteBehind, WriteThrough
 from flatbed.tables.config import Config
 from flatbed.tables.record import Record
-from flatbed.tables.storage.base import CPU, Fill, Storage
+from flatbed.tables.storage.base import CPU, Fill, MemoryStorage, Storage, device_storage, host_storage
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
-from flatbed.tables.storage.memory import MemoryStorage, device_storage, host_storage
 
 DEFAULT_BATCHES = 4  # that a cache of the default size holds
 WARM_ROWS = 1 << 16  # that `warm` admits at once

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from flatbed.cuda.streams import OrderedLock, is_capturing
-from flatbed.distributed.dtensor import is_dtensor
+from flatbed.distributed.dense_shards import is_dtensor
 from flatbed.errors import FlatbedError
-from flatbed.kernels.locations import NONE, SENTINEL
+from flatbed.kernels import NONE, SENTINEL
 from flatbed.kernels.rows import segment_sum, unique
 from flatbed.tables.cache.base import LookupBatch
 
@@ -63,7 +63,7 @@ class GradAccumulator:
             if len(self.parts) > MAX_PARTS:  # the current pass is summed apart until it ends
                 current = [part for part in self.parts if part.task == task and not part.shared]
                 earlier = [part for part in self.parts if part.task != task or part.shared]
-                self.parts = [*self._sums(earlier), merge(current, self.n_rows)]
+                self.parts = [*self._sums(earlier), merge_grads(current, self.n_rows)]
 
     def _sums(self, parts: list[RowGrads]) -> list[RowGrads]:
         """Sum to at most two parts: the one that ranks have exchanged, and the one that they have not."""
@@ -74,16 +74,16 @@ class GradAccumulator:
                 if part.shared == shared:
                     passes.setdefault(part.task, []).append(part)
             # As in torch: first within a backward pass, then over passes.
-            merged = [merge(found, self.n_rows) for found in passes.values()]
+            merged = [merge_grads(found, self.n_rows) for found in passes.values()]
             if merged:
-                sums.append(merge(merged, self.n_rows))
+                sums.append(merge_grads(merged, self.n_rows))
         return sums
 
     def packed(self) -> RowGrads | None:
         """Return the sum of all parts, with each row once; rows may hold -1."""
         with self._lock:
             if len(self.parts) > 1:
-                self.parts = [merge(self._sums(self.parts), self.n_rows)]
+                self.parts = [merge_grads(self._sums(self.parts), self.n_rows)]
             return self.parts[0] if self.parts else None
 
     def compact(self) -> RowGrads | None:
@@ -127,7 +127,7 @@ def compacted(packed: RowGrads) -> RowGrads:
     return RowGrads(packed.rows[present], packed.grads[present], packed.task, packed.shared)
 
 
-def merge(parts: list[RowGrads], n_rows: int) -> RowGrads:
+def merge_grads(parts: list[RowGrads], n_rows: int) -> RowGrads:
     """Sum parts in their order."""
     if len(parts) == 1:
         return parts[0]

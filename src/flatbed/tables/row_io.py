@@ -1,22 +1,40 @@
-"""Rows by number: read and written on the computing device, in the cache or in storage."""
+"""Rows by number, read and written on the computing device: in the cache, in storage, or on other ranks.
+
+Gradients of replicas are averaged, so that all ranks take the same step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import cast
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from flatbed.distributed.ranks import all_gather, any_rank, communication_device, world_size
+from flatbed.distributed.row_shards import Exchanged, Route, RowShards, group_of
+from flatbed.errors import FlatbedError
+from flatbed.kernels import RecordLocation
 from flatbed.kernels import rows as ops
-from flatbed.kernels.locations import RecordLocation
+from flatbed.kernels.rows import segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.cache.host_index import HostIndexCache
+from flatbed.tables.config import Config, part_of
 from flatbed.tables.factory import location_of
-from flatbed.tables.grads import RowGrads
+from flatbed.tables.grads import RowGrads, merge_grads
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.row_store import RowStore
 from flatbed.tables.storage.base import Storage
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from flatbed.tables.table import Table
 
 
 class RowIO:
@@ -51,7 +69,7 @@ class RowIO:
 
     # ---- reading
 
-    def lookup(self, batch: LookupBatch) -> Tensor:
+    def batch_weights(self, batch: LookupBatch) -> Tensor:
         """Read the weights of a batch's unique rows."""
         return self.weights(batch.unique.rows, batch)
 
@@ -152,3 +170,282 @@ def last_of_each(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     positions = torch.arange(len(rows), device=rows.device)
     last = torch.zeros_like(unique).scatter_reduce_(0, inverse, positions, "amax")
     return unique, values[last.to(values.device)]
+
+
+# ---- tables on several ranks: sharded rows; gradients of shards and replicas
+
+
+READ, WRITE, GRADIENTS = "a read", "a write", "the gradients"
+"""Exchanges by their names in errors."""
+SAMPLE = 4096  # rows of replicas that are compared between ranks in every exchange, and of given weights
+DENSE_SAMPLE = 64  # dense parameters, and elements of each, that are compared
+LAST_COMPARED = 1024  # the step after which dense parameters are not compared any more
+UNEQUAL = (
+    "the replicas of this table are not equal on all ranks: call torch.manual_seed with the same number "
+    "on every rank before building it, or pass seed=; train it with the same options, load the same "
+    "checkpoint and write the same rows on every rank; or build it with replicate=False"
+)
+LOOKUP = {True: "a lookup", False: "a lookup without gradients"}
+"""By whether it records gradients: ranks that evaluate and ranks that train do different things."""
+
+
+def shard_config(
+    config: Config,
+    shard: str | None,
+    *,
+    replicate: bool,
+    mesh: DeviceMesh | None = None,
+    process_group: Any = None,
+) -> tuple[Config, RowShards | None]:
+    """Return the config of this rank's rows, and their division; None if this rank holds all rows.
+
+    With several ranks this is a collective. They must agree on all options; the first rank's seed is used
+    if none was given.
+    """
+    if shard not in (None, "row"):
+        raise ValueError(f'shard must be "row" or None; found {shard!r}')
+    if shard is None:
+        if mesh is not None or process_group is not None:
+            raise ValueError('mesh and process_group are for shard="row"; found shard=None')
+        return config, None
+    group = group_of(mesh, process_group)
+    n_ranks, n_all = (1, 1) if group is None else (dist.get_world_size(group), dist.get_world_size())
+    if replicate and n_ranks < n_all:
+        raise ValueError(
+            f"the rows are sharded across {n_ranks} of {n_all} ranks, and nothing averages them with tables "
+            f"of the others: shard them across all ranks, or pass replicate=False if the tables differ"
+        )
+    if not replicate and n_ranks == n_all:
+        raise ValueError('shard="row" shards one table, and replicate=False asks for several: leave it out')
+    if group is None:
+        return part_of(config, 0, 1, config.n_rows), None
+    shards = RowShards(config.n_rows, group)
+    with shards.failing_together("building"):
+        part = part_of(config, shards.rank, shards.n_ranks, shards.n_local())
+    given = {**config.describe(), "dim": config.dim, "dtype": config.dtype, "storage": config.storage}
+    given["a file to continue from"] = part.path is not None and part.path.exists()
+    if "seed" not in config.asked:
+        given["seed"] = "drawn"
+    shards.agree("building", {"num_embeddings": config.n_rows, **given})
+    return replace(part, seed=shards.channel.first(part.seed, doing=shards.describe("building"))), shards
+
+
+class ShardedRowIO:
+    """Access to the rows of all ranks, as `RowIO` has to those of one.
+
+    Every method is a collective: all ranks call it, with rows that may differ or be none.
+    """
+
+    def __init__(self, local: RowIO, shards: RowShards) -> None:
+        self.local, self.shards, self.store = local, shards, local.store
+
+    def exchange(self, doing: str, route: Route, *, admits: bool = False) -> Exchanged:
+        """Tell owners which rows are needed. With `admits`, the owners admit them to their caches."""
+        exchanged = self.shards.exchange(doing, route)
+        if admits:
+            self._admit(exchanged.rows)
+        return exchanged
+
+    def exchange_again(self, doing: str, batch: LookupBatch, *, admits: bool) -> LookupBatch:
+        """Use the exchange of a prefetched batch if all ranks do; otherwise exchange its rows now."""
+        assert batch.exchanged is not None
+        exchanged = self.shards.exchange_again(doing, batch.exchanged)
+        cache = self.store.cache
+        if exchanged is batch.exchanged and cache is not None and cache.protects(batch):
+            return batch
+        if admits:
+            self._admit(exchanged.rows)
+        return replace(batch, exchanged=exchanged, cache=None, admission=None)
+
+    def _admit(self, rows: Tensor) -> None:
+        with self.shards.channel.posting_failures():
+            cache = self.store.ensure_cache(len(rows))
+            if cache is not None:
+                cache.admit(to_int32_keys(rows, self.store.config.n_rows))
+
+    def batch_weights(self, batch: LookupBatch) -> Tensor:
+        """Read the weights of a batch's unique rows, which ranks have exchanged."""
+        return self.weights(batch.unique.rows, batch)
+
+    def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
+        """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
+        exchanged = None if batch is None else batch.exchanged
+        if exchanged is None:
+            exchanged = self.exchange(READ, self.shards.route(rows))
+        with self.shards.channel.posting_failures():
+            held = self.local.weights(exchanged.rows, batch)
+        return self.shards.to_askers(exchanged, held)
+
+    def read_fields(self, rows: Tensor) -> dict[str, Tensor]:
+        """Read all fields of rows in range, as tensors of their own on the computing device."""
+        record, exchanged = self.store.record, self.exchange(READ, self.shards.route(rows))
+        with self.shards.channel.posting_failures():
+            held = self.local.gather(exchanged.rows)
+        records = self.shards.to_askers(exchanged, held)
+        return {f.name: record.view(records, f.name).contiguous() for f in record.fields}
+
+    def write_weights_(self, rows: Tensor, values: Tensor) -> None:
+        """Replace the weights of unique rows. Of several ranks that write a row, the last one counts."""
+        exchanged = self.exchange(WRITE, self.shards.route(rows))
+        received = self.shards.to_owners(exchanged, values)
+        with self.shards.channel.posting_failures():
+            self.local.write_weights_(*last_of_each(exchanged.rows, received))
+
+
+# ---- gradients
+
+
+@torch.no_grad()
+def exchange_grads(table: Table) -> None:
+    """Replace recorded gradients by the mean over all ranks. A collective: every rank calls it.
+
+    Ranks of a sharded table keep the gradients of their own rows. If any rank has a gradient, all ranks have
+    one afterwards, some of them without rows: a step counts on all ranks, or on none.
+    """
+    if table._shards is not None:
+        _exchange_sharded(table, table._shards)
+    elif table._n_ranks > 1:
+        _average_replicas(table)
+
+
+def _exchange_sharded(table: Table, shards: RowShards) -> None:
+    own = table._grads.unshared().packed()  # a route leaves the row -1 out
+    empty = RowGrads.empty(table._store)
+    sent = empty if own is None else RowGrads(own.rows, own.grads.to(empty.grads.dtype))
+    route = shards.route(sent.rows)
+    if table._agreed is not table._owner_ref:
+        table._exchanges = 0
+    exchanged = shards.exchange(GRADIENTS, route, facts=_facts(table), idle=own is None)
+    table._agreed = table._owner_ref
+    _compare_dense(table, shards)
+    if exchanged.is_idle:
+        return
+    rows, grads = exchanged.rows, shards.to_owners(exchanged, sent.grads)
+    if max(exchanged.counts) < len(rows):  # several ranks have sent gradients, in rank order
+        n_rows = table._store.config.n_rows
+        rows, grads = segment_sum(grads, unique(to_int32_keys(rows, n_rows), n_rows), None)
+    table._grads.share(RowGrads(rows, grads / shards.n_ranks))
+
+
+def _facts(table: Table) -> dict[str, Any]:
+    """Return what ranks compare. At the first step of an optimizer: its class, its options, the state."""
+    owner, facts = table._owner, dict[str, Any](requires_grad=table._needs_grad)
+    if owner is not None:  # schedulers may follow a loss that differs; tensors would wait for the GPU
+        rates = [group.get("lr") for group in owner.param_groups]
+        facts["lr"] = [rate for rate in rates if not isinstance(rate, Tensor)]
+    if owner is None or (table._agreed is not None and table._agreed() is owner):
+        return facts
+    groups = (group for group in owner.param_groups if any(p is table for p in group["params"]))
+    group = next(groups, {})
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    return {
+        **facts,
+        "optimizer": type(owner).__name__,
+        "options of the step": getattr(owner, "_options", None),
+        **{f"the option {name}": float(v) if isinstance(v, Tensor) else v for name, v in options.items()},
+        "state": table._store.record.describe(),
+        "scalars": sorted(table.scalars().items()),
+    }
+
+
+def _compare_dense(table: Table, shards: RowShards) -> None:
+    """Warn if dense parameters of the optimizer were equal on all ranks at first, and are not any more.
+
+    Nothing averages their gradients then. Parameters that differ from the first step on may be meant to:
+    stages of a pipeline, parts of tensors. Samples are compared before the steps 1, 2, 3, 5, 9 and so on.
+    """
+    n_before, owner, channel = table._exchanges, table._owner, shards.channel
+    table._exchanges += 1
+    if owner is None or n_before & (n_before - 1) or n_before > LAST_COMPARED:
+        return
+    params = [param for group in owner.param_groups for param in group["params"]]
+    tables = [p for p in params if getattr(p, "_shards", None) is not None and p._shards.channel is channel]
+    if tables[0] is not table:
+        return
+    dense = [p.detach() for p in params if type(p) is nn.Parameter and p.requires_grad]
+    shapes = repr([(p.shape, p.dtype) for p in dense])
+    digest = _digest(*(_sample(p.reshape(-1)) for p in _sample(dense)), seed=shapes)
+    held = channel.gather(torch.tensor(digest, device="cpu"), doing=shards.describe(GRADIENTS)).tolist()
+    others = [rank for rank, found in zip(channel.ranks, held, strict=True) if found != held[0]]
+    if others:
+        table._exchanges = LAST_COMPARED + 2  # neither compared nor warned of again
+    if others and n_before:
+        warnings.warn(
+            f"dense parameters of this {type(owner).__name__} were equal on all ranks, and those of rank "
+            f"{others[0]} differ from those of rank {channel.ranks[0]} now: ranks average gradients of "
+            "tables, and nothing averages those of dense parameters. Wrap the model in "
+            "DistributedDataParallel, or use fully_shard; filter this warning if ranks are to differ",
+            stacklevel=2,
+        )
+
+
+def _sample(values: Any) -> Any:
+    """Return at most DENSE_SAMPLE of a list or of a tensor, evenly spaced."""
+    return values[:: -(-len(values) // DENSE_SAMPLE) or 1]
+
+
+def _digest(*tensors: Tensor, seed: str = "") -> list[int]:
+    """Return a digest of shapes and bits."""
+    found = hashlib.sha256(seed.encode())
+    for one in tensors:
+        found.update(one.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return [*found.digest()]
+
+
+def compare_given(table: Table, name: str, values: Tensor) -> None:
+    """Raise on all ranks of a sharded table if the values of all rows that each of them is given differ.
+
+    A sample is compared: each rank writes its own rows, and needs no others.
+    """
+    if table._shards is not None:
+        stride = -(-len(values) // SAMPLE)
+        shown = bytes(_digest(values[::stride])).hex()[:16]
+        table._shards.agree("loading", {f"a sample of {name}": shown})
+
+
+def _average_replicas(table: Table) -> None:
+    """Average the gradients of replicas, and raise if the replicas differ."""
+    store, device = table._store, communication_device(table._store.device)
+    own = table._grads.unshared().compact() or RowGrads.empty(store)
+    kind = [table.num_embeddings, store.record.describe(), sorted(table.scalars().items())]
+    digest = int.from_bytes(hashlib.sha256(json.dumps(kind).encode()).digest()[:7], "little")
+    announced = torch.tensor([len(own.rows), digest], device=device)
+    sizes, digests = torch.stack(all_gather(announced)).T.tolist()
+    if len(set(digests)) > 1:
+        raise FlatbedError(UNEQUAL)
+    if not any(sizes):
+        return
+    dtype = torch.promote_types(store.config.dtype, torch.float32)
+    rows = torch.full((max(sizes),), -1, dtype=torch.int64, device=device)
+    grads = torch.zeros((max(sizes), table.embedding_dim), dtype=dtype, device=device)
+    rows[: len(own.rows)] = own.rows.to(device)
+    grads[: len(own.rows)] = own.grads.to(device, dtype)
+    parts = [
+        RowGrads(r[:size].to(store.device), g[:size].to(store.device))
+        for r, g, size in zip(all_gather(rows), all_gather(grads), sizes, strict=True)
+    ]
+    total = merge_grads(parts, table.num_embeddings)  # in the order of ranks, on every rank
+    _compare_rows(table, total.rows, device)
+    table._grads.share(RowGrads(total.rows, total.grads / len(sizes)))
+
+
+def _compare_rows(table: Table, rows: Tensor, device: torch.device) -> None:
+    """Raise if a sample of the rows of this step differs between ranks: replicas would drift apart."""
+    stride = -(-len(rows) // SAMPLE)
+    table._exchanges += 1
+    records = table._local_rows.gather(rows[table._exchanges % stride :: stride]).cpu()
+    digests = all_gather(torch.tensor(_digest(records), dtype=torch.uint8, device=device))
+    if any(not torch.equal(one, digests[0]) for one in digests):
+        raise FlatbedError(UNEQUAL)
+
+
+def any_replica(flag: Tensor | None, tables: Sequence[Table]) -> Tensor | None:
+    """Return an overflow flag that is set if any rank has set its own: all ranks must skip together."""
+    if world_size() == 1 or not any(table.replicate for table in tables):
+        return flag
+    found = torch.zeros(1, device=tables[0]._store.device) if flag is None else flag.clone()
+    if any(table.replicate and table._shards is None for table in tables):
+        found = any_rank(found)
+    for channel in dict.fromkeys(table._shards.channel for table in tables if table._shards is not None):
+        channel.share_flag_(found)
+    return found

@@ -91,7 +91,7 @@ def write(table: Table, path: Path, lockstep: Lockstep, *, name: str = "") -> di
     entries, metadata, scalars = _contents(table, name)
     record, shards, shared = table._store.record, table._shards, None
     if shards is not None:
-        check_group(shards)
+        check_all_ranks(shards)
         shared = (shards.channel, lockstep)
     buffer = torch.empty(0, dtype=torch.uint8)  # for all copies: new ones would fragment memory
     with (
@@ -146,7 +146,7 @@ def _tensor(name: str, field: str) -> str:
     return name if field == WEIGHT else f"{name}.{field}"
 
 
-def check_group(shards: RowShards) -> None:
+def check_all_ranks(shards: RowShards) -> None:
     """Raise unless the rows are sharded across all ranks of the default process group."""
     n_ranks = world_size()
     if shards.channel.ranks != list(range(n_ranks)):

@@ -17,20 +17,18 @@ from flatbed.distributed.ranks import world_size
 from flatbed.distributed.row_shards import RowShards
 from flatbed.errors import FlatbedError
 from flatbed.progress import note
-from flatbed.tables import copying, exporting, retrieval, saving
+from flatbed.tables import copying, retrieval, saving
 from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.config import Config, as_integer, device_of
 from flatbed.tables.factory import warm as warm_cache
 from flatbed.tables.files import as_path
 from flatbed.tables.grads import GradAccumulator, RowGrads, TableGrad
 from flatbed.tables.ids import DeferredIdChecks, as_floats, as_ids, check_range, most_used, to_device
-from flatbed.tables.parameter import TableParameter
+from flatbed.tables.parameter import TableParameter, WeightView
 from flatbed.tables.record import Field
-from flatbed.tables.row_io import RowIO, last_of_each
+from flatbed.tables.row_io import READ, WRITE, RowIO, ShardedRowIO, exchange_grads, last_of_each
 from flatbed.tables.row_store import RowStore
-from flatbed.tables.sharding import READ, WRITE, ShardedRowIO, exchange_grads
 from flatbed.tables.storage.disk.format import is_disk_table
-from flatbed.tables.view import WeightView
 
 
 class Table(TableParameter):
@@ -415,7 +413,7 @@ class Table(TableParameter):
         If the table is sharded, all ranks call this, and the first rank writes.
         """
         self._deferred_checks.check_graphs()
-        exporting.export(self, as_path(path), shard_bytes=shard_bytes)
+        copying.export(self, as_path(path), shard_bytes=shard_bytes)
 
     def close(self, *, discard: bool = False) -> None:
         """Release memory and files. A disk table whose rows changed is checkpointed first.
@@ -466,7 +464,7 @@ class Table(TableParameter):
                 "rows up in the training process, and let workers hand out ids"
             )
         self._check_whole("a pickle")
-        return type(self)._rebuild, copying.parts(self)
+        return type(self)._rebuild, copying.pickled_parts(self)
 
     @classmethod
     def _rebuild(cls, *parts: Any) -> Table:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbed.distributed.channel import Channel
-from flatbed.distributed.dtensor import is_dtensor
+from flatbed.distributed.dense_shards import is_dtensor
 from flatbed.distributed.ranks import Lockstep, communicating, rank
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from flatbed.errors import FlatbedError
 from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.base import Storage
+from flatbed.tables.storage.base import Storage, device_storage, host_storage
 from flatbed.tables.storage.disk import DiskStorage
-from flatbed.tables.storage.memory import device_storage, host_storage
 
 Make = Callable[[Record, Path], Any]
 N_ROWS = 37

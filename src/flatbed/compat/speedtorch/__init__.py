@@ -4,7 +4,17 @@ Names, arguments and the order of calls are SpeedTorch's. Rows that occur severa
 correctly, which they do not in SpeedTorch.
 """
 
-from flatbed.compat.speedtorch.arrays import DataGadget, DataGadgetMM, PMemory, my_pinned_allocator
+from flatbed.compat.speedtorch.arrays import (
+    COM,
+    COMMM,
+    CPUPytorchCOM,
+    DataGadget,
+    DataGadgetMM,
+    GPUPytorchCOM,
+    PMemory,
+    PytorchCOM,
+    my_pinned_allocator,
+)
 from flatbed.compat.speedtorch.factories import (
     CPUPytorchModelFactory,
     CPUPytorchOptimizerFactory,
@@ -17,7 +27,6 @@ from flatbed.compat.speedtorch.factories import (
     PytorchModelFactory,
     PytorchOptimizerFactory,
 )
-from flatbed.compat.speedtorch.matrix import COM, COMMM, CPUPytorchCOM, GPUPytorchCOM, PytorchCOM
 
 __all__ = [
     "COM",

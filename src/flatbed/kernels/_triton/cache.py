@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flatbed.kernels import NONE, RecordLocation, UniqueRows
 from flatbed.kernels._triton.launch import TYPES, Kernel
 from flatbed.kernels._triton.rows import MAX_COLUMNS, MoverShape, field, mover_shape, power, unique
 from flatbed.kernels.cache import ROUNDS, CacheIndex
-from flatbed.kernels.locations import NONE, RecordLocation, UniqueRows
 
 PROBE, SELECT = 512, 128  # rows per program
 FLUSH = 1 << 20  # slots whose changed records are listed at a time
@@ -222,8 +222,7 @@ def admit(
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
     n_missing = torch.empty(1, dtype=torch.int32, device=device)
-    # Its first kernel advances the clock, and sets n_missing to 0.
-    found = unique(keys, n_rows, error_slot, (index.clock, n_missing))
+    found = unique(keys, n_rows, error_slot, ticks=(index.clock, n_missing))
     if on_checked is not None:
         on_checked()
     if n == 0:

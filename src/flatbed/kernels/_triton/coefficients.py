@@ -174,7 +174,7 @@ class Coefficients:
         """Tell if CUDA graphs hold launches with these coefficients."""
         return bool(self._captured)
 
-    def set_grads(self, addresses: list[int]) -> None:
+    def upload_addresses(self, addresses: list[int]) -> None:
         """Begin a step: upload the addresses of gradients if some are new; 0 stands for no gradient."""
         self.capturing = is_capturing(self.device)
         if self.capturing:

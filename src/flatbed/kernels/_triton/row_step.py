@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flatbed.kernels import RecordLocation
 from flatbed.kernels._triton.coefficients import COLUMNS, GROUP, LINE, SCALARS, SKIP, STEPS, Coefficients
 from flatbed.kernels._triton.launch import TYPES, Kernel, element
-from flatbed.kernels._triton.rows import field, located, power, squares, tile
-from flatbed.kernels._triton.update import load_as, load_line, load_state, update_elements
-from flatbed.kernels.locations import RecordLocation
+from flatbed.kernels._triton.rows import field, located, power, sum_squares, tile
+from flatbed.kernels._triton.step import load_as, load_line, load_state, update_elements
 from flatbed.kernels.step import StepOptions
 from flatbed.rule import Group, Rule
 
@@ -143,10 +143,10 @@ class TritonRows:
         also_used = [unused, *(scalar for layout in layouts for scalar in layout.scalars.values())]
         lines = torch.from_numpy(table).to(self.device)
         self.coefficients = Coefficients(rule, groups, lines, step_stats=step_stats, also_used=also_used)
-        self.squares = squares
+        self.sum_squares = sum_squares
         self._kernels: dict[Any, tuple[int, Kernel]] = {}
 
-    def update(
+    def update_rows(
         self,
         index: int,
         rows: Tensor,

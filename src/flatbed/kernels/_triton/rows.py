@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels._triton.launch import TYPES, Kernel
-from flatbed.kernels.locations import RecordLocation, UniqueRows
 
 SQUARES = 65536  # elements per partial sum
 BLOCK = 1024  # keys per program
@@ -135,11 +135,12 @@ def unique(
     keys: Tensor,
     n_rows: int,
     error_slot: Tensor | None,
-    begins: tuple[Tensor, Tensor] | None = None,
+    ticks: tuple[Tensor, Tensor] | None = None,
 ) -> UniqueRows:
     """Find the unique rows.
 
-    `begins`: the clock of a cache, which the first kernel advances, and a count, which it sets to 0.
+    `ticks`, for the first kernel of `admit`: the cache's clock, which it advances, and the number of missing
+    rows, which it sets to 0.
     """
     n, device = keys.numel(), keys.device
     n_blocks = -(-(n + 1) // BLOCK)
@@ -151,7 +152,7 @@ def unique(
     if n == 0:
         return UniqueRows(rows, inverse, rows, starts.zero_(), rank)
     in_order, order = torch.sort(keys.contiguous(), stable=True)
-    _HEADS[begins is not None](n_blocks, device, in_order, counts, *(begins or (counts, counts)), n)
+    _HEADS[ticks is not None](n_blocks, device, in_order, counts, *(ticks or (counts, counts)), n)
     # Always with a place for errors: a captured lookup must not need a kernel that no eager one has loaded.
     error_slot = torch.empty(1, dtype=torch.int64, device=device) if error_slot is None else error_slot
     _MARK(
@@ -280,7 +281,7 @@ def _sum_kernels(dtype: torch.dtype, dim: int) -> tuple[torch.dtype, int, Kernel
 
 
 @triton.jit(do_not_specialize=["n", "per_program"])
-def squares_kernel(values_ptr, partials_ptr, n, per_program, BLOCK: tl.constexpr):
+def sum_squares_kernel(values_ptr, partials_ptr, n, per_program, BLOCK: tl.constexpr):
     """Partial sums of squares, in fp64."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
@@ -292,14 +293,14 @@ def squares_kernel(values_ptr, partials_ptr, n, per_program, BLOCK: tl.constexpr
     tl.store(partials_ptr + tl.program_id(0), tl.sum(total, 0))
 
 
-_SQUARES = Kernel(squares_kernel, BLOCK)
+_SUM_SQUARES = Kernel(sum_squares_kernel, BLOCK)
 
 
-def squares(values: Tensor) -> Tensor:
+def sum_squares(values: Tensor) -> Tensor:
     """Return partial sums of squares in fp64."""
     values, n = values.contiguous(), values.numel()
     partials = torch.empty(max(1, -(-n // SQUARES)), dtype=torch.float64, device=values.device)
-    _SQUARES(len(partials), values.device, values, partials, n, SQUARES)
+    _SUM_SQUARES(len(partials), values.device, values, partials, n, SQUARES)
     return partials
 
 

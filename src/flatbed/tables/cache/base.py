@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flatbed.distributed.row_shards import Exchanged
+from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels.cache import COUNTS, CacheIndex
-from flatbed.kernels.locations import RecordLocation, UniqueRows
 
 
 class Cache(Protocol):
@@ -50,11 +50,11 @@ class Cache(Protocol):
         """
 
     def begin(
-        self, admission: Any, stream: torch.cuda.Stream | None, issued: torch.cuda.Event | None
+        self, admission: Any, stream: torch.cuda.Stream | None, earlier_steps: torch.cuda.Event | None
     ) -> None:
         """Begin the work on the batch with this admission, in this stream.
 
-        `issued` was recorded there after all work on earlier batches. Both are None on a CPU.
+        `earlier_steps` was recorded there after all work on earlier batches. Both are None on a CPU.
         """
 
     def protects(self, batch: LookupBatch | None) -> bool:

@@ -34,10 +34,10 @@ from torch import Tensor
 
 from flatbed.cuda.streams import is_capturing, relaxed_capture
 from flatbed.errors import FlatbedError
+from flatbed.kernels import RecordLocation, UniqueRows
 from flatbed.kernels.cache import CacheIndex
-from flatbed.kernels.locations import RecordLocation, UniqueRows
 from flatbed.tables.cache.base import CacheStats, LookupBatch
-from flatbed.tables.storage.memory import MemoryStorage
+from flatbed.tables.storage.base import MemoryStorage
 
 MAX_WINDOW = 1024
 # After an interrupted admission, the index names slots whose records may not be there.
@@ -66,7 +66,7 @@ class GpuCache:
         self._window = 0
         self._oldest_protected = 1
         self._current = 0
-        self._begun: deque[tuple[int, torch.cuda.Event]] = deque()  # admission, end of work on earlier ones
+        self._earlier_steps: deque[tuple[int, torch.cuda.Event]] = deque()  # admission, event
         self._training_stream: torch.cuda.Stream | None = None
         self._streams_to_await: set[torch.cuda.Stream] = set()  # by the next prefetch
         self._prefetch_done: torch.cuda.Event | None = None
@@ -153,12 +153,12 @@ class GpuCache:
         return batches[numbers.index(min(numbers))]
 
     def begin(
-        self, admission: int, stream: torch.cuda.Stream | None, issued: torch.cuda.Event | None
+        self, admission: int, stream: torch.cuda.Stream | None, earlier_steps: torch.cuda.Event | None
     ) -> None:
         self._current = max(self._current, admission)  # several prefetchers may take turns
-        if issued is not None:
+        if earlier_steps is not None:
             self._training_stream = stream
-            self._begun.append((self._current, issued))
+            self._earlier_steps.append((self._current, earlier_steps))
 
     def wait_for_prefetch(self) -> None:
         """Order the current stream after all prefetches, and the next prefetch after the current stream."""
@@ -175,10 +175,10 @@ class GpuCache:
         """Make a stream wait for work on rows that an admission may evict: those before `oldest_kept`."""
         while self._streams_to_await:
             stream.wait_stream(self._streams_to_await.pop())
-        while self._begun and self._begun[0][0] < oldest_kept:
-            self._begun.popleft()
-        if self._begun:
-            stream.wait_event(self._begun[0][1])
+        while self._earlier_steps and self._earlier_steps[0][0] < oldest_kept:
+            self._earlier_steps.popleft()
+        if self._earlier_steps:
+            stream.wait_event(self._earlier_steps[0][1])
         elif self._training_stream is not None:
             stream.wait_stream(self._training_stream)
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatbed.cuda.streams import OrderedLock
+from flatbed.kernels import RecordLocation, UniqueRows, use_triton
 from flatbed.kernels import rows as ops
-from flatbed.kernels import use_triton
 from flatbed.kernels.cache import (
     CacheIndex,
     Placement,
@@ -31,7 +31,6 @@ from flatbed.kernels.cache import (
     probe,
     select_victims,
 )
-from flatbed.kernels.locations import RecordLocation, UniqueRows
 from flatbed.tables.cache.base import CacheStats, LookupBatch
 from flatbed.tables.cache.write_behind import HostCopies, WriteBehind, WriteThrough
 from flatbed.tables.storage.base import Storage

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +19,7 @@ from numpy.random import Generator, default_rng
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.journal import Journal
+from tests import programs
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,
@@ -48,16 +46,7 @@ def killed(script: str, folder: Path, n_kills: int, *given: str, wanted: dict[st
     for seed in range(ROUNDS):
         place = folder / str(seed)
         place.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-m", script, str(place), str(n_kills), str(seed), *given],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        seen.update(json.loads(done.stdout))
+        seen.update(json.loads(programs.run(script, place, n_kills, seed, *given, filters="error").stdout))
         if all(seen[moment] >= count for moment, count in wanted.items()):
             return
     raise AssertionError(f"hit {dict(seen)}, expected at least {wanted}")
@@ -266,12 +255,7 @@ def replayed(
 
 
 def outcome(
-    scenario: Scenario,
-    files: dict[str, bytes],
-    *,
-    token: str | None,
-    allowed: set[int],
-    generator: Generator,
+    scenario: Scenario, files: dict[str, bytes], *, token: str | None, allowed: set[int], generator: Generator
 ) -> str:
     folder, log = scenario.folder, Log()
     laid_out(folder, files, token)

@@ -8,8 +8,6 @@ import re
 import resource
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -28,6 +26,7 @@ from flatbed.tables.storage.disk.checked_records import file_size
 from flatbed.tables.storage.disk.format import RECORDS_AT, TABLE
 from flatbed.tables.storage.disk.mapped_file import MappedFile
 from flatbed.tables.storage.disk.open_files import OpenFiles
+from tests import programs
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
     RECORD,
@@ -284,7 +283,7 @@ def test_forgotten_storage_gives_everything_back(tmp_path: Path) -> None:
 
 
 FORKED = """
-import os, sys
+import atexit, os, sys
 from tests.tables.storage.disk.test_files import *
 folder = Path(sys.argv[1])
 storage = made(folder)
@@ -317,7 +316,8 @@ if not child:
     os.write(told, b"!")
     os.close(outside)
     os.read(inside, 1)  # lives until the parent has closed its own end
-    sys.exit(0)
+    atexit._run_exitfuncs()
+    os._exit(0)
 os.read(ready, 1)
 storage.checkpoint({"step": 1})
 expected = everything(storage)
@@ -336,10 +336,8 @@ print("fine")
 
 def test_forked_processes_let_go(tmp_path: Path) -> None:
     (tmp_path / "child").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+    done = programs.run(FORKED, tmp_path)
+    assert (done.stdout, done.stderr) == ("fine\n", "")
 
 
 # ---- no room
@@ -422,9 +420,7 @@ for cache_rows in (0, 50):
 
 
 def test_exit_warns_of_lost_changes(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = programs.run(EXIT, tmp_path)
     told = sorted(re.findall(r"7 rows of (\S+) changed since .* dropped at exit", done.stderr))
     assert told == [str(tmp_path / "lost-0"), str(tmp_path / "lost-50")]
     assert done.stderr.count("\n") == 2

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import flatbed
 from flatbed.errors import FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk.mapped_file import MappedFile
+from tests import programs
 from tests.tables.storage.disk.crash_model import failing, files
 
 ROWS, DIM = 50, 4
@@ -87,8 +86,7 @@ import flatbed
 table = flatbed.load_table({str(tmp_path / "t.bed")!r}, read_only=True, device="cpu")
 print(table.read_rows([1, 2]).tolist())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str([[1.0] * DIM] * 2)
+    assert programs.run(program).stdout.strip() == str([[1.0] * DIM] * 2)
 
 
 def test_reads_beside_checkpoints_are_whole(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from flatbed.tables.record import Field, Record
-from flatbed.tables.storage.disk import DiskStorage, threads
+from flatbed.tables.storage.disk import DiskStorage, checked_records
 from flatbed.tables.storage.disk import storage as disk_storage
-from flatbed.tables.storage.disk.checked_records import sums_at
-from flatbed.tables.storage.disk.threads import Readers
+from flatbed.tables.storage.disk.checked_records import Readers, sums_at
 from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
 
 SOON = 0.2
@@ -169,22 +168,22 @@ def test_many_threads_read_from_the_disk_and_few_from_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = Record((Field("weight", torch.float32, 256),))
-    n_rows = 2 * threads.READ_PART // record.nbytes
+    n_rows = 2 * checked_records.READ_PART // record.nbytes
     table, n_faults = made(tmp_path, n_rows, record), count()
-    monkeypatch.setattr(threads, "_disk_faults", lambda: n_rows * next(n_faults))
+    monkeypatch.setattr(checked_records, "_disk_faults", lambda: n_rows * next(n_faults))
     table.gather(torch.arange(n_rows))
-    assert table._files.pool.part_bytes == threads.READ_PART
-    monkeypatch.setattr(threads, "_disk_faults", lambda: 0)
+    assert table._files.pool.part_bytes == checked_records.READ_PART
+    monkeypatch.setattr(checked_records, "_disk_faults", lambda: 0)
     table.gather(torch.arange(n_rows))
-    assert table._files.pool.part_bytes == threads.MEMORY_PART
+    assert table._files.pool.part_bytes == checked_records.MEMORY_PART
     table.close()
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 999, 20_000])
 def test_every_row_is_copied_once(n_rows: int) -> None:
     given: list[int] = []
-    with threads.CopyThreads() as pool:
-        threads.split(pool, lambda rows: given.extend(range(n_rows)[rows]), n_rows, n_parts=n_rows)
+    with checked_records.CopyThreads() as pool:
+        checked_records.split(pool, lambda rows: given.extend(range(n_rows)[rows]), n_rows, n_parts=n_rows)
     assert sorted(given) == list(range(n_rows))
 
 
@@ -199,8 +198,8 @@ def test_call_runs_once_if_no_thread_can_be_started() -> None:
 
     with Full(1) as pool:
         for number in range(5):
-            threads.submit(pool, done.append, number).result()
-        failed = threads.submit(pool, lambda: 1 // 0)
+            checked_records.submit(pool, done.append, number).result()
+        failed = checked_records.submit(pool, lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             failed.result()
     assert sorted(done) == list(range(5))

@@ -24,7 +24,7 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.base import Storage
 from flatbed.tables.storage.disk import DiskStorage, checked_records, journal
-from flatbed.tables.storage.disk import threads as disk_rows
+from flatbed.tables.storage.disk import checked_records as disk_rows
 from flatbed.tables.storage.disk.checked_records import file_size
 from flatbed.tables.storage.disk.mapped_file import MappedFile
 from tests.tables.storage.disk.crash_model import (

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.files import read_small
-from flatbed.tables.storage.disk.checked_records import row_sums
+from flatbed.tables.storage.disk.checked_records import MEMORY_PART, CopyThreads, put, row_sums, split
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
     OLD_JOURNAL,
@@ -39,7 +39,6 @@ from flatbed.tables.storage.disk.format import (
     state_of,
 )
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NoSpace, Records, Sums, anonymous
-from flatbed.tables.storage.disk.threads import MEMORY_PART, CopyThreads, put, split
 
 ENTRIES_AT = PAGE
 SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decision

@@ -18,12 +18,19 @@ from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, row_blocks
-from flatbed.tables.storage.disk.checked_records import check_rows, has_sums, map_records
+from flatbed.tables.storage.disk.checked_records import (
+    CopyThreads,
+    as_records,
+    check_rows,
+    has_sums,
+    map_records,
+    rows_of,
+    take,
+)
 from flatbed.tables.storage.disk.format import RECORDS_AT, STATE_AT, State, normal, read_header
 from flatbed.tables.storage.disk.journal import read_sealed
 from flatbed.tables.storage.disk.mapped_file import MappedFile, Records
-from flatbed.tables.storage.disk.recovery import journal_of
-from flatbed.tables.storage.disk.threads import CopyThreads, as_records, rows_of, take
+from flatbed.tables.storage.disk.open_files import journal_of
 
 PATIENCE = 10.0  # seconds for which a state may stay unreadable
 STAMP = 56  # bytes: the prefix of a state, with its checksum

@@ -22,22 +22,25 @@ from flatbed.errors import FlatbedError
 from flatbed.tables.record import Record
 from flatbed.tables.storage.base import CPU, Fill
 from flatbed.tables.storage.disk.checked_records import (
+    Readers,
     add_sums,
+    as_records,
     check_block,
     check_rows,
     drop_sums,
     file_size,
     known_sums,
     map_records,
+    rows_of,
+    submit,
+    take,
     write_rows,
     write_sums,
 )
 from flatbed.tables.storage.disk.format import RECORDS_AT, Identity, State, normal
 from flatbed.tables.storage.disk.journal import Decision, apply
 from flatbed.tables.storage.disk.mapped_file import MappedFile, NotSynced, Records
-from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, open_files, tell_at_exit
-from flatbed.tables.storage.disk.recovery import kept_journal
-from flatbed.tables.storage.disk.threads import Readers, as_records, rows_of, submit, take
+from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, kept_journal, open_files, tell_at_exit
 
 T = TypeVar("T")
 Meta = Mapping[str, Any]

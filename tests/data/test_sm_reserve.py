@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import flatbed
-from flatbed.cuda import sm_reserve
-from flatbed.cuda.sm_reserve import SmReserve
+from flatbed.data import sm_reserve
+from flatbed.data.sm_reserve import SmReserve
 
 ONE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
