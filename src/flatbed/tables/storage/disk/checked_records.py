@@ -205,7 +205,7 @@ def row_sums(records: Records) -> Sums:
     Whatever has changed, the sum stays with a chance of about 2^-32. Longer words would not do: the weights
     are odd, and two signs that flip at their ends would cancel.
     """
-    words = records.view(np.uint8).reshape(len(records), -1).view(np.uint64)
+    words = records.view(np.uint8).reshape(len(records), records.dtype.itemsize).view(np.uint64)
     weights = _weights(2 * words.shape[1]).reshape(2, -1)
     sums, step = np.empty(len(records), np.uint32), max(1, SUMMED // records.dtype.itemsize)
     for start in range(0, len(words), step):

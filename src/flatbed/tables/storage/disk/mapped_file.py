@@ -90,13 +90,23 @@ class MappedFile:
             )
 
     def map(
-        self, offset: int, nbytes: int, *, count: int, random: bool = False, sums_at: int | None = None
+        self,
+        offset: int,
+        nbytes: int,
+        *,
+        count: int,
+        random: bool = False,
+        large_pages: bool = False,
+        sums_at: int | None = None,
     ) -> Records:
         """Map `count` records of `nbytes`, and their checksums, instead of an earlier mapping."""
         with reporting(self.path, "mapping"):
             mapping = mmap.mmap(self._descriptor, self.size, access=self._access)
         if random and hasattr(mmap, "MADV_RANDOM"):
             mapping.madvise(mmap.MADV_RANDOM)
+        if large_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         self._unmap()
         self._mapping, self.offset = mapping, offset
         # Not np.ndarray(buffer=mapping): its memory could be unmapped while a thread reads it.
@@ -139,6 +149,11 @@ class MappedFile:
         """Replace mapped checksums at positions in range."""
         assert self.sums is not None
         self.sums[at] = sums
+
+    def release(self) -> None:
+        """Leave changed pages to the page cache; otherwise `sync` interrupts the threads for each of them."""
+        if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: nothing is lost
 
     def reserve(self, size: int) -> None:
         """Extend the file to `size` with disk space for every byte; after an error it is as before."""
