@@ -95,7 +95,7 @@ class TableStepper:
         if kernels is None:
             self._update_in_torch(packs, options, scaling, squares)
             return
-        kernels.coefficients.upload_addresses([int(pack is not None) for pack in packs])
+        kernels.coefficients.begin_step([int(pack is not None) for pack in packs])
         kernels.coefficients.prepare(options, scaling, squares)
         for index, (slot, pack) in enumerate(zip(self.slots, packs, strict=True)):
             if pack is None:

@@ -174,8 +174,11 @@ class Coefficients:
         """Tell if CUDA graphs hold launches with these coefficients."""
         return bool(self._captured)
 
-    def upload_addresses(self, addresses: list[int]) -> None:
-        """Begin a step: upload the addresses of gradients if some are new; 0 stands for no gradient."""
+    def begin_step(self, addresses: list[int]) -> None:
+        """Begin a step: upload the addresses of gradients if some are new; 0 stands for no gradient.
+
+        Kernels of rows only ask whether there is one: 1 stands for any.
+        """
         self.capturing = is_capturing(self.device)
         if self.capturing:
             self.arguments = self._stage(addresses)

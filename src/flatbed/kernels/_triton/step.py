@@ -398,7 +398,7 @@ class TritonStepper:
         for i in self._empty:
             # An empty gradient has no address. Kernels only test that there is one.
             addresses[i] = 0 if grads[i] is None else self._table.data_ptr()
-        self._coefficients.upload_addresses(addresses)
+        self._coefficients.begin_step(addresses)
 
     def squares(self, options: StepOptions) -> dict[int, Tensor]:
         if self.whole_grads is not None:
