@@ -16,7 +16,7 @@ Events between them, and the reason for each
 |---|---|---|
 | `MovedBatch.arrived`, after the copies of a batch | "rows" | admissions read the ids of the batch |
 | | training | the model reads the batch |
-| `earlier_steps`: training, at each `next` of a loop | "rows" | an admission may evict rows of older batches |
+| `earlier_steps`: training, at each `next` of a loop | "rows" | an admission may evict rows of those steps |
 | | loader thread | a batch is copied after the step of an earlier one, so that few are on the device |
 | `LookupBatch.ready`, after an admission | training | lookup and step use slots that the admission filled |
 | the last one, `GpuCache._prefetch_done` | training | uses rows that `protects` does not cover |
