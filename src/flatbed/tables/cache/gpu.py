@@ -19,7 +19,7 @@ into the cache together, so that all their rows are in slots.
   is given the event after the work on earlier batches. Without such an event it waits for the training
   stream. Prefetches need no order among themselves, since they run in one stream. With depth 2 and one
   lookup, W is 3: the `next` that hands out batch 7 admits batch 8, which keeps the rows of 5 to 7 and waits
-  for the work on batches before 5. So it runs beside the steps on 5 and 6, if the GPU is still busy with them.
+  for the work on batches before 5. So it runs beside the steps on 5 and 6, if these still run.
 - The index's clock on the device and `_n_admissions` on the host count the same admissions.
 - CUDA graphs run admissions that the host does not count. From the first captured admission on, nothing is
   prefetched and nothing is protected.
