@@ -224,3 +224,10 @@ def test_fsdp2_ignores_tables_when_told_to(tmp_path: Any) -> None:
             fully_shard(pair()[0], mesh=mesh)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_hook_on_a_table_raises() -> None:
+    """It would be called without the gradient."""
+    emb = flatbed.Embedding(6, 3)
+    with pytest.raises(flatbed.FlatbedError, match="output of the lookup"):
+        emb.table.register_hook(print)

@@ -116,6 +116,11 @@ def _no_tensor(func: Any) -> FlatbedError:
         )
     if func is Tensor._is_view:  # the first question of torch.export
         return FlatbedError(NOT_EXPORTED)
+    if func is Tensor.register_hook:
+        return FlatbedError(
+            "a hook on a table would be called without its gradient, which is one of rows: register it on the "
+            "output of the lookup, or read table.grad after the backward pass"
+        )
     return FlatbedError(
         f"{getattr(func, '__name__', func)} was called on a table, whose rows are not one tensor: use "
         f"table.read_rows(ids), table.write_rows(ids, values) or emb.weight; to train it, an optimizer of "
@@ -135,7 +140,6 @@ _ALLOWED = {
     Tensor.untyped_storage,
     Tensor.element_size,
     torch.numel,
-    Tensor.register_hook,
     Tensor.__hash__,
     torch.is_complex,
     torch.is_floating_point,
