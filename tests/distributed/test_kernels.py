@@ -77,7 +77,7 @@ def test_a_local_tensor_that_is_replaced(kernel_device: str, mesh: DeviceMesh) -
 
 
 def test_memory_that_is_replaced_inside_of_a_local_tensor(kernel_device: str, mesh: DeviceMesh) -> None:
-    """Code that offloads some layers resizes storages or sets `data`: the local tensor stays the object it was."""
+    """Code that offloads layers may resize storages or set `data`: the local tensor stays the same object."""
     params: list[Any] = [nn.Parameter(shard(torch.ones(n, device=kernel_device), mesh)) for n in (0, 600, 0)]
     optimizer = flatbed.optim.SGD(params, lr=1.0)
     kept: list[Tensor] = []  # otherwise memory may come back at its old address
