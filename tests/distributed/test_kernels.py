@@ -74,3 +74,29 @@ def test_a_local_tensor_that_is_replaced(kernel_device: str, mesh: DeviceMesh) -
         optimizer.step()
         assert torch.equal(p.to_local(), torch.full_like(p.to_local(), -float(step)))
         p._local_tensor = p._local_tensor.clone()
+
+
+def test_memory_that_is_replaced_inside_of_a_local_tensor(kernel_device: str, mesh: DeviceMesh) -> None:
+    """Code that offloads layers may resize storages or set `data`: the local tensor stays the same object."""
+    params: list[Any] = [nn.Parameter(shard(torch.ones(n, device=kernel_device), mesh)) for n in (0, 600, 0)]
+    optimizer = flatbed.optim.SGD(params, lr=1.0)
+    kept: list[Tensor] = []  # otherwise memory may come back at its old address
+    for step in range(3):
+        for p in params:
+            p.grad = shard(torch.ones_like(p._local_tensor), mesh)
+        optimizer.step()
+        local = params[1]._local_tensor
+        assert torch.equal(local, torch.full_like(local, -float(step)))
+        kept.append(local.data)
+        local.data = local.data.clone()
+
+
+def test_state_whose_local_tensor_is_replaced(kernel_device: str, mesh: DeviceMesh) -> None:
+    p: Any = nn.Parameter(shard(torch.zeros(600, device=kernel_device), mesh))
+    optimizer = flatbed.optim.SGD([p], lr=1.0, momentum=1.0)
+    for expected in (-1.0, -2.0):  # -3, if the step used the buffer that was swapped away
+        p.grad = shard(torch.ones(600, device=kernel_device), mesh)
+        optimizer.step()
+        assert torch.equal(p.to_local(), torch.full_like(p.to_local(), expected))
+        buffer = optimizer.state[p]["momentum_buffer"]
+        torch.utils.swap_tensors(buffer, torch.zeros_like(buffer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not, itemgetter, methodcaller
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flatbed.optim.optimizer import Optimizer
 
 GRAD, NBYTES = attrgetter("grad"), attrgetter("nbytes")
-PARAMS, VALUES = itemgetter("params"), methodcaller("values")
+PARAMS = itemgetter("params")
 
 
 class StepStats:
@@ -85,10 +85,9 @@ class StepStats:
 class Fingerprint:
     """The groups, state and parameters that a plan was built from, as far as a step depends on them.
 
-    Parameters are compared by identity and address, the local tensors of DTensors by identity, since FSDP2
-    may replace them, entries of the state by identity and length. Code that converts dtypes, or replaces or
-    moves tensors inside of entries, does so for all parameters: the first and the last one are compared in
-    detail.
+    Parameters are compared by identity and address, DTensors by that of their local tensor, which FSDP2 may
+    replace, entries of the state by identity and length. Code that converts dtypes, or replaces or moves
+    tensors inside of entries, does so for all parameters: the first and the last one are compared in detail.
     """
 
     def __init__(self, rule: Rule, groups: Groups, state: dict[Any, Any], slots: list[ParamSlot]) -> None:
@@ -103,15 +102,20 @@ class Fingerprint:
         slotted = {id(slot.owner) for slot in slots}
         idle = [p for p in self._params[:-1] if id(p) not in slotted]
         self._idle = [p for p in idle if not isinstance(p, Table)]
-        self._addresses = list(map(Tensor.data_ptr, self._whole))
-        self._locals = list(map(LOCAL, self._sharded))
+        self._addresses = self._find_addresses()
         ends = [*slots[:1], *slots[1:][-1:]]
         self._end_params = [slot.owner for slot in ends]
         self._end_entries = [slot.published or {} for slot in ends]
-        self._end_values = [value for entry in self._end_entries for value in entry.values()]
-        self._end_tensors = [local_of(value) for value in self._end_values if isinstance(value, Tensor)]
+        self._end_values = self._find_end_values()
+        self._end_tensors = [value for value in self._end_values if isinstance(value, Tensor)]
         self._end_addresses = list(map(Tensor.data_ptr, self._end_tensors))
         self._end_kinds = self._describe_ends()
+
+    def _find_addresses(self) -> list[int]:
+        return list(map(Tensor.data_ptr, chain(self._whole, map(LOCAL, self._sharded))))
+
+    def _find_end_values(self) -> list[Any]:
+        return [local_of(value) for entry in self._end_entries for value in entry.values()]
 
     def _describe_ends(self) -> list[Any]:
         ends = map(local_of, self._end_params)
@@ -129,10 +133,9 @@ class Fingerprint:
             and all(map(is_, self._params, chain(chain.from_iterable(map(PARAMS, groups)), (...,))))
             and all(map(is_, self._entries, chain(state.values(), (...,))))
             and self._lengths == list(map(len, state.values()))
-            and self._addresses == list(map(Tensor.data_ptr, self._whole))
-            and all(map(is_, self._locals, map(LOCAL, self._sharded)))
+            and self._addresses == self._find_addresses()
             and self._end_kinds == self._describe_ends()
-            and all(map(is_, self._end_values, chain.from_iterable(map(VALUES, self._end_entries))))
+            and all(map(is_, self._end_values, self._find_end_values()))
             and self._end_addresses == list(map(Tensor.data_ptr, self._end_tensors))
             and all(map(is_, map(GRAD, self._idle), repeat(None)))
         )
