@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,30 @@ def overflow_on_one_rank(_: Path) -> None:
     assert all(map(torch.equal, before, map(local, model.parameters())))
 
 
+def overflow_on_one_mesh(_: Path) -> None:
+    """A GradScaler reduces its flag over the mesh of the first gradient only."""
+    if dist.get_world_size() != 4:
+        return
+    for fused, max_norm in ((None, 1.0), (True, None)):
+        model = two_dimensions()
+        params = [p for p in reversed([*model.parameters()]) if p.requires_grad]
+        optimizer = flatbed.optim.AdamW(params, fused=fused, max_norm=max_norm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(2):
+            scaler.scale(model(batch(step)).pow(2).mean()).backward()
+            if step == 1 and dist.get_rank() == 1:
+                p: Any = model.first.weight
+                p.grad.to_local()[0, 0] = float("inf")
+            before = [local(p).clone() for p in params]
+            if step == 1:
+                assert_raises(partial(scaler.step, optimizer), "overflowed on some ranks only")
+                assert all(map(torch.equal, before, map(local, params)))
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+
+
 def scaled_steps_are_torchs(_: Path) -> None:
     model, other = sharded(Model()), sharded(Model())
     ours = flatbed.optim.AdamW(model, fused=True)
@@ -471,7 +496,8 @@ def bad_input(_: Path) -> None:
 SCENARIOS = [
     *(every_optimizer_is_that_of_plain_shards, a_class_of_torch, norms_are_those_of_whole_gradients),
     *(collectives_are_for_norms_only, torch_clips_beside, pipeline_stages, low_precision, averages),
-    *(overflow_on_one_rank, scaled_steps_are_torchs, other_ways_to_train, sums_that_are_not_reduced),
+    *(overflow_on_one_rank, overflow_on_one_mesh, scaled_steps_are_torchs, other_ways_to_train),
+    sums_that_are_not_reduced,
     *(parameters_replaced_by_a_framework, step_in_place, bad_input),
 ]
 

@@ -94,6 +94,11 @@ class Sharding:
         return local_of(held)
 
 
+def on_several_meshes(params: Iterable[Tensor]) -> bool:
+    """Tell if parameters are sharded over more than one mesh."""
+    return len({held.mesh for held in map(Sharding.of, params) if held is not None}) > 1
+
+
 def whole(value: Tensor) -> Tensor:
     """All elements of a tensor; ranks exchange theirs if it is sharded."""
     held: Any = value

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from flatbed.distributed.dense_shards import StateSharding, is_dtensor, local_of
+from flatbed.distributed.dense_shards import StateSharding, is_dtensor, local_of, on_several_meshes
 from flatbed.distributed.peers import Peers
 from flatbed.distributed.ranks import ExchangeError, world_size
 from flatbed.errors import FlatbedError
@@ -250,6 +250,7 @@ class Optimizer(torch.optim.Optimizer):
             or self._norm_group is not None
             or any(group.get("fused") for group in self.param_groups)
             or (has_cuda and torch.cuda.is_current_stream_capturing())
+            or on_several_meshes(p for group in self.param_groups for p in group["params"])
             or any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
         )
 

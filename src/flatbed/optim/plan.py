@@ -19,6 +19,7 @@ from flatbed.distributed.dense_shards import (
     exchange_pieces,
     is_dtensor,
     local_of,
+    on_several_meshes,
     plan_pieces,
     reshard,
 )
@@ -376,9 +377,17 @@ def _found_by_any_rank(optimizer: Optimizer, plan: Plan, found_inf: Tensor | Non
     """Return the overflow flag of a GradScaler; an overflow of one rank is one of all."""
     if tables := [slot.table for slot in optimizer._tables.slots]:
         found_inf = any_replica(found_inf, tables)
-    if found_inf is not None and plan.shard_groups.many:
-        found_inf = plan.shard_groups.any(found_inf)
-    return found_inf
+    if found_inf is None or not plan.shard_groups.many:
+        return found_inf
+    found = plan.shard_groups.any(found_inf)
+    if on_several_meshes(plan.owners):
+        found_by_all = 1 - plan.shard_groups.any(1 - found_inf)
+        if bool(found != found_by_all):
+            raise FlatbedError(
+                "gradients overflowed on some ranks only. torch's GradScaler tells the ranks of one mesh, and "
+                "would scale differently on the others: train parameters on several meshes in bfloat16"
+            )
+    return found
 
 
 def _unscale_(scaling: Scaling, grads: list[Any]) -> None:

@@ -191,8 +191,8 @@ def check_table(spec: OptimizerSpec, owner: Any, name: str, table: Table, group:
         )
     if options.ema_decay is not None:
         raise ValueError(
-            f"ema_decay is not for tables (found {name}): it would have to change rows outside the batch. Give "
-            f"tables an optimizer of their own, without it"
+            f"ema_decay is not for tables (found {name}): it would have to change rows outside the batch. "
+            f"Give tables an optimizer of their own, without it"
         )
     if options.state_dtype not in (None, wide):
         raise ValueError(f"the state of table {name} is {wide}; found state_dtype={options.state_dtype}")

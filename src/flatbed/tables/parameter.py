@@ -118,8 +118,8 @@ def _no_tensor(func: Any) -> FlatbedError:
         return FlatbedError(NOT_EXPORTED)
     if func is Tensor.register_hook:
         return FlatbedError(
-            "a hook on a table would be called without its gradient, which is one of rows: register it on the "
-            "output of the lookup, or read table.grad after the backward pass"
+            "a hook on a table would be called without its gradient, which is one of rows: register it on "
+            "the output of the lookup, or read table.grad after the backward pass"
         )
     return FlatbedError(
         f"{getattr(func, '__name__', func)} was called on a table, whose rows are not one tensor: use "
