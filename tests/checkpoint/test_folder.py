@@ -224,6 +224,28 @@ def test_table_that_fails_late_leaves_the_others(tmp_path: Path, monkeypatch: py
     assert difference(snapshot(model, optimizer), before) is None
 
 
+AT_EXIT = """
+import atexit, sys, torch, flatbed
+from torch import nn
+from flatbed.tables.storage.disk import journal
+
+journal.MANY_BYTES = 0
+table = flatbed.Embedding(100, 4, storage="disk", path=sys.argv[1] + "/t.bed", init="zeros")
+table.write_rows(torch.arange(100), torch.ones(100, 4))
+model = nn.Linear(512, 512)  # 1 MB
+atexit.register(flatbed.save_checkpoint, sys.argv[1] + "/run", model)
+atexit.register(table.table.close)
+"""
+
+
+def test_functions_at_exit_can_save(tmp_path: Path) -> None:
+    """Pools take no more work by then."""
+    ended = programs.run(AT_EXIT, tmp_path, finalize=True)
+    assert "Error" not in ended.stderr
+    assert (flatbed.load_table(tmp_path / "t.bed", read_only=True).read_rows(range(100)) == 1).all()
+    load_checkpoint(tmp_path / "run", nn.Linear(512, 512))
+
+
 # ---- damage
 
 

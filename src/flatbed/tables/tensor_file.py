@@ -30,7 +30,7 @@ from flatbed.distributed.ranks import Lockstep, communicating, rank
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.files import BLOCK_BYTES, draft_of, file_errors, open_regular, replacing, write_at
-from flatbed.tables.storage.disk.checked_records import row_sums
+from flatbed.tables.storage.disk.checked_records import row_sums, submit
 
 SUM_BYTES = 4096  # under one sum of a checksum: part of the format of checkpoints
 SYNC_BYTES = 1 << 28  # written between syncs, so that a long save answers Control-C
@@ -182,7 +182,7 @@ class Writer:
             self._add(name, offset, data)
             write_at(self._descriptor, self._starts[name] + offset, data)
         else:
-            adding = self._pool.submit(self._add, name, offset, data)
+            adding = submit(self._pool, self._add, name, offset, data)
             write_at(self._descriptor, self._starts[name] + offset, data)
             adding.result()
         self._n_unsynced += len(data)
