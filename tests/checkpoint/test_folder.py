@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch import nn
 import flatbed
 from flatbed.checkpoint import load as loading
 from flatbed.checkpoint import load_checkpoint, save_checkpoint
+from flatbed.checkpoint.load_table import check_path
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables import saving
 from flatbed.tables.storage.disk import DiskStorage
@@ -222,6 +224,28 @@ def test_table_that_fails_late_leaves_the_others(tmp_path: Path, monkeypatch: py
     assert difference(snapshot(model, optimizer), before) is None
 
 
+AT_EXIT = """
+import atexit, sys, torch, flatbed
+from torch import nn
+from flatbed.tables.storage.disk import journal
+
+journal.MANY_BYTES = 0
+table = flatbed.Embedding(100, 4, storage="disk", path=sys.argv[1] + "/t.bed", init="zeros")
+table.write_rows(torch.arange(100), torch.ones(100, 4))
+model = nn.Linear(512, 512)  # 1 MB
+atexit.register(flatbed.save_checkpoint, sys.argv[1] + "/run", model)
+atexit.register(table.table.close)
+"""
+
+
+def test_functions_at_exit_can_save(tmp_path: Path) -> None:
+    """Pools take no more work by then."""
+    ended = programs.run(AT_EXIT, tmp_path, finalize=True)
+    assert "Error" not in ended.stderr
+    assert (flatbed.load_table(tmp_path / "t.bed", read_only=True).read_rows(range(100)) == 1).all()
+    load_checkpoint(tmp_path / "run", nn.Linear(512, 512))
+
+
 # ---- damage
 
 
@@ -248,6 +272,58 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
             file.write_bytes(good)
     assert difference(snapshot(model, optimizer), before) is None
     assert load_checkpoint(tmp_path / "run", model, optimizer) == {"epoch": 3}
+
+
+def two_signs(data: bytearray) -> None:
+    """Flip the last bits of two words of 64 bits, whose sum stays."""
+    data[-4096 + 7] ^= 0x80
+    data[-4096 + 71] ^= 0x80
+
+
+def swapped_words(data: bytearray) -> None:
+    data[-4096:-4080] = data[-4088:-4080] + data[-4096:-4088]
+
+
+def swapped_pages(data: bytearray) -> None:
+    data[-8192:] = data[-4096:] + data[-8192:-4096]
+
+
+def longer(data: bytearray) -> None:
+    data.extend(bytes(8))
+
+
+def shorter(data: bytearray) -> None:
+    del data[-8:]
+
+
+@pytest.mark.parametrize("damage", [two_signs, swapped_words, swapped_pages, longer, shorter])
+def test_damage_of_several_words_is_found(damage: Callable[[bytearray], None], tmp_path: Path) -> None:
+    model = nn.Linear(64, 64, bias=False)  # four pages
+    save_checkpoint(tmp_path, model)
+    file = current(tmp_path) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    damage(data)
+    file.write_bytes(data)
+    with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
+        load_checkpoint(tmp_path, model)
+    with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
+        check_path(tmp_path)
+
+
+def test_checksums_that_are_numbers_are_compared(tmp_path: Path) -> None:
+    """Files of earlier versions: CRC-32 of the sums of the words of each page, and of the rest."""
+    model = nn.Linear(64, 70, bias=False)
+    save_checkpoint(tmp_path, model)
+    version = current(tmp_path)
+    file, data = version / "model.safetensors", (version / "model.safetensors").read_bytes()
+    head, tensor = data[: -64 * 70 * 4], data[-64 * 70 * 4 :]
+    sums = np.frombuffer(tensor[: 4 * 4096], np.uint64).reshape(4, -1).sum(1).tobytes()
+    old = {"": zlib.crc32(head), "weight": zlib.crc32(sums + tensor[4 * 4096 :])}
+    rewrite(version / "checkpoint.json", lambda found: found["files"].update({file.name: old}))
+    load_checkpoint(tmp_path, model)
+    flipped(file, len(data) - 5000, 3)
+    with pytest.raises(DamagedFileError, match="the checksum of 'weight' is wrong"):
+        load_checkpoint(tmp_path, model)
 
 
 def test_checkpoint_of_the_first_version_loads(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def save(table: Table, path: Path) -> None:
         write(table, path, lockstep)
 
 
-def write(table: Table, path: Path, lockstep: Lockstep, *, name: str = "") -> dict[str, int]:
+def write(table: Table, path: Path, lockstep: Lockstep, *, name: str = "") -> dict[str, str]:
     """Write the file of a table, and return its checksums; on the first rank, if the table is sharded.
 
     With the table's `name` in a model, its tensors are `name`, `name.exp_avg` and so on, so that the names in

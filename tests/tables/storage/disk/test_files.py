@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -280,6 +281,16 @@ def test_forgotten_storage_gives_everything_back(tmp_path: Path) -> None:
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     assert list(files(tmp_path)) == ["table"]
     DiskStorage.open(tmp_path / "table").close()
+
+
+def test_locked_memory_can_be_synced(tmp_path: Path) -> None:
+    """As after mlockall: the system refuses to release such pages."""
+    libc, file = ctypes.CDLL(None), MappedFile(tmp_path / "file", create=True)
+    file.reserve(4096)
+    rows = file.map(0, 8, count=512)
+    assert libc.mlock(ctypes.c_void_p(rows.ctypes.data), ctypes.c_size_t(4096)) == 0
+    file.release()
+    file.sync()
 
 
 FORKED = """

@@ -23,7 +23,7 @@ from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.files import read_small
-from flatbed.tables.storage.disk.checked_records import MEMORY_PART, CopyThreads, put, row_sums, split
+from flatbed.tables.storage.disk.checked_records import MEMORY_PART, CopyThreads, put, row_sums, split, submit
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
     OLD_JOURNAL,
@@ -302,10 +302,11 @@ def digest(file: MappedFile, records: Records, *, end: int, sync: bool = False) 
             if sync:
                 file.release()
             # From the end: the kernel writes pages, and locks them, from the beginning.
-            adding = pool.map(add, range(0, len(records), step)[::-1])
+            parts = [submit(pool, add, start) for start in range(0, len(records), step)[::-1]]
             if sync:
                 file.sync()
-            list(adding)
+            for part in parts:
+                part.result()
     with file.part(index_at(len(records), records.dtype.itemsize), end) as rest:
         return sums, hashlib.sha256(sums.tobytes() + rest).hexdigest()
 

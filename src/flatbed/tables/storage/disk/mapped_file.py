@@ -153,7 +153,8 @@ class MappedFile:
     def release(self) -> None:
         """Leave changed pages to the page cache; otherwise `sync` interrupts the threads for each of them."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: nothing is lost
+            with suppress(OSError):  # locked memory
+                self._mapping.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: nothing is lost
 
     def reserve(self, size: int) -> None:
         """Extend the file to `size` with disk space for every byte; after an error it is as before."""
