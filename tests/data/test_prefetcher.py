@@ -462,7 +462,7 @@ def test_every_end_releases_everything(
 
 @pytest.mark.parametrize("way", [leave_by_break, leave_by_del, leave_by_close, leave_by_error])
 def test_no_worker_process_is_left(emb: flatbed.Embedding, way: Any) -> None:
-    way(Prefetcher(loader(1000, 1, num_workers=2), {emb: lambda batch: batch["items"] % ROWS}))
+    way(Prefetcher(loader(1000, 1, num_workers=1), {emb: lambda batch: batch["items"] % ROWS}))
     assert wait_until(lambda: not workers())
 
 

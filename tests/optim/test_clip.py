@@ -49,6 +49,18 @@ def test_tiny_gradients_are_clipped_as_torch_does_it(where: str) -> None:
     assert_models_equal(ours, theirs, "tolerant")
 
 
+def test_small_parameters_between_large_ones_are_clipped_together() -> None:
+    """A call for each bias costs more than its update."""
+    layers = nn.Sequential(*(nn.Linear(512, 1024) for _ in range(6)))
+    optimizer = flatbed.optim.AdamW(layers.parameters(), max_norm=0.1)
+    for p in layers.parameters():
+        p.grad = torch.ones_like(p)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    (updates,) = (event.count for event in profile.key_averages() if event.key == "aten::_fused_adamw_")
+    assert updates == 7  # six weights, and all biases
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [("Adam", {"amsgrad": True}), ("SGD", {"momentum": 0.9}), ("RMSprop", {"centered": True})],

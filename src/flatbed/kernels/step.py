@@ -397,12 +397,15 @@ class TorchStepper:
                     line[columns] = value
 
     def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
-        """Group slots into those that one call updates."""
+        """Group slots into those that one call updates: a large one alone, small ones together."""
         chunk: list[int] = []
         nbytes = 0
         for i in indices:
             size = self.slots[i].param.nbytes
-            if chunk and nbytes + size > CHUNK_BYTES:
+            if size > CHUNK_BYTES:
+                yield [i]
+                continue
+            if nbytes + size > CHUNK_BYTES:
                 yield chunk
                 chunk, nbytes = [], 0
             chunk.append(i)
