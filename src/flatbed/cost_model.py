@@ -33,7 +33,7 @@ GPU_MEMORY = 1_800 * GB
 KERNEL_SECONDS = 0.3e-3
 """Kernels of a step: 0.34 ms in a CUDA graph, of which 0.09 are the bus (h200-cache, Zipf 1.2)."""
 HOST_SECONDS = 1.3e-3
-"""Python and launches of an eager step on one rank: 1.27 to 1.34 ms with rows in the cache (h200-shards)."""
+"""Python and launches of an eager step on one rank: 1.11 to 1.35 ms with Zipf ids (h200-shards)."""
 HEADER_SECONDS = 60e-6
 """Time of a small message on the host between a rank and each other, before rows travel: 55 to 65 µs of CPU
 time with 8 to 32 ranks (h200-shards, headers)."""

@@ -1,8 +1,8 @@
 """Ranks that end or fail while others look rows up, with and without a `Prefetcher`.
 
 `python -m tests.distributed.rank_failures FOLDER loop-killed-0 lookup-stuck-1` trains on three ranks for each
-argument, all at the same time: what the ranks iterate over, how one of them fails, and its number. The other
-ranks write their errors to FOLDER/loop-killed-0/1.txt.
+argument, all at the same time: what the ranks iterate over, how one of them fails, and its number. With
+"build", it ends before it builds the table. The other ranks write their errors to FOLDER/loop-killed-0/1.txt.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ TIMEOUT = 6.0  # once all ranks train
 def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
     dist.init_process_group("gloo", store=store_of(rank, folder), rank=rank, world_size=WORLD)
     disk = {"storage": "disk", "path": folder / "items.bed"} if way == "disk" else {}
-    emb = flatbed.Embedding(ROWS, DIM, shard="row", **disk)
-    optimizer = flatbed.optim.SGD(emb, lr=0.1)
-    train(emb, optimizer, torch.tensor([rank]))
-    shorten_timeouts(emb)
     loader = [torch.tensor([rank, 5, step]) for step in range(STEPS)]
     out = folder / f"{rank}.txt"
     try:
+        if kind == "build":
+            shorten_timeouts()
+            if rank == culprit:
+                os._exit(0)
+        emb = flatbed.Embedding(ROWS, DIM, shard="row", **disk)
+        optimizer = flatbed.optim.SGD(emb, lr=0.1)
+        train(emb, optimizer, torch.tensor([rank]))
+        shorten_timeouts(emb)
         for step, ids in enumerate(batches_of(kind, loader, emb)):
             if rank == culprit and step == (STEPS - 1 if kind == "last" else 3):
                 if way == "left":
@@ -74,13 +78,14 @@ def train(emb: flatbed.Embedding, optimizer: torch.optim.Optimizer, ids: Tensor)
     optimizer.zero_grad()
 
 
-def shorten_timeouts(emb: flatbed.Embedding) -> None:
+def shorten_timeouts(emb: flatbed.Embedding | None = None) -> None:
     """Set the timeouts of this rank, when no rank has to wait for one that is still starting."""
-    assert emb.table._shards is not None
     dist.barrier()
     limit = datetime.timedelta(seconds=TIMEOUT)
     dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
-    emb.table._shards.channel._gloo._set_default_timeout(limit)
+    if emb is not None:
+        assert emb.table._shards is not None
+        emb.table._shards.channel._gloo._set_default_timeout(limit)
 
 
 def fail(emb: flatbed.Embedding, way: str) -> None:

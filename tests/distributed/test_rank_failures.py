@@ -12,6 +12,7 @@ from flatbed.distributed.peers import wait_in_step
 from tests.distributed.processes import run_script
 
 REASONS = {
+    "build-finished-1": "",
     "lookup-killed-1": "",
     "lookup-finished-1": "",
     "lookup-stuck-1": "",

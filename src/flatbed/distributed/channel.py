@@ -63,7 +63,8 @@ class Channel:
         self.rank: int = dist.get_rank(parent)
         backend = str(dist.get_backend(parent))
         self._gpus_reached = "nccl" in backend or "fake" in backend  # "fake" measures one rank's work
-        self._gloo = _gloo_of(parent, number)
+        with naming_missing("the connection of ranks of a sharded table", parent, self.ranks):
+            self._gloo = _gloo_of(parent, number)
         self.n_exchanges = 0
         self._n_tables = 0
         # They return a rank that is known never to answer a header, and why; the argument is True if the
