@@ -384,8 +384,8 @@ def _found_by_any_rank(optimizer: Optimizer, plan: Plan, found_inf: Tensor | Non
         found_by_all = 1 - plan.shard_groups.any(1 - found_inf)
         if bool(found != found_by_all):
             raise FlatbedError(
-                "gradients overflowed on some ranks only. torch's GradScaler tells the ranks of one mesh, and "
-                "would scale differently on the others: train parameters on several meshes in bfloat16"
+                "gradients overflowed on some ranks only. torch's GradScaler tells the ranks of one mesh, "
+                "and would scale differently on the others: train parameters on several meshes in bfloat16"
             )
     return found
 
