@@ -96,7 +96,8 @@ class Sharding:
 
 def on_several_meshes(params: Iterable[Tensor]) -> bool:
     """Tell if parameters are sharded over more than one mesh."""
-    return len({held.mesh for held in map(Sharding.of, params) if held is not None}) > 1
+    meshes = {id(spec.mesh): spec.mesh for spec in map(SPEC, filter(is_dtensor, params))}
+    return len(set(meshes.values())) > 1
 
 
 def whole(value: Tensor) -> Tensor:

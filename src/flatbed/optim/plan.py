@@ -212,6 +212,7 @@ class Plan:
         self.masters = MasterWeights(slots)
         self.owners = [slot.owner for slot in slots]
         self.has_dtensors = any(is_dtensor(owner) for owner in self.owners)
+        self.has_several_meshes = on_several_meshes(self.owners)
         self._has_state_shards = any(slot.own_rows is not None for slot in slots)
         self.pieces = plan_pieces([(s.owner, s.sharding) for s in slots if s.own_rows is not None])
         """The updated rows that ranks exchange after a step."""
@@ -380,7 +381,7 @@ def _found_by_any_rank(optimizer: Optimizer, plan: Plan, found_inf: Tensor | Non
     if found_inf is None or not plan.shard_groups.many:
         return found_inf
     found = plan.shard_groups.any(found_inf)
-    if on_several_meshes(plan.owners):
+    if plan.has_several_meshes:
         found_by_all = 1 - plan.shard_groups.any(1 - found_inf)
         if bool(found != found_by_all):
             raise FlatbedError(
