@@ -49,7 +49,7 @@ RESERVED = f"{PREFETCHED}, SMs reserved"
 VARIANTS: dict[str, Callable[[FlatbedTable], Steps]] = {
     EAGER: lambda table: each(table.step),
     PREFETCHED: lambda table: table.prefetched(depth=2),
-    RESERVED: lambda table: table.prefetched(reserve_sms=12),
+    RESERVED: lambda table: table.prefetched(reserve_sms=4),
     CAPTURED: lambda table: each(table.captured_step),
 }
 

@@ -25,7 +25,7 @@ from flatbed.kernels._triton import rows as row_kernels  # noqa: E402
 from flatbed.kernels._triton.coefficients import prepare_kernel  # noqa: E402
 from flatbed.kernels._triton.launch import element  # noqa: E402
 from flatbed.kernels._triton.row_step import step_rows_kernel  # noqa: E402
-from flatbed.kernels._triton.rows import MOVERS, power  # noqa: E402
+from flatbed.kernels._triton.rows import mover_shape, power  # noqa: E402
 from flatbed.kernels._triton.step import update_kernel  # noqa: E402
 
 TYPES = {
@@ -146,7 +146,8 @@ def cache() -> None:
         for direct in (True, False):
             flags = {"DIRECT": direct, "FREQUENCY": by_frequency, "ROUNDS": 16, "BLOCK": 128}
             ptx(cache_kernels.select_victims_kernel, maps, **flags)
-    for nbytes, (_, warps, n_rows) in (*MOVERS["both"].items(), (4608, (12, 32, 4))):
+    for nbytes in (64, 128, 256, 512, 1024, 1536, 2048, 4096, 4608):
+        _, warps, n_rows = mover_shape(nbytes, both_ways=True)
         words = nbytes // 8
         shape = {"STRIDE": nbytes, "WORDS": words, "COLUMNS": min(power(words), 512), "ROWS": n_rows}
         code = ptx(cache_kernels.fill_and_write_back_kernel, maps, num_warps=warps, **shape)

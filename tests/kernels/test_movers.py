@@ -92,9 +92,9 @@ def test_flush(
 
 
 def test_every_size_has_a_shape() -> None:
-    for direction in ("both", "read", "write"):
+    for both_ways in (False, True):
         for nbytes in (16, *SIZES, 1 << 17):
-            programs, warps, n_rows = movers.mover_shape(direction, nbytes)
+            programs, warps, n_rows = movers.mover_shape(nbytes, both_ways=both_ways)
             assert 1 <= programs <= 132
             assert warps in (1, 2, 4, 8, 16, 32)
             assert n_rows & (n_rows - 1) == 0

@@ -5,7 +5,7 @@ Streams of one device
 | stream | work | thread |
 |---|---|---|
 | training: the user's current stream | lookups, backward passes, steps | training thread |
-| "batches" | copies of batches | loader thread |
+| "batches" | copies of batches | loader thread; training thread for small batches |
 | "rows" | admissions ahead of time | training thread |
 | "files" | records read from disk | loader thread |
 | "scan" | blocks of a table for `topk`, which begins with an idle GPU | training thread |
@@ -17,7 +17,7 @@ Events between them, and the reason for each
 | `MovedBatch.arrived`, after the copies of a batch | "rows" | admissions read the ids of the batch |
 | | training | the model reads the batch |
 | `earlier_steps`: training, at each `next` of a loop | "rows" | an admission may evict rows of those steps |
-| | loader thread | a batch is copied after the step of an earlier one, so that few are on the device |
+| | loader thread | a large batch is copied after the step of an earlier one: few are on the device |
 | `LookupBatch.ready`, after an admission | training | lookup and step use slots that the admission filled |
 | the last one, `GpuCache._prefetch_done` | training | uses rows that `protects` does not cover |
 | training, at such work | "rows" | the next admission may evict these rows |

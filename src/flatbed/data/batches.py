@@ -181,6 +181,11 @@ class MovedBatch:
     arrived: Any = None
     """The event after the copies; None on a CPU."""
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors that were copied to a GPU."""
+        return sum(tensor.nbytes for tensor in self.owners if tensor.layout == torch.strided)
+
 
 class BatchMover:
     """Moves batches to a device; on a GPU in the stream "batches", or in the current one.

@@ -1,4 +1,8 @@
-"""One iteration of a `Prefetcher`: what the loader threads and the training thread do with each batch.
+"""One iteration of a `Prefetcher`: what the training thread and the loader threads do with each batch.
+
+Small batches of a list, or of the worker processes of a DataLoader, are loaded ahead in the training thread.
+Threads are used for large batches, for loaders that run code of the user in this process, for tables on disk,
+and for sharded tables.
 
 `cuda.streams` has the streams and the order between them. If a table is sharded, the loader threads of all
 ranks agree on each batch (`LoaderRanks`), and exchange its ids before its copies are issued.
@@ -36,6 +40,14 @@ JOIN_SECONDS = 5.0
 """How long `close` waits for a thread that is inside the loader. The thread ends when the loader returns."""
 
 
+INLINE_BYTES = 1 << 20
+"""The largest batch that the training thread copies itself, if no code of the user makes it in this process.
+
+The loader thread would take the interpreter lock from the training thread in every call to torch. On an H200
+with a slow host, that cost 0.2 to 0.7 ms of each step; the copy takes less than 0.2 ms.
+"""
+
+
 @dataclass(slots=True, eq=False)
 class PendingBatch:
     """A batch between the loader and the end of its step."""
@@ -64,9 +76,9 @@ class End:
 class Pipeline:
     """The loader threads of one iteration, and all batches that are not finished.
 
-    One thread loads batches. A second one reads rows from disk, if there are tables on disk. Queues connect
-    the threads: permits to load a batch, loaded batches, and batches whose rows were read. The pipeline has
-    no reference to the iterator of the training loop, so that the garbage collector can end it.
+    If there are threads, one loads batches. A second one reads rows from disk, if there are tables on disk.
+    Queues connect the threads: permits to load a batch, loaded batches, and batches whose rows were read. The
+    pipeline has no reference to the iterator of the training loop, so that the garbage collector can end it.
     """
 
     def __init__(
@@ -84,21 +96,15 @@ class Pipeline:
         self.lookups, self.mover, self.depth = lookups, mover, depth
         self.ready: deque[PendingBatch] = deque()
         self.in_use: PendingBatch | None = None
-        self.is_started = self.is_closed = False
-        stages: list[Callable[[Any], PendingBatch | End]] = [self.load] if depth else []
-        if depth and any(prefetch.reads_disk for _, prefetch in lookups):
-            stages.append(self._read)
-        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(max(2, len(stages) + 1))]
+        self.is_threaded = self.is_closed = False
+        reads_disk = any(prefetch.reads_disk for _, prefetch in lookups)
+        self.needs_threads = depth > 0 and (reads_disk or mover.is_reused or ranks is not None)
+        self._stages = [self.load, self._read] if reads_disk else [self.load]
+        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in (None, *self._stages)]
         self.permits, self.results = self._queues[0], self._queues[-1]
-        for _ in range(depth):
-            self.permits.put(None)
-        self.n_permits = depth
+        self.n_permits = 0
         """Batches that the loader threads have still to deliver."""
-        settings = thread_settings()
-        self._threads = [
-            threading.Thread(target=self._run, args=(*one, settings), name=THREAD_NAME, daemon=True)
-            for one in zip(stages, self._queues, self._queues[1:], strict=False)
-        ]
+        self._threads: list[threading.Thread] = []
         self._process = os.getpid()
 
     # ---- in the loader threads
@@ -143,6 +149,8 @@ class Pipeline:
                 earlier_steps.synchronize()  # the device holds no more than depth + 1 batches
             extra = [tensor for _, request in pending.requests for tensor in request.tensors]
             pending.moved = self.mover.move(batch, leaves, extra)
+            if self.depth and pending.moved.nbytes > INLINE_BYTES:
+                self.needs_threads = True
             if ranks is not None:
                 ranks.n_loaded += 1
         except BaseException as error:
@@ -153,6 +161,13 @@ class Pipeline:
                 raise RuntimeError("StopIteration was raised while a batch was prepared") from error
             raise
         return pending
+
+    def load_here(self) -> PendingBatch | End:
+        """Load a batch in the training thread. Its error is raised after the batches before it."""
+        try:
+            return self.load(None)
+        except Exception as error:
+            return End(error)
 
     def _to_host(self, batch: Any, pending: PendingBatch) -> tuple[Any, list[Any]]:
         """Return a batch on the host with its leaves, and check its ids; NO_BATCH at the end.
@@ -195,11 +210,20 @@ class Pipeline:
 
     def start(self) -> None:
         """Start the threads, on all ranks of a sharded table."""
-        self.is_started = True
         if self.ranks is not None:
             self.ranks.begin()
-        for thread in self._threads:
+        self.is_threaded, settings = True, thread_settings()
+        for one in zip(self._stages, self._queues, self._queues[1:], strict=False):
+            thread = threading.Thread(target=self._run, args=(*one, settings), name=THREAD_NAME, daemon=True)
+            self._threads.append(thread)
             thread.start()
+        self.permit(None)
+
+    def permit(self, earlier_steps: Any) -> None:
+        """Let the threads load so many batches that `depth` batches are ahead, after the event given."""
+        for _ in range(self.depth - self.n_permits - len(self.ready)):
+            self.n_permits += 1
+            self.permits.put(earlier_steps)
 
     def close(self) -> None:
         """Stop the threads and finish all lookups. Any thread may call this, any number of times."""
@@ -265,7 +289,8 @@ class PrefetchIterator(Iterator[Any]):
         self._pipeline = pipeline
         self._end: End | None = None
         device = pipeline.mover.device
-        self._rows = stream_for(device, "rows") if device.type == "cuda" else None
+        on_gpu = device.type == "cuda" and bool(pipeline.lookups)
+        self._rows = stream_for(device, "rows") if on_gpu else None
         self._in_rows: Any = nullcontext() if self._rows is None else torch.cuda.stream(self._rows)
         self._close = weakref.finalize(self, pipeline.close)
         _open.add(self)
@@ -276,15 +301,15 @@ class PrefetchIterator(Iterator[Any]):
         if pipeline.is_closed:
             raise StopIteration
         try:
-            if not pipeline.is_started:
-                pipeline.start()
             if pipeline.in_use is not None:
                 pipeline.in_use.finish()
             stream = earlier_steps = None
-            if self._rows is not None:  # one event for all: the loader thread, and each cache
+            if pipeline.mover.on_gpu:
                 stream = torch.cuda.current_stream(pipeline.mover.device)
                 earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
                 earlier_steps.record(stream)
+            if self._rows is not None:
+                self._rows.wait_event(earlier_steps)
             self._take_batches()
             if pipeline.ready:
                 if pipeline.ranks is not None:
@@ -292,12 +317,11 @@ class PrefetchIterator(Iterator[Any]):
                 pending = pipeline.in_use = pipeline.ready.popleft()
                 assert pending.moved is not None
                 for prefetch, request in pending.requests:
-                    prefetch.begin(request, stream, earlier_steps)
+                    prefetch.begin(request, stream)
                 batch = pipeline.mover.hand_out(pending.moved, stream)
                 pending.moved = None  # the loop alone holds the batch
-                for _ in range(pipeline.depth - pipeline.n_permits - len(pipeline.ready)):
-                    pipeline.n_permits += 1
-                    pipeline.permits.put(earlier_steps)
+                if pipeline.is_threaded:
+                    pipeline.permit(earlier_steps)
                 if pipeline.sms is not None:
                     pipeline.sms.adjust()
                 return batch
@@ -319,16 +343,20 @@ class PrefetchIterator(Iterator[Any]):
     def _take_batches(self) -> None:
         """Take all batches that are loaded; wait for one only if none is ready.
 
-        Their rows are admitted in the stream "rows", after the copies of the ids. Without threads (depth 0),
-        a batch is loaded here.
+        Their rows are admitted in the stream "rows", after the copies of the ids. Without threads, batches
+        are loaded here.
         """
         pipeline = self._pipeline
         while self._end is None:
-            if pipeline.depth == 0 and not pipeline.ready:
-                taken = pipeline.load(None)
-            elif pipeline.n_permits and not (pipeline.ready and pipeline.results.empty()):
+            if pipeline.needs_threads and not pipeline.is_threaded:
+                pipeline.start()
+            if pipeline.is_threaded:
+                if not pipeline.n_permits or (pipeline.ready and pipeline.results.empty()):
+                    return
                 pipeline.n_permits -= 1
                 taken = pipeline.results.get()
+            elif len(pipeline.ready) <= pipeline.depth:
+                taken = pipeline.load_here()
             else:
                 return
             if isinstance(taken, End):

@@ -26,21 +26,20 @@ PREVIOUS_SECONDS = 60.0
 
 
 class Prefetcher:
-    """Iterates over a loader in a thread, and moves batches and the rows they look up to the device.
+    """Iterates over a loader, and moves batches and the rows they look up to the device ahead of time.
 
     - `loader`: a `DataLoader`, a list, or any other iterable. Each iteration of the prefetcher is one of the
       loader. A loader may write to a batch again when it is asked for the next one.
     - `lookups`: maps each `Embedding`, `EmbeddingBag` or `Table` to a key of the batch, or to a function that
       is called once, where the batch is loaded, with the batch on the host. The result has the ids that will
       be looked up: a tensor, an array, a list of integers, or a list of tensors or arrays for several ones.
-    - `depth`: number of batches ahead, beyond the one in use: loaded, on the way, or on the device. With 0
-      there is no thread: each batch is moved when it is asked for. Its ids are checked, and no rows are
-      prefetched.
+    - `depth`: number of batches ahead, beyond the one in use: loaded, on the way, or on the device. With 0,
+      each batch is moved when it is asked for. Its ids are checked, and no rows are prefetched.
     - `device`: by default that of the tables; without tables the current GPU, or the CPU if there is none.
     - `pin`: copies the arrays of a list of batches into pinned memory once, at the first iteration. Later
       changes of the list have no effect. Without a GPU it changes nothing.
     - `reserve_sms`: SMs that matrix multiplications leave to the kernels that move rows, while the loop runs:
-      a number, or "auto" for 12 while enough rows are missing in the caches to pay for them. By default none.
+      a number, or "auto" for 4 while enough rows are missing in the caches to pay for them. By default none.
       Without a GPU, tables or prefetched rows it changes nothing.
     - `uneven`: what happens when the loader of one rank ends before the others, if a table of
       `lookups` is sharded (`shard="row"`). All ranks take part in every lookup and
@@ -52,6 +51,9 @@ class Prefetcher:
         ended. No batch is dropped, but the model and the loss must take empty batches: the mean of nothing is
         nan, and the mean of gradients over ranks counts the rank.
       - "error": all ranks raise a `FlatbedError` that names the rank.
+
+    Small batches of a list, or of a `DataLoader` with workers, are loaded in the training thread. Threads
+    load large batches (over 1 MiB), those of other loaders, and those of tables on disk and sharded tables.
 
     A batch is a tensor, a numpy array, or dicts, lists, tuples and dataclasses of them. Arrays of numbers
     become tensors, objects with a method `to(device)` are moved by it, and other values stay as they are. On

@@ -1,9 +1,10 @@
 """SMs that matrix multiplications leave to the kernels which move rows.
 
 On Hopper, a matrix multiplication runs one persistent program per SM. Programs whose SM is taken by a row
-mover run as a second wave. Prefetched steps on an H200 (20 M × 128, 65,536 uniform ids) took 3.54 ms beside
-matrix multiplications of 2.85 ms, and 3.35 ms with 12 SMs left to the movers; beside an MLP and beside
-convolutions they took 4 % and 7 % longer with them. So none are reserved by default.
+mover run as a second wave. Prefetched steps on an H200 (20 M × 128, 65,536 uniform ids) took 2.8 to 4.9 ms
+beside matrix multiplications of 2.4 ms, and 2.7 to 2.9 ms with 4 SMs left to the movers; beside an MLP and
+beside convolutions that changed nothing. With fewer SMs, cuBLAS chooses other kernels, which round
+differently. So none are reserved by default.
 
 Two libraries need to know. cuBLAS takes the number of SMs for each handle, and each thread has handles of its
 own: here those of the training thread and of autograd's thread. cublasLt, as torch calls it, takes torch's
@@ -102,7 +103,7 @@ def blas_handles(device: torch.device) -> list[int]:
 # ---- when SMs are reserved, while a `Prefetcher` runs
 
 
-MOVER_SMS = 12  # programs of the kernel that moves records
+MOVER_SMS = 4  # programs of the kernel that moves records
 PERIOD = 16  # batches between two readings of the counters
 BUS_BYTES = 45e9  # per second, in each direction: records of random rows over PCIe 5
 MISSES, WRITTEN = COUNTS.index("misses"), COUNTS.index("written")

@@ -310,7 +310,7 @@ class RowPrefetch:
         """Reserve the rows of all lookups in the cache, which reads them."""
         # The present cache, if any: replacing it here would take it from the training thread.
         n_sought = sum(lookup.sought.numel() for lookup in request.lookups)
-        found = self.store.cache or self.store.ensure_cache(n_sought, n_batches=self.depth + 2)
+        found = self.store.cache or self.store.ensure_cache(n_sought, n_batches=self.depth + 1)
         if found is None:
             return
         cache = cast(HostIndexCache, found)  # the kind that tables on disk have
@@ -333,15 +333,15 @@ class RowPrefetch:
         """Admit rows to the cache in the current stream. Lookups whose rows cannot be kept get no batch.
 
         `moved` has the request's tensors on the computing device, by the id of each. The current stream is
-        ordered after their copies.
+        ordered after their copies, and after the training work on batches before the one handed out next.
         """
         lookups = request.lookups
         n_sought = sum(lookup.sought.numel() for lookup in lookups)
         cache = None
         if self._admits and n_sought and request.is_in_range:
-            cache = self.store.ensure_cache(n_sought, n_batches=self.depth + 2)
-        # Keeps the two batches whose steps may still run, and all batches between them and this lookup.
-        window = (self.depth + 2) * len(lookups) - 1
+            cache = self.store.ensure_cache(n_sought, n_batches=self.depth + 1)
+        # Keeps the batch that is handed out next, and all between it and this lookup.
+        window = (self.depth + 1) * len(lookups) - 1
         for lookup in lookups:
             ids = moved[id(lookup.source)]
             if cache is not None:
@@ -378,17 +378,10 @@ class RowPrefetch:
             batch.ready = torch.cuda.current_stream(self.store.device).record_event()
         return batch
 
-    def begin(
-        self,
-        request: PrefetchRequest,
-        stream: torch.cuda.Stream | None = None,
-        earlier_steps: torch.cuda.Event | None = None,
-    ) -> None:
-        """Order the training stream after the admission, and let lookups find it.
+    def begin(self, request: PrefetchRequest, stream: torch.cuda.Stream | None = None) -> None:
+        """Order the training stream, None on a CPU, after the admission, and let lookups find it.
 
-        The event `earlier_steps` was recorded in the training stream after all work on earlier batches. Both
-        are None on a CPU. Raises IndexError if ids are out of range; the table may have grown since they
-        were checked.
+        Raises IndexError if ids are out of range; the table may have grown since they were checked.
         """
         if not request.is_in_range:
             self.check(request.tensors, at_once=True)
@@ -401,7 +394,7 @@ class RowPrefetch:
             batch.record_stream(stream)
         for batch in batches:  # the first admission is the oldest: `protects` covers those after it
             if batch.cache is not None:
-                batch.cache.begin(batch.admission, stream, earlier_steps)
+                batch.cache.begin(batch.admission)
                 break
         self.table._prefetched.extend(batches)
 

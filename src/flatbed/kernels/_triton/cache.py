@@ -262,7 +262,7 @@ def fill_and_write_back(
     shape: MoverShape | None = None,
 ) -> None:
     """Read missing records into slots, and write back the changed ones that they replace."""
-    shape = shape or mover_shape("both", location.stride)
+    shape = shape or mover_shape(location.stride, both_ways=True)
     n_programs = min(shape.programs, -(-missing.numel() // shape.rows))
     launch = _fill_kernel(location.stride, shape)
     launch(n_programs, missing.device, *location.addresses, missing, slots, victims, n_missing)
@@ -277,7 +277,7 @@ def _fill_kernel(stride: int, shape: MoverShape) -> Kernel:
 
 def flush(index: CacheIndex, location: RecordLocation, shape: MoverShape | None = None) -> None:
     """Write changed records back; they stay in the cache. Waits for the device."""
-    shape = shape or mover_shape("write", location.stride)
+    shape = shape or mover_shape(location.stride)
     for first in range(0, index.n_slots, FLUSH):
         slots = index.dirty[first : first + FLUSH].nonzero().flatten() + first
         if len(slots):

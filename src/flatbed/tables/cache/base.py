@@ -45,17 +45,13 @@ class Cache(Protocol):
     ) -> tuple[UniqueRows, Any, torch.cuda.Event | None] | None:
         """Admit a batch ahead of time, in the current stream. Returns None if its rows cannot be kept.
 
+        The current stream is ordered after the training work on all batches before those of the window.
         `window` is the number of earlier admissions whose rows are kept, too; `reservation` is that of a
         batch whose rows were read from disk. Also returns the admission, and the event after it.
         """
 
-    def begin(
-        self, admission: Any, stream: torch.cuda.Stream | None, earlier_steps: torch.cuda.Event | None
-    ) -> None:
-        """Begin the work on the batch with this admission, in this stream.
-
-        `earlier_steps` was recorded there after all work on earlier batches. Both are None on a CPU.
-        """
+    def begin(self, admission: Any) -> None:
+        """Begin the work on the batch with this admission."""
 
     def protects(self, batch: LookupBatch | None) -> bool:
         """Return True if no prefetch moves the rows of this batch before work that is issued now ends."""

@@ -8,18 +8,16 @@ Admissions are numbered in the order in which the host issues them. Admission T 
 evict slots used by admissions T - W to T - 1. It is issued with W > 0 only if the ids of all of them fit
 into the cache together, so that all their rows are in slots.
 
+- The `next` that hands out a batch lets the stream "rows" wait for the training work before it, and then
+  admits later batches. Their windows reach back to the batch handed out. So its step and their admissions
+  run at the same time. Prefetches need no order among themselves, since they run in one stream.
 - Training work on the batch with admission t needs no order with prefetches, if `protects(t)`: no later
   admission could evict the batch's rows (t >= `_oldest_protected`), and no later batch has begun
-  (t >= `_current`), since prefetches wait only for work that was issued before a later `begin`.
+  (t >= `_current`), since prefetches wait only for work that was issued before their `next`.
   `RowPrefetch.begin` orders the work after admission t itself.
 - All other work (older batches, ids that were not prefetched, `read_rows`, `flush`) calls
   `wait_for_prefetch`: the current stream waits for the last prefetch, and the next prefetch waits for the
   current stream.
-- Prefetch T waits for the training work on batches before T - W, whose rows it may evict: `GpuCache.begin`
-  is given the event after the work on earlier batches. Without such an event it waits for the training
-  stream. Prefetches need no order among themselves, since they run in one stream. With depth 2 and one
-  lookup, W is 3: the `next` that hands out batch 7 admits batch 8, which keeps the rows of 5 to 7 and waits
-  for the work on batches before 5. So it runs beside the steps on 5 and 6, if these still run.
 - The index's clock on the device and `_n_admissions` on the host count the same admissions.
 - CUDA graphs run admissions that the host does not count. From the first captured admission on, nothing is
   prefetched and nothing is protected.
@@ -68,8 +66,6 @@ class GpuCache:
         self._window = 0
         self._oldest_protected = 1
         self._current = 0
-        self._earlier_steps: deque[tuple[int, torch.cuda.Event]] = deque()  # admission, event
-        self._training_stream: torch.cuda.Stream | None = None
         self._streams_to_await: set[torch.cuda.Stream] = set()  # by the next prefetch
         self._prefetch_done: torch.cuda.Event | None = None
 
@@ -83,8 +79,6 @@ class GpuCache:
     ) -> tuple[UniqueRows, int]:
         if is_capturing(self.device):
             self._enter_graph()
-        elif self.device.type == "cuda":
-            self._training_stream = torch.cuda.current_stream(self.device)
         self.wait_for_prefetch()
         window = self._window if self._fits(keys.numel(), self._window) else 0
         return self._admit(keys, window, error_slot, on_checked)
@@ -99,7 +93,8 @@ class GpuCache:
         if self.device.type != "cuda":
             return *self._admit(keys, window), None
         stream = torch.cuda.current_stream(self.device)
-        self._wait_for_training(stream, self._n_admissions + 1 - window)
+        while self._streams_to_await:
+            stream.wait_stream(self._streams_to_await.pop())
         try:
             found = self._admit(keys, window)
         finally:
@@ -154,13 +149,8 @@ class GpuCache:
         numbers = [-1 if batch.admission is None else batch.admission for batch in batches]
         return batches[numbers.index(min(numbers))]
 
-    def begin(
-        self, admission: int, stream: torch.cuda.Stream | None, earlier_steps: torch.cuda.Event | None
-    ) -> None:
+    def begin(self, admission: int) -> None:
         self._current = max(self._current, admission)  # several prefetchers may take turns
-        if earlier_steps is not None:
-            self._training_stream = stream
-            self._earlier_steps.append((self._current, earlier_steps))
 
     def wait_for_prefetch(self) -> None:
         """Order the current stream after all prefetches, and the next prefetch after the current stream."""
@@ -172,17 +162,6 @@ class GpuCache:
         self._streams_to_await.add(stream)
         if self._prefetch_done is not None:
             stream.wait_event(self._prefetch_done)
-
-    def _wait_for_training(self, stream: torch.cuda.Stream, oldest_kept: int) -> None:
-        """Make a stream wait for work on rows that an admission may evict: those before `oldest_kept`."""
-        while self._streams_to_await:
-            stream.wait_stream(self._streams_to_await.pop())
-        while self._earlier_steps and self._earlier_steps[0][0] < oldest_kept:
-            self._earlier_steps.popleft()
-        if self._earlier_steps:
-            stream.wait_event(self._earlier_steps[0][1])
-        elif self._training_stream is not None:
-            stream.wait_stream(self._training_stream)
 
     # ---- rows
 

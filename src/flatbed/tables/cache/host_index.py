@@ -164,7 +164,7 @@ class HostIndexCache:
         """Return None: a reservation is for the rows of one batch."""
         return None
 
-    def begin(self, admission: Reservation, *_: object) -> None:
+    def begin(self, admission: Reservation) -> None:
         """Do nothing: the reservation keeps the batch's rows."""
 
     def _admit(self, rows: Tensor, *, all_or_nothing: bool = False) -> NDArray[np.int64] | None:
