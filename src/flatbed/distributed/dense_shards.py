@@ -46,7 +46,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def arrived(local: Tensor) -> Tensor:
-    """Wait for the result of a collective of tensor parallelism."""
+    """Wait for a tensor that is the result of a collective, as gradients of tensor parallelism are."""
     return local if type(local) is Tensor or not hasattr(local, "wait") else local.wait()
 
 
