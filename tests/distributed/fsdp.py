@@ -471,6 +471,9 @@ def bad_input(_: Path) -> None:
     last = dist.get_world_size() - 1
     assert_raises(lambda: kind(params[: 3 - odd], max_norm=1.0), "2 of group 0", "rank 1 has missing")
     assert_raises(lambda: kind(params[: 3 - odd]), "2 of group 0", "rank 1 has missing")
+    params[1].requires_grad_(not odd)
+    assert_raises(lambda: kind(params), "1 of group 0", "rank 1 has (12, 7)", "requires_grad=False")
+    params[1].requires_grad_()
     assert_raises(lambda: kind(params, max_norm=None if odd else 1.0), "max_norm", "rank 1 has None")
     assert_raises(lambda: kind(params, max_norm=1.0 + odd), "max_norm", "rank 1 has 2.0")
     assert_raises(lambda: kind(params, lr=0.1 * (rank == last)), "lr of group 0", f"rank {last}")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import flatbed
+from flatbed.distributed.dense_shards import local_of
 from tests.optim.conftest import kernel_device
 
 __all__ = ["kernel_device"]
@@ -100,3 +103,49 @@ def test_state_whose_local_tensor_is_replaced(kernel_device: str, mesh: DeviceMe
         assert torch.equal(p.to_local(), torch.full_like(p.to_local(), expected))
         buffer = optimizer.state[p]["momentum_buffer"]
         torch.utils.swap_tensors(buffer, torch.zeros_like(buffer))
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
+def test_gradients_that_are_still_to_arrive(
+    kernel_device: str, mesh: DeviceMesh, is_sharded: bool, skips: bool
+) -> None:
+    """The results of collectives have no address, as a parameter without a gradient."""
+    place = partial(shard, mesh=mesh) if is_sharded else torch.Tensor.detach
+    params: list[Any] = [nn.Parameter(place(torch.zeros(600, device=kernel_device))) for _ in range(2)]
+    optimizer = flatbed.optim.SGD(params, lr=1.0)
+    for p in params:
+        p.grad = place(torch.ones(600, device=kernel_device))
+    optimizer.step()
+    if skips:
+        params[1].grad = None
+        optimizer.step()
+    params[1].grad = place(AsyncCollectiveTensor(torch.ones(600, device=kernel_device)))
+    optimizer.step()
+    for p, expected in zip(params, (-3.0 if skips else -2.0, -2.0), strict=True):
+        assert torch.equal(local_of(p), torch.full_like(local_of(p), expected))
+
+
+@pytest.mark.parametrize(("missing", "has_guard"), [(0, True), (1, True), (0, False)])
+def test_a_step_between_forward_and_backward(
+    kernel_device: str, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, missing: int, has_guard: bool
+) -> None:
+    """Autograd raises, as it compares the versions of DTensors; also of those that a module has moved."""
+    if not has_guard:
+        monkeypatch.delattr(torch._C, "_DisableTorchDispatch")
+    params: list[Any] = [nn.Parameter(shard(torch.ones(600, device=kernel_device), mesh)) for _ in range(2)]
+    optimizer = flatbed.optim.SGD(params, lr=1.0)
+    for moved in (False, True):
+        for p in params:
+            p.grad = shard(torch.ones(600, device=kernel_device), mesh)
+        optimizer.step()
+        if moved:
+            torch.utils.swap_tensors(params[0], nn.Parameter(params[0].detach().clone()))
+            params[0].grad = shard(torch.ones(600, device=kernel_device), mesh)
+        if missing:
+            params[1].grad = None
+        loss = (params[0] * params[0]).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del loss

@@ -103,9 +103,10 @@ def describe_for_ranks(spec: OptimizerSpec, groups: Sequence[Group]) -> list[Des
     for name, param, _ in named_params(groups):
         sharding = None if isinstance(param, Table) else spec.sharding_of(param)
         if sharding is not None or spec.options.needs_norm:
-            placed = f" placed {sharding.placements}" if sharding is not None else ""
-            mesh = None if sharding is None else sharding.mesh
-            found.append(Described(f"parameter {name}", f"{tuple(param.shape)} {param.dtype}{placed}", mesh))
+            kind = f"{tuple(param.shape)} {param.dtype}"
+            kind += f" placed {sharding.placements}" if sharding is not None else ""
+            kind += "" if param.requires_grad else ", requires_grad=False"
+            found.append(Described(f"parameter {name}", kind, None if sharding is None else sharding.mesh))
     return found
 
 

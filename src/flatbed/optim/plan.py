@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -16,12 +16,14 @@ from flatbed.distributed.dense_shards import (
     LocalGrads,
     ShardGroups,
     Sharding,
+    arrived,
     exchange_pieces,
     is_dtensor,
     local_of,
     on_several_meshes,
     plan_pieces,
     reshard,
+    version_counters,
 )
 from flatbed.errors import FlatbedError
 from flatbed.kernels import use_triton
@@ -211,6 +213,7 @@ class Plan:
         self._indices = [[positions[id(slot)] for slot in stepper.slots] for stepper in steppers]
         self.masters = MasterWeights(slots)
         self.owners = [slot.owner for slot in slots]
+        self.counters = version_counters(self.owners)
         self.has_dtensors = any(is_dtensor(owner) for owner in self.owners)
         self.has_several_meshes = on_several_meshes(self.owners)
         self._has_state_shards = any(slot.own_rows is not None for slot in slots)
@@ -230,7 +233,8 @@ class Plan:
         owners, sizes = self.owners, self._grad_sizes
         grads = list(map(GRAD, owners)) if self._local_grads is None else self._local_grads()
         present: list[Any] = grads
-        if not all(map(is_not, grads, repeat(None))):
+        if list(map(type, grads)).count(Tensor) < len(grads):  # some are missing, or still to arrive
+            grads = [None if g is None else arrived(g) for g in grads]
             present = [g for g in grads if g is not None]
             owners = [p for p, g in zip(owners, grads, strict=True) if g is not None]
             sizes = [size for size, g in zip(sizes, grads, strict=True) if g is not None]
@@ -365,7 +369,8 @@ def update_all(optimizer: Optimizer, plan: Plan, found: StepGrads, packs: list[R
     if plan.pieces:
         exchange_pieces(plan.pieces, optimizer._peers)
     if found.owners:
-        torch.autograd.graph.increment_version(found.owners)
+        is_complete = found.owners is plan.owners
+        torch.autograd.graph.increment_version(plan.counters if is_complete else found.owners)
     if plan.masters.slots:
         plan.masters.record_versions()
     if scaling is not None and scaling.scale is not None:
