@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -284,7 +283,7 @@ class RowPrefetch:
         if shards is None:
             return
         for lookup in request.lookups:
-            route = shards.route(torch.from_numpy(np.unique(lookup.sought.numpy())))
+            route = shards.route(torch.unique(lookup.sought))
             found = lookup.exchanged = shards.exchange_ahead(route, channel)
             lookup.sought = found.rows
             request.tensors += [found.route.order, found.route.rows, found.rows]
@@ -294,7 +293,7 @@ class RowPrefetch:
     def _plan_reads(self, request: PrefetchRequest) -> None:
         for lookup in request.lookups:
             if self._admits or lookup.sought.numel():
-                lookup.rows_to_read = torch.from_numpy(np.unique(lookup.sought.numpy()))
+                lookup.rows_to_read = torch.unique(lookup.sought)
 
     def read(self, request: PrefetchRequest) -> None:
         """Read rows from disk into the cache, or into the system's page cache. Batches are read in order."""
