@@ -125,8 +125,8 @@ def _no_tensor(func: Any) -> FlatbedError:
     if name.endswith(("_", "_like")):  # as optimizers call first
         remedy = (
             "to train it, use an optimizer of flatbed.optim, flatbed.optim.Adam(model) for example, or "
-            "flatbed.optim.from_torch of torch's class; to change rows, table.write_rows(ids, values) or "
-            "emb.weight"
+            "flatbed.optim.from_torch of torch's class; for its rows, emb.weight, table.read_rows(ids) or "
+            "table.write_rows(ids, values)"
         )
     else:
         remedy = (
