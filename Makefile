@@ -32,13 +32,17 @@ types: .venv/dev.stamp
 docs: .venv/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .venv/site
 
-# The wheel alone, in a folder of its own: what a user gets who has no clone.
+# The wheel in a clean venv: what a user gets who has no clone. The .pth file lends it torch and other dependencies; .venv's own
+# editable flatbed is not found through it.
+SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 wheel: .venv/dev.stamp
 	rm -rf .venv/wheel build
 	$(BIN)/pip wheel --quiet --no-deps --no-index --no-build-isolation --wheel-dir .venv/wheel .
-	$(BIN)/pip install --quiet --no-deps --no-index --target .venv/wheel/site .venv/wheel/flatbed-*.whl
-	cd .venv/wheel && PYTHONPATH=site ../bin/python -c "import flatbed; assert 'wheel' in flatbed.__file__, flatbed.__file__"
-	cd .venv/wheel && PYTHONPATH=site ../bin/python site/bin/flatbed --version
+	$(BIN)/python -m venv --without-pip .venv/wheel/venv
+	$(BIN)/python $(SITE) > $$(.venv/wheel/venv/bin/python $(SITE))/dependencies.pth
+	$(BIN)/pip --python .venv/wheel/venv install --quiet --no-deps --no-index .venv/wheel/flatbed-*.whl
+	cd .venv/wheel && venv/bin/python -c "import flatbed; assert 'wheel' in flatbed.__file__, flatbed.__file__"
+	cd .venv/wheel && venv/bin/flatbed --version
 	rm -rf build
 
 # One torch thread per worker: the tests are many and small.

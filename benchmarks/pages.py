@@ -221,7 +221,7 @@ TABLES: dict[str, Comparison | Grid] = {
     ),
     "word2vec-runs": Grid("cpu-word2vec-runs.json", {"case": "runs"}, ("words_per_s",), "text"),
     "word2vec-quality": Grid(
-        *("cpu-word2vec-quality.json", {"case": "quality-runs"}),
+        *("cpu-word2vec-runs.json", {"case": "runs", "text": "english"}),
         ("loss", "held-out loss", "overlap@10", "WordSim-353", "SimLex-999"),
     ),
     "cpu": Comparison(

@@ -37,7 +37,7 @@ WRONG = [
     Wrong("reference", "adagrad-decay", "(step - 1)", "step"),
     Wrong("reference", "adadelta", '["acc_delta"], deltas, deltas', '["acc_delta"], grads, grads'),
     Wrong("reference", "lion", "1 - beta2)\n    return", "1 - beta1)\n    return"),
-    Wrong("fused", "adam", "torch.tensor(scalars[0] + 1,", "torch.tensor(scalars[0] + 2,"),
+    Wrong("fused", "adam", "torch.scalar_tensor(scalars[0] + 1,", "torch.scalar_tensor(scalars[0] + 2,"),
     Wrong("fused", "sgd-dampening", "is_first_step=first", "is_first_step=False"),
     Wrong(
         "fused",
@@ -45,7 +45,7 @@ WRONG = [
         "is_first_step=first, **options",
         "is_first_step=first, **{**options, 'nesterov': False}",
     ),
-    Wrong("fused", "adagrad-decay", "torch.tensor(scalars[0] + 1,", "torch.tensor(scalars[0],"),
+    Wrong("fused", "adagrad-decay", "torch.scalar_tensor(scalars[0] + 1,", "torch.scalar_tensor(scalars[0],"),
     Wrong("kernel", "sgd-dampening", "tl.where(s[0] == 0, 1.0, 1 - dampening)", "1 - dampening"),
     Wrong("kernel", "sgd-nesterov", "g = tl.where(c[4] != 0, g + c[2] * buffer, buffer)", "g = buffer"),
     Wrong("kernel", "adam", "tl.sqrt(1 - tl.exp(step * tl.log(beta2)))", "1 - tl.exp(step * tl.log(beta2))"),

@@ -168,6 +168,13 @@ def test_torchs_own_optimizers_say_what_to_use_instead(name: str, more: dict[str
     assert torch.equal(emb.weight, before)
 
 
+def test_functions_that_read_are_told_of_the_weights() -> None:
+    emb = made()
+    with pytest.raises(flatbed.FlatbedError, match=r"norm was called on a table.*: use emb\.weight"):
+        emb.table.norm()
+    assert emb.weight.norm() > 0
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("wrong", ["option", "state", "dtype"])
 def test_failed_optimizer_changes_nothing(groups: int, wrong: str, tmp_path: Path) -> None:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +84,13 @@ def test_encodings(tmp_path: Path) -> None:
     assert read_corpus(tmp_path / "fffd.txt").words == ["a", "\ufffd"]
     with pytest.raises(ValueError, match=r"unknown encoding: latin1000: .* such as latin-1"):
         read_corpus(tmp_path / "t.txt", encoding="latin1000")
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_files_are_named_as_such(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
+    (tmp_path / "t.txt").write_bytes(compress(b"to be or not"))
+    with pytest.raises(ValueError, match=r"t\.txt is compressed: unpack it first"):
+        read_corpus(tmp_path / "t.txt")
 
 
 def test_python_source(tmp_path: Path) -> None:

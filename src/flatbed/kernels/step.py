@@ -5,8 +5,9 @@ It runs on a CPU, and is the reference for the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -186,20 +187,26 @@ class Update:
         """Tell if gradients are unscaled or clipped."""
         return self.scale is not None or self.factor is not None
 
-    def __call__(self, tensors: Tensors, scalars: Scalars) -> Scalars:
+    def __call__(self, parts: Iterable[Tensors], scalars: Scalars) -> Scalars:
         """Update parameters and state in place by unscaled, clipped gradients; return the next scalars."""
-        grads = tensors.grads
+        function = self.rule.fused if self.fused and self.rule.fused else self.rule.reference
+        lr = self.group["lr"]
+        # Torch treats a learning rate of shape (1,) as a number.
+        group = {**self.group, "lr": lr.squeeze()} if isinstance(lr, Tensor) and lr.dim() else self.group
+        after = scalars
+        for at in parts:
+            # Scaled gradients have no name here, so that their memory is in the cache for the next ones.
+            after = function(group, Tensors(at.params, self._scaled(at.grads), at.state), scalars)
+        return after
+
+    def _scaled(self, grads: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor] | tuple[Tensor, ...]:
         if self.scale is not None:
             grads = _as_before(torch._foreach_div(grads, self.scale), grads)
         if self.factor is not None:
             grads = _as_before(torch._foreach_mul(grads, self.factor), grads)
         if self.group.get("maximize") and not (self.fused or self.rule.handles_maximize):
             grads = torch._foreach_neg(grads)
-        function = self.rule.fused if self.fused and self.rule.fused else self.rule.reference
-        lr = self.group["lr"]
-        # Torch treats a learning rate of shape (1,) as a number.
-        group = {**self.group, "lr": lr.squeeze()} if isinstance(lr, Tensor) and lr.dim() else self.group
-        return function(group, Tensors(tensors.params, grads, tensors.state), scalars)
+        return grads
 
 
 def _as_before(scaled: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -252,7 +259,7 @@ def _update_records(
     wide = torch.promote_types(weight.dtype, torch.float32)
     p = weight.to(wide)
     state = {name: [held[name]] for name in rule.state_names(update.group)}
-    after = update(Tensors([p], [grads.to(wide)], state), tuple(scalars[name] for name in rule.scalars))
+    after = update([Tensors([p], [grads.to(wide)], state)], tuple(scalars[name] for name in rule.scalars))
     if seed is not None and weight.dtype == torch.bfloat16:
         p = round_stochastically(p, seed=seed)
     held["weight"] = p.to(weight.dtype)
@@ -275,8 +282,7 @@ def _equal_rows(
 # ---- parameters: the dense step
 
 
-CHUNK_BYTES = 1 << 20  # of parameters: temporaries of an update should stay in the CPU's caches
-PART_BYTES = 4 << 20  # of a parameter that is larger than a chunk
+CHUNK_BYTES = 3 << 20  # of parameters: temporaries of an update should stay in the CPU's caches
 
 
 @dataclass(slots=True)
@@ -378,18 +384,17 @@ class TorchStepper:
         if self.slots[bucket.slots[0]].param.dtype.itemsize < 4 and not wide:
             # Loss scaling keeps small gradients above zero; unscaled in 16 bits they would vanish.
             wide = options.stochastic_rounding or options.stochastic_state or update.scale is not None
-        scales = update.scales_grads and not wide
         # Torch's kernels make no temporaries, so that they may take everything at once.
-        at_once = bucket.fused and not (wide or scales)
+        at_once = bucket.fused and not (wide or update.scales_grads)
+        # Rules without an update of one element may depend on shapes.
+        splits = self.rule.update is not None and self.device.type == "cpu" and not (at_once or wide)
         for columns, scalars in _equal_columns(bucket.scalars, present):
-            after = scalars
             indices = [bucket.slots[column] for column in columns]
-            for chunk in [indices] if at_once else self._chunks(indices):
-                tensors = self._tensors(chunk, wide)
-                for part in _parts(tensors) if scales and bucket.fused else [tensors]:
-                    after = update(part, scalars)
-                if wide:
-                    self._copy_back(chunk, tensors, options)
+            chunks = [indices] if at_once else self._chunks(indices)
+            parts = self._copied(chunks, options) if wide else map(self._tensors, chunks)
+            if splits:
+                parts = chain.from_iterable(map(_split, parts))
+            after = update(parts, scalars)
             for line, value in zip(bucket.scalars, after, strict=True):
                 if len(columns) == len(line):
                     line.fill_(value)
@@ -413,19 +418,24 @@ class TorchStepper:
         if chunk:
             yield chunk
 
-    def _tensors(self, chunk: list[int], wide: bool) -> Tensors:
+    def _tensors(self, chunk: list[int]) -> Tensors:
         slots = [self.slots[i] for i in chunk]
-        params = [slot.param for slot in slots]
         grads: list[Tensor] = [self._grads[i] for i in chunk]  # type: ignore[misc]
         state = {name: [slot.state[name] for slot in slots] for name in slots[0].state}
-        if wide:
-            dtype = torch.promote_types(params[0].dtype, torch.float32)
+        return Tensors([slot.param for slot in slots], grads, state)
+
+    def _copied(self, chunks: Iterable[list[int]], options: StepOptions) -> Iterator[Tensors]:
+        """Yield fp32 copies, or masters, and write them back when the next ones are asked for."""
+        for chunk in chunks:
+            at, slots = self._tensors(chunk), [self.slots[i] for i in chunk]
+            dtype = torch.promote_types(at.params[0].dtype, torch.float32)
             params = [
                 slot.param.to(dtype, copy=True) if slot.master is None else slot.master for slot in slots
             ]
-            grads = [grad.to(dtype) for grad in grads]
-            state = {name: [tensor.to(dtype) for tensor in held] for name, held in state.items()}
-        return Tensors(params, grads, state)
+            state = {name: [tensor.to(dtype) for tensor in held] for name, held in at.state.items()}
+            copies = Tensors(params, [grad.to(dtype) for grad in at.grads], state)
+            yield copies
+            self._copy_back(chunk, copies, options)
 
     def _copy_back(self, chunk: list[int], tensors: Tensors, options: StepOptions) -> None:
         for column, i in enumerate(chunk):
@@ -449,15 +459,16 @@ class TorchStepper:
         torch._foreach_lerp_(averages, values, 1.0 - decay)
 
 
-def _parts(tensors: Tensors) -> Iterator[Tensors]:
-    """Split a large parameter, so that copies of its gradient stay in the CPU's caches."""
-    if len(tensors.params) > 1 or tensors.params[0].nbytes <= PART_BYTES:
+def _split(tensors: Tensors) -> Iterator[Tensors]:
+    """Split a large parameter, so that temporaries of its update stay in the CPU's caches."""
+    param, grad = tensors.params[0], tensors.grads[0]
+    if param.nbytes <= CHUNK_BYTES or len(tensors.params) > 1 or not is_whole(param):
         yield tensors
         return
     # Whole vectors, so that an element's bits do not depend on where the parts end.
-    size = PART_BYTES // tensors.params[0].itemsize
-    held = tensors.params[0], tensors.grads[0], *(state for (state,) in tensors.state.values())
-    flat = [torch.split(tensor.as_strided((tensor.numel(),), (1,)), size) for tensor in held]
+    size = CHUNK_BYTES // param.itemsize
+    held = param, grad, *(state for (state,) in tensors.state.values())
+    flat = [tensor.as_strided((tensor.numel(),), (1,)).unsafe_split(size) for tensor in held]
     for param, grad, *state in zip(*flat, strict=True):
         yield Tensors([param], [grad], {name: [one] for name, one in zip(tensors.state, state, strict=True)})
 

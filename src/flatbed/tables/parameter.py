@@ -121,11 +121,19 @@ def _no_tensor(func: Any) -> FlatbedError:
             "a hook on a table would be called without its gradient, which is one of rows: register it on "
             "the output of the lookup, or read table.grad after the backward pass"
         )
-    return FlatbedError(
-        f"{getattr(func, '__name__', func)} was called on a table, whose rows are not one tensor: use "
-        f"table.read_rows(ids), table.write_rows(ids, values) or emb.weight; to train it, an optimizer of "
-        f"flatbed.optim, flatbed.optim.Adam(model) for example, or flatbed.optim.from_torch of torch's class"
-    )
+    name = getattr(func, "__name__", str(func))
+    if name.endswith(("_", "_like")):  # as optimizers call first
+        remedy = (
+            "to train it, use an optimizer of flatbed.optim, flatbed.optim.Adam(model) for example, or "
+            "flatbed.optim.from_torch of torch's class; for its rows, emb.weight, table.read_rows(ids) or "
+            "table.write_rows(ids, values)"
+        )
+    else:
+        remedy = (
+            "use emb.weight, all rows as one tensor, or table.read_rows(ids); if an optimizer of torch "
+            "called it, use flatbed.optim"
+        )
+    return FlatbedError(f"{name} was called on a table, whose rows are not one tensor: {remedy}")
 
 
 _INITIALIZERS = {"uniform_", "normal_", "fill_", "zero_", "copy_", "constant_", "zeros_", "ones_"}

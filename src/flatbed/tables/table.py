@@ -240,8 +240,9 @@ class Table(TableParameter):
         """Raise if no optimizer has the table: gradients that were recorded would never be used."""
         if self._owner is None:
             raise FlatbedError(
-                f"{self!r} receives gradients, but no optimizer has it: give its parameters to an optimizer "
-                "(flatbed.optim.Adam(model.parameters())), or freeze it (emb.requires_grad_(False))"
+                f"{self!r}, the table of this lookup, receives gradients, but no optimizer has it: give its "
+                "parameters to an optimizer (flatbed.optim.Adam(model.parameters())), or freeze it "
+                "(emb.requires_grad_(False))"
             )
 
     # ---- rows

@@ -25,6 +25,8 @@ READ_CHARS = 1 << 20
 REPLACE = "flatbed.replace"
 """The error handler of `warned_of_replaced_bytes`, by its name in Python's codecs."""
 IDENTIFIER = re.compile(r"(?:[^\W\d]|\ufffd)(?:\w|\ufffd)*")  # bytes that were replaced do not split words
+COMPRESSED = re.compile(rb"\x1f\x8b|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04|BZh[1-9]1AY&SY")
+"""The first bytes of gzip, xz, Zstandard, zip and bzip2."""
 BLANK_LINES = re.compile(r"\n\s*\n")
 SKIPPED_FOLDERS = {
     *("test", "tests", "idle_test", "idlelib", "turtledemo"),  # not installed on every machine
@@ -138,8 +140,8 @@ def read_corpus(
 ) -> Corpus:
     """Read text files with a sentence per line and white space between words.
 
-    Bytes that the encoding does not know become U+FFFD, and a warning gives their number. A text that
-    begins with NUL characters, as UTF-16 does when it is read as UTF-8, raises.
+    Bytes that the encoding does not know become U+FFFD, and a warning gives their number. A text with NUL
+    characters, as UTF-16 has when it is read as UTF-8, and a compressed file raise.
     `progress(bytes read, bytes in total)` is called after each block.
     """
     files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
@@ -158,6 +160,8 @@ def _lines(files: Sequence[Path], codec: str, progress: ReadProgress | None) -> 
     n_done = 0
     for file, size in zip(files, sizes, strict=True):
         with file.open("rb") as binary, io.TextIOWrapper(binary, codec, REPLACE, newline="") as opened:
+            if COMPRESSED.match(binary.peek()):
+                raise ValueError(f"{file} is compressed: unpack it first, with gunzip or unzip for example")
             rest = ""
             while block := opened.read(READ_CHARS):
                 if "\0" in block:

@@ -14,7 +14,7 @@ from flatbed.word2vec.sampling import BLOCK, TrainingBatch
 from flatbed.word2vec.settings import Settings, find_optimizer
 
 SCORE_BOUND = 6.0
-"""Scores beyond this give no gradient, as in word2vec and gensim: vectors of repeated junk stay finite."""
+"""Scores beyond this give no gradient, as in gensim: vectors of repeated junk stay finite."""
 MakeTables = Callable[[Settings, int], tuple[nn.ModuleDict, torch.optim.Optimizer]]
 """Makes the modules `inputs` and `outputs` and their optimizer from the settings and the number of words."""
 

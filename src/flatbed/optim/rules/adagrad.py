@@ -50,7 +50,7 @@ def adagrad_update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa:
 
 def adagrad_fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     """One step by torch's CPU kernel."""
-    steps = [torch.tensor(scalars[0] + 1, device="cpu")] * len(at.params)
+    steps = [torch.scalar_tensor(scalars[0] + 1, device="cpu")] * len(at.params)
     options = {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
     torch._fused_adagrad_(at.params, at.grads, at["sum"], steps, **options)
     return (scalars[0] + 1,)

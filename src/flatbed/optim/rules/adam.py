@@ -72,7 +72,7 @@ def adam_update(p, g, state, c, HAS):  # type: ignore[no-untyped-def] # noqa: D1
 def adam_fused(group: Group, at: Tensors, scalars: Scalars) -> Scalars:
     """One step by torch's CPU kernel."""
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-    steps = [torch.tensor(scalars[0] + 1, device="cpu")] * len(at.params)
+    steps = [torch.scalar_tensor(scalars[0] + 1, device="cpu")] * len(at.params)
     moments = at["exp_avg"], at["exp_avg_sq"], at.state.get("max_exp_avg_sq", [])
     options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
     options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
