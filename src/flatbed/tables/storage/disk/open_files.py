@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
@@ -29,8 +30,8 @@ from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill
 from flatbed.tables.storage.disk.checked_records import (
     CopyThreads,
-    drop_sums,
     file_size,
+    has_sums,
     map_records,
     write_rows,
     write_sums,
@@ -58,12 +59,12 @@ def journal_of(path: Path) -> Path:
     return path.with_name(path.name + ".journal")
 
 
-def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, State]:
+def recover(table: MappedFile, token: str | None = None, *, forget: bool = False) -> tuple[Identity, State]:
     """Complete a sealed checkpoint or drop an unfinished one, and map the records.
 
     Everything is checked before anything is written. A sealed journal whose decision is another job's is
     renamed instead of dropped. A checkpoint with this `token` is known to be decided, also one of a journal
-    that was renamed before.
+    that was renamed before. With `forget`, all rows lose their checksums.
     """
     path = table.path
     identity, state = read_header(table)
@@ -79,7 +80,7 @@ def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, Stat
             is_foreign = is_wanted is None
             if sealed is not None and is_wanted:
                 _check_rows(journal, identity, sealed=sealed, file=file)
-                _map_table(table, identity, sealed.state)
+                _map_table(table, identity, sealed.state, forget=forget)
                 table.fill_holes()
                 assert file.rows is not None
                 apply(table, file.rows, rows=sealed.rows, sums=sealed.sums, state=sealed.state)
@@ -93,7 +94,7 @@ def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, Stat
             f"{path} was being changed when its process ended, and its journal {journal} is missing or "
             "damaged; put the journal back next to it, or restore the table from a copy"
         )
-    _map_table(table, identity, state)
+    _map_table(table, identity, state, forget=forget)
     if is_foreign:
         _keep_aside(journal)
     elif os.path.lexists(journal):
@@ -166,12 +167,14 @@ def _check_rows(journal: Path, identity: Identity, *, sealed: Sealed, file: Mapp
         raise DamagedFileError(f"{journal} holds rows beyond the table's {n_rows}; restore both from a copy")
 
 
-def _map_table(table: MappedFile, identity: Identity, state: State) -> None:
-    nbytes = identity.record.nbytes
-    longest = file_size(state.n_rows, nbytes)
-    if table.size > longest:
-        table.truncate(longest)  # space of rows that an interrupted resize has added
-    map_records(table, state.n_rows, nbytes)
+def _map_table(table: MappedFile, identity: Identity, state: State, *, forget: bool) -> None:
+    n_rows, nbytes = state.n_rows, identity.record.nbytes
+    longest = file_size(n_rows, nbytes)
+    if forget and table.size >= longest:
+        write_sums(table, nbytes, np.zeros(n_rows, np.uint32))
+    if table.size > longest:  # space of rows that an interrupted resize has added
+        table.truncate(longest + (not has_sums(table, n_rows, nbytes)))
+    map_records(table, n_rows, nbytes, needs_sums=state.has_sums)
 
 
 # ---- open files
@@ -301,7 +304,7 @@ if hasattr(os, "register_at_fork"):
 Opened: TypeAlias = tuple[OpenFiles, Identity, State]
 
 
-def open_files(path: Path, token: str | None = None) -> Opened:
+def open_files(path: Path, token: str | None = None, *, forget: bool = False) -> Opened:
     """Lock a table's file and recover its last completed checkpoint; one with this token is completed."""
     if not path.exists():
         raise FlatbedError(f"there is no table at {path}; check the path, or create one")
@@ -310,19 +313,15 @@ def open_files(path: Path, token: str | None = None) -> Opened:
         undo.callback(os.close, descriptor)
         table = MappedFile(path)
         undo.callback(table.close)
-        identity, state = recover(table, token)
+        identity, state = recover(table, token, forget=forget)
         journal = _journal(table, identity)
         undo.pop_all()
     return OpenFiles(descriptor, table, journal), identity, state
 
 
 def forget_sums(path: Path) -> None:
-    """Remove the checksums of a table's file: its rows are taken as they are, and checked no more."""
-    files, identity, _ = open_files(path)
-    try:
-        drop_sums(files.table, identity.record.nbytes)
-    finally:
-        files.close()
+    """Forget the checksums of a table's file: its rows are taken as they are until they change."""
+    open_files(path, forget=True)[0].close()
 
 
 def _journal(table: MappedFile, identity: Identity) -> Journal:
@@ -340,9 +339,9 @@ class Draft:
         self._is_replacing = replaces is not None
         if not self._is_replacing and path.exists():
             raise _exists(path)
-        self.path, self.state = path, state
+        self.path, self.state = path, replace(state, has_sums=True)
         self.identity = Identity(secrets.token_hex(16), record, replaces)
-        first, second = encode_identity(self.identity), encode_state(state)
+        first, second = encode_identity(self.identity), encode_state(self.state)
         draft = path.with_name(path.name + ".new")
         mode = stat.S_IMODE(path.stat().st_mode) if self._is_replacing else None
         with ExitStack() as undo:
@@ -357,7 +356,6 @@ class Draft:
             table.write(STATE_AT, second)
             sums = write_rows(table, record, range(state.n_rows), fill=fill)
             write_sums(table, record.nbytes, sums)
-            table.sync()
             map_records(table, state.n_rows, record.nbytes)
             self._undo = undo.pop_all()
 

@@ -291,7 +291,7 @@ class DiskStorage:
     def resize(self, n_rows: int, *, fill: Fill, meta: Meta | None = None) -> DiskStorage:
         """Add rows at the end; they and all changed rows become a checkpoint."""
         with self._use(change=True):
-            table, nbytes, before = self._files.table, self.record.nbytes, self._files.table.size
+            table, nbytes = self._files.table, self.record.nbytes
             state = replace(self._next(meta), n_rows=n_rows)
             table.reserve(file_size(n_rows, nbytes))
             self._readers.wait()
@@ -300,15 +300,14 @@ class DiskStorage:
                 drop_sums(table, nbytes)  # the new rows are written over them
                 added = write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
                 write_sums(table, nbytes, np.concatenate((sums, added)))
-                table.sync()
                 map_records(table, n_rows, nbytes)
                 self._seal(state, None)
             except BaseException:
                 if self._is_half_sealed:
                     self._broken = UNKNOWN
                 if self._broken is None:  # otherwise the seal may be durable, and refer to the new rows
-                    table.truncate(max(before, file_size(self.n_rows, nbytes)))
-                    write_sums(table, nbytes, sums, over_rows=True)
+                    write_sums(table, nbytes, sums)
+                    table.truncate(file_size(self.n_rows, nbytes))
                     map_records(table, self.n_rows, nbytes)
                 raise
             self.commit()
@@ -351,6 +350,7 @@ class DiskStorage:
         table.fill_holes()
         if table.sums is None:
             add_sums(table, self.n_rows, self.record.nbytes)
+        state = replace(state, has_sums=table.sums is not None)
         self._files.keep_journal, self._is_committing = True, False
         self._broken = UNKNOWN
         try:
