@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
 
@@ -183,14 +184,14 @@ def _map_table(table: MappedFile, identity: Identity, state: State, *, forget: b
 class OpenFiles:
     """Closes everything once, in the process that opened it, also at garbage collection and after a fork."""
 
-    def __init__(self, descriptor: int, table: MappedFile, journal: Journal) -> None:
+    def __init__(self, held: FileIO, table: MappedFile, journal: Journal) -> None:
         self.table, self.journal = table, journal
         self.keep_journal = False
         self.cached_changes: Callable[[], NDArray[np.int64]] = lambda: np.empty(0, np.int64)
         """Returns changed rows in a cache, of which the journal may have some."""
         self.pool = CopyThreads()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="flatbed-disk-writer")
-        self._lock_descriptor = descriptor
+        self._held: FileIO | None = held
         self._process = os.getpid()
         self._has_told = False
         _ALL.add(self)
@@ -202,7 +203,7 @@ class OpenFiles:
     @property
     def is_open(self) -> bool:
         """True until `close`."""
-        return self._lock_descriptor >= 0
+        return self._held is not None
 
     def check(self) -> None:
         """Raise if the table is closed, or if this is a forked process."""
@@ -211,7 +212,7 @@ class OpenFiles:
                 f"{self.table.path} was opened by process {self._process}, and a forked process must not use "
                 "it; look rows up in the process that opened the table"
             )
-        if self._lock_descriptor < 0:
+        if not self.is_open:
             raise FlatbedError(f"{self.table.path} is closed; open it again")
 
     def n_unsaved(self) -> int:
@@ -221,10 +222,10 @@ class OpenFiles:
 
     def close(self) -> None:
         """Close everything; a second call does nothing. A forked process closes its descriptors alone."""
-        if self._lock_descriptor < 0:
+        held, self._held = self._held, None
+        if held is None:
             return
         is_own = self.is_own_process()
-        descriptor, self._lock_descriptor = self._lock_descriptor, -1
         try:  # at once: an interruption in between would keep the lock
             if is_own:
                 self.pool.shutdown(wait=False)
@@ -232,7 +233,7 @@ class OpenFiles:
             self.journal.close(remove=is_own and not self.keep_journal)
             self.table.close()
         finally:
-            os.close(descriptor)
+            held.close()
 
     def close_forgotten(self) -> None:
         """Close a table that was garbage collected without `close`."""
@@ -243,7 +244,7 @@ class OpenFiles:
 
     def tell_unsaved(self, when: str) -> None:
         """Tell, once, that changed rows are about to be lost."""
-        if self._has_told or self._lock_descriptor < 0 or not self.is_own_process() or self.keep_journal:
+        if self._has_told or not self.is_open or not self.is_own_process() or self.keep_journal:
             return
         self._has_told = True
         n_rows = self.n_unsaved()
@@ -309,14 +310,13 @@ def open_files(path: Path, token: str | None = None, *, forget: bool = False) ->
     if not path.exists():
         raise FlatbedError(f"there is no table at {path}; check the path, or create one")
     with ExitStack() as undo:
-        descriptor = lock(path)
-        undo.callback(os.close, descriptor)
+        held = undo.enter_context(lock(path))
         table = MappedFile(path)
         undo.callback(table.close)
         identity, state = recover(table, token, forget=forget)
         journal = _journal(table, identity)
         undo.pop_all()
-    return OpenFiles(descriptor, table, journal), identity, state
+    return OpenFiles(held, table, journal), identity, state
 
 
 def forget_sums(path: Path) -> None:
@@ -346,8 +346,7 @@ class Draft:
         mode = stat.S_IMODE(path.stat().st_mode) if self._is_replacing else None
         with ExitStack() as undo:
             _remove_leftover(draft)
-            self._lock_descriptor = lock(draft, create=True)
-            undo.callback(os.close, self._lock_descriptor)
+            self._held = undo.enter_context(lock(draft, create=True))
             undo.callback(MappedFile.remove, draft)
             self._table = table = MappedFile(draft, mode=mode)
             undo.callback(table.close)
@@ -374,11 +373,11 @@ class Draft:
             MappedFile.rename(table.path, self.path)
             undo.pop_all()
             undo.callback(table.close)
-            undo.callback(os.close, self._lock_descriptor)
+            undo.callback(self._held.close)
             table.path = self.path
             MappedFile.sync_folder(self.path.parent)
             undo.pop_all()
-        files = OpenFiles(self._lock_descriptor, table, _journal(table, self.identity))
+        files = OpenFiles(self._held, table, _journal(table, self.identity))
         return files, self.identity, self.state
 
 
@@ -402,11 +401,8 @@ def _remove_leftover(draft: Path) -> None:
     """Remove the draft of a killed process; any other file of that name is an error."""
     if not os.path.lexists(draft):
         return
-    descriptor = lock(draft)
-    try:
-        found = os.pread(descriptor, len(TABLE), 0)
-    finally:
-        os.close(descriptor)
+    with lock(draft) as file:
+        found = file.read(len(TABLE))
     if found not in (b"", TABLE):
         raise FlatbedError(f"{draft} is no draft of a table, but has the name of one: move it away")
     MappedFile.remove(draft)
