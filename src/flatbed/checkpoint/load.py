@@ -26,7 +26,6 @@ from flatbed.checkpoint.folder import (
 )
 from flatbed.checkpoint.save import Training
 from flatbed.checkpoint.state import (
-    DAMAGE,
     check_rng_state,
     check_same,
     dense_state,
@@ -196,7 +195,7 @@ def _reading(file: Path) -> Iterator[dict[str, Tensor]]:
         yield read_tensors(file) if file.exists() else {}
     except FlatbedError:
         raise
-    except DAMAGE as error:
+    except saving.DAMAGE as error:
         raise damaged(file, error) from error
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatbed.errors import FlatbedError
+from flatbed.tables.files import FULL
 
 Records = NDArray[np.void]
 """One element per record."""
@@ -28,7 +29,6 @@ Sums = NDArray[np.uint32]
 """One checksum per record."""
 
 RESERVED_AT_ONCE = 1 << 30  # bytes: some file systems write zeros, and answer no Control-C meanwhile
-_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 class NoSpace(FlatbedError):
@@ -185,7 +185,7 @@ class MappedFile:
             for at in range(start, stop, RESERVED_AT_ONCE):
                 os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, stop - at))
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise FlatbedError(
                     f"reserving {needed:,} bytes for {self.path} failed: {error.strerror}"
                 ) from error
