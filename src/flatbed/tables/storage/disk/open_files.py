@@ -222,10 +222,10 @@ class OpenFiles:
 
     def close(self) -> None:
         """Close everything; a second call does nothing. A forked process closes its descriptors alone."""
-        held, self._held = self._held, None
-        if held is None:
+        if self._held is None:
             return
         is_own = self.is_own_process()
+        held, self._held = self._held, None
         try:  # at once: an interruption in between would keep the lock
             if is_own:
                 self.pool.shutdown(wait=False)
