@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,14 @@ def test_any_optimizer_of_torch(kind: Any, options: dict[str, Any], tmp_path: Pa
         go_on(*made)
     for name, value in first[0].state_dict().items():
         assert torch.equal(other[0].state_dict()[name], value), name
+
+
+def test_file_in_place_of_a_folder_raises(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    torch.save(model.state_dict(), tmp_path / "x.pt")
+    for act in (load_checkpoint, save_checkpoint):
+        with pytest.raises(FlatbedError, match=r"x\.pt is a file, .* is a folder: .*torch\.load"):
+            act(tmp_path / "x.pt", model)
 
 
 def test_model_without_optimizer(tmp_path: Path) -> None:
@@ -415,7 +425,7 @@ def test_a_load_that_was_interrupted_while_a_table_was_closed(tmp_path: Path, re
     interrupted = crash_model.failing(storage.DiskStorage, "open", KeyboardInterrupt())
     with interrupted, pytest.raises(KeyboardInterrupt):
         load_checkpoint(tmp_path / "saved", model, optimizer)
-    with pytest.raises(FlatbedError, match=r"1\.bed is closed"):
+    with pytest.raises(FlatbedError, match="load_checkpoint failed or was interrupted"):
         step(model, optimizer, 3)
     if replaced:
         (tmp_path / "1.bed").unlink()
@@ -563,6 +573,41 @@ def test_control_c_at_any_line_of_a_save(tmp_path: Path) -> None:
         assert difference(snapshot(model, optimizer), expected.at(3)) is None, number
         close(model)
         shutil.rmtree(folder)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
+def test_control_c_at_any_line_of_a_load(copied: bool, tmp_path: Path) -> None:
+    """Everything is as before or as saved; otherwise the next step and save say so until a load succeeds."""
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer, copy_disk_tables=copied)
+    saved = snapshot(model, optimizer)
+    with LineInterrupt() as counted:
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+    outcomes = Counter[str]()
+    late = counted.count * 9 // 10  # rows are replaced
+    for number in (*range(1, late, 200), *range(late, counted.count - 20, 20), counted.count - 2):
+        step(model, optimizer, 2)
+        before = snapshot(model, optimizer)
+        with LineInterrupt(number), suppress(KeyboardInterrupt):
+            load_checkpoint(tmp_path / "saved", model, optimizer)
+        gc.collect()
+        if model.first.table._store._is_half_loaded:
+            with pytest.raises(FlatbedError, match="load_checkpoint failed or was interrupted"):
+                step(model, optimizer, 3)
+            with pytest.raises(FlatbedError, match="load_checkpoint failed or was interrupted"):
+                save_checkpoint(tmp_path / "other", model, optimizer)
+            outcomes["raises"] += 1
+        else:
+            found = snapshot(model, optimizer)
+            is_one = [difference(found, one) is None for one in (before, saved)]
+            assert any(is_one), number
+            outcomes["before" if is_one[0] else "saved"] += 1
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+        assert difference(snapshot(model, optimizer), saved) is None, number
+    assert set(outcomes) == {"before", "raises", "saved"}
+    close(model)
 
 
 def test_twenty_kills(tmp_path: Path) -> None:

@@ -50,7 +50,13 @@ def as_folder(folder: Any) -> Path:
         raise TypeError(
             f"the folder comes first, and then the model; found {type(folder).__name__} as the folder"
         )
-    return as_path(folder, "folder").absolute()
+    path = as_path(folder, "folder").absolute()
+    if path.is_file():
+        raise FlatbedError(
+            f"{path} is a file, and a checkpoint is a folder: name that of flatbed.save_checkpoint. "
+            "torch.load reads files of torch, and flatbed.load_table those of tables"
+        )
+    return path
 
 
 def read_current(folder: Path) -> Current:

@@ -26,7 +26,6 @@ from flatbed.checkpoint.folder import (
 )
 from flatbed.checkpoint.save import Training
 from flatbed.checkpoint.state import (
-    DAMAGE,
     check_rng_state,
     check_same,
     dense_state,
@@ -62,7 +61,7 @@ def load_checkpoint(
 
     All files are read and checked first, and nothing changes if one of them does not fit, is damaged, or
     finds no space. An error of a `load_state_dict` puts everything back: copies are kept in host memory.
-    (Control-C while rows in memory are being replaced leaves them half loaded: load again.)
+    After an error or Control-C while rows are being replaced, all tables raise until a load succeeds.
     What is not passed is left out: without optimizers, tables are loaded without their state. With
     optimizers, a warning names a scheduler or scaler that is left out.
     `folder` may be a version in the folder that ``keep=`` has kept. With torch.distributed, all ranks call
@@ -85,15 +84,18 @@ def load_checkpoint(
         }
         _warn_of_other_classes(path, training.optimizers)
         lockstep.meet()
-        with _put_back_after_errors(training):
+        with _put_back_after_errors(training) as begun:
             dense: dict[str, Finish] = {
                 "an optimizer": partial(load_all, training.optimizers, states),
                 f"model {type(model).__name__}": partial(model.load_state_dict, values, strict=False),
             }
             _finish_all(dense | others, path)
             lockstep.meet()
+            begun += ((table, table._store.generation) for table in training.tables.values())
             _finish_all(tables, path)  # last: rows are not copied
             lockstep.meet()
+        for table in training.tables.values():
+            table._store.mark_half_loaded(False)
         if random is not None:
             set_rng_state(random)
     return dict(manifest["extra"])
@@ -114,8 +116,12 @@ def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[P
 
 
 @contextmanager
-def _put_back_after_errors(training: Training) -> Iterator[None]:
-    """Load the present state of model, optimizers, schedulers and scaler back if the block raises."""
+def _put_back_after_errors(training: Training) -> Iterator[list[tuple[Table, tuple[int, int]]]]:
+    """Load the present state of model, optimizers, schedulers and scaler back if the block raises.
+
+    Yields a list for the tables and their generations. If one has changed, all of them raise from then on.
+    """
+    begun: list[tuple[Table, tuple[int, int]]] = []
     model = {
         name: _copied(value, to_host=isinstance(value, Tensor))
         for name, value in dense_state(training.model).items()
@@ -123,8 +129,11 @@ def _put_back_after_errors(training: Training) -> Iterator[None]:
     optimizers = [_copied(plain_state(optimizer), to_host=True) for optimizer in training.optimizers]
     others = [(thing, _copied(thing.state_dict())) for thing in training.with_state_dicts]
     try:
-        yield
+        yield begun
     except BaseException:
+        if any(table._store.generation != before for table, before in begun):
+            for table, _ in begun:
+                table._store.mark_half_loaded(True)
         _put_back(training.model, model)
         for optimizer, state in zip(training.optimizers, optimizers, strict=True):
             with suppress(Exception):  # of the part that raised, which may refuse any state
@@ -186,7 +195,7 @@ def _reading(file: Path) -> Iterator[dict[str, Tensor]]:
         yield read_tensors(file) if file.exists() else {}
     except FlatbedError:
         raise
-    except DAMAGE as error:
+    except saving.DAMAGE as error:
         raise damaged(file, error) from error
 
 

@@ -59,7 +59,9 @@ def load_table(
         table = Table(_config_of_disk_table(path, read_only=read_only), device=device, replicate=replicate)
         table.requires_grad_(not read_only)
         return table
-    if read_only and path.exists():
+    if read_only:
+        if not path.is_dir():
+            inspect(path)  # raises for the damaged file of a disk table
         raise ValueError(f'read_only=True is for files of tables with storage="disk"; {path} is copied')
     storage = storage or "host"
     if (storage == "disk") != (target is not None):

@@ -23,11 +23,6 @@ from flatbed.tables.embedding import DenseStateDict
 from flatbed.tables.tensor_file import RESERVED, check_plain
 
 MARK = "$"  # first character of JSON keys that encode a type
-DAMAGE = (
-    *(KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError),
-    RecursionError,
-)
-"""Errors that reading a damaged description may raise."""
 
 
 class Packer:
@@ -88,7 +83,7 @@ class Packer:
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Decode what `Packer.pack` encoded. Wrong values raise one of `DAMAGE`."""
+    """Decode what `Packer.pack` encoded. Wrong values raise one of `saving.DAMAGE`."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -237,7 +232,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: Any) -> None:
-    """Raise one of `DAMAGE` unless `set_rng_state` can use a state."""
+    """Raise one of `saving.DAMAGE` unless `set_rng_state` can use a state."""
     torch.Generator().set_state(state["torch"])
     if not all(isinstance(one, Tensor) and one.dtype == torch.uint8 for one in state["cuda"]):
         raise TypeError("the states of GPUs are no bytes")

@@ -62,6 +62,7 @@ class RowStore:
         self._captured: list[Any] = []  # memory that CUDA graphs still use
         self._storage: Storage | None = None
         self._is_closed = False
+        self._is_half_loaded = False
         self._lock = OrderedLock("layout")
         self._process = os.getpid()
         if config.path is not None and config.path.exists():
@@ -96,7 +97,7 @@ class RowStore:
 
     @property
     def generation(self) -> tuple[int, int]:
-        """Changes whenever rows may have: rows read at the same generation are equal."""
+        """Changes before rows do: rows read at the same generation are equal."""
         return self.version, self.writes
 
     @property
@@ -117,6 +118,11 @@ class RowStore:
         storage = self._storage
         if storage is None or self._laid_out != self.version or os.getpid() != self._process:
             self.check_process()
+            if self._is_half_loaded:
+                raise FlatbedError(
+                    "flatbed.load_checkpoint failed or was interrupted while it replaced rows, and weights, "
+                    "optimizers and tables may be of different checkpoints: load one again"
+                )
             with self._lock:
                 storage = self._allocate_or_move()
                 self._laid_out = self.version
@@ -196,15 +202,22 @@ class RowStore:
                     new = create_storage(self.config, record, self.device, fill=filling, meta=meta)
                 undo.callback(self._drop_unless_used, new)
                 return lambda: self._use_storage(new)
-            storage = self.ensure_layout()
             if not self.in_memory:
-                on_disk = self.disk_storage()  # raises for a table that is read-only
+                self._check_on_disk()
+                if self._is_half_loaded and self.is_allocated:  # perhaps its file was replaced
+                    self._storage = self._reopened()
+            storage = self._allocate_or_move()
+            if not self.in_memory:
+                on_disk = cast(DiskStorage, storage)
                 self.forget_cache()
                 kept = [] if is_complete else [kept_rows(storage, record, with_state=True)]
                 with reported(doing, n_rows, in_turn(*kept, fill)) as filling:
                     draft = on_disk.draft(record, fill=filling, meta=meta)
                 undo.callback(draft.discard)
-                return lambda: self._use_storage(on_disk.replaced_by(draft))
+
+        def replace_file() -> None:
+            self.writes += 1
+            self._use_storage(on_disk.replaced_by(draft))
 
         def replace_in_memory() -> None:
             with self._lock:
@@ -213,11 +226,15 @@ class RowStore:
                 with reported(doing, n_rows, fill) as filling:
                     self._overwrite(filling)
 
-        return replace_in_memory
+        return replace_in_memory if self.in_memory else replace_file
+
+    def mark_half_loaded(self, is_half_loaded: bool) -> None:
+        """Let every use raise except for loads, or no more."""
+        self._is_half_loaded, self._laid_out = is_half_loaded, -1
 
     def _use_storage(self, storage: Storage) -> None:
-        self._storage, self.record = storage, storage.record
         self.version += 1
+        self._storage, self.record = storage, storage.record
 
     def _drop_unless_used(self, new: Storage) -> None:
         if self._storage is not new:
@@ -227,13 +244,14 @@ class RowStore:
 
     def _overwrite(self, fill: Fill) -> None:
         """Change all rows, block by block: a second copy might not fit into memory."""
-        storage = self.ensure_layout()
+        with self._lock:
+            storage = self._allocate_or_move()
         self.flush(drop=True)
+        self.writes += 1
         for first, last in row_blocks(0, self.config.n_rows, self.record.nbytes):
             records = storage.read(first, last).cpu()
             fill(first, last, records)
             storage.write_(first, records)
-        self.writes += 1
 
     def resize(self, n_rows: int) -> None:
         """Add rows; they begin as they would have from the start."""
@@ -290,6 +308,11 @@ class RowStore:
 
     def disk_storage(self) -> DiskStorage:
         """Return the storage of a disk table, laid out if needed."""
+        self._check_on_disk()
+        return cast(DiskStorage, self.ensure_layout())
+
+    def _check_on_disk(self) -> None:
+        """Raise unless this is a disk table that may change."""
         if self.in_memory:
             raise FlatbedError(
                 f'this table is not on disk (storage="{self.config.storage}"): save it with table.save(path)'
@@ -298,7 +321,6 @@ class RowStore:
             raise FlatbedError(
                 f"{self.config.path} was loaded with read_only=True: load it without, to change or save it"
             )
-        return cast(DiskStorage, self.ensure_layout())
 
     @property
     def _file(self) -> DiskStorage | None:
@@ -361,14 +383,19 @@ class RowStore:
         with self._lock:  # no other thread may make a cache meanwhile
             storage = cast(DiskStorage, self._storage)  # no layout, which would be another checkpoint
             storage.check_name()  # before anything is lost: opening it again would fail
-            self.abandon_cache()
-            storage.close()  # drops rows that changed since; if this is interrupted, the next call opens it
-            storage = DiskStorage.open(storage.path, token=token)
+            self.version += 1
+            storage = self._reopened(token)
             if storage.meta.get("token") != token:
                 raise FlatbedError(f"{storage.path} was replaced while it was closed: put it back")
             self._storage = storage
-            self.version += 1
         return dict(storage.meta.get("scalars", {}))
+
+    def _reopened(self, token: str | None = None) -> DiskStorage:
+        """Drop rows that changed since the file's last checkpoint, and open the file again."""
+        storage = cast(DiskStorage, self._storage)
+        self.abandon_cache()
+        storage.close()  # if this is interrupted, the next call opens it
+        return DiskStorage.open(storage.path, token=token)
 
     # ---- the cache
 

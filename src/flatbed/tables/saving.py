@@ -37,6 +37,7 @@ OTHER_KINDS = [
 SEGMENT_BYTES = 1 << 24
 """Bytes of records that a rank exchanges at a time: it holds them as read, received, in order and copied."""
 DAMAGE = (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
+"""Errors that reading a damaged description may raise; a RecursionError is a RuntimeError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,7 @@ def inspect(path: Path) -> TableFile:
             scalars = {name: float(reader.get_tensor(found[key].name)) for name, key in keys.items()}
             contents = TableFile(path, n_rows, record, scalars, about, name)
             contents.config("host")
-        except (*DAMAGE, RecursionError) as error:
+        except DAMAGE as error:
             raise DamagedFileError(
                 f"{path} does not hold what it says ({error}): it is damaged; restore it from a copy"
             ) from error

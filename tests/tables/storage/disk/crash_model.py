@@ -16,6 +16,8 @@ from torch import Tensor
 
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.disk import DiskStorage
+from flatbed.tables.storage.disk.checked_records import sums_at
+from flatbed.tables.storage.disk.format import RECORDS_AT, STATE, STATE_AT, decode, encode
 
 Dense = NDArray[np.uint8]
 
@@ -53,6 +55,16 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def made(folder: Path, n_rows: int = 100, record: Record = RECORD) -> DiskStorage:
     return DiskStorage.create(folder / "table", record, n_rows, fill=fill, meta={"step": 0})
+
+
+def without_sums(path: Path, n_rows: int) -> None:
+    """Make a file one of an earlier version, without checksums."""
+    state = decode(STATE, path.read_bytes()[STATE_AT:RECORDS_AT])
+    del state["has_sums"]
+    with open(path, "r+b") as file:
+        file.truncate(sums_at(n_rows, NBYTES))
+        file.seek(STATE_AT)
+        file.write(encode(STATE, state, RECORDS_AT))
 
 
 def everything(storage: DiskStorage) -> Dense:

@@ -19,7 +19,15 @@ from flatbed.cli import app
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
 from flatbed.tables.storage.disk.checked_records import file_size, row_sums, sums_at
-from flatbed.tables.storage.disk.format import JOURNAL, OLD_JOURNAL, PAGE, RECORDS_AT, decode, encode
+from flatbed.tables.storage.disk.format import (
+    JOURNAL,
+    OLD_JOURNAL,
+    PAGE,
+    RECORDS_AT,
+    STATE_AT,
+    decode,
+    encode,
+)
 from flatbed.tables.storage.disk.journal import index_at
 from tests.tables.storage.disk.crash_model import (
     NBYTES,
@@ -29,6 +37,7 @@ from tests.tables.storage.disk.crash_model import (
     filled,
     made,
     random_records,
+    without_sums,
 )
 
 N_ROWS = 100
@@ -36,8 +45,13 @@ N_ROWS = 100
 
 def flip(path: Path, row: int, bit: int) -> None:
     """Flip a bit of a row in the file."""
+    flip_at(path, RECORDS_AT + row * NBYTES, bit)
+
+
+def flip_at(path: Path, offset: int, bit: int) -> None:
+    """Flip a bit after an offset in the file."""
     with open(path, "r+b") as file:
-        file.seek(RECORDS_AT + row * NBYTES + bit // 8)
+        file.seek(offset + bit // 8)
         (byte,) = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1 << bit % 8]))
@@ -122,8 +136,7 @@ def test_a_table_says_which_row_is_damaged(tmp_path: Path) -> None:
 
 def test_a_file_of_an_earlier_version_gets_checksums_as_rows_change(path: Path) -> None:
     rows = everything(DiskStorage.open(path))
-    with open(path, "r+b") as file:
-        file.truncate(sums_at(N_ROWS, NBYTES))
+    without_sums(path, N_ROWS)
     assert ReadOnlyStorage(path).check_rows() == 0
     with closing(DiskStorage.open(path)) as storage:
         assert np.array_equal(everything(storage), rows)
@@ -210,6 +223,74 @@ def test_check_command(path: Path) -> None:
     assert (done.exit_code, "without checksums" in done.output) == (0, True)
     with closing(DiskStorage.open(path)) as storage:
         assert len(everything(storage)) == N_ROWS
+
+
+def test_every_flipped_bit_before_the_checksums_is_found(path: Path) -> None:
+    for bit in range(8 * 16):
+        flip_at(path, sums_at(N_ROWS, NBYTES), bit)
+        with pytest.raises(DamagedFileError, match=r"mark .*checksums of .*restore .*--forget"):
+            ReadOnlyStorage(path)
+        with pytest.raises(DamagedFileError, match=r"mark .*checksums of .*restore .*--forget"):
+            DiskStorage.open(path)
+        flip_at(path, sums_at(N_ROWS, NBYTES), bit)
+    assert ReadOnlyStorage(path).check_rows() == N_ROWS
+    flip_at(path, sums_at(N_ROWS, NBYTES), 5)
+    assert CliRunner().invoke(app, ["check", str(path)]).exit_code == 1
+    assert CliRunner().invoke(app, ["check", "--forget", str(path)]).exit_code == 0
+    assert ReadOnlyStorage(path).check_rows() == 0
+
+
+def test_file_that_is_cut_within_its_checksums_is_refused(path: Path) -> None:
+    for size in (sums_at(N_ROWS, NBYTES), sums_at(N_ROWS, NBYTES) + 7, file_size(N_ROWS, NBYTES) - 1):
+        os.truncate(path, size)
+        with pytest.raises(DamagedFileError, match="cut short"):
+            DiskStorage.open(path)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_growth_that_a_kill_ends_keeps_the_rows(path: Path, is_written: bool) -> None:
+    """Its new rows were over the checksums, which are unknown afterwards."""
+    copy = path.with_name("copy")
+
+    def copying(start: int, stop: int, records: torch.Tensor) -> None:
+        fill(start, stop, records)
+        if start > N_ROWS or not is_written:
+            copy.write_bytes(path.read_bytes())
+            raise KeyboardInterrupt
+
+    with closing(DiskStorage.open(path)) as storage:
+        rows = everything(storage)
+        with pytest.raises(KeyboardInterrupt):
+            storage.resize(600_000, fill=copying)
+    for _ in range(2):
+        assert ReadOnlyStorage(copy).check_rows() == 0
+        with closing(DiskStorage.open(copy)) as storage:
+            assert np.array_equal(everything(storage), rows)
+        assert copy.stat().st_size == file_size(N_ROWS, NBYTES) + 1
+    with closing(DiskStorage.open(copy)) as storage:
+        storage.checkpoint()
+    assert copy.stat().st_size == file_size(N_ROWS, NBYTES)
+    assert np.array_equal(everything(DiskStorage.open(copy)), rows)
+
+
+def test_every_flipped_bit_of_a_header_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "t.bed"
+    table = flatbed.Embedding(2, 2, storage="disk", path=path).table
+    table.checkpoint()
+    table.close()
+    data = path.read_bytes()
+    lengths = {at: 56 + int.from_bytes(data[at + 20 : at + 24], "little") for at in (0, STATE_AT)}
+    used = [8 * at + bit for at, length in lengths.items() for bit in range(8 * length)]
+    opens = [lambda: flatbed.load_table(path), lambda: flatbed.load_table(path, read_only=True)]
+    for bit in used:
+        flip_at(path, 0, bit)
+        if bit == 8 * STATE_AT:
+            opens.pop()  # waits for a trainer that might write it
+        for load in opens:
+            with pytest.raises(DamagedFileError, match=str(path)):
+                load()
+        flip_at(path, 0, bit)
+    flatbed.load_table(path).close()
 
 
 @pytest.mark.parametrize("damage", [False, True])

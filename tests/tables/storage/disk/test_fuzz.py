@@ -199,7 +199,8 @@ def test_wrong_values_under_a_right_checksum(data: st.DataObject, magic: bytes) 
 
 
 def _version(magic: bytes) -> bytes:
-    return magic + (VERSION + 1).to_bytes(4, "little")
+    with mock.patch.object(header, "VERSION", VERSION + 1):
+        return encode(magic, {}, PAGE)
 
 
 def _big_endian() -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +15,16 @@ import torch
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.disk import DiskStorage, checked_records
 from flatbed.tables.storage.disk import storage as disk_storage
-from flatbed.tables.storage.disk.checked_records import Readers, sums_at
-from tests.tables.storage.disk.crash_model import NBYTES, everything, fill, filled, made, random_records
+from flatbed.tables.storage.disk.checked_records import Readers
+from tests.tables.storage.disk.crash_model import (
+    NBYTES,
+    everything,
+    fill,
+    filled,
+    made,
+    random_records,
+    without_sums,
+)
 
 SOON = 0.2
 LATE = 20.0
@@ -123,7 +130,7 @@ def test_file_stays_as_it_is_while_it_is_read(what: str, tmp_path: Path, disk: S
 
 def test_reader_of_an_earlier_version_whose_file_gets_checksums(tmp_path: Path, disk: SlowDisk) -> None:
     made(tmp_path).close()
-    os.truncate(tmp_path / "table", sums_at(100, NBYTES))
+    without_sums(tmp_path / "table", 100)
     table = DiskStorage.open(tmp_path / "table")
     reader = slow_reader(table, disk, range(100))
     other = Doing(table.checkpoint)

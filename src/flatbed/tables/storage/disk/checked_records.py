@@ -5,7 +5,8 @@ Checksums are four bytes per row after the records:
     [identity] [state] [records] [magic: 16 bytes] [checksum of each row: uint32]
 
 A checksum of 0 means that none is known. Files of earlier versions end with their records, and get checksums
-as their rows change. Without the magic, bytes after the records are what an interrupted `resize` left.
+as their rows change. `State.has_sums` says that a file has them. An interrupted `resize` leaves a file
+without magic that is longer, if only by a byte. Without magic, a file of the exact length is damaged.
 """
 
 from __future__ import annotations
@@ -238,15 +239,23 @@ def has_sums(file: MappedFile, n_rows: int, nbytes: int) -> bool:
     return found.tobytes() == MAGIC
 
 
-def map_records(file: MappedFile, n_rows: int, nbytes: int) -> Records:
-    """Map records, and checksums if the file has them; raises `DamagedFileError` if the file is too short."""
-    end = sums_at(n_rows, nbytes)
+def map_records(file: MappedFile, n_rows: int, nbytes: int, *, needs_sums: bool = False) -> Records:
+    """Map records, and checksums if the file has them, which `needs_sums` requires.
+
+    A file that is too short raises `DamagedFileError`.
+    """
+    end, longest = sums_at(n_rows, nbytes), file_size(n_rows, nbytes)
     with_sums = has_sums(file, n_rows, nbytes)
-    expected = file_size(n_rows, nbytes) if with_sums else end
+    expected = longest if with_sums or needs_sums else end
     if file.size < expected:
         raise DamagedFileError(
             f"{file.path} has {file.size} bytes, but {n_rows} rows of {nbytes} bytes need {expected}: it was "
             "cut short; restore it from a copy"
+        )
+    if needs_sums and not with_sums and file.size == longest:
+        raise DamagedFileError(
+            f"the mark before the checksums of {file.path} is damaged; restore the file from a copy, or run "
+            "`flatbed check --forget` to take all rows as they are"
         )
     return file.map(
         RECORDS_AT, nbytes, count=n_rows, random=True, sums_at=end + len(MAGIC) if with_sums else None
@@ -257,17 +266,18 @@ def add_sums(table: MappedFile, n_rows: int, nbytes: int) -> None:
     """Give a file without checksums space for them, where its disk has some. None is known yet."""
     with suppress(NoSpace):
         table.reserve(file_size(n_rows, nbytes))
-        write_sums(table, nbytes, np.zeros(n_rows, np.uint32), over_rows=True)
+        write_sums(table, nbytes, np.zeros(n_rows, np.uint32))
+        table.truncate(file_size(n_rows, nbytes))
         map_records(table, n_rows, nbytes)
 
 
-def write_sums(table: MappedFile, nbytes: int, sums: Sums, *, over_rows: bool = False) -> None:
-    """Write the checksums of all rows, to new space or over rows that a `resize` wrote and took back."""
+def write_sums(table: MappedFile, nbytes: int, sums: Sums) -> None:
+    """Write the checksums of all rows durably, also over rows that a `resize` wrote and took back."""
     at = sums_at(len(sums), nbytes)
     table.write(at + len(MAGIC), sums)
-    if over_rows:
-        table.sync()  # after a loss of power, no magic may be before bytes that are no checksums
+    table.sync()  # after a loss of power, no magic may be before bytes that are no checksums
     table.write(at, MAGIC)
+    table.sync()
 
 
 def known_sums(table: MappedFile) -> Sums:
@@ -277,9 +287,10 @@ def known_sums(table: MappedFile) -> Sums:
 
 
 def drop_sums(table: MappedFile, nbytes: int) -> None:
-    """Make the file one without checksums, durably."""
+    """Remove the magic of a file that was made longer, durably."""
     sums, table.sums = table.sums, None
     if sums is not None:
+        table.sync()  # first the length, by which `map_records` tells this from damage
         table.write(sums_at(len(sums), nbytes), bytes(len(MAGIC)))
         table.sync()
 

@@ -63,6 +63,8 @@ class State:
     word: str = ""
     """Random, new with every checkpoint: tells copies apart that have the same generation. Files of earlier
     versions have none."""
+    has_sums: bool = False
+    """Records are followed by their checksums, which earlier versions did not note here."""
 
 
 def encode(magic: bytes, payload: Mapping[str, Any], room: int) -> bytes:
@@ -83,12 +85,13 @@ def decode(magic: bytes, block: bytes) -> dict[str, Any]:
     found, version, length, checksum = _PREFIX.unpack_from(block)
     if found != magic:
         raise DamagedFileError(f"it begins with {found!r} instead of {magic!r}")
-    if version != VERSION:
+    text = block[_PREFIX.size : _PREFIX.size + length]
+    is_right = len(text) == length and _checksum(magic, text) == checksum  # which includes the version
+    if version != VERSION and not is_right:
         raise OtherVersion(
             f"it has version {version} of the format, and this flatbed knows version {VERSION}"
         )
-    text = block[_PREFIX.size : _PREFIX.size + length]
-    if len(text) < length or _checksum(magic, text) != checksum:
+    if version != VERSION or not is_right:
         raise DamagedFileError("its checksum is wrong")
     return load(text)
 
@@ -154,12 +157,14 @@ def state_of(payload: Mapping[str, Any]) -> State:
     try:
         n_rows, generation, meta = (payload[name] for name in ("n_rows", "generation", "meta"))
         applying, word = payload["applying"], payload.get("word", "")
+        has_sums = payload.get("has_sums", False)
         about, scalars = meta.get("table", {}), meta.get("scalars", {})
         if "init" in about:
             described(about["init"])
         is_right = (
             all(type(count) is int and 0 <= count < 2**63 for count in (n_rows, generation))
             and isinstance(applying, bool)
+            and isinstance(has_sums, bool)
             and isinstance(word, str)
             and isinstance(about.get("seed", 0), int)
             and isinstance(about.get("padding_idx"), int | None)
@@ -169,7 +174,7 @@ def state_of(payload: Mapping[str, Any]) -> State:
         is_right = False
     if not is_right:
         raise DamagedFileError("its values are wrong")
-    return State(n_rows, generation, meta, applying, word)
+    return State(n_rows, generation, meta, applying, word, has_sums)
 
 
 def encode_state(state: State) -> bytes:

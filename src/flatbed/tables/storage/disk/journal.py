@@ -23,7 +23,15 @@ from flatbed.cuda.host_memory import available_bytes
 from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.progress import progress
 from flatbed.tables.files import read_small
-from flatbed.tables.storage.disk.checked_records import MEMORY_PART, CopyThreads, put, row_sums, split, submit
+from flatbed.tables.storage.disk.checked_records import (
+    CHUNK,
+    MEMORY_PART,
+    CopyThreads,
+    put,
+    row_sums,
+    split,
+    submit,
+)
 from flatbed.tables.storage.disk.format import (
     JOURNAL,
     OLD_JOURNAL,
@@ -46,7 +54,6 @@ SEALED_ROOM = 2 * RECORDS_AT  # bytes of JSON: a state, and the path of a decisi
 DECISION_LIMIT = 1 << 20
 HASHED = 16 << 20  # bytes under one checksum: part of the old format
 SUMMED = 4 << 20  # bytes of records that a thread sums at a time
-CHUNK = 16 << 20
 MANY_BYTES = 16 << 20  # of records, from which threads and large pages pay off
 CACHED = 512 << 10  # bytes that stay in a core's cache while they are copied
 MOST_ENTRIES = 2**31 - 2  # the entry map counts them in int32
@@ -298,7 +305,7 @@ def digest(file: MappedFile, records: Records, *, end: int, sync: bool = False) 
         def add(start: int) -> None:
             sums[start : start + step] = row_sums(records[start : start + step])
 
-        with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             if sync:
                 file.release()
             # From the end: the kernel writes pages, and locks them, from the beginning.

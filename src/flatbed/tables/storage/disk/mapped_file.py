@@ -12,6 +12,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatbed.errors import FlatbedError
+from flatbed.tables.files import FULL
 
 Records = NDArray[np.void]
 """One element per record."""
@@ -27,7 +29,6 @@ Sums = NDArray[np.uint32]
 """One checksum per record."""
 
 RESERVED_AT_ONCE = 1 << 30  # bytes: some file systems write zeros, and answer no Control-C meanwhile
-_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 class NoSpace(FlatbedError):
@@ -184,7 +185,7 @@ class MappedFile:
             for at in range(start, stop, RESERVED_AT_ONCE):
                 os.posix_fallocate(self._descriptor, at, min(RESERVED_AT_ONCE, stop - at))
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise FlatbedError(
                     f"reserving {needed:,} bytes for {self.path} failed: {error.strerror}"
                 ) from error
@@ -265,30 +266,30 @@ def _opened(path: Path, *, create: bool, read_only: bool = False) -> int:
     return descriptor
 
 
-def lock(path: Path, *, create: bool = False) -> int:
-    """Lock a file for one storage of one process, until the returned descriptor is closed.
+def lock(path: Path, *, create: bool = False) -> FileIO:
+    """Lock a file for one storage of one process, until the returned file is closed or collected.
 
-    With `create`, the file must be new. The descriptor serves the lock alone: a mapping would keep the lock
+    With `create`, the file must be new. The returned one serves the lock alone: a mapping would keep the lock
     of its own descriptor.
     """
     try:
         import fcntl
     except ImportError:
         raise FlatbedError("tables on disk need file locks as Linux has them; use storage='host'") from None
-    descriptor = _opened(path, create=create)
+    file = FileIO(_opened(path, create=create), "r+")
     try:
         with reporting(path, "locking"):
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise FlatbedError(
                     f"{path} is open already, in this process or in another one; a table on disk has one "
                     "user at a time: close it there first"
                 ) from None
-            is_same = os.path.samestat(os.fstat(descriptor), path.stat())
+            is_same = os.path.samestat(os.fstat(file.fileno()), path.stat())
         if not is_same:
             raise FlatbedError(f"{path} was replaced while it was being opened; try again")
     except BaseException:
-        os.close(descriptor)
+        file.close()
         raise
-    return descriptor
+    return file

@@ -16,7 +16,9 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,8 +31,8 @@ from flatbed.tables.record import Record
 from flatbed.tables.storage.base import Fill
 from flatbed.tables.storage.disk.checked_records import (
     CopyThreads,
-    drop_sums,
     file_size,
+    has_sums,
     map_records,
     write_rows,
     write_sums,
@@ -58,12 +60,12 @@ def journal_of(path: Path) -> Path:
     return path.with_name(path.name + ".journal")
 
 
-def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, State]:
+def recover(table: MappedFile, token: str | None = None, *, forget: bool = False) -> tuple[Identity, State]:
     """Complete a sealed checkpoint or drop an unfinished one, and map the records.
 
     Everything is checked before anything is written. A sealed journal whose decision is another job's is
     renamed instead of dropped. A checkpoint with this `token` is known to be decided, also one of a journal
-    that was renamed before.
+    that was renamed before. With `forget`, all rows lose their checksums.
     """
     path = table.path
     identity, state = read_header(table)
@@ -79,7 +81,7 @@ def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, Stat
             is_foreign = is_wanted is None
             if sealed is not None and is_wanted:
                 _check_rows(journal, identity, sealed=sealed, file=file)
-                _map_table(table, identity, sealed.state)
+                _map_table(table, identity, sealed.state, forget=forget)
                 table.fill_holes()
                 assert file.rows is not None
                 apply(table, file.rows, rows=sealed.rows, sums=sealed.sums, state=sealed.state)
@@ -93,7 +95,7 @@ def recover(table: MappedFile, token: str | None = None) -> tuple[Identity, Stat
             f"{path} was being changed when its process ended, and its journal {journal} is missing or "
             "damaged; put the journal back next to it, or restore the table from a copy"
         )
-    _map_table(table, identity, state)
+    _map_table(table, identity, state, forget=forget)
     if is_foreign:
         _keep_aside(journal)
     elif os.path.lexists(journal):
@@ -166,12 +168,14 @@ def _check_rows(journal: Path, identity: Identity, *, sealed: Sealed, file: Mapp
         raise DamagedFileError(f"{journal} holds rows beyond the table's {n_rows}; restore both from a copy")
 
 
-def _map_table(table: MappedFile, identity: Identity, state: State) -> None:
-    nbytes = identity.record.nbytes
-    longest = file_size(state.n_rows, nbytes)
-    if table.size > longest:
-        table.truncate(longest)  # space of rows that an interrupted resize has added
-    map_records(table, state.n_rows, nbytes)
+def _map_table(table: MappedFile, identity: Identity, state: State, *, forget: bool) -> None:
+    n_rows, nbytes = state.n_rows, identity.record.nbytes
+    longest = file_size(n_rows, nbytes)
+    if forget and table.size >= longest:
+        write_sums(table, nbytes, np.zeros(n_rows, np.uint32))
+    if table.size > longest:  # space of rows that an interrupted resize has added
+        table.truncate(longest + (not has_sums(table, n_rows, nbytes)))
+    map_records(table, n_rows, nbytes, needs_sums=state.has_sums)
 
 
 # ---- open files
@@ -180,14 +184,14 @@ def _map_table(table: MappedFile, identity: Identity, state: State) -> None:
 class OpenFiles:
     """Closes everything once, in the process that opened it, also at garbage collection and after a fork."""
 
-    def __init__(self, descriptor: int, table: MappedFile, journal: Journal) -> None:
+    def __init__(self, held: FileIO, table: MappedFile, journal: Journal) -> None:
         self.table, self.journal = table, journal
         self.keep_journal = False
         self.cached_changes: Callable[[], NDArray[np.int64]] = lambda: np.empty(0, np.int64)
         """Returns changed rows in a cache, of which the journal may have some."""
         self.pool = CopyThreads()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="flatbed-disk-writer")
-        self._lock_descriptor = descriptor
+        self._held: FileIO | None = held
         self._process = os.getpid()
         self._has_told = False
         _ALL.add(self)
@@ -199,7 +203,7 @@ class OpenFiles:
     @property
     def is_open(self) -> bool:
         """True until `close`."""
-        return self._lock_descriptor >= 0
+        return self._held is not None
 
     def check(self) -> None:
         """Raise if the table is closed, or if this is a forked process."""
@@ -208,7 +212,7 @@ class OpenFiles:
                 f"{self.table.path} was opened by process {self._process}, and a forked process must not use "
                 "it; look rows up in the process that opened the table"
             )
-        if self._lock_descriptor < 0:
+        if not self.is_open:
             raise FlatbedError(f"{self.table.path} is closed; open it again")
 
     def n_unsaved(self) -> int:
@@ -218,10 +222,10 @@ class OpenFiles:
 
     def close(self) -> None:
         """Close everything; a second call does nothing. A forked process closes its descriptors alone."""
-        if self._lock_descriptor < 0:
+        if self._held is None:
             return
         is_own = self.is_own_process()
-        descriptor, self._lock_descriptor = self._lock_descriptor, -1
+        held, self._held = self._held, None
         try:  # at once: an interruption in between would keep the lock
             if is_own:
                 self.pool.shutdown(wait=False)
@@ -229,7 +233,7 @@ class OpenFiles:
             self.journal.close(remove=is_own and not self.keep_journal)
             self.table.close()
         finally:
-            os.close(descriptor)
+            held.close()
 
     def close_forgotten(self) -> None:
         """Close a table that was garbage collected without `close`."""
@@ -240,7 +244,7 @@ class OpenFiles:
 
     def tell_unsaved(self, when: str) -> None:
         """Tell, once, that changed rows are about to be lost."""
-        if self._has_told or self._lock_descriptor < 0 or not self.is_own_process() or self.keep_journal:
+        if self._has_told or not self.is_open or not self.is_own_process() or self.keep_journal:
             return
         self._has_told = True
         n_rows = self.n_unsaved()
@@ -301,28 +305,23 @@ if hasattr(os, "register_at_fork"):
 Opened: TypeAlias = tuple[OpenFiles, Identity, State]
 
 
-def open_files(path: Path, token: str | None = None) -> Opened:
+def open_files(path: Path, token: str | None = None, *, forget: bool = False) -> Opened:
     """Lock a table's file and recover its last completed checkpoint; one with this token is completed."""
     if not path.exists():
         raise FlatbedError(f"there is no table at {path}; check the path, or create one")
     with ExitStack() as undo:
-        descriptor = lock(path)
-        undo.callback(os.close, descriptor)
+        held = undo.enter_context(lock(path))
         table = MappedFile(path)
         undo.callback(table.close)
-        identity, state = recover(table, token)
+        identity, state = recover(table, token, forget=forget)
         journal = _journal(table, identity)
         undo.pop_all()
-    return OpenFiles(descriptor, table, journal), identity, state
+    return OpenFiles(held, table, journal), identity, state
 
 
 def forget_sums(path: Path) -> None:
-    """Remove the checksums of a table's file: its rows are taken as they are, and checked no more."""
-    files, identity, _ = open_files(path)
-    try:
-        drop_sums(files.table, identity.record.nbytes)
-    finally:
-        files.close()
+    """Forget the checksums of a table's file: its rows are taken as they are until they change."""
+    open_files(path, forget=True)[0].close()
 
 
 def _journal(table: MappedFile, identity: Identity) -> Journal:
@@ -340,15 +339,14 @@ class Draft:
         self._is_replacing = replaces is not None
         if not self._is_replacing and path.exists():
             raise _exists(path)
-        self.path, self.state = path, state
+        self.path, self.state = path, replace(state, has_sums=True)
         self.identity = Identity(secrets.token_hex(16), record, replaces)
-        first, second = encode_identity(self.identity), encode_state(state)
+        first, second = encode_identity(self.identity), encode_state(self.state)
         draft = path.with_name(path.name + ".new")
         mode = stat.S_IMODE(path.stat().st_mode) if self._is_replacing else None
         with ExitStack() as undo:
             _remove_leftover(draft)
-            self._lock_descriptor = lock(draft, create=True)
-            undo.callback(os.close, self._lock_descriptor)
+            self._held = undo.enter_context(lock(draft, create=True))
             undo.callback(MappedFile.remove, draft)
             self._table = table = MappedFile(draft, mode=mode)
             undo.callback(table.close)
@@ -357,7 +355,6 @@ class Draft:
             table.write(STATE_AT, second)
             sums = write_rows(table, record, range(state.n_rows), fill=fill)
             write_sums(table, record.nbytes, sums)
-            table.sync()
             map_records(table, state.n_rows, record.nbytes)
             self._undo = undo.pop_all()
 
@@ -376,11 +373,11 @@ class Draft:
             MappedFile.rename(table.path, self.path)
             undo.pop_all()
             undo.callback(table.close)
-            undo.callback(os.close, self._lock_descriptor)
+            undo.callback(self._held.close)
             table.path = self.path
             MappedFile.sync_folder(self.path.parent)
             undo.pop_all()
-        files = OpenFiles(self._lock_descriptor, table, _journal(table, self.identity))
+        files = OpenFiles(self._held, table, _journal(table, self.identity))
         return files, self.identity, self.state
 
 
@@ -404,11 +401,8 @@ def _remove_leftover(draft: Path) -> None:
     """Remove the draft of a killed process; any other file of that name is an error."""
     if not os.path.lexists(draft):
         return
-    descriptor = lock(draft)
-    try:
-        found = os.pread(descriptor, len(TABLE), 0)
-    finally:
-        os.close(descriptor)
+    with lock(draft) as file:
+        found = file.read(len(TABLE))
     if found not in (b"", TABLE):
         raise FlatbedError(f"{draft} is no draft of a table, but has the name of one: move it away")
     MappedFile.remove(draft)

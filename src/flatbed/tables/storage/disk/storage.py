@@ -45,6 +45,10 @@ from flatbed.tables.storage.disk.open_files import Draft, OpenFiles, kept_journa
 T = TypeVar("T")
 Meta = Mapping[str, Any]
 UNKNOWN = "the last checkpoint failed, and what of it is on the disk is not known"
+REMEDY = (
+    "Save the rows to another disk (table.save), and open the table again (after table.close(discard=True)): "
+    "it has this checkpoint or the one before, whole"
+)
 
 
 class DiskStorage:
@@ -170,7 +174,7 @@ class DiskStorage:
 
     def scatter_(self, ids: Tensor, records: Tensor) -> None:
         """Replace the records of rows; they reach the file with the next checkpoint."""
-        with self._use(change=True):
+        with self._use(change=ids.numel() > 0):
             rows = rows_of(ids, self.n_rows)
             if len(rows):
                 given = as_records(records.detach().cpu().contiguous().numpy())
@@ -273,7 +277,13 @@ class DiskStorage:
             self._readers.wait()
             self._is_committing = True
             journal = files.journal
-            apply(files.table, journal.records, rows=journal.rows(), sums=journal.sums, state=state)
+            try:
+                apply(files.table, journal.records, rows=journal.rows(), sums=journal.sums, state=state)
+            except NotSynced as error:
+                raise NotSynced(
+                    f"{error}. This checkpoint is whole in {journal.path}, which must stay beside the table. "
+                    "The next change or checkpoint, or opening the table again, copies it once more"
+                ) from error
             files.journal.clear(same_rows=state.n_rows == self.n_rows)
             self._state, self.n_rows, self._sealed, files.keep_journal = state, state.n_rows, None, False
             self._is_held = self._is_committing = False
@@ -291,7 +301,7 @@ class DiskStorage:
     def resize(self, n_rows: int, *, fill: Fill, meta: Meta | None = None) -> DiskStorage:
         """Add rows at the end; they and all changed rows become a checkpoint."""
         with self._use(change=True):
-            table, nbytes, before = self._files.table, self.record.nbytes, self._files.table.size
+            table, nbytes = self._files.table, self.record.nbytes
             state = replace(self._next(meta), n_rows=n_rows)
             table.reserve(file_size(n_rows, nbytes))
             self._readers.wait()
@@ -300,15 +310,14 @@ class DiskStorage:
                 drop_sums(table, nbytes)  # the new rows are written over them
                 added = write_rows(table, self.record, range(self.n_rows, n_rows), fill=fill)
                 write_sums(table, nbytes, np.concatenate((sums, added)))
-                table.sync()
                 map_records(table, n_rows, nbytes)
                 self._seal(state, None)
             except BaseException:
                 if self._is_half_sealed:
                     self._broken = UNKNOWN
                 if self._broken is None:  # otherwise the seal may be durable, and refer to the new rows
-                    table.truncate(max(before, file_size(self.n_rows, nbytes)))
-                    write_sums(table, nbytes, sums, over_rows=True)
+                    write_sums(table, nbytes, sums)
+                    table.truncate(file_size(self.n_rows, nbytes))
                     map_records(table, self.n_rows, nbytes)
                 raise
             self.commit()
@@ -351,13 +360,15 @@ class DiskStorage:
         table.fill_holes()
         if table.sums is None:
             add_sums(table, self.n_rows, self.record.nbytes)
+        state = replace(state, has_sums=table.sums is not None)
         self._files.keep_journal, self._is_committing = True, False
         self._broken = UNKNOWN
         try:
             journal.seal(state, decision, base=self._state.word, n_rows=self.n_rows)
             self._decision, self._sealed, self._broken = decision, state, None
-        except NotSynced:
-            raise  # the system drops what it could not write, so a second attempt would prove nothing
+        except NotSynced as error:
+            # The system drops what it could not write, so a second attempt would prove nothing.
+            raise NotSynced(f"{error}. {REMEDY}") from error
         except BaseException:
             self._is_half_sealed, self._broken = True, None  # first: a second Control-C may follow
             self._unseal()
@@ -386,10 +397,7 @@ class DiskStorage:
         with self._lock:
             self._files.check()
             if change and self._broken is not None:
-                raise FlatbedError(
-                    f"{self.path} cannot be changed: {self._broken}; close it and open it again, which goes "
-                    "back to the last checkpoint"
-                )
+                raise FlatbedError(f"{self.path} cannot be changed: {self._broken}. {REMEDY}")
             if change and self._is_half_sealed:
                 self._unseal()
             if change and self._sealed is not None:
