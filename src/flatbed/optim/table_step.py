@@ -101,7 +101,7 @@ class TableStepper:
             if pack is None:
                 continue
             store, access, batch = slot.table._store, slot.table._local_rows, pack.batch
-            location = access.location_for(batch, update=True)
+            location = store.location_for(batch, update=True)
             if location is not None:
                 weights = None if batch is None else batch.weights
                 if batch is not None and weights is not None and batch.generation != store.generation:
@@ -329,17 +329,22 @@ class OptimizerTables:
                     f"among all ranks, or pass norm_group= with the ranks that hold other parameters"
                 )
 
-    def steppers_for(self, owner: Optimizer, packs: list[RowGrads | None]) -> list[TableStepper]:
-        """Return the steppers of all devices, given their gradients. Scalars follow tables that moved."""
+    def steppers_for(
+        self, owner: Optimizer, packs: list[RowGrads | None], switched: list[bool]
+    ) -> list[TableStepper]:
+        """Return the steppers of all devices, given their gradients. Scalars follow tables that moved.
+
+        `switched`: the options that decide which tensors of state exist.
+        """
         rule, groups = owner._rule, owner.param_groups
-        key: list[Any] = [id(groups)]  # all that the launches depend on
+        key: list[Any] = [id(groups), switched]  # all that the launches depend on
         for slot in self.slots:
             store, group = slot.table._store, groups[slot.group]
             if any(value.device != store.device for value in store.scalars.values()):
                 self.publish(owner, slot)
             layout = store.device, store.ensure_layout().record, [*map(id, store.scalars.values())]
             options = [group[option] for option in rule.row_scalars.values() if option is not None]
-            key.append((*layout, slot.group, rule.has(group), options))
+            key.append((*layout, slot.group, options))
         if key != self._built_from:
             if any(is_capturing(slot.table._store.device) for slot in self.slots):
                 raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")

@@ -131,7 +131,7 @@ def _without_lead(found: UniqueRows) -> UniqueRows:
 
 def _check_capture(table: Table, ids: Tensor) -> None:
     store = table._store
-    if not store.is_allocated or store.relayout_pending or table._local_rows.location_for() is None:
+    if not store.is_allocated or store.relayout_pending or store.location_for() is None:
         raise FlatbedError(
             "a lookup of this table cannot be part of a CUDA graph"
             + (

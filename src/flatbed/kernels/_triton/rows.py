@@ -42,6 +42,7 @@ def tile(columns: int, elements: int) -> int:
     return max(1, min(32, elements // columns))
 
 
+@functools.cache
 def mover_shape(nbytes: int, *, both_ways: bool = False) -> MoverShape:
     """Return the shape for records of so many bytes, which are read, written, or both at once.
 

@@ -166,11 +166,8 @@ class GpuCache:
     # ---- rows
 
     def lookup(self, batch: LookupBatch) -> Tensor:
-        if not self.protects(batch):
-            self.wait_for_prefetch()
-        return self._kernels.lookup(
-            self.location, batch.keys, self.weight.count, self.weight.dtype, self.n_rows
-        )
+        location, weight = self.location_for(batch, update=False), self.weight
+        return self._kernels.lookup(location, batch.keys, weight.count, weight.dtype, self.n_rows)
 
     def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation:
         if not self.protects(batch):
