@@ -193,8 +193,8 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero."""
         if not set_to_none:
-            for slot in self._tables.slots:  # rows with a gradient of zero would be updated
-                slot.table.grad = None
+            for owned in self._tables.owned:  # rows with a gradient of zero would be updated
+                owned.table.grad = None
             super().zero_grad(set_to_none=False)
             return
         for group in self.param_groups:
@@ -246,7 +246,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call,unused-ignore]
         return (
-            (bool(self._tables.slots) and world_size() > 1)
+            (bool(self._tables.owned) and world_size() > 1)
             or self._norm_group is not None
             or any(group.get("fused") for group in self.param_groups)
             or (has_cuda and torch.cuda.is_current_stream_capturing())
@@ -367,7 +367,7 @@ class Optimizer(torch.optim.Optimizer):
     def _collect_and_update(self) -> None:
         """Collect gradients, and update what they belong to."""
         plan = self._current_plan()
-        packs = self._tables.collect_grads(self) if self._tables.slots else []
+        packs = self._tables.collect_grads(self) if self._tables.owned else []
         found = plan.collect_grads()
         if found is None:  # of another kind: building a plan checks them
             plan = self._rebuild()

@@ -366,14 +366,14 @@ def update_all(optimizer: Optimizer, plan: Plan, found: StepGrads, packs: list[R
     if plan.masters.slots:
         plan.masters.record_versions()
     if scaling is not None and scaling.scale is not None:
-        rows = [slot.table.grad for slot, pack in zip(tables.slots, packs, strict=False) if pack is not None]
+        with_grad = (o.table for o, pack in zip(tables.owned, packs, strict=False) if pack is not None)
         grads: list[Any] = [p.grad for p in found.owners]
-        _unscale_(scaling, [*map(local_of, grads), *rows])
+        _unscale_(scaling, [*map(local_of, grads), *map(GRAD, with_grad)])
 
 
 def _found_by_any_rank(optimizer: Optimizer, plan: Plan, found_inf: Tensor | None) -> Tensor | None:
     """Return the overflow flag of a GradScaler; an overflow of one rank is one of all."""
-    if tables := [slot.table for slot in optimizer._tables.slots]:
+    if tables := [owned.table for owned in optimizer._tables.owned]:
         found_inf = any_replica(found_inf, tables)
     if found_inf is None or not plan.shard_groups.many:
         return found_inf

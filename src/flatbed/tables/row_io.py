@@ -415,7 +415,7 @@ def _compare_rows(table: Table, rows: Tensor, device: torch.device) -> None:
     """Raise if a sample of the rows of this step differs between ranks: replicas would drift apart."""
     stride = -(-len(rows) // SAMPLE)
     table._exchanges += 1
-    records = table._local_rows.gather(rows[table._exchanges % stride :: stride]).cpu()
+    records = table._local_io.gather(rows[table._exchanges % stride :: stride]).cpu()
     digests = all_gather(torch.tensor(_digest(records), dtype=torch.uint8, device=device))
     if any(not torch.equal(one, digests[0]) for one in digests):
         raise FlatbedError(UNEQUAL)
