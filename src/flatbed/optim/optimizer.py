@@ -21,7 +21,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import check_values_exist
 from flatbed.kernels.step import NORM, SKIPPED, StepOptions
 from flatbed.optim import options as checks
-from flatbed.optim.options import OF_NORM, Extras, OptimizerSpec, ParamsT, describe_for_ranks, named_params
+from flatbed.optim.options import OF_NORM, OptimizerSpec, ParamsT, describe_for_ranks, named_params
 from flatbed.optim.plan import Plan, StepStats, build_plan, update_all
 from flatbed.optim.state import ROUNDS, build_state_dict, lacks_state, load_state_dict
 from flatbed.optim.table_step import OptimizerTables, check_table
@@ -150,19 +150,7 @@ class Optimizer(torch.optim.Optimizer):
     def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
         for group in added:
             checks.check_group(group)
-            for name in Extras.__annotations__:
-                is_own = name in group and group[name] == getattr(self._options, name, None)
-                if name not in group or (is_own and name not in OF_NORM):
-                    continue
-                remedy = "pass it to the constructor"
-                if is_own:  # ZeroRedundancyOptimizer copies all options into groups
-                    remedy = (
-                        "ZeroRedundancyOptimizer has no norm over all ranks, call "
-                        "torch.nn.utils.clip_grad_norm_(model.parameters(), …) before its step instead"
-                    )
-                raise ValueError(
-                    f"{name} is an option of the whole optimizer; found in a param group: {remedy}"
-                )
+            checks.check_no_extras(self._options, group)
         for name, param, _ in named_params(added, number):
             if isinstance(param, Table):
                 check_table(self._spec, self, name, param, self.param_groups[number])

@@ -189,20 +189,6 @@ class GatherFunction(torch.autograd.Function):
         return None, None
 
 
-def needs_grad(table: Table, *, training: bool) -> bool:
-    """Return True if a lookup records gradients.
-
-    Raises if the lookups before it trained the table, and no optimizer has it. A model that is trained in
-    training mode may be evaluated in between, also where gradients are enabled.
-    """
-    if not (torch.is_grad_enabled() and table._needs_grad):
-        return False
-    if table._orphaned is not None and (training or not table._orphaned):
-        table._check_owner()
-    table._last_training = training
-    return True
-
-
 # ---- prefetches: rows of coming batches, moved while earlier batches are trained on
 
 

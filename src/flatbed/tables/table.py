@@ -236,13 +236,22 @@ class Table(TableParameter):
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
 
-    def _check_owner(self) -> None:
-        """Raise if no optimizer has the table: gradients that were recorded would never be used."""
-        if self._owner is None:
+    def _records_grad(self, *, training: bool) -> bool:
+        """Return True if a lookup records gradients.
+
+        Raises if the lookups before it trained the table, and no optimizer has it. A model that is trained in
+        training mode may be evaluated in between, also where gradients are enabled.
+        """
+        if not (torch.is_grad_enabled() and self._needs_grad):
+            return False
+        was_trained = self._orphaned is not None and (training or not self._orphaned)
+        if was_trained and self._owner is None:
             raise FlatbedError(
                 f"{self!r} receives gradients, but no optimizer has it: give its parameters to an optimizer "
                 "(flatbed.optim.Adam(model.parameters())), or freeze it (emb.requires_grad_(False))"
             )
+        self._last_training = training
+        return True
 
     # ---- rows
 
