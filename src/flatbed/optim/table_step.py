@@ -288,17 +288,22 @@ class OptimizerTables:
             if capturing:
                 raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
         for owned in self.owned:
-            owner_ref = owned.table._owner_ref
-            if owner_ref is None or owner_ref() is not owner:
+            table = owned.table
+            if table._owner_ref is None or table._owner_ref() is not owner:
                 raise FlatbedError(
                     f"table {owned.name} has been given to another optimizer since: step that one"
                 )
-            if owned.table._deferred_checks.pending and not capturing:
-                owned.table._raise_bad_ids()
+            if table._deferred_checks.pending and not capturing:
+                table._raise_bad_ids()
+            if any(part.captured != capturing for part in table._grads.parts):
+                table._grads.clear()
+                raise FlatbedError(
+                    f"table {owned.name} has gradients from outside of this CUDA graph, or from inside of "
+                    "another: capture lookup, backward and optimizer.step() in one CUDA graph, after "
+                    "optimizer.zero_grad()"
+                )
         packs = []
-        for owned in self.owned:
-            table = owned.table
-            table._grads.check_capture(capturing)
+        for table in [owned.table for owned in self.owned]:
             if several:
                 exchange_grads(table)
             if not table._needs_grad:
