@@ -161,8 +161,8 @@ class CapturedStep:
             ):
                 outputs = self._train_step(self._static_batch())
                 for i, check in enumerate(self._checks[:MAX_TABLES]):
-                    assert check.graph_slot is not None
-                    positions[i : i + 1].copy_(check.graph_slot, non_blocking=True)
+                    assert check.graph_error is not None
+                    positions[i : i + 1].copy_(check.graph_error, non_blocking=True)
         except (RuntimeError, FlatbedError) as error:
             raise FlatbedError(f"train_step cannot be captured in a CUDA graph: {error}") from error
         finally:

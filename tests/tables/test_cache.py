@@ -84,8 +84,8 @@ def test_lfu_forgets_old_uses(where: str) -> None:
 # ---- decisions of an index on the host
 
 
-def select(index: Any, rows: list[int], pinned: Any = None) -> Any:
-    return decisions.select_victims(index, decisions.probe(index, torch.tensor(rows)), pinned=pinned)
+def select(index: Any, rows: list[int], reserved: Any = None) -> Any:
+    return decisions.select_victims(index, decisions.probe(index, torch.tensor(rows)), reserved=reserved)
 
 
 def test_selecting_victims_changes_no_map() -> None:
@@ -109,8 +109,8 @@ def test_free_slots_and_the_oldest_go_before_ties() -> None:
     index.clock.fill_(9)
     index.stamp[:] = torch.tensor([5, 5, 5, 5, 5, 5, decisions.FREE, 1])
     assert set(select(index, [3, 7, 8]).slots.tolist()) >= {6, 7}
-    pinned = np.array([1, 1, 1, 1, 1, 0, 1, 1], np.int32)
-    assert select(index, [10, 11, 12], pinned).slots.tolist() == [5]
+    reserved = np.array([1, 1, 1, 1, 1, 0, 1, 1], np.int32)
+    assert select(index, [10, 11, 12], reserved).slots.tolist() == [5]
 
 
 @pytest.mark.parametrize("n", [1, 777, 20_000, 99_999])

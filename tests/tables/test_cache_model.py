@@ -154,7 +154,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A step, or write_rows."""
         rows = self.ids(numbers)
         records = self.records(len(rows))
-        self.table._rows.scatter_(rows, records)
+        self.table._row_io.scatter_(rows, records)
         self.remember(rows, records)
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=25), times=st.integers(1, 3))
@@ -170,13 +170,13 @@ class CacheMachine(RuleBasedStateMachine):
         values = torch.randn(len(rows), DIM, generator=self.draw)
         self.table.write_rows(rows, values)
         assert torch.equal(self.table.read_rows(rows), values)
-        self.remember(rows, self.table._rows.gather(rows))  # the padding behind a weight may change
+        self.remember(rows, self.table._row_io.gather(rows))  # the padding behind a weight may change
 
     @rule(numbers=st.lists(st.integers(0, MOST_ROWS), max_size=12), short=st.booleans())
     def gather(self, numbers: list[int], short: bool) -> None:
         rows = self.ids(numbers)[torch.randperm(len(self.ids(numbers)), generator=self.draw)]
         nbytes = DIM * 4 if short else self.nbytes
-        found = self.table._rows.gather(rows, nbytes)
+        found = self.table._row_io.gather(rows, nbytes)
         assert found.shape == (len(rows), nbytes)
         if len(rows):
             assert torch.equal(found, self.wanted(rows)[:, :nbytes])

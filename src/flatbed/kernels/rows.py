@@ -16,21 +16,21 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 INT32_ROWS = (1 << 31) - 1  # tables of at most so many rows have int32 keys, which sort in half the time
 
 
-def unique(keys: Tensor, n_rows: int, error_slot: Tensor | None = None) -> UniqueRows:
+def unique(keys: Tensor, n_rows: int, first_error: Tensor | None = None) -> UniqueRows:
     """Find the unique rows. Keys out of range, and the sentinel, become the row -1.
 
-    The least position of a key out of range is stored in `error_slot`, a tensor of one int64.
+    The least position of a key out of range is stored in `first_error`, a tensor of one int64.
     """
     if use_triton(keys.device):
         from flatbed.kernels._triton import rows
 
-        return rows.unique(keys, n_rows, error_slot)
+        return rows.unique(keys, n_rows, first_error)
     found, inverse = torch.unique(keys, sorted=True, return_inverse=True)
     in_range = (found >= 0) & (found < n_rows)
-    if error_slot is not None and len(keys):
+    if first_error is not None and len(keys):
         wrong = ((keys < 0) | (keys >= n_rows)) & (keys != sentinel_of(keys))
-        positions = torch.where(wrong, torch.arange(len(keys), device=keys.device), error_slot)
-        error_slot.copy_(torch.minimum(error_slot, positions.min()))
+        positions = torch.where(wrong, torch.arange(len(keys), device=keys.device), first_error)
+        first_error.copy_(torch.minimum(first_error, positions.min()))
     return UniqueRows(torch.where(in_range, found, NONE).to(torch.int64), inverse)
 
 

@@ -21,7 +21,7 @@ from flatbed.errors import FlatbedError
 from flatbed.kernels import check_values_exist
 from flatbed.kernels.step import NORM, SKIPPED, StepOptions
 from flatbed.optim import options as checks
-from flatbed.optim.options import OF_NORM, Extras, OptimizerSpec, ParamsT, describe_for_ranks, named_params
+from flatbed.optim.options import OF_NORM, OptimizerSpec, ParamsT, describe_for_ranks, named_params
 from flatbed.optim.plan import Plan, StepStats, build_plan, update_all
 from flatbed.optim.state import ROUNDS, build_state_dict, lacks_state, load_state_dict
 from flatbed.optim.table_step import OptimizerTables, check_table
@@ -150,19 +150,7 @@ class Optimizer(torch.optim.Optimizer):
     def _check_group(self, added: list[dict[str, Any]], number: int) -> None:
         for group in added:
             checks.check_group(group)
-            for name in Extras.__annotations__:
-                is_own = name in group and group[name] == getattr(self._options, name, None)
-                if name not in group or (is_own and name not in OF_NORM):
-                    continue
-                remedy = "pass it to the constructor"
-                if is_own:  # ZeroRedundancyOptimizer copies all options into groups
-                    remedy = (
-                        "ZeroRedundancyOptimizer has no norm over all ranks, call "
-                        "torch.nn.utils.clip_grad_norm_(model.parameters(), …) before its step instead"
-                    )
-                raise ValueError(
-                    f"{name} is an option of the whole optimizer; found in a param group: {remedy}"
-                )
+            checks.check_no_extras(self._options, group)
         for name, param, _ in named_params(added, number):
             if isinstance(param, Table):
                 check_table(self._spec, self, name, param, self.param_groups[number])
@@ -193,8 +181,8 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero."""
         if not set_to_none:
-            for slot in self._tables.slots:  # rows with a gradient of zero would be updated
-                slot.table.grad = None
+            for owned in self._tables.owned:  # rows with a gradient of zero would be updated
+                owned.table.grad = None
             super().zero_grad(set_to_none=False)
             return
         for group in self.param_groups:
@@ -246,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call,unused-ignore]
         return (
-            (bool(self._tables.slots) and world_size() > 1)
+            (bool(self._tables.owned) and world_size() > 1)
             or self._norm_group is not None
             or any(group.get("fused") for group in self.param_groups)
             or (has_cuda and torch.cuda.is_current_stream_capturing())
@@ -367,7 +355,7 @@ class Optimizer(torch.optim.Optimizer):
     def _collect_and_update(self) -> None:
         """Collect gradients, and update what they belong to."""
         plan = self._current_plan()
-        packs = self._tables.collect_grads(self) if self._tables.slots else []
+        packs = self._tables.collect_grads(self) if self._tables.owned else []
         found = plan.collect_grads()
         if found is None:  # of another kind: building a plan checks them
             plan = self._rebuild()

@@ -160,6 +160,21 @@ def check_known(kind: type, extras: Iterable[str]) -> None:
         raise TypeError(f"{kind.__name__} has no option {unknown}; it has {known}")
 
 
+def check_no_extras(options: StepOptions, group: Mapping[str, Any]) -> None:
+    """Raise if a param group has options of the whole optimizer, unless a wrapper has copied them there."""
+    for name in Extras.__annotations__:
+        is_own = name in group and group[name] == getattr(options, name, None)
+        if name not in group or (is_own and name not in OF_NORM):
+            continue
+        remedy = "pass it to the constructor"
+        if is_own:  # ZeroRedundancyOptimizer copies all options into groups
+            remedy = (
+                "ZeroRedundancyOptimizer has no norm over all ranks, call "
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), …) before its step instead"
+            )
+        raise ValueError(f"{name} is an option of the whole optimizer; found in a param group: {remedy}")
+
+
 def check_options(options: StepOptions) -> None:
     """Raise for wrong values of the options that torch's optimizers do not have."""
     for name in ("skip_nonfinite", "master_weights", "stochastic_rounding", "per_row_steps"):

@@ -97,7 +97,8 @@ class Fingerprint:
         self._groups, self._state = groups, state
         self._params = [*chain.from_iterable(map(PARAMS, groups)), ...]
         self._switches = [name for name in rule.state.values() if name is not None]
-        self._switched = [group[name] > 0 for group in groups for name in self._switches]
+        self.switched = [group[name] > 0 for group in groups for name in self._switches]
+        """For each group, the options that decide which tensors of state exist (`Rule.has`)."""
         self._entries = [*state.values(), ...]
         self._lengths = list(map(len, state.values()))
         self._whole = [slot.owner for slot in slots if not is_dtensor(slot.owner)]
@@ -105,28 +106,22 @@ class Fingerprint:
         slotted = {id(slot.owner) for slot in slots}
         idle = [p for p in self._params[:-1] if id(p) not in slotted]
         self._idle = [p for p in idle if not isinstance(p, Table)]
-        self._addresses = self._find_addresses()
-        ends = [*slots[:1], *slots[1:][-1:]]
-        self._end_params = [slot.owner for slot in ends]
-        self._end_entries = [slot.published or {} for slot in ends]
-        self._end_values = self._find_end_values()
-        self._end_tensors = [value for value in self._end_values if isinstance(value, Tensor)]
-        self._end_addresses = list(map(Tensor.data_ptr, self._end_tensors))
-        self._end_kinds = self._describe_ends()
+        self._ends = [(slot.owner, slot.published or {}) for slot in (*slots[:1], *slots[1:][-1:])]
+        self._memory = self._find_memory()
 
-    def _find_addresses(self) -> list[int]:
-        return list(map(Tensor.data_ptr, chain(self._whole, map(LOCAL, self._sharded))))
-
-    def _find_end_values(self) -> list[Any]:
-        return [local_of(value) for entry in self._end_entries for value in entry.values()]
-
-    def _describe_ends(self) -> list[Any]:
-        ends = map(local_of, self._end_params)
-        return [(param.dtype, param.shape, param.stride(), param.data_ptr()) for param in ends]
+    def _find_memory(self) -> list[Any]:
+        """Return the addresses of all parameters; of the first and the last also their kind and state."""
+        found: list[Any] = list(map(Tensor.data_ptr, chain(self._whole, map(LOCAL, self._sharded))))
+        for param, entry in self._ends:
+            local = local_of(param)
+            found += local.dtype, local.shape, local.stride()
+            values = map(local_of, entry.values())
+            found += [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+        return found
 
     def matches(self, groups: Groups, state: dict[Any, Any]) -> bool:
         """Compare with the present. An Ellipsis ends each list, so that lengths are compared too."""
-        if self._switches and self._switched != [
+        if self._switches and self.switched != [
             group[name] > 0 for group in groups for name in self._switches
         ]:
             return False
@@ -136,10 +131,7 @@ class Fingerprint:
             and all(map(is_, self._params, chain(chain.from_iterable(map(PARAMS, groups)), (...,))))
             and all(map(is_, self._entries, chain(state.values(), (...,))))
             and self._lengths == list(map(len, state.values()))
-            and self._addresses == self._find_addresses()
-            and self._end_kinds == self._describe_ends()
-            and all(map(is_, self._end_values, self._find_end_values()))
-            and self._end_addresses == list(map(Tensor.data_ptr, self._end_tensors))
+            and self._memory == self._find_memory()
             and all(map(is_, map(GRAD, self._idle), repeat(None)))
         )
 
@@ -350,7 +342,7 @@ def update_all(optimizer: Optimizer, plan: Plan, found: StepGrads, packs: list[R
         plan.masters.sync_written()
     steppers: list[Stepper] = []
     if packs:  # first, since files may fail
-        steppers += tables.steppers_for(optimizer, packs)
+        steppers += tables.steppers_for(optimizer, packs, plan.fingerprint.switched)
     plan.set_grads(found)
     steppers += plan.steppers
     squares: Tensor | None = None  # a single stepper has its own
@@ -374,14 +366,14 @@ def update_all(optimizer: Optimizer, plan: Plan, found: StepGrads, packs: list[R
     if plan.masters.slots:
         plan.masters.record_versions()
     if scaling is not None and scaling.scale is not None:
-        rows = [slot.table.grad for slot, pack in zip(tables.slots, packs, strict=False) if pack is not None]
+        with_grad = (o.table for o, pack in zip(tables.owned, packs, strict=False) if pack is not None)
         grads: list[Any] = [p.grad for p in found.owners]
-        _unscale_(scaling, [*map(local_of, grads), *rows])
+        _unscale_(scaling, [*map(local_of, grads), *map(GRAD, with_grad)])
 
 
 def _found_by_any_rank(optimizer: Optimizer, plan: Plan, found_inf: Tensor | None) -> Tensor | None:
     """Return the overflow flag of a GradScaler; an overflow of one rank is one of all."""
-    if tables := [slot.table for slot in optimizer._tables.slots]:
+    if tables := [owned.table for owned in optimizer._tables.owned]:
         found_inf = any_replica(found_inf, tables)
     if found_inf is None or not plan.shard_groups.many:
         return found_inf

@@ -29,7 +29,7 @@ from flatbed.optim.options import (
     check_param,
     named_params,
 )
-from flatbed.optim.table_step import TableSlot
+from flatbed.optim.table_step import OwnedTable
 from flatbed.rule import Group
 from flatbed.tables.embedding import whole_field, write_field
 from flatbed.tables.table import Table
@@ -267,8 +267,8 @@ def build_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables
         for key, value in state_dict["state"].items()
         if key not in tables
     }
-    for key, slot in tables.items() if with_tables else ():
-        held = _table_state(slot)
+    for key, owned in tables.items() if with_tables else ():
+        held = _table_state(owned)
         if any(not name.startswith("_") for name in held):  # as torch: without state, no entry
             state[key] = held
     packed = {**state_dict, "state": state}
@@ -278,10 +278,10 @@ def build_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables
     return packed
 
 
-def _tables_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, TableSlot]:
-    slots = {id(slot.table): slot for slot in optimizer._tables.slots}
+def _tables_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, OwnedTable]:
+    owned = {id(one.table): one for one in optimizer._tables.owned}
     params = _params_by_key(optimizer, state_dict)
-    return {key: slots[id(param)] for key, param in params.items() if id(param) in slots}
+    return {key: owned[id(param)] for key, param in params.items() if id(param) in owned}
 
 
 def _params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Tensor]:
@@ -290,17 +290,17 @@ def _params_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, Ten
     return dict(zip(keys, params, strict=True))
 
 
-def _table_state(slot: TableSlot) -> dict[str, Any]:
+def _table_state(owned: OwnedTable) -> dict[str, Any]:
     """A table's state as torch has it for an embedding's weight; empty before the first step."""
-    table = slot.table
+    table = owned.table
     if table._store.relayout_pending:
         return {}
     held: dict[str, Any] = {}
-    for name, value in slot.table._store.scalars.items():  # in fp32, as in torch, unless that would round
+    for name, value in owned.table._store.scalars.items():  # in fp32, as in torch, unless that would round
         held[name] = value.float().clone() if bool(value.float() == value) else value.clone()
     for name in table.state_names:
         whole = whole_field(table, name)
-        held[name] = whole.flatten() if name in slot.row_scalars else whole
+        held[name] = whole.flatten() if name in owned.row_scalars else whole
     return held
 
 
@@ -321,7 +321,7 @@ def load_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables:
     spec, groups = optimizer._spec, _loaded_groups(optimizer, state_dict)
     tables = _tables_by_key(optimizer, state_dict) if with_tables else {}
     of_tables = {
-        key: _check_table_state(spec, slot, state_dict["state"].get(key)) for key, slot in tables.items()
+        key: _check_table_state(spec, owned, state_dict["state"].get(key)) for key, owned in tables.items()
     }
     _warn_of_losses(spec, state_dict)
     before = optimizer.state, optimizer.param_groups
@@ -332,9 +332,9 @@ def load_state_dict(optimizer: Optimizer, state_dict: StateDict, *, with_tables:
     except Exception:
         optimizer.state, optimizer.param_groups = before
         raise
-    for key, slot in tables.items():
-        _load_table_state(spec, slot, of_tables[key])
-        optimizer._tables.publish(optimizer, slot)
+    for key, owned in tables.items():
+        _load_table_state(spec, owned, of_tables[key])
+        optimizer._tables.publish(optimizer, owned)
     optimizer._drop_plan()  # what the checkpoint lacks is made at the next step
     rounds: Any = state_dict.get(ROUNDS, groups[0].get(ROUNDS, 0))
     optimizer._stats.set_steps(int(rounds))
@@ -384,13 +384,13 @@ def _dense_state(state_dict: StateDict, params: Mapping[Any, Any]) -> dict[Any, 
     return found
 
 
-def _check_table_state(spec: OptimizerSpec, slot: TableSlot, held: Any) -> dict[str, Any]:
+def _check_table_state(spec: OptimizerSpec, owned: OwnedTable, held: Any) -> dict[str, Any]:
     """A table's state in a checkpoint; raise if it does not fit the table."""
-    table, found = slot.table, dict(held or {})
+    table, found = owned.table, dict(held or {})
     known = (*spec.rule.state, *spec.rule.scalars, MASTER, EMA)
     if odd := [name for name in found if name not in known and not name.startswith("_")]:
         raise FlatbedError(
-            f"the checkpoint's state of table {slot.name} has '{odd[0]}', which {spec.name} does not keep "
+            f"the checkpoint's state of table {owned.name} has '{odd[0]}', which {spec.name} does not keep "
             f"for tables: it belongs to another optimizer or to a wrapper. Build that one, or delete the key"
         )
     fields = table._store.record.state
@@ -398,7 +398,7 @@ def _check_table_state(spec: OptimizerSpec, slot: TableSlot, held: Any) -> dict[
     missing = [name for name in needed if found.get(name) is None]
     if found and missing:
         raise FlatbedError(
-            f"the checkpoint's state of table {slot.name} lacks '{missing[0]}' and has "
+            f"the checkpoint's state of table {owned.name} lacks '{missing[0]}' and has "
             f"{', '.join(map(repr, found))}: it belongs to another optimizer. Build that one"
         )
     for field in fields:
@@ -407,22 +407,22 @@ def _check_table_state(spec: OptimizerSpec, slot: TableSlot, held: Any) -> dict[
         shapes = (shape, shape[:1]) if field.count == 1 else (shape,)
         if value is not None and tuple(value.shape) not in shapes:
             raise FlatbedError(
-                f"state '{field.name}' of table {slot.name} has shape {tuple(value.shape)} in the "
+                f"state '{field.name}' of table {owned.name} has shape {tuple(value.shape)} in the "
                 f"checkpoint; the table's is {shape}"
             )
     return found
 
 
-def _load_table_state(spec: OptimizerSpec, slot: TableSlot, held: dict[str, Any]) -> None:
+def _load_table_state(spec: OptimizerSpec, owned: OwnedTable, held: dict[str, Any]) -> None:
     """Write a table's fields and scalars; those that the checkpoint lacks get their first values."""
-    table = slot.table
+    table = owned.table
     table._store.set_state_fields(table._store.record.state)
     for field in table._store.record.state:
         if field.name in held:
             write_field(table, field.name, held[field.name].reshape(-1, field.count))
         elif held and field.name.startswith("_"):  # torch does not know it: its state has been through a step
             write_field(table, field.name, torch.ones(table.num_embeddings, 1, device="cpu"))
-    names = [name for name in spec.rule.scalars if name not in slot.row_scalars]
+    names = [name for name in spec.rule.scalars if name not in owned.row_scalars]
     hidden = {name: 1.0 for name in names if held and name in spec.rule.hidden_scalars}
     table._store.scalars = {**hidden, **{name: float(held[name]) for name in names if name in held}}
 

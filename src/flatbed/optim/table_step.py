@@ -32,8 +32,8 @@ CHUNK_BYTES = 4 << 20  # of weights: temporaries of an update should stay in the
 
 
 @dataclass(slots=True)
-class TableSlot:
-    """A table as the step sees it. Its scalars, such as the step count, are `table._store.scalars`."""
+class OwnedTable:
+    """A table of an optimizer. Its scalars, such as the step count, are `table._store.scalars`."""
 
     name: str
     table: Table
@@ -46,24 +46,24 @@ class TableStepper:
     """Updates the rows of the tables that compute on one device."""
 
     def __init__(
-        self, rule: Rule, groups: Sequence[Group], slots: list[TableSlot], step_stats: Tensor
+        self, rule: Rule, groups: Sequence[Group], tables: list[OwnedTable], step_stats: Tensor
     ) -> None:
         self.rule = rule
         self.groups = groups
-        self.slots = slots
+        self.tables = tables
         self.step_stats = step_stats
         self.device = step_stats.device
         self.packs: list[RowGrads | None] = []
-        for slot in slots:
-            _check_fields(rule, slot, groups[slot.group])
+        for owned in tables:
+            _check_fields(rule, owned, groups[owned.group])
         self._kernels: TritonRows | None = None
         if rule.update is not None and use_triton(self.device):
             from flatbed.kernels._triton.row_step import TableLayout, TritonRows
 
             layouts = []
-            for slot in slots:
-                store, has = slot.table._store, rule.has(groups[slot.group])
-                layouts.append(TableLayout(slot.group, has, store.scalars, slot.row_scalars, store.record))
+            for owned in tables:
+                store, has = owned.table._store, rule.has(groups[owned.group])
+                layouts.append(TableLayout(owned.group, has, store.scalars, owned.row_scalars, store.record))
             self._kernels = TritonRows(rule, groups, layouts, step_stats)
 
     @property
@@ -74,8 +74,8 @@ class TableStepper:
         """Return a vector whose sum is the squared norm, the same on ranks of sharded tables."""
         whole: list[Tensor] = []
         sharded: dict[Channel, list[Tensor]] = {}
-        for slot, pack in zip(self.slots, self.packs, strict=True):
-            shards = slot.table._shards
+        for owned, pack in zip(self.tables, self.packs, strict=True):
+            shards = owned.table._shards
             if pack is not None:
                 (whole if shards is None else sharded.setdefault(shards.channel, [])).append(pack.grads)
         found = [self._squares(whole)]
@@ -97,11 +97,11 @@ class TableStepper:
             return
         kernels.coefficients.begin_step([int(pack is not None) for pack in packs])
         kernels.coefficients.prepare(options, scaling, squares)
-        for index, (slot, pack) in enumerate(zip(self.slots, packs, strict=True)):
+        for index, (owned, pack) in enumerate(zip(self.tables, packs, strict=True)):
             if pack is None:
                 continue
-            store, access, batch = slot.table._store, slot.table._local_rows, pack.batch
-            location = access.location_for(batch, update=True)
+            store, row_io, batch = owned.table._store, owned.table._local_io, pack.batch
+            location = store.location_for(batch, update=True)
             if location is not None:
                 weights = None if batch is None else batch.weights
                 if batch is not None and weights is not None and batch.generation != store.generation:
@@ -109,10 +109,10 @@ class TableStepper:
                 kernels.update_rows(index, pack.rows, pack.grads, location, options, weights=weights)
                 store.writes += 1
                 continue
-            records = access.gather(pack.rows).contiguous()
+            records = row_io.gather(pack.rows).contiguous()
             kernels.update_rows(index, pack.rows, pack.grads, RecordLocation(records), options, staged=True)
             if not bool(self.step_stats[SKIP]):
-                access.scatter_(pack.rows, records)
+                row_io.scatter_(pack.rows, records)
 
     def _update_in_torch(
         self,
@@ -127,11 +127,11 @@ class TableStepper:
         fused = self.rule.fused is not None and self.device.type == "cpu"
         # Noise differs between chunks and tables, and from that of parameters.
         seeds = count(int(self.step_stats[STEPS]) * 1_000_003 + 500_000)
-        for slot, pack in zip(self.slots, packs, strict=True):
+        for owned, pack in zip(self.tables, packs, strict=True):
             if pack is not None and not skip:
-                update = Update(self.rule, self.groups[slot.group], fused, scale, factor)
+                update = Update(self.rule, self.groups[owned.group], fused, scale, factor)
                 own_seeds = seeds if options.stochastic_rounding else None
-                _update_in_chunks(slot, compacted(pack), update, own_seeds)
+                _update_in_chunks(owned, compacted(pack), update, own_seeds)
 
 
 def _squared_norm(grad: Tensor) -> Tensor:
@@ -139,34 +139,34 @@ def _squared_norm(grad: Tensor) -> Tensor:
     return norm.double().square().reshape(1)
 
 
-def _check_fields(rule: Rule, slot: TableSlot, group: Group) -> None:
+def _check_fields(rule: Rule, owned: OwnedTable, group: Group) -> None:
     """Raise if an option was changed that needs state for which the records have no room."""
     needed = (*rule.state_names(group), *rule.scalars_of_rows(group, per_row_steps=False))
-    missing = [name for name in needed if name not in slot.table._store.record]
+    missing = [name for name in needed if name not in owned.table._store.record]
     if missing:
         raise FlatbedError(
-            f"a changed option needs state ({missing[0]}) that the rows of table {slot.name} do not have: "
+            f"a changed option needs state ({missing[0]}) that the rows of table {owned.name} do not have: "
             f"build the optimizer with the option set"
         )
 
 
-def _update_in_chunks(slot: TableSlot, pack: RowGrads, update: Update, seeds: Any) -> None:
+def _update_in_chunks(owned: OwnedTable, pack: RowGrads, update: Update, seeds: Any) -> None:
     """Read, update and write rows in torch operations."""
-    access = slot.table._local_rows
-    before = {name: float(value) for name, value in slot.table._store.scalars.items()}
+    row_io = owned.table._local_io
+    before = {name: float(value) for name, value in owned.table._store.scalars.items()}
     after: Mapping[str, float] = before
     # Whole vectors, so that a row's bits do not depend on where the chunks end.
     size = max(1, CHUNK_BYTES // (pack.grads.shape[1] * 64)) * 16
-    if not access.store.in_memory:  # a file's rows are written all or none
+    if not row_io.store.in_memory:  # a file's rows are written all or none
         size = max(1, len(pack.rows))
     for start in range(0, max(1, len(pack.rows)), size):  # a step without rows counts too
         rows, grads = pack.rows[start : start + size], pack.grads[start : start + size]
-        fields = access.read_fields(rows)
+        fields = row_io.read_fields(rows)
         if not len(rows):
             update = replace(update, fused=False)
-        after = update_rows(update, fields, grads, scalars=before, row_scalars=slot.row_scalars, seeds=seeds)
-        access.write_fields_(rows, fields)
-    for name, value in slot.table._store.scalars.items():
+        after = update_rows(update, fields, grads, scalars=before, row_scalars=owned.row_scalars, seeds=seeds)
+        row_io.write_fields_(rows, fields)
+    for name, value in owned.table._store.scalars.items():
         value.fill_(after[name])
 
 
@@ -220,7 +220,7 @@ class OptimizerTables:
     """The tables of one optimizer, and a stepper for each of their devices."""
 
     def __init__(self) -> None:
-        self.slots: list[TableSlot] = []
+        self.owned: list[OwnedTable] = []
         self._steppers: list[TableStepper] = []
         self._retired: list[TableStepper] = []  # CUDA graphs hold launches of these
         self._built_from: Any = None
@@ -231,7 +231,7 @@ class OptimizerTables:
         """Make the optimizer own a table. State and scalars from a file or a copy are continued."""
         spec, group, store = owner._spec, owner.param_groups[number], table._store
         rule = spec.rule
-        slot = TableSlot(name, table, number, spec.row_scalars(group))
+        owned = OwnedTable(name, table, number, spec.row_scalars(group))
         remembered = {} if store.state_owned else dict(store.scalars)
         # State from elsewhere has been through a step.
         has_state = not store.state_owned and bool(store.record.state)
@@ -240,119 +240,129 @@ class OptimizerTables:
         hidden = dict.fromkeys(rule.hidden_scalars, 1.0) if stepped else {}
         shown = {name: value for name, value in owner.state.get(table, {}).items() if value is not None}
         store.scalars, store.optimizer = hidden | remembered | shown, spec.name
-        self.slots.append(slot)
-        self.publish(owner, slot)
+        self.owned.append(owned)
+        self.publish(owner, owned)
 
-    def publish(self, owner: Optimizer, slot: TableSlot) -> None:
+    def publish(self, owner: Optimizer, owned: OwnedTable) -> None:
         """Complete a table's scalars, as tensors on its computing device, and show them in the state.
 
         State in the records is shown as None: `torch.distributed.checkpoint` loads by the names of the
         present state.
         """
-        rule, group, store = owner._rule, owner.param_groups[slot.group], slot.table._store
+        rule, group, store = owner._rule, owner.param_groups[owned.group], owned.table._store
         # Kernels count in fp32, as torch does. Scalars of torch's own classes may need more.
         dtype = torch.float64 if rule.update is None else torch.float32
         scalars: dict[str, Any] = {}
         for name in rule.scalars:
-            if name not in slot.row_scalars:
+            if name not in owned.row_scalars:
                 value = store.scalars.get(name, rule.first_value(group, name))
                 if not (isinstance(value, Tensor) and (value.device, value.dtype) == (store.device, dtype)):
                     value = torch.tensor(float(value), dtype=dtype, device=store.device)
                 scalars[name] = value
         store.scalars = scalars
         shown = {name: scalars[name] for name in rule.shown_scalars if name in scalars}
-        shown |= dict.fromkeys((*rule.state_names(group), *slot.row_scalars))
-        held = owner.state.get(slot.table)
+        shown |= dict.fromkeys((*rule.state_names(group), *owned.row_scalars))
+        held = owner.state.get(owned.table)
         if held is None or [*map(id, held.values())] != [*map(id, shown.values())]:
-            owner.state[slot.table] = shown
+            owner.state[owned.table] = shown
 
     def sync(self, owner: Optimizer) -> None:
         """Follow edits of the groups: a table that is in none of them is no longer trained."""
         params = named_params(owner.param_groups)
         found = {id(table): number for _, table, number in params if isinstance(table, Table)}
-        if found.keys() - {id(slot.table) for slot in self.slots}:
+        if found.keys() - {id(owned.table) for owned in self.owned}:
             raise FlatbedError("a table was put into a param group by hand: use optimizer.add_param_group")
-        self.slots = [slot for slot in self.slots if id(slot.table) in found]
-        for slot in self.slots:
-            slot.group = found[id(slot.table)]
-            self.publish(owner, slot)
+        self.owned = [owned for owned in self.owned if id(owned.table) in found]
+        for owned in self.owned:
+            owned.group = found[id(owned.table)]
+            self.publish(owner, owned)
 
     # ---- a step
 
     def collect_grads(self, owner: Optimizer) -> list[RowGrads | None]:
         """The gradients of all tables; with several ranks, their mean. Errors precede any change."""
         several = world_size() > 1
-        capturing = any(is_capturing(slot.table._store.device) for slot in self.slots)
+        capturing = any(is_capturing(owned.table._store.device) for owned in self.owned)
         if several:
             self._refuse_local_norms(owner)
             if capturing:
                 raise FlatbedError("with several ranks, a step with tables cannot be part of a CUDA graph")
-        for slot in self.slots:
-            owner_ref = slot.table._owner_ref
-            if owner_ref is None or owner_ref() is not owner:
+        for owned in self.owned:
+            table = owned.table
+            if table._owner_ref is None or table._owner_ref() is not owner:
                 raise FlatbedError(
-                    f"table {slot.name} has been given to another optimizer since: step that one"
+                    f"table {owned.name} has been given to another optimizer since: step that one"
                 )
-            if slot.table._deferred_checks.pending and not capturing:
-                slot.table._raise_bad_ids()
+            if table._deferred_checks.pending and not capturing:
+                table._raise_bad_ids()
+            if any(part.captured != capturing for part in table._grads.parts):
+                table._grads.clear()
+                raise FlatbedError(
+                    f"table {owned.name} has gradients from outside of this CUDA graph, or from inside of "
+                    "another: capture lookup, backward and optimizer.step() in one CUDA graph, after "
+                    "optimizer.zero_grad()"
+                )
         packs = []
-        for slot in self.slots:
-            table = slot.table
-            table._grads.check_capture(capturing)
+        for table in [owned.table for owned in self.owned]:
             if several:
                 exchange_grads(table)
             if not table._needs_grad:
                 table._grads.clear()
             packs.append(table._grads.packed())
-        for slot, pack in zip(self.slots, packs, strict=True):
-            if pack is not None and slot.table._store.config.storage == "disk":
-                slot.table._local_rows.reserve_space(pack)
+        for owned, pack in zip(self.owned, packs, strict=True):
+            if pack is not None and owned.table._store.config.storage == "disk":
+                owned.table._local_io.reserve_space(pack)
         return packs
 
     def _refuse_local_norms(self, owner: Optimizer) -> None:
         """Raise if the norm would differ between ranks: a table that is no replica has its own gradient."""
         options = owner._options
-        local = [slot.name for slot in self.slots if not slot.table.replicate]
-        if options.needs_norm and 0 < len(local) < len(self.slots):
+        local = [owned.name for owned in self.owned if not owned.table.replicate]
+        if options.needs_norm and 0 < len(local) < len(self.owned):
             raise FlatbedError(
                 f"max_norm and skip_nonfinite with table {local[0]} (replicate=False): the norm would differ "
                 f"between ranks, and with it the replicas. Give the table an optimizer of its own"
             )
         if not options.needs_norm or owner._norm_group is not None:
             return
-        for slot in self.slots:
-            shards = slot.table._shards
+        for owned in self.owned:
+            shards = owned.table._shards
             if shards is not None and shards.n_ranks < world_size():
                 raise FlatbedError(
-                    f"max_norm and skip_nonfinite with table {slot.name}, which {shards.n_ranks} of "
+                    f"max_norm and skip_nonfinite with table {owned.name}, which {shards.n_ranks} of "
                     f"{world_size()} ranks share: the norm would differ between ranks. Shard the table "
                     f"among all ranks, or pass norm_group= with the ranks that hold other parameters"
                 )
 
-    def steppers_for(self, owner: Optimizer, packs: list[RowGrads | None]) -> list[TableStepper]:
-        """Return the steppers of all devices, given their gradients. Scalars follow tables that moved."""
+    def steppers_for(
+        self, owner: Optimizer, packs: list[RowGrads | None], switched: list[bool]
+    ) -> list[TableStepper]:
+        """Return the steppers of all devices, given their gradients. Scalars follow tables that moved.
+
+        `switched`: the options that decide which tensors of state exist.
+        """
         rule, groups = owner._rule, owner.param_groups
-        key: list[Any] = [id(groups)]  # all that the launches depend on
-        for slot in self.slots:
-            store, group = slot.table._store, groups[slot.group]
+        key: list[Any] = [id(groups), switched]  # all that the launches depend on
+        for owned in self.owned:
+            store, group = owned.table._store, groups[owned.group]
             if any(value.device != store.device for value in store.scalars.values()):
-                self.publish(owner, slot)
+                self.publish(owner, owned)
             layout = store.device, store.ensure_layout().record, [*map(id, store.scalars.values())]
             options = [group[option] for option in rule.row_scalars.values() if option is not None]
-            key.append((*layout, slot.group, rule.has(group), options))
+            key.append((*layout, owned.group, options))
         if key != self._built_from:
-            if any(is_capturing(slot.table._store.device) for slot in self.slots):
+            if any(is_capturing(owned.table._store.device) for owned in self.owned):
                 raise FlatbedError("take one eager step with the tables before the capture of a CUDA graph")
             self._retired += [stepper for stepper in self._steppers if stepper.captured]
-            by_device: dict[torch.device, list[TableSlot]] = {}
-            for slot in self.slots:
-                by_device.setdefault(slot.table._store.device, []).append(slot)
+            by_device: dict[torch.device, list[OwnedTable]] = {}
+            for owned in self.owned:
+                by_device.setdefault(owned.table._store.device, []).append(owned)
             vectors = owner._stats.of("tables", by_device)
             self._steppers = [
-                TableStepper(rule, groups, slots, vectors[device]) for device, slots in by_device.items()
+                TableStepper(rule, groups, tables, vectors[device]) for device, tables in by_device.items()
             ]
             self._built_from = key
-        given = {id(slot): pack for slot, pack in zip(self.slots, packs, strict=True)}
+        given = {id(owned): pack for owned, pack in zip(self.owned, packs, strict=True)}
         for stepper in self._steppers:
-            stepper.packs = [given[id(slot)] for slot in stepper.slots]
+            stepper.packs = [given[id(owned)] for owned in stepper.tables]
         return self._steppers

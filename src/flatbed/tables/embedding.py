@@ -16,7 +16,7 @@ from flatbed.errors import FlatbedError
 from flatbed.progress import note
 from flatbed.tables.config import WITHOUT, Config, build_config
 from flatbed.tables.ids import as_ids
-from flatbed.tables.lookup import GatherFunction, LookupFunction, needs_grad, prepare_lookup
+from flatbed.tables.lookup import GatherFunction, LookupFunction, prepare_lookup
 from flatbed.tables.parameter import NOT_EXPORTED, SavedWeight, WeightView
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.row_io import compare_given, shard_config
@@ -317,11 +317,11 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return _untraced(self.forward, input)
         table = cast(Table, self._parameters[WEIGHT])
-        records_grad = needs_grad(table, training=self.training)
+        records_grad = table._records_grad(training=self.training)
         batch = prepare_lookup(table, input, records_grad=records_grad)
         if records_grad:
             return cast(Tensor, LookupFunction.apply(table, batch))  # type: ignore[no-untyped-call,unused-ignore]
-        rows = table._rows.batch_weights(batch)
+        rows = table._row_io.batch_weights(batch)
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
@@ -381,11 +381,11 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return _untraced(self.forward, input, offsets, per_sample_weights)
         table = self.table
-        records_grad = needs_grad(table, training=self.training)
+        records_grad = table._records_grad(training=self.training)
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
         device = table._store.device
         found = batch.unique
-        rows = table._rows.batch_weights(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
+        rows = table._row_io.batch_weights(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
         if offsets is not None:
             offsets = as_ids(offsets, name="offsets").to(device)
             if self.include_last_offset and not offsets.numel() and not batch.keys.numel():

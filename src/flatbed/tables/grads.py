@@ -103,15 +103,6 @@ class GradAccumulator:
         mean.shared = True
         self.parts = [*(part for part in self.parts if part.shared), mean]
 
-    def check_capture(self, capturing: bool) -> None:
-        """Raise if gradients were recorded inside a captured CUDA graph and are used outside, or reversed."""
-        if any(part.captured != capturing for part in self.parts):
-            self.clear()
-            raise FlatbedError(
-                "a table has gradients from outside of this CUDA graph, or from inside of another: capture "
-                "lookup, backward and optimizer.step() in one CUDA graph, after optimizer.zero_grad()"
-            )
-
     def clear(self) -> None:
         """Drop all gradients."""
         with self._lock:

@@ -146,7 +146,7 @@ def checks_in_capture() -> Iterator[list[DeferredIdChecks]]:
         _captured = None
 
 
-def new_error_slot(device: torch.device) -> Tensor:
+def new_first_error(device: torch.device) -> Tensor:
     """Return a tensor of one number, where kernels record the position of the first bad id."""
     return torch.full((1,), NO_ERROR, dtype=torch.int64, device=device)
 
@@ -159,19 +159,19 @@ class DeferredIdChecks:
 
     def __init__(self) -> None:
         self.pending: list[PendingCheck] = []
-        self.graph_slot: Tensor | None = None
+        self.graph_error: Tensor | None = None
         """Where the kernels of all captured lookups record the first bad position."""
         self._n_rows = 0
         self._in_graphs = False
 
-    def add(self, ids: Tensor, error_slot: Tensor, *, n_rows: int, offset: int = 0) -> None:
+    def add(self, ids: Tensor, first_error: Tensor, *, n_rows: int, offset: int = 0) -> None:
         """Remember a lookup; `offset` is subtracted from the recorded position."""
-        if not error_slot.is_cuda:
-            self.pending.append(PendingCheck(ids, n_rows, offset, error_slot))
+        if not first_error.is_cuda:
+            self.pending.append(PendingCheck(ids, n_rows, offset, first_error))
             return
         position = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
-        position.copy_(error_slot, non_blocking=True)
-        copied = torch.cuda.current_stream(error_slot.device).record_event()
+        position.copy_(first_error, non_blocking=True)
+        copied = torch.cuda.current_stream(first_error.device).record_event()
         # A copy of the ids: the user may overwrite them.
         self.pending.append(PendingCheck(ids.clone(), n_rows, offset, position, copied))
 
@@ -194,24 +194,24 @@ class DeferredIdChecks:
     def prepare_capture(self, device: torch.device, n_rows: int) -> None:
         """Allocate and load what a captured lookup needs: neither is possible during a capture."""
         self._n_rows = n_rows
-        self.graph_slot = new_error_slot(device)
-        to_int32_keys(self.graph_slot, n_rows)
+        self.graph_error = new_first_error(device)
+        to_int32_keys(self.graph_error, n_rows)
 
-    def graph_error_slot(self) -> Tensor:
-        """Return the error slot that all captured lookups of this table share."""
-        if self.graph_slot is None:
+    def first_error_of_graphs(self) -> Tensor:
+        """Return the tensor that the kernels of all captured lookups record the first bad position in."""
+        if self.graph_error is None:
             raise FlatbedError("take a training step with this table before the capture of a CUDA graph")
         self._in_graphs = True
         if _captured is not None and self not in _captured:
             _captured.append(self)
-        return self.graph_slot
+        return self.graph_error
 
     def check_graphs(self) -> None:
         """Raise if a CUDA graph was replayed with ids out of range. Waits for the GPU, if there was one."""
-        if self.graph_slot is None or not self._in_graphs or int(self.graph_slot) == NO_ERROR:
+        if self.graph_error is None or not self._in_graphs or int(self.graph_error) == NO_ERROR:
             return
-        position, n_rows = int(self.graph_slot), self._n_rows
-        self.graph_slot.fill_(NO_ERROR)
+        position, n_rows = int(self.graph_error), self._n_rows
+        self.graph_error.fill_(NO_ERROR)
         raise IndexError(
             f"a CUDA graph was replayed with ids out of range for a table of {n_rows} rows "
             f"(0 to {n_rows - 1}), the first of them at position {position} of its lookup: they were "

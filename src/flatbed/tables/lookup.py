@@ -19,7 +19,7 @@ from flatbed.kernels import NONE, UniqueRows, check_values_exist, sentinel_of, u
 from flatbed.kernels.rows import INT32_ROWS, mask_row, segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.cache.host_index import HostIndexCache, Reservation
-from flatbed.tables.ids import NO_ERROR, as_ids, check_range, new_error_slot, to_device
+from flatbed.tables.ids import NO_ERROR, as_ids, check_range, new_first_error, to_device
 from flatbed.tables.row_io import LOOKUP, ShardedRowIO
 from flatbed.tables.table import Table
 
@@ -38,45 +38,45 @@ def prepare_lookup(
     store, checks = table._store, table._deferred_checks
     n_rows, device, lead = store.config.n_rows, store.device, store.config.padding_idx if for_bag else None
     capturing = is_capturing(device)
-    if records_grad and device.type == "cuda" and checks.graph_slot is None and not capturing:
+    if records_grad and device.type == "cuda" and checks.graph_error is None and not capturing:
         checks.prepare_capture(device, n_rows)
     if table._prefetched and lead is None and not capturing and isinstance(ids, Tensor):
         for batch in table._prefetched:
             if batch.matches(ids):
                 batch = batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
-                if isinstance(table._rows, ShardedRowIO):
-                    return table._rows.exchange_again(LOOKUP[records_grad], batch, admits=records_grad)
+                if isinstance(table._row_io, ShardedRowIO):
+                    return table._row_io.exchange_again(LOOKUP[records_grad], batch, admits=records_grad)
                 if records_grad and batch.cache is not None and batch.cache.protects(batch):
                     return batch
-    if isinstance(table._rows, ShardedRowIO):
-        return _prepare_sharded(table, table._rows, ids, for_bag=for_bag, records_grad=records_grad)
+    if isinstance(table._row_io, ShardedRowIO):
+        return _prepare_sharded(table, table._row_io, ids, for_bag=for_bag, records_grad=records_grad)
     given = as_ids(ids)
     if for_bag:
         _check_bags(given)
     on_checked = None
     if capturing:
         _check_capture(table, given)
-        keys, error_slot = _keys(given, n_rows, device), checks.graph_error_slot()
+        keys, first_error = _keys(given, n_rows, device), checks.first_error_of_graphs()
     elif given.device.type == "cpu":
         check_range(given, n_rows)
-        keys, error_slot = _keys(given, n_rows, device, in_range=True), None
+        keys, first_error = _keys(given, n_rows, device, in_range=True), None
     else:
-        keys, error_slot = _keys(given, n_rows, device), new_error_slot(device)
+        keys, first_error = _keys(given, n_rows, device), new_first_error(device)
         table._raise_bad_ids(wait=False)
-        on_checked = partial(checks.add, given, error_slot, n_rows=n_rows, offset=int(lead is not None))
+        on_checked = partial(checks.add, given, first_error, n_rows=n_rows, offset=int(lead is not None))
     cache = store.ensure_cache(keys.numel()) if records_grad else None
     sought = keys if lead is None else _with_lead(keys, lead)
     if cache is not None:  # calls `on_checked` before rows move, so that `step` need not wait for the bus
-        found, admission = cache.admit(sought, error_slot, on_checked)
+        found, admission = cache.admit(sought, first_error, on_checked)
     else:
-        found, admission = unique(sought, n_rows, error_slot), None
+        found, admission = unique(sought, n_rows, first_error), None
         if on_checked is not None:
             on_checked()
     return LookupBatch(given.shape, keys, found if lead is None else _without_lead(found), cache, admission)
 
 
 def _prepare_sharded(
-    table: Table, access: ShardedRowIO, ids: Any, *, for_bag: bool, records_grad: bool
+    table: Table, row_io: ShardedRowIO, ids: Any, *, for_bag: bool, records_grad: bool
 ) -> LookupBatch:
     """Check ids, find their unique rows, and ask the owners for them. A collective.
 
@@ -85,7 +85,7 @@ def _prepare_sharded(
     device, n_rows = table._store.device, table.num_embeddings
     lead = table._store.config.padding_idx if for_bag else None
     doing = LOOKUP[records_grad]
-    with access.shards.failing_together(doing):
+    with row_io.shards.failing_together(doing):
         if is_capturing(device):
             raise FlatbedError("a lookup in a sharded table cannot be part of a CUDA graph")
         given = as_ids(ids)
@@ -94,13 +94,13 @@ def _prepare_sharded(
         on_host = given.device.type == "cpu"
         if on_host:
             check_range(given, n_rows)
-        error_slot = None if on_host else new_error_slot(device)
+        first_error = None if on_host else new_first_error(device)
         keys = _keys(given, n_rows, device, in_range=on_host)
-        found = unique(keys if lead is None else _with_lead(keys, lead), n_rows, error_slot)
-        route = access.shards.route(found.rows)
-        if error_slot is not None and int(error_slot) != NO_ERROR:
+        found = unique(keys if lead is None else _with_lead(keys, lead), n_rows, first_error)
+        route = row_io.shards.route(found.rows)
+        if first_error is not None and int(first_error) != NO_ERROR:
             check_range(given, n_rows)
-    exchanged = access.exchange(doing, route, admits=records_grad)
+    exchanged = row_io.exchange(doing, route, admits=records_grad)
     found = found if lead is None else _without_lead(found)
     return LookupBatch(given.shape, keys, found, exchanged=exchanged)
 
@@ -130,7 +130,7 @@ def _without_lead(found: UniqueRows) -> UniqueRows:
 
 def _check_capture(table: Table, ids: Tensor) -> None:
     store = table._store
-    if not store.is_allocated or store.relayout_pending or table._local_rows.location_for() is None:
+    if not store.is_allocated or store.relayout_pending or store.location_for() is None:
         raise FlatbedError(
             "a lookup of this table cannot be part of a CUDA graph"
             + (
@@ -157,7 +157,7 @@ class LookupFunction(torch.autograd.Function):
         if batch.cache is not None and batch.cache is store.cache and batch.exchanged is None:
             out = batch.cache.lookup(batch)
         if out is None:
-            rows = table._rows.batch_weights(batch)
+            rows = table._row_io.batch_weights(batch)
             if use_triton(rows.device) and batch.exchanged is None:
                 batch.weights, batch.generation = rows, store.generation
             out = rows.index_select(0, batch.unique.inverse)
@@ -178,7 +178,7 @@ class GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
-        return table._rows.batch_weights(batch)
+        return table._row_io.batch_weights(batch)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
@@ -186,20 +186,6 @@ class GatherFunction(torch.autograd.Function):
         rows, sums = mask_row(ctx.batch.unique.rows, grads[0].detach().to(wide), NONE)
         ctx.table._record_grads(rows, sums, ctx.batch)
         return None, None
-
-
-def needs_grad(table: Table, *, training: bool) -> bool:
-    """Return True if a lookup records gradients.
-
-    Raises if the lookups before it trained the table, and no optimizer has it. A model that is trained in
-    training mode may be evaluated in between, also where gradients are enabled.
-    """
-    if not (torch.is_grad_enabled() and table._needs_grad):
-        return False
-    if table._orphaned is not None and (training or not table._orphaned):
-        table._check_owner()
-    table._last_training = training
-    return True
 
 
 # ---- prefetches: rows of coming batches, moved while earlier batches are trained on

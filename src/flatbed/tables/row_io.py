@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from flatbed.distributed.ranks import all_gather, any_rank, communication_device, world_size
 from flatbed.distributed.row_shards import Exchanged, Route, RowShards, group_of
 from flatbed.errors import FlatbedError
-from flatbed.kernels import RecordLocation
 from flatbed.kernels import rows as ops
 from flatbed.kernels.rows import segment_sum, to_int32_keys, unique
 from flatbed.tables.cache.base import LookupBatch
 from flatbed.tables.cache.host_index import HostIndexCache
 from flatbed.tables.config import Config, part_of
-from flatbed.tables.factory import location_of
 from flatbed.tables.grads import RowGrads, merge_grads
 from flatbed.tables.record import WEIGHT
 from flatbed.tables.row_store import RowStore
@@ -45,22 +43,6 @@ class RowIO:
 
     def __init__(self, store: RowStore) -> None:
         self.store = store
-
-    # ---- locations
-
-    def location_for(
-        self, batch: LookupBatch | None = None, *, update: bool = False
-    ) -> RecordLocation | None:
-        """Return where kernels and operations find rows; None if the host must move the records.
-
-        The current stream is ordered after prefetches that may move the rows. `batch` is the one that the
-        rows are of, if any. `update`: the rows will change.
-        """
-        storage = self.store.ensure_layout()
-        cache = self.store.cache  # after the layout, which may replace it
-        if cache is None:
-            return location_of(storage, self.store.device)
-        return cache.location_for(batch, update=update)
 
     def _host_access(self) -> Storage | HostIndexCache:
         """Return what reads and writes records that kernels do not reach."""
@@ -82,7 +64,7 @@ class RowIO:
         """Read records, or their first bytes, to the computing device; zeros for the row -1."""
         store = self.store
         nbytes = store.record.nbytes if nbytes is None else nbytes
-        location = self.location_for(batch)
+        location = store.location_for(batch)
         if location is not None:
             return ops.gather(location, rows, nbytes)
         if not len(rows):
@@ -108,7 +90,7 @@ class RowIO:
 
     def _torch_memory(self) -> Tensor | None:
         """Return the storage's memory if it is on the computing device and no cache is in front of it."""
-        location = None if self.store.cache is not None else self.location_for()
+        location = None if self.store.cache is not None else self.store.location_for()
         memory = None if location is None else location.memory
         return memory if memory is not None and memory.device == self.store.device else None
 
@@ -125,7 +107,7 @@ class RowIO:
     def scatter_(self, rows: Tensor, records: Tensor) -> None:
         """Replace the records of unique rows; the row -1 is skipped."""
         self.store.writes += 1
-        location = self.location_for(update=True)
+        location = self.store.location_for(update=True)
         if location is not None:
             ops.scatter_(location, rows, records)
             return
@@ -152,7 +134,7 @@ class RowIO:
         """Replace the weights of unique rows; their state stays."""
         store = self.store
         store.writes += 1
-        location, field = self.location_for(update=True), store.config.weight
+        location, field = store.location_for(update=True), store.config.weight
         if location is None:
             self.write_fields_(rows, self.read_fields(rows) | {WEIGHT: values})
             return
@@ -433,7 +415,7 @@ def _compare_rows(table: Table, rows: Tensor, device: torch.device) -> None:
     """Raise if a sample of the rows of this step differs between ranks: replicas would drift apart."""
     stride = -(-len(rows) // SAMPLE)
     table._exchanges += 1
-    records = table._local_rows.gather(rows[table._exchanges % stride :: stride]).cpu()
+    records = table._local_io.gather(rows[table._exchanges % stride :: stride]).cpu()
     digests = all_gather(torch.tensor(_digest(records), dtype=torch.uint8, device=device))
     if any(not torch.equal(one, digests[0]) for one in digests):
         raise FlatbedError(UNEQUAL)

@@ -16,9 +16,17 @@ from torch import Tensor
 
 from flatbed.cuda.streams import OrderedLock, is_capturing
 from flatbed.errors import FlatbedError
-from flatbed.tables.cache.base import Cache
+from flatbed.kernels import RecordLocation
+from flatbed.tables.cache.base import Cache, LookupBatch
 from flatbed.tables.config import Config, check_device
-from flatbed.tables.factory import DEFAULT_BATCHES, build_cache, create_storage, open_storage, slots_for
+from flatbed.tables.factory import (
+    DEFAULT_BATCHES,
+    build_cache,
+    create_storage,
+    location_of,
+    open_storage,
+    slots_for,
+)
 from flatbed.tables.record import Field, Record
 from flatbed.tables.storage.base import (
     CPU,
@@ -398,6 +406,20 @@ class RowStore:
         return DiskStorage.open(storage.path, token=token)
 
     # ---- the cache
+
+    def location_for(
+        self, batch: LookupBatch | None = None, *, update: bool = False
+    ) -> RecordLocation | None:
+        """Return where kernels and operations find rows; None if the host must move the records.
+
+        The current stream is ordered after prefetches that may move the rows. `batch` is the one that the
+        rows are of, if any. `update`: the rows will change.
+        """
+        storage = self.ensure_layout()
+        cache = self.cache  # after the layout, which may replace it
+        if cache is None:
+            return location_of(storage, self.device)
+        return cache.location_for(batch, update=update)
 
     def flush(self, *, drop: bool = False) -> None:
         """Write cached rows back and wait for the GPU; `drop` also empties the cache, before rows change."""

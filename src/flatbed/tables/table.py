@@ -42,8 +42,8 @@ class Table(TableParameter):
 
     _store: RowStore  # rows of this rank: all of them, unless the table is sharded
     _shards: RowShards | None  # division of rows among ranks; None if this rank holds all of them
-    _local_rows: RowIO  # access to the rows of this rank
-    _rows: RowIO | ShardedRowIO  # access to all rows: with several ranks of a sharded table, a collective
+    _local_io: RowIO  # access to the rows of this rank
+    _row_io: RowIO | ShardedRowIO  # access to all rows: with several ranks of a sharded table, a collective
     _grads: GradAccumulator
     _deferred_checks: DeferredIdChecks
     _prefetched: list[LookupBatch]  # prefetched lookups of the current batch
@@ -68,8 +68,8 @@ class Table(TableParameter):
         table = torch.Tensor._make_subclass(cls, empty, True)
         table._store = RowStore(config, device)
         table._shards = shards
-        table._local_rows = RowIO(table._store)
-        table._rows = table._local_rows if shards is None else ShardedRowIO(table._local_rows, shards)
+        table._local_io = RowIO(table._store)
+        table._row_io = table._local_io if shards is None else ShardedRowIO(table._local_io, shards)
         table._grads = GradAccumulator(table.num_embeddings)
         table._deferred_checks = DeferredIdChecks()
         table._prefetched = []
@@ -236,14 +236,23 @@ class Table(TableParameter):
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
 
-    def _check_owner(self) -> None:
-        """Raise if no optimizer has the table: gradients that were recorded would never be used."""
-        if self._owner is None:
+    def _records_grad(self, *, training: bool) -> bool:
+        """Return True if a lookup records gradients.
+
+        Raises if the lookups before it trained the table, and no optimizer has it. A model that is trained in
+        training mode may be evaluated in between, also where gradients are enabled.
+        """
+        if not (torch.is_grad_enabled() and self._needs_grad):
+            return False
+        was_trained = self._orphaned is not None and (training or not self._orphaned)
+        if was_trained and self._owner is None:
             raise FlatbedError(
                 f"{self!r}, the table of this lookup, receives gradients, but no optimizer has it: give its "
                 "parameters to an optimizer (flatbed.optim.Adam(model.parameters())), or freeze it "
                 "(emb.requires_grad_(False))"
             )
+        self._last_training = training
+        return True
 
     # ---- rows
 
@@ -258,7 +267,7 @@ class Table(TableParameter):
         """Copy the weights of some rows to the computing device: ids of any shape → (*shape, dim)."""
         self._deferred_checks.check_graphs()
         wanted = self._checked(ids, READ)
-        found = self._rows.weights(wanted.flatten())
+        found = self._row_io.weights(wanted.flatten())
         return found.reshape(*wanted.shape, self.embedding_dim)
 
     def read_state(self, name: str, ids: Any) -> Tensor:
@@ -267,7 +276,7 @@ class Table(TableParameter):
             found = ", ".join(self.state_names) or "none (an optimizer that has the table adds it)"
             raise KeyError(f"there is no state {name!r}; found {found}")
         wanted = self._checked(ids, READ)
-        taken = self._rows.read_fields(wanted.flatten())[name]
+        taken = self._row_io.read_fields(wanted.flatten())[name]
         return taken.reshape(*wanted.shape, taken.shape[1])
 
     @torch.no_grad()
@@ -280,7 +289,7 @@ class Table(TableParameter):
             if given.shape != shape:
                 raise ValueError(f"values for these ids must have shape {shape}; found {tuple(given.shape)}")
         rows, values = last_of_each(wanted.flatten(), given.reshape(-1, self.embedding_dim))
-        self._rows.write_weights_(rows, values.to(self._store.device, self._store.config.dtype))
+        self._row_io.write_weights_(rows, values.to(self._store.device, self._store.config.dtype))
         self._orphaned = None  # the caller trains the rows
 
     def topk(  # type: ignore[override,unused-ignore]

@@ -213,7 +213,7 @@ def admit(
     location: RecordLocation,
     *,
     window: int = 0,
-    error_slot: Tensor | None = None,
+    first_error: Tensor | None = None,
     on_checked: Callable[[], None] | None = None,
 ) -> UniqueRows:
     """Find the unique rows of keys and bring them into the cache: unique, probe, select victims, move.
@@ -222,7 +222,7 @@ def admit(
     """
     n, device, n_rows = keys.numel(), keys.device, index.slot_of_row.numel()
     n_missing = torch.empty(1, dtype=torch.int32, device=device)
-    found = unique(keys, n_rows, error_slot, ticks=(index.clock, n_missing))
+    found = unique(keys, n_rows, first_error, ticks=(index.clock, n_missing))
     if on_checked is not None:
         on_checked()
     if n == 0:

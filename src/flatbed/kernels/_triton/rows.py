@@ -42,6 +42,7 @@ def tile(columns: int, elements: int) -> int:
     return max(1, min(32, elements // columns))
 
 
+@functools.cache
 def mover_shape(nbytes: int, *, both_ways: bool = False) -> MoverShape:
     """Return the shape for records of so many bytes, which are read, written, or both at once.
 
@@ -82,7 +83,7 @@ def heads_kernel(
 
 @triton.jit(do_not_specialize=["n", "n_rows", "sentinel", "n_blocks"])
 def mark_kernel(
-    sorted_ptr, order_ptr, counts_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, error_slot_ptr,
+    sorted_ptr, order_ptr, counts_ptr, rank_ptr, inverse_ptr, rows_ptr, starts_ptr, first_error_ptr,
     n, n_rows, sentinel, n_blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the unique rows of sorted keys; `counts_ptr` holds how many runs begin in each block."""
@@ -112,7 +113,7 @@ def mark_kernel(
     wrong = valid & (known == 0) & (key != sentinel)
     position = tl.min(tl.where(wrong, at, 0x7FFFFFFFFFFFFFFF), 0)
     if position != 0x7FFFFFFFFFFFFFFF:
-        tl.atomic_min(error_slot_ptr, position)
+        tl.atomic_min(first_error_ptr, position)
 
 
 TO_INT32_KEYS = Kernel(to_int32_keys_kernel, BLOCK)
@@ -123,7 +124,7 @@ _MARK = Kernel(mark_kernel, BLOCK)
 def unique(
     keys: Tensor,
     n_rows: int,
-    error_slot: Tensor | None,
+    first_error: Tensor | None,
     ticks: tuple[Tensor, Tensor] | None = None,
 ) -> UniqueRows:
     """Find the unique rows.
@@ -143,9 +144,9 @@ def unique(
     in_order, order = torch.sort(keys.contiguous(), stable=True)
     _HEADS[ticks is not None](n_blocks, device, in_order, counts, *(ticks or (counts, counts)), n)
     # Always with a place for errors: a captured lookup must not need a kernel that no eager one has loaded.
-    error_slot = torch.empty(1, dtype=torch.int64, device=device) if error_slot is None else error_slot
+    first_error = torch.empty(1, dtype=torch.int64, device=device) if first_error is None else first_error
     _MARK(
-        n_blocks, device, in_order, order, counts, rank, inverse, rows, starts, error_slot,
+        n_blocks, device, in_order, order, counts, rank, inverse, rows, starts, first_error,
         n, n_rows, torch.iinfo(keys.dtype).min, n_blocks,
     )  # fmt: skip
     return UniqueRows(rows, inverse, order, starts, rank)
@@ -184,16 +185,16 @@ def segment_sum_kernel(
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
     if program < n_tiles:
-        slot = (program * ROWS + tl.arange(0, ROWS))[:, None]
-        row = tl.load(rows_ptr + slot, mask=slot < n, other=-1)
+        at_row = (program * ROWS + tl.arange(0, ROWS))[:, None]
+        row = tl.load(rows_ptr + at_row, mask=at_row < n, other=-1)
         row = tl.where(row == padding, -1, row)
-        begin = tl.load(starts_ptr + slot, mask=row >= 0, other=0)
-        end = tl.load(starts_ptr + slot + 1, mask=row >= 0, other=0)
+        begin = tl.load(starts_ptr + at_row, mask=row >= 0, other=0)
+        end = tl.load(starts_ptr + at_row + 1, mask=row >= 0, other=0)
         end = tl.minimum(end, begin + CHUNK)
         total = tl.zeros([ROWS, COLUMNS], WIDE)
         total = add_runs(total, grads_ptr, order_ptr, begin, end, column, DIM, WIDE, AT_ONCE)
-        tl.store(kept_ptr + slot, row, mask=slot < n)
-        tl.store(sums_ptr + slot * DIM + column, total, mask=(slot < n) & (column < DIM))
+        tl.store(kept_ptr + at_row, row, mask=at_row < n)
+        tl.store(sums_ptr + at_row * DIM + column, total, mask=(at_row < n) & (column < DIM))
     else:
         window = program - n_tiles
         i = window * CHUNK + tl.arange(0, CHUNK)

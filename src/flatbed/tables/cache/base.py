@@ -32,11 +32,11 @@ class Cache(Protocol):
         """Where kernels find records; without memory if they can be given cached rows only."""
 
     def admit(
-        self, keys: Tensor, error_slot: Tensor | None = None, on_checked: Callable[[], None] | None = None
+        self, keys: Tensor, first_error: Tensor | None = None, on_checked: Callable[[], None] | None = None
     ) -> tuple[UniqueRows, Any]:
         """Find the unique rows of a batch and admit them to the cache, in the current stream.
 
-        Calls `on_checked` when the kernel that writes `error_slot` is issued, before rows move. Also returns
+        Calls `on_checked` when the kernel that writes `first_error` is issued, before rows move. Also returns
         the admission: `LookupBatch.admission`.
         """
 

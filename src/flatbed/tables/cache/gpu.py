@@ -74,14 +74,14 @@ class GpuCache:
     def admit(
         self,
         keys: Tensor,
-        error_slot: Tensor | None = None,
+        first_error: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
     ) -> tuple[UniqueRows, int]:
         if is_capturing(self.device):
             self._enter_graph()
         self.wait_for_prefetch()
         window = self._window if self._fits(keys.numel(), self._window) else 0
-        return self._admit(keys, window, error_slot, on_checked)
+        return self._admit(keys, window, first_error, on_checked)
 
     def prefetch(
         self, keys: Tensor, *, window: int, reservation: object
@@ -111,7 +111,7 @@ class GpuCache:
         self,
         keys: Tensor,
         window: int,
-        error_slot: Tensor | None = None,
+        first_error: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
     ) -> tuple[UniqueRows, int]:
         if self.index.moving:
@@ -120,7 +120,7 @@ class GpuCache:
         number = self._n_admissions = self._n_admissions + (n > 0)
         self._oldest_protected = number + 1  # nothing is protected if a launch below raises
         unique = self._kernels.admit(
-            self.index, keys, self.location, window=window, error_slot=error_slot, on_checked=on_checked
+            self.index, keys, self.location, window=window, first_error=first_error, on_checked=on_checked
         )
         if n == 0:
             self._oldest_protected = before
@@ -166,11 +166,8 @@ class GpuCache:
     # ---- rows
 
     def lookup(self, batch: LookupBatch) -> Tensor:
-        if not self.protects(batch):
-            self.wait_for_prefetch()
-        return self._kernels.lookup(
-            self.location, batch.keys, self.weight.count, self.weight.dtype, self.n_rows
-        )
+        location, weight = self.location_for(batch, update=False), self.weight
+        return self._kernels.lookup(location, batch.keys, weight.count, weight.dtype, self.n_rows)
 
     def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation:
         if not self.protects(batch):

@@ -73,8 +73,8 @@ class HostIndexCache:
         self.epoch = 0
         self.retired = False
         """True once the table has another cache."""
-        self._pins = np.zeros(n_slots, np.int32)  # live reservations of each slot
-        self._n_pinned = 0  # slots with any
+        self._reservations = np.zeros(n_slots, np.int32)  # live reservations of each slot
+        self._n_reserved = 0  # slots with any
         self._released: deque[tuple[Reservation, torch.cuda.Event | None]] = deque()
         self._last: torch.cuda.Event | None = None  # end of the last access
         self.location: RecordLocation | None = None
@@ -91,7 +91,7 @@ class HostIndexCache:
             stream = torch.cuda.current_stream(self.device) if on_gpu else None
             if stream is not None and self._last is not None:
                 stream.wait_event(self._last)
-            self._unpin_released(stream)
+            self._end_released(stream)
             try:
                 yield
             finally:
@@ -103,11 +103,11 @@ class HostIndexCache:
     def admit(
         self,
         keys: Tensor,
-        error_slot: Tensor | None = None,
+        first_error: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
     ) -> tuple[UniqueRows, None]:
         """Waits for the device: the host decides."""
-        unique = ops.unique(keys, self.n_rows, error_slot)
+        unique = ops.unique(keys, self.n_rows, first_error)
         if on_checked is not None:
             on_checked()
         rows = unique.rows.to(CPU)
@@ -124,8 +124,8 @@ class HostIndexCache:
             slots = None if self.retired else self._admit(rows, all_or_nothing=True)
             if slots is None:
                 return None
-            self._n_pinned += int((self._pins[slots] == 0).sum())
-            self._pins[slots] += 1
+            self._n_reserved += int((self._reservations[slots] == 0).sum())
+            self._reservations[slots] += 1
             on_gpu = self.device.type == "cuda"
             ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
             return Reservation(rows, slots, self.epoch, ready)
@@ -134,14 +134,14 @@ class HostIndexCache:
         """Let the rows be evicted after an event. Takes no lock: the garbage collector may call this."""
         self._released.append((reservation, after))
 
-    def _unpin_released(self, stream: torch.cuda.Stream | None) -> None:
+    def _end_released(self, stream: torch.cuda.Stream | None) -> None:
         while self._released:
             reservation, after = self._released.popleft()
             if stream is not None and after is not None:
                 stream.wait_event(after)
             if reservation.epoch == self.epoch:
-                self._pins[reservation.slots] -= 1
-                self._n_pinned -= int((self._pins[reservation.slots] == 0).sum())
+                self._reservations[reservation.slots] -= 1
+                self._n_reserved -= int((self._reservations[reservation.slots] == 0).sum())
 
     def protects(self, batch: LookupBatch | None) -> bool:
         if batch is None or batch.cache is not self or batch.admission is None:
@@ -172,7 +172,7 @@ class HostIndexCache:
         probed = probe(self.index, rows)
         if not len(probed.missing):
             return probed.slots
-        n_free = self.n_slots - self._n_pinned - int((self._pins[probed.hits] == 0).sum())
+        n_free = self.n_slots - self._n_reserved - int((self._reservations[probed.hits] == 0).sum())
         if all_or_nothing and len(probed.missing) > n_free:
             return None
         placement = self._fill(probed, n_free)
@@ -186,7 +186,8 @@ class HostIndexCache:
         self.writer.finish()
         missing = torch.from_numpy(probed.missing[:n_free])
         with self.writer.reading(missing, pin=self.device.type == "cuda") as read:
-            placement = select_victims(self.index, probed, pinned=self._pins if self._n_pinned else None)
+            reserved = self._reservations if self._n_reserved else None
+            placement = select_victims(self.index, probed, reserved=reserved)
             changed = placement.victims >= 0
             slots = placement.slots[changed]
             if len(slots):
@@ -333,8 +334,8 @@ class HostIndexCache:
 
     def _clear(self) -> None:
         self.epoch += 1
-        self._pins[:] = 0
-        self._n_pinned = 0
+        self._reservations[:] = 0
+        self._n_reserved = 0
         self.index.clear()
         if self.location is not None:
             assert self.location.slot_of_row is not None
