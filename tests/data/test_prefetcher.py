@@ -98,6 +98,32 @@ def test_one_thread_for_code_of_the_user_and_two_for_disk(
         assert used["read"].isdisjoint(main | used["check"]), "the loader goes on meanwhile"
 
 
+@pytest.mark.parametrize("n_small", range(6))
+@pytest.mark.parametrize("depth", [1, 3])
+def test_threads_begin_with_the_first_large_batch(
+    emb: flatbed.Embedding, prefetches: list[FakePrefetch], monkeypatch: Any, depth: int, n_small: int
+) -> None:
+    size = property(lambda moved: 2 * pipeline.INLINE_BYTES * (first(moved.batch) >= n_small))
+    monkeypatch.setattr(pipeline.MovedBatch, "nbytes", size)
+    assert list(map(first, Prefetcher(batches(9), {emb: "items"}, depth=depth))) == list(range(9))
+    (prefetch,) = prefetches
+    assert len(prefetch.threads["check"]) == (1 if prefetch.reads_disk else 2)
+    assert prefetch.n_open == 0
+
+
+class Mover:
+    def to(self, device: torch.device) -> Mover:
+        return self
+
+
+def test_threads_load_objects_that_move_themselves(emb: flatbed.Embedding) -> None:
+    """The pages of such an object are pinned when it is loaded, and its size is not known."""
+    prefetched = iter(Prefetcher([{"object": Mover(), **batch} for batch in batches(9)], {emb: "items"}))
+    next(prefetched)
+    assert len(threads()) == 1
+    prefetched.close()
+
+
 def test_iterations_do_not_disturb_each_other(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
     prefetcher = Prefetcher(batches(5), {emb: "items"})
     for _ in range(2):
@@ -148,11 +174,29 @@ class Reusing(IterableDataset[Any]):
             yield {"array": array, "items": tensor[:, 0], "nested": [tensor]}
 
 
+class ReusingList(list[Any]):
+    __iter__ = Reusing.__iter__  # type: ignore[assignment]
+
+
+class ReusingWorkers(DataLoader[Any]):
+    """Starts a worker, and makes batches in this process."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for _, batch in zip(super().__iter__(), Reusing(), strict=True):
+            yield batch
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize(
     "wrap",
-    [iter, lambda data: data, lambda data: DataLoader(data, batch_size=None)],
-    ids=["iterator", "own", "DataLoader"],
+    [
+        iter,
+        lambda data: data,
+        lambda data: DataLoader(data, batch_size=None),
+        lambda data: ReusingList(),
+        lambda data: ReusingWorkers(data, batch_size=None, num_workers=1),
+    ],
+    ids=["iterator", "own", "DataLoader", "list", "workers"],
 )
 def test_a_loader_may_write_to_its_batches_again(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch], wrap: Any, depth: int
@@ -525,6 +569,25 @@ def test_another_thread_may_close_the_loop(emb: flatbed.Embedding, prefetches: l
     next(iterators[0])
     waits.set()
     assert list(iterators[0]) == []
+    assert wait_until(lambda: prefetches[0].n_open == 0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_loop_may_be_closed_while_it_loads_a_batch(
+    emb: flatbed.Embedding, prefetches: list[FakePrefetch], depth: int
+) -> None:
+    """The code that selects ids does so in the thread that loads: no later batch is handed out."""
+    prefetched = iter(Prefetcher(batches(20), {emb: "items"}, depth=depth))
+
+    def close(call: str, number: int) -> None:
+        if (call, number) == ("check", 7):
+            prefetched.close()
+
+    prefetches[0].fail = close
+    seen: list[int] = []
+    collect(prefetched, seen)
+    assert seen == list(range(len(seen)))
+    assert len(seen) <= 7
     assert wait_until(lambda: prefetches[0].n_open == 0)
 
 

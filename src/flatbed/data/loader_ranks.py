@@ -78,7 +78,9 @@ class LoaderRanks:
     # ---- in the training thread
 
     def begin(self) -> None:
-        """Begin a loop on all ranks."""
+        """Begin a loop on all ranks, at its first batch."""
+        if self._key:
+            return
         self.channel = self.training.loader_channel(self._facts, is_new=self._has_thread)
         channel = self.channel
         self._key = f"flatbed/{channel.parent.group_name}/{channel.number}/{channel.n_exchanges}/left"

@@ -149,8 +149,8 @@ class Pipeline:
                 earlier_steps.synchronize()  # the device holds no more than depth + 1 batches
             extra = [tensor for _, request in pending.requests for tensor in request.tensors]
             pending.moved = self.mover.move(batch, leaves, extra)
-            if self.depth and pending.moved.nbytes > INLINE_BYTES:
-                self.needs_threads = True
+            if self.depth and (pending.moved.has_objects or pending.moved.nbytes > INLINE_BYTES):
+                self.needs_threads = True  # objects of any size may have been pinned
             if ranks is not None:
                 ranks.n_loaded += 1
         except BaseException as error:
@@ -209,9 +209,7 @@ class Pipeline:
     # ---- in any thread
 
     def start(self) -> None:
-        """Start the threads, on all ranks of a sharded table."""
-        if self.ranks is not None:
-            self.ranks.begin()
+        """Start the threads."""
         self.is_threaded, settings = True, thread_settings()
         for one in zip(self._stages, self._queues, self._queues[1:], strict=False):
             thread = threading.Thread(target=self._run, args=(*one, settings), name=THREAD_NAME, daemon=True)
@@ -310,8 +308,10 @@ class PrefetchIterator(Iterator[Any]):
                 earlier_steps.record(stream)
             if self._rows is not None:
                 self._rows.wait_event(earlier_steps)
+            if pipeline.ranks is not None:
+                pipeline.ranks.begin()
             self._take_batches()
-            if pipeline.ready:
+            if pipeline.ready and not pipeline.is_closed:  # another thread may close, or the loader
                 if pipeline.ranks is not None:
                     pipeline.ranks.take_batch()
                 pending = pipeline.in_use = pipeline.ready.popleft()
