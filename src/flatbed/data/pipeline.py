@@ -388,8 +388,11 @@ class PrefetchIterator(Iterator[Any]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is None or isinstance(error, GeneratorExit):  # a generator around the loop is closed
+            self.close()
+        else:
+            self._fail(error)
 
 
 _open: weakref.WeakSet[PrefetchIterator] = weakref.WeakSet()
