@@ -306,8 +306,8 @@ class PrefetchIterator(Iterator[Any]):
                 stream = torch.cuda.current_stream(pipeline.mover.device)
                 earlier_steps = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call,unused-ignore]
                 earlier_steps.record(stream)
-            if self._rows is not None:
-                self._rows.wait_event(earlier_steps)
+                if self._rows is not None:
+                    self._rows.wait_event(earlier_steps)
             if pipeline.ranks is not None:
                 pipeline.ranks.begin()
             self._take_batches()
