@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import random
 import signal
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flatbed
 from flatbed import FlatbedError, Prefetcher
@@ -122,6 +123,32 @@ def test_threads_load_objects_that_move_themselves(emb: flatbed.Embedding) -> No
     next(prefetched)
     assert len(threads()) == 1
     prefetched.close()
+
+
+class Late(Dataset[Any]):
+    """The worker makes one batch only after the loop has got the batch before."""
+
+    def __init__(self) -> None:
+        self.is_wanted = multiprocessing.Event()
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 10:
+            self.is_wanted.wait(2 * pipeline.INLINE_SECONDS)
+        elif i == 15:
+            assert self.is_wanted.wait(200)
+        return {"items": torch.tensor([i])}
+
+
+def test_threads_begin_when_a_worker_is_late(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
+    """The loop waits for it once with other batches at hand. Later, it gets these meanwhile."""
+    data = Late()
+    for batch in Prefetcher(DataLoader(data, batch_size=None, num_workers=1), {emb: "items"}):
+        if first(batch) == 14:
+            data.is_wanted.set()
+    assert len(prefetches[0].threads["check"]) == (1 if prefetches[0].reads_disk else 2)
 
 
 def test_iterations_do_not_disturb_each_other(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
@@ -573,22 +600,19 @@ def test_another_thread_may_close_the_loop(emb: flatbed.Embedding, prefetches: l
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_loop_may_be_closed_while_it_loads_a_batch(
-    emb: flatbed.Embedding, prefetches: list[FakePrefetch], depth: int
-) -> None:
-    """The code that selects ids does so in the thread that loads: no later batch is handed out."""
-    prefetched = iter(Prefetcher(batches(20), {emb: "items"}, depth=depth))
+def test_the_code_that_selects_ids_may_close_the_loop(emb: flatbed.Embedding, depth: int) -> None:
+    """In the training thread: no later batch is handed out."""
 
-    def close(call: str, number: int) -> None:
-        if (call, number) == ("check", 7):
+    def select(batch: Any) -> Any:
+        if first(batch) == 7:
             prefetched.close()
+        return batch["items"]
 
-    prefetches[0].fail = close
+    prefetched = iter(Prefetcher(batches(20), {emb: select}, depth=depth))
     seen: list[int] = []
     collect(prefetched, seen)
-    assert seen == list(range(len(seen)))
-    assert len(seen) <= 7
-    assert wait_until(lambda: prefetches[0].n_open == 0)
+    assert seen == list(range(7 - depth))
+    assert not emb.table._prefetched
 
 
 def test_settings_of_torch_are_those_of_the_loop() -> None:

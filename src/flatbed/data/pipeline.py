@@ -1,8 +1,8 @@
 """One iteration of a `Prefetcher`: what the training thread and the loader threads do with each batch.
 
 Small batches of a list, or of the worker processes of a DataLoader, are loaded ahead in the training thread.
-Threads are used for large batches, for loaders that run code of the user in this process, for tables on disk,
-and for sharded tables.
+Threads are used for large batches, after a worker was late, for loaders that run code of the user in this
+process, for tables on disk, and for sharded tables.
 
 `cuda.streams` has the streams and the order between them. If a table is sharded, the loader threads of all
 ranks agree on each batch (`LoaderRanks`), and exchange its ids before its copies are issued.
@@ -45,6 +45,11 @@ INLINE_BYTES = 1 << 20
 
 The loader thread would take the interpreter lock from the training thread in every call to torch. On an H200
 with a slow host, that cost 0.2 to 0.7 ms of each step; the copy takes less than 0.2 ms.
+"""
+INLINE_SECONDS = 0.01
+"""The longest time that the training thread waits for a worker process more than once.
+
+Threads let it train meanwhile on the batches that are ready.
 """
 
 
@@ -164,10 +169,14 @@ class Pipeline:
 
     def load_here(self) -> PendingBatch | End:
         """Load a batch in the training thread. Its error is raised after the batches before it."""
+        begin = time.monotonic()
         try:
-            return self.load(None)
+            loaded = self.load(None)
         except Exception as error:
             return End(error)
+        is_late = self.in_use is not None and time.monotonic() - begin > INLINE_SECONDS
+        self.needs_threads |= self.depth > 0 and is_late
+        return loaded
 
     def _to_host(self, batch: Any, pending: PendingBatch) -> tuple[Any, list[Any]]:
         """Return a batch on the host with its leaves, and check its ids; NO_BATCH at the end.

@@ -52,9 +52,9 @@ class Prefetcher:
         nan, and the mean of gradients over ranks counts the rank.
       - "error": all ranks raise a `FlatbedError` that names the rank.
 
-    Small batches of a list, or of a `DataLoader` with workers, are loaded in the training thread, which waits
-    for them. Threads load large batches (over 1 MiB, or with objects that move themselves), those of other
-    loaders, and those of tables on disk and sharded tables.
+    Small batches of a list, or of a `DataLoader` with workers, are loaded in the training thread. Threads
+    load large batches (over 1 MiB, or with objects that move themselves), those of workers that were once
+    more than 10 ms late, those of other loaders, and those of tables on disk and sharded tables.
 
     A batch is a tensor, a numpy array, or dicts, lists, tuples and dataclasses of them. Arrays of numbers
     become tensors, objects with a method `to(device)` are moved by it, and other values stay as they are. On
