@@ -615,6 +615,29 @@ def test_the_code_that_selects_ids_may_close_the_loop(emb: flatbed.Embedding, de
     assert not emb.table._prefetched
 
 
+def test_a_loader_thread_may_close_at_any_time(
+    emb: flatbed.Embedding, prefetches: list[FakePrefetch]
+) -> None:
+    """The training thread may be at work on the batches before."""
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            prefetched = iter(Prefetcher(map(dict, batches(20)), {emb: "items"}, depth=5))
+
+            def close(call: str, number: int, prefetched: Any = prefetched) -> None:
+                if (call, number) == ("check", 7):
+                    prefetched.close()
+
+            prefetches[-1].fail = close
+            seen: list[int] = []
+            collect(prefetched, seen)
+            assert seen == list(range(len(seen)))
+            assert wait_until(lambda: prefetches[-1].n_open == 0)
+    finally:
+        sys.setswitchinterval(switch_interval)
+
+
 def test_settings_of_torch_are_those_of_the_loop() -> None:
     def look() -> Iterator[Any]:
         yield torch.is_grad_enabled(), torch.get_num_threads(), torch.zeros(1).device.type

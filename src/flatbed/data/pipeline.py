@@ -102,6 +102,8 @@ class Pipeline:
         self.ready: deque[PendingBatch] = deque()
         self.in_use: PendingBatch | None = None
         self.is_threaded = self.is_closed = False
+        self.is_in_next = False
+        """True while the training thread works on its batches. It finishes them if another thread closes."""
         reads_disk = any(prefetch.reads_disk for _, prefetch in lookups)
         self.needs_threads = depth > 0 and (reads_disk or mover.is_reused or ranks is not None)
         self._stages = [self.load, self._read] if reads_disk else [self.load]
@@ -243,11 +245,17 @@ class Pipeline:
         self._discard_results()
         if self.sms is not None:
             self.sms.reserve.set(0)
+        if not self.is_in_next:
+            self.finish_batches()
+        self.join(JOIN_SECONDS)  # last, since it may be interrupted
+
+    def finish_batches(self) -> None:
+        """Finish the batches that the training thread has taken. Two threads may do so."""
         if self.in_use is not None:
             self.in_use.finish()
-        while self.ready:
-            self.ready.popleft().finish()
-        self.join(JOIN_SECONDS)  # last, since it may be interrupted
+        with suppress(IndexError):
+            while True:
+                self.ready.popleft().finish()
 
     def join(self, seconds: float) -> None:
         """Wait for the threads, at most so long; never for the thread that calls this."""
@@ -305,6 +313,15 @@ class PrefetchIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         pipeline = self._pipeline
+        pipeline.is_in_next = True  # before it looks for `is_closed`, which `close` sets before it looks here
+        try:
+            return self._next(pipeline)
+        finally:
+            pipeline.is_in_next = False
+            if pipeline.is_closed:
+                pipeline.finish_batches()
+
+    def _next(self, pipeline: Pipeline) -> Any:
         if pipeline.is_closed:
             raise StopIteration
         try:
