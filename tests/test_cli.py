@@ -49,9 +49,10 @@ def test_doctor_models_a_table_on_many_gpus() -> None:
     assert "Not measured" in result.stdout
     assert "this machine" not in result.stdout
     assert "this machine" in run(app, ["doctor", "--rows", "1000"]).stdout
-    wrong = run(app, ["doctor", "--rows", "10", "--optimizer", "adma"])
-    assert wrong.exit_code == 2
-    assert "adma" in wrong.output
+    for words, message in [(["--optimizer", "adma"], "adma"), (["--ranks", "11"], "each of the 11 ranks")]:
+        wrong = run(app, ["doctor", "--rows", "10", *words])
+        assert wrong.exit_code == 2
+        assert message in wrong.output
 
 
 def test_help_and_version_do_not_import_torch() -> None:

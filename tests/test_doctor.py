@@ -142,6 +142,7 @@ def test_a_plan_names_memory_traffic_time_and_what_is_assumed() -> None:
     assert "Not measured" in found["step"].meaning
     assert "assumed: 8 ranks per host; NVLink 200, network 40" in found["constants"].value
     assert "Measured: bus 80" in found["constants"].value
+    assert "Scaled from a CPU: exchanges" in found["constants"].value
     found = plan(20_000_000, 128, "adam", ranks=8, ids=65_536, hit_rate=0.9)
     assert found["traffic"].value == "59 MB between ranks, 20 MB over the bus"
     assert "90% of the rows in caches" in found["traffic"].meaning

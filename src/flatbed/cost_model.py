@@ -138,7 +138,7 @@ def constants() -> str:
         f"assumed: {RANKS_PER_HOST} ranks per host; NVLink {NVLINK // GB}, network {NIC // GB} GB/s "
         f"per rank; host memory {HOST_MEMORY // GB} GB/s per host; {MESSAGES_PER_STEP} messages of "
         f"{1e6 * MESSAGE_SECONDS:g} µs per other rank. Measured: bus {BUS // GB}, GPU memory "
-        f"{GPU_MEMORY // GB:,} GB/s; kernels {1e3 * KERNEL_SECONDS:g} ms; host {1e3 * HOST_SECONDS:g} ms, "
-        f"exchanges {1e3 * EXCHANGE_SECONDS:.2g} ms and {1e6 * PEER_SECONDS:.2g} µs per other rank; "
-        f"{HEADERS_PER_STEP} headers of {1e6 * HEADER_SECONDS:g} µs per other rank"
+        f"{GPU_MEMORY // GB:,} GB/s; kernels {1e3 * KERNEL_SECONDS:g} ms; host {1e3 * HOST_SECONDS:g} ms; "
+        f"{HEADERS_PER_STEP} headers of {1e6 * HEADER_SECONDS:g} µs per other rank. Scaled from a CPU: "
+        f"exchanges {1e3 * EXCHANGE_SECONDS:.2g} ms and {1e6 * PEER_SECONDS:.2g} µs per other rank"
     )

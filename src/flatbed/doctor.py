@@ -231,6 +231,8 @@ def plan(
 
     For one rank, this machine's free memory and disk are looked at.
     """
+    if n_rows < ranks:
+        raise ValueError(f'shard="row" needs a row for each of the {ranks} ranks; found {n_rows} rows')
     record_bytes = _record_bytes(dim, optimizer)
     table_bytes = n_rows * record_bytes
     cost = cost_model.sharded_step(n_rows, 4 * dim, record_bytes, n_ranks=ranks, n_ids=ids, hit_rate=hit_rate)

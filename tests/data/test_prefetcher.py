@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import random
 import signal
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flatbed
 from flatbed import FlatbedError, Prefetcher
@@ -98,6 +99,58 @@ def test_one_thread_for_code_of_the_user_and_two_for_disk(
         assert used["read"].isdisjoint(main | used["check"]), "the loader goes on meanwhile"
 
 
+@pytest.mark.parametrize("n_small", range(6))
+@pytest.mark.parametrize("depth", [1, 3])
+def test_threads_begin_with_the_first_large_batch(
+    emb: flatbed.Embedding, prefetches: list[FakePrefetch], monkeypatch: Any, depth: int, n_small: int
+) -> None:
+    size = property(lambda moved: 2 * pipeline.INLINE_BYTES * (first(moved.batch) >= n_small))
+    monkeypatch.setattr(pipeline.MovedBatch, "nbytes", size)
+    assert list(map(first, Prefetcher(batches(9), {emb: "items"}, depth=depth))) == list(range(9))
+    (prefetch,) = prefetches
+    assert len(prefetch.threads["check"]) == (1 if prefetch.reads_disk else 2)
+    assert prefetch.n_open == 0
+
+
+class Mover:
+    def to(self, device: torch.device) -> Mover:
+        return self
+
+
+def test_threads_load_objects_that_move_themselves(emb: flatbed.Embedding) -> None:
+    """The pages of such an object are pinned when it is loaded, and its size is not known."""
+    prefetched = iter(Prefetcher([{"object": Mover(), **batch} for batch in batches(9)], {emb: "items"}))
+    next(prefetched)
+    assert len(threads()) == 1
+    prefetched.close()
+
+
+class Late(Dataset[Any]):
+    """The worker makes one batch only after the loop has got the batch before."""
+
+    def __init__(self) -> None:
+        self.is_wanted = multiprocessing.Event()
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 10:
+            self.is_wanted.wait(2 * pipeline.INLINE_SECONDS)
+        elif i == 15:
+            assert self.is_wanted.wait(200)
+        return {"items": torch.tensor([i])}
+
+
+def test_threads_begin_when_a_worker_is_late(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
+    """The loop waits for it once with other batches at hand. Later, it gets these meanwhile."""
+    data = Late()
+    for batch in Prefetcher(DataLoader(data, batch_size=None, num_workers=1), {emb: "items"}):
+        if first(batch) == 14:
+            data.is_wanted.set()
+    assert len(prefetches[0].threads["check"]) == (1 if prefetches[0].reads_disk else 2)
+
+
 def test_iterations_do_not_disturb_each_other(emb: flatbed.Embedding, prefetches: list[FakePrefetch]) -> None:
     prefetcher = Prefetcher(batches(5), {emb: "items"})
     for _ in range(2):
@@ -148,11 +201,29 @@ class Reusing(IterableDataset[Any]):
             yield {"array": array, "items": tensor[:, 0], "nested": [tensor]}
 
 
+class ReusingList(list[Any]):
+    __iter__ = Reusing.__iter__  # type: ignore[assignment]
+
+
+class ReusingWorkers(DataLoader[Any]):
+    """Starts a worker, and makes batches in this process."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for _, batch in zip(super().__iter__(), Reusing(), strict=True):
+            yield batch
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize(
     "wrap",
-    [iter, lambda data: data, lambda data: DataLoader(data, batch_size=None)],
-    ids=["iterator", "own", "DataLoader"],
+    [
+        iter,
+        lambda data: data,
+        lambda data: DataLoader(data, batch_size=None),
+        lambda data: ReusingList(),
+        lambda data: ReusingWorkers(data, batch_size=None, num_workers=1),
+    ],
+    ids=["iterator", "own", "DataLoader", "list", "workers"],
 )
 def test_a_loader_may_write_to_its_batches_again(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch], wrap: Any, depth: int
@@ -526,6 +597,45 @@ def test_another_thread_may_close_the_loop(emb: flatbed.Embedding, prefetches: l
     waits.set()
     assert list(iterators[0]) == []
     assert wait_until(lambda: prefetches[0].n_open == 0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_the_code_that_selects_ids_may_close_the_loop(emb: flatbed.Embedding, depth: int) -> None:
+    """In the training thread: no later batch is handed out."""
+
+    def select(batch: Any) -> Any:
+        if first(batch) == 7:
+            prefetched.close()
+        return batch["items"]
+
+    prefetched = iter(Prefetcher(batches(20), {emb: select}, depth=depth))
+    seen: list[int] = []
+    collect(prefetched, seen)
+    assert seen == list(range(7 - depth))
+    assert not emb.table._prefetched
+
+
+def test_a_loader_thread_may_close_at_any_time(
+    emb: flatbed.Embedding, prefetches: list[FakePrefetch]
+) -> None:
+    """The training thread may be at work on the batches before."""
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            prefetched = iter(Prefetcher(map(dict, batches(20)), {emb: "items"}, depth=5))
+
+            def close(call: str, number: int, prefetched: Any = prefetched) -> None:
+                if (call, number) == ("check", 7):
+                    prefetched.close()
+
+            prefetches[-1].fail = close
+            seen: list[int] = []
+            collect(prefetched, seen)
+            assert seen == list(range(len(seen)))
+            assert wait_until(lambda: prefetches[-1].n_open == 0)
+    finally:
+        sys.setswitchinterval(switch_interval)
 
 
 def test_settings_of_torch_are_those_of_the_loop() -> None:

@@ -2,7 +2,8 @@
 
 `python -m tests.distributed.rank_failures FOLDER loop-killed-0 lookup-stuck-1` trains on three ranks for each
 argument, all at the same time: what the ranks iterate over, how one of them fails, and its number. With
-"build", it ends before it builds the table. The other ranks write their errors to FOLDER/loop-killed-0/1.txt.
+"build", it ends before it builds the table; with "workers", that of its DataLoader ends. After "again", all
+ranks begin another loop. The other ranks write their errors to FOLDER/loop-killed-0/1.txt.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 import flatbed
 from flatbed.data.pipeline import THREAD_NAME
@@ -31,7 +34,7 @@ TIMEOUT = 6.0  # once all ranks train
 def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
     dist.init_process_group("gloo", store=store_of(rank, folder), rank=rank, world_size=WORLD)
     disk = {"storage": "disk", "path": folder / "items.bed"} if way == "disk" else {}
-    loader = [torch.tensor([rank, 5, step]) for step in range(STEPS)]
+    loader: Any = [torch.tensor([rank, 5, step]) for step in range(STEPS)]
     out = folder / f"{rank}.txt"
     try:
         if kind == "build":
@@ -42,12 +45,11 @@ def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
         optimizer = flatbed.optim.SGD(emb, lr=0.1)
         train(emb, optimizer, torch.tensor([rank]))
         shorten_timeouts(emb)
-        for step, ids in enumerate(batches_of(kind, loader, emb)):
-            if rank == culprit and step == (STEPS - 1 if kind == "last" else 3):
-                if way == "left":
-                    break
-                fail(emb, way)
-            train(emb, optimizer, ids.clone() if kind == "other" else ids)
+        if kind == "workers":
+            loader = DataLoader(Ids(rank, kills=rank == culprit), batch_size=None, num_workers=1)
+        for is_last in [False, True] if way == "again" else [True]:
+            with nullcontext() if is_last else suppress(ValueError, flatbed.FlatbedError):
+                loop(kind, batches_of(kind, loader, emb), emb, optimizer, way if rank == culprit else "")
         out.write_text("trained")
     except flatbed.FlatbedError as error:
         out.write_text(f"{type(error).__name__}: {error}")
@@ -56,20 +58,50 @@ def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
                 thread.join(60)
                 assert not thread.is_alive()
         out.write_text(f"{out.read_text()}\nno thread left")
-    for other in set(range(WORLD)) - {culprit}:  # rank 0 hosts the store that the others ask
+    for other in set(range(WORLD)) - (
+        set() if way == "again" else {culprit}
+    ):  # rank 0 hosts the store that the others ask
         while not (folder / f"{other}.txt").exists():
             time.sleep(0.1)
     os._exit(0)
 
 
-def batches_of(kind: str, loader: list[Tensor], emb: flatbed.Embedding) -> Iterable[Tensor]:
+class Ids(Dataset[Tensor]):
+    """Ids of a rank, whose worker may end itself."""
+
+    def __init__(self, rank: int, *, kills: bool) -> None:
+        self.rank, self.kills = rank, kills
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, step: int) -> Tensor:
+        if self.kills and step == STEPS - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor([self.rank, 5, step])
+
+
+def batches_of(kind: str, loader: Any, emb: flatbed.Embedding) -> Any:
     """Return what a rank iterates over.
 
-    "other": it looks other ids up than those that are prefetched. "last": it fails in the last batch.
+    "other": it looks other ids up than those that are prefetched. "last": it fails in the last batch. "with":
+    the loop is the body of a `with`.
     """
     if kind == "lookup":
         return loader
-    return flatbed.Prefetcher(loader, {emb: lambda ids: ids}, depth=0 if kind == "threadless" else 2)
+    found = flatbed.Prefetcher(loader, {emb: lambda ids: ids}, depth=0 if kind == "threadless" else 2)
+    return iter(found) if kind == "with" else found
+
+
+def loop(kind: str, batches: Any, emb: flatbed.Embedding, optimizer: torch.optim.Optimizer, way: str) -> None:
+    """Train, and fail in this way, if any, in the loop's body."""
+    with batches if kind == "with" else nullcontext():
+        for step, ids in enumerate(batches):
+            if step == (STEPS - 1 if kind == "last" else 3):
+                if way == "left":
+                    break
+                fail(emb, way)
+            train(emb, optimizer, ids.clone() if kind == "other" else ids)
 
 
 def train(emb: flatbed.Embedding, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
@@ -95,7 +127,7 @@ def fail(emb: flatbed.Embedding, way: str) -> None:
         os._exit(0)
     elif way == "stuck":
         time.sleep(600)
-    elif way == "raised":
+    elif way in ("raised", "again"):
         raise ValueError("the loss is nan")
     elif way == "disk":  # the lookups of others fail to read the rows of this rank
         emb.table.close(discard=True)

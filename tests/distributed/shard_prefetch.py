@@ -262,7 +262,7 @@ def failing_loaders(_: Path) -> None:
             ((-1, depth, plain), IndexError, "out of range"),
             ((0.5, depth), TypeError, "integers"),
         ]:
-            assert_one_fails(culprit, partial(run, *arguments), error, message, "batch 3")
+            assert_one_fails(culprit, partial(run, *arguments), error, message, "after 3 batches")
     assert train_on(loop_over(3, emb), emb) == [2] * 3
 
 

@@ -78,7 +78,9 @@ class LoaderRanks:
     # ---- in the training thread
 
     def begin(self) -> None:
-        """Begin a loop on all ranks."""
+        """Begin a loop on all ranks, at its first batch."""
+        if self._key:
+            return
         self.channel = self.training.loader_channel(self._facts, is_new=self._has_thread)
         channel = self.channel
         self._key = f"flatbed/{channel.parent.group_name}/{channel.number}/{channel.n_exchanges}/left"
@@ -163,9 +165,9 @@ class LoaderRanks:
             self._finish()
 
     def _departure(self, n: int, why: str) -> Departure:
-        text = f"left the loop over its Prefetcher after {n} batches"
+        text = f"left the loop over its Prefetcher after {n} batches (break, or an exception in its body)"
         if why:
-            text = f"failed in batch {n} of its Prefetcher ({why})"
+            text = f"failed after {n} batches of its Prefetcher ({why})"
         # A loader that has failed does not keep the training thread from the batches before.
         return Departure(n, self._n_exchanges or NEVER, dist.get_rank(), text)
 

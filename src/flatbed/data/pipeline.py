@@ -1,8 +1,8 @@
 """One iteration of a `Prefetcher`: what the training thread and the loader threads do with each batch.
 
 Small batches of a list, or of the worker processes of a DataLoader, are loaded ahead in the training thread.
-Threads are used for large batches, for loaders that run code of the user in this process, for tables on disk,
-and for sharded tables.
+Threads are used for large batches, after a worker was late, for loaders that run code of the user in this
+process, for tables on disk, and for sharded tables.
 
 `cuda.streams` has the streams and the order between them. If a table is sharded, the loader threads of all
 ranks agree on each batch (`LoaderRanks`), and exchange its ids before its copies are issued.
@@ -45,6 +45,11 @@ INLINE_BYTES = 1 << 20
 
 The loader thread would take the interpreter lock from the training thread in every call to torch. On an H200
 with a slow host, that cost 0.2 to 0.7 ms of each step; the copy takes less than 0.2 ms.
+"""
+INLINE_SECONDS = 0.01
+"""The longest time that the training thread waits for a worker process more than once.
+
+Threads let it train meanwhile on the batches that are ready.
 """
 
 
@@ -97,6 +102,8 @@ class Pipeline:
         self.ready: deque[PendingBatch] = deque()
         self.in_use: PendingBatch | None = None
         self.is_threaded = self.is_closed = False
+        self.is_in_next = False
+        """True while the training thread works on its batches. It finishes them if another thread closes."""
         reads_disk = any(prefetch.reads_disk for _, prefetch in lookups)
         self.needs_threads = depth > 0 and (reads_disk or mover.is_reused or ranks is not None)
         self._stages = [self.load, self._read] if reads_disk else [self.load]
@@ -149,8 +156,8 @@ class Pipeline:
                 earlier_steps.synchronize()  # the device holds no more than depth + 1 batches
             extra = [tensor for _, request in pending.requests for tensor in request.tensors]
             pending.moved = self.mover.move(batch, leaves, extra)
-            if self.depth and pending.moved.nbytes > INLINE_BYTES:
-                self.needs_threads = True
+            if self.depth and (pending.moved.has_objects or pending.moved.nbytes > INLINE_BYTES):
+                self.needs_threads = True  # objects of any size may have been pinned
             if ranks is not None:
                 ranks.n_loaded += 1
         except BaseException as error:
@@ -164,10 +171,14 @@ class Pipeline:
 
     def load_here(self) -> PendingBatch | End:
         """Load a batch in the training thread. Its error is raised after the batches before it."""
+        begin = time.monotonic()
         try:
-            return self.load(None)
+            loaded = self.load(None)
         except Exception as error:
             return End(error)
+        is_late = self.in_use is not None and time.monotonic() - begin > INLINE_SECONDS
+        self.needs_threads |= self.depth > 0 and is_late
+        return loaded
 
     def _to_host(self, batch: Any, pending: PendingBatch) -> tuple[Any, list[Any]]:
         """Return a batch on the host with its leaves, and check its ids; NO_BATCH at the end.
@@ -209,9 +220,7 @@ class Pipeline:
     # ---- in any thread
 
     def start(self) -> None:
-        """Start the threads, on all ranks of a sharded table."""
-        if self.ranks is not None:
-            self.ranks.begin()
+        """Start the threads."""
         self.is_threaded, settings = True, thread_settings()
         for one in zip(self._stages, self._queues, self._queues[1:], strict=False):
             thread = threading.Thread(target=self._run, args=(*one, settings), name=THREAD_NAME, daemon=True)
@@ -236,11 +245,17 @@ class Pipeline:
         self._discard_results()
         if self.sms is not None:
             self.sms.reserve.set(0)
+        if not self.is_in_next:
+            self.finish_batches()
+        self.join(JOIN_SECONDS)  # last, since it may be interrupted
+
+    def finish_batches(self) -> None:
+        """Finish the batches that the training thread has taken. Two threads may do so."""
         if self.in_use is not None:
             self.in_use.finish()
-        while self.ready:
-            self.ready.popleft().finish()
-        self.join(JOIN_SECONDS)  # last, since it may be interrupted
+        with suppress(IndexError):
+            while True:
+                self.ready.popleft().finish()
 
     def join(self, seconds: float) -> None:
         """Wait for the threads, at most so long; never for the thread that calls this."""
@@ -298,6 +313,15 @@ class PrefetchIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         pipeline = self._pipeline
+        pipeline.is_in_next = True  # before it looks for `is_closed`, which `close` sets before it looks here
+        try:
+            return self._next(pipeline)
+        finally:
+            pipeline.is_in_next = False
+            if pipeline.is_closed:
+                pipeline.finish_batches()
+
+    def _next(self, pipeline: Pipeline) -> Any:
         if pipeline.is_closed:
             raise StopIteration
         try:
@@ -310,8 +334,10 @@ class PrefetchIterator(Iterator[Any]):
                 earlier_steps.record(stream)
                 if self._rows is not None:
                     self._rows.wait_event(earlier_steps)
+            if pipeline.ranks is not None:
+                pipeline.ranks.begin()
             self._take_batches()
-            if pipeline.ready:
+            if pipeline.ready and not pipeline.is_closed:  # another thread may close, or the loader
                 if pipeline.ranks is not None:
                     pipeline.ranks.take_batch()
                 pending = pipeline.in_use = pipeline.ready.popleft()
@@ -388,8 +414,11 @@ class PrefetchIterator(Iterator[Any]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is None or isinstance(error, GeneratorExit):  # a generator around the loop is closed
+            self.close()
+        else:
+            self._fail(error)
 
 
 _open: weakref.WeakSet[PrefetchIterator] = weakref.WeakSet()

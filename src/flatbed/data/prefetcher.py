@@ -53,7 +53,8 @@ class Prefetcher:
       - "error": all ranks raise a `FlatbedError` that names the rank.
 
     Small batches of a list, or of a `DataLoader` with workers, are loaded in the training thread. Threads
-    load large batches (over 1 MiB), those of other loaders, and those of tables on disk and sharded tables.
+    load large batches (over 1 MiB, or with objects that move themselves), those of workers that were once
+    more than 10 ms late, those of other loaders, and those of tables on disk and sharded tables.
 
     A batch is a tensor, a numpy array, or dicts, lists, tuples and dataclasses of them. Arrays of numbers
     become tensors, objects with a method `to(device)` are moved by it, and other values stay as they are. On
@@ -170,9 +171,10 @@ def _is_count(value: object) -> bool:
 
 def _may_reuse(loader: Iterable[Any]) -> bool:
     """Return True if code of the user makes batches in this process: it may write to them again."""
-    if isinstance(loader, DataLoader):
+    begin = getattr(type(loader), "__iter__", None)  # that of a subclass may make batches here
+    if isinstance(loader, DataLoader) and begin is DataLoader.__iter__:
         return loader.num_workers == 0  # batches of other processes have memory of their own
-    return not isinstance(loader, (list, tuple))
+    return begin not in (list.__iter__, tuple.__iter__)
 
 
 class OneShotItems(Iterator[Any]):

@@ -72,6 +72,8 @@ class Channel:
         self.watchers: list[Callable[[bool], tuple[int, str] | None]] = []
         self.loaders: list[Channel] = []
         self.is_free = False  # of a loader's channel: no loop uses it, and the last one ended on all ranks
+        self._key = f"flatbed/{parent.group_name}/{number}"
+        self._lost: dict[int, str] = {}
 
     @staticmethod
     def of(parent: Any) -> Channel:
@@ -107,6 +109,8 @@ class Channel:
 
         Raises on all ranks if one has failed, or if ranks do different things or hold different facts.
         """
+        if self._lost:
+            self._raise_lost()
         self.n_exchanges += 1
         state = state if failure is None else FAILED
         words = hashlib.sha256(repr((doing, self.n_exchanges, facts)).encode()).digest()
@@ -125,7 +129,10 @@ class Channel:
 
     def _check_watchers(self, work: Any, *, in_batch: bool) -> None:
         """Raise if a watcher knows that another rank does not answer this header."""
-        for rank, text in self._departed(in_batch=in_batch).items():
+        for rank, text in (self._departed(in_batch=in_batch) or self._lost_rank()).items():
+            with suppress(RuntimeError):
+                default_store().compare_set(f"{self._key}/lost", "", json.dumps((rank, text)))
+            self._lost = {rank: text}
             # Gloo cannot cancel its work, and would wait for it at the end of the process.
             threading.Thread(target=_wait_out, args=(work, self._gloo), daemon=True).start()
             raise left_alone(rank, text)
@@ -133,6 +140,24 @@ class Channel:
     def _departed(self, *, in_batch: bool) -> dict[int, str]:
         found = (watcher(in_batch) for watcher in [*self.watchers])
         return dict(one for one in found if one is not None)
+
+    def _lost_rank(self) -> dict[int, str]:
+        """Return the rank with which others have given up an exchange, and what it did.
+
+        Its next header would answer that exchange.
+        """
+        key = f"{self._key}/lost"
+        with suppress(RuntimeError):  # the process that hosts the store is gone
+            if not self._lost and default_store().check([key]):
+                self._lost = dict([json.loads(default_store().get(key))])
+        return self._lost
+
+    def _raise_lost(self) -> None:
+        for rank, text in self._lost_rank().items():
+            raise ExchangeError(
+                f"rank {rank} {text}, and the other ranks have given up an exchange with it: start all ranks "
+                f"again from the last checkpoint"
+            )
 
     def gather_texts(self, text: str, *, doing: str, to_first: bool = False) -> list[str]:
         """Return a text of each rank, in rank order; with `to_first`, the first rank gets them alone."""
@@ -166,6 +191,7 @@ class Channel:
         self, doing: str, facts: Mapping[str, Any] | None, failure: BaseException | None
     ) -> None:
         """Raise an error that says what the ranks do, on all of them."""
+        self._raise_lost()
         reason = None if failure is None else reason_of(failure)
         shown = {name: str(value) for name, value in (facts or {}).items()}
         texts = self.gather_texts(json.dumps((doing, shown, reason)), doing=doing)
@@ -210,7 +236,7 @@ class Channel:
             if found.is_cuda:
                 dist.all_to_all_single(found, sent, list(received), list(counts), group=self.parent)
             else:
-                self._gloo.alltoall_base(found, sent, list(received), list(counts)).wait()
+                wait_for(self._gloo.alltoall_base(found, sent, list(received), list(counts)))
 
     def gather(self, value: Tensor, *, doing: str) -> Tensor:
         """Return the vectors of all ranks, of one length, in rank order: (n_ranks, n)."""
@@ -221,7 +247,7 @@ class Channel:
             if device.type == "cuda":
                 dist.all_gather(list(found.unbind()), held, group=self.parent)
             else:
-                self._gloo.allgather([list(found.unbind())], [held]).wait()
+                wait_for(self._gloo.allgather([list(found.unbind())], [held]))
         return found.to(value.device)
 
     def share_flag_(self, flag: Tensor) -> None:
@@ -252,10 +278,10 @@ class Channel:
         """Return the failures that ranks have left a note of, by rank."""
         keys, store = {rank: self._failure_key(rank) for rank in self.ranks}, default_store()
         failed = {r: f"failed: {store.get(k).decode()}" for r, k in keys.items() if store.check([k])}
-        return failed or self._departed(in_batch=True)
+        return failed or self._lost_rank() or self._departed(in_batch=True)
 
     def _failure_key(self, rank: int) -> str:
-        return f"flatbed/{self.parent.group_name}/{self.number}/{self.n_exchanges}/failure/{rank}"
+        return f"{self._key}/{self.n_exchanges}/failure/{rank}"
 
 
 _channels: dict[Any, Channel] = {}

@@ -68,8 +68,12 @@ def difference(held: Mapping[int, Mapping[str, str]], advice: str) -> str | None
     return None
 
 
-def wait_for(work: Any, check: Callable[[], None]) -> None:
-    """Wait for a collective between CPUs. `check` raises if another rank is known never to take part."""
+def wait_for(work: Any, check: Callable[[], None] = lambda: None) -> None:
+    """Wait for a collective between CPUs. `check` raises if another rank is known never to take part.
+
+    Errors that signal handlers raise here do not end the wait. torch has one for killed workers of a
+    DataLoader, whose own iterator raises, too.
+    """
     while True:
         try:
             work.wait(LOOK_AROUND)

@@ -37,6 +37,7 @@ COPIED_BYTES = 1 << 27  # of rows at once, if they are copied
 IN_PLACE_BYTES = 1 << 30  # of rows at once, if they are not
 MAX_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
 MAX_QUERIES = 4096  # per product
+QUERY = torch.int16  # of their numbers: a GPU sorts int64 in four times as many passes
 TOPK = "topk"  # the name of the exchange in errors
 NO_ROW = (1 << 63) - 1  # sorts after all rows of equal score
 AHEAD = 2  # blocks that are being copied to the GPU while one is used
@@ -146,7 +147,7 @@ class Search:
         scores = self._scores(rows)
         if sum(len(found.values) for found in self._candidates) > MERGED * len(self.queries) * self.k:
             self.merge()  # while a GPU computes the scores
-        self._candidates.append(self._find_candidates(scores, first))
+        self._candidates += self._find_candidates(scores, first)
         if self.values.shape[1] < self.k:  # there is no bound for the next rows yet
             self.merge()
 
@@ -154,7 +155,7 @@ class Search:
         """Merge the candidates so far. Equal scores stay in the order of rows."""
         if not self._candidates:
             return
-        each = torch.arange(len(self.queries), device=self.ids.device)
+        each = torch.arange(len(self.queries), dtype=QUERY, device=self.ids.device)
         best = Candidates(
             self.values.flatten(), each.repeat_interleave(self.values.shape[1]), self.ids.flatten()
         )
@@ -184,25 +185,26 @@ class Search:
         rows = rows.to(self.queries.dtype)
         return functional.normalize(rows, eps=EPS) if self.metric == "cosine" else rows
 
-    def _find_candidates(self, scores: Tensor, first: int) -> Candidates:
+    def _find_candidates(self, scores: Tensor, first: int) -> Iterator[Candidates]:
         """Select the groups of scores whose maximum exceeds the k-th best, and the rows after all groups."""
         (n_rows, n_queries), device = scores.shape, scores.device
-        groups = of_groups = torch.empty(0, dtype=torch.int64, device=device)
-        n_grouped = 0
-        if self.values.shape[1] == self.k:
-            n_grouped = n_rows // GROUP * GROUP
+        n_grouped = n_rows // GROUP * GROUP if self.values.shape[1] == self.k else 0
+        if n_grouped:
             maxima = scores[:n_grouped].view(n_rows // GROUP, GROUP, n_queries).amax(1)
             is_found = ~(maxima <= self.values[:, -1])  # NaN is the greatest, as in torch.topk
-            groups, of_groups = is_found.nonzero(as_tuple=True)
-        in_groups = groups.unsqueeze(1) * GROUP + torch.arange(GROUP, device=device)
-        rest = torch.arange(n_grouped, n_rows, device=device)
-        rows = torch.cat([in_groups.flatten(), rest.repeat_interleave(n_queries)])
-        all_queries = torch.arange(n_queries, device=device).repeat(len(rest))
-        queries = torch.cat([of_groups.repeat_interleave(GROUP), all_queries])
-        if self.padding_idx is not None and first <= self.padding_idx < first + n_rows:
+            groups, queries = is_found.nonzero(as_tuple=True)
+            rows = groups.unsqueeze(1) * GROUP + torch.arange(GROUP, device=device)
+            yield self._candidates_of(scores, rows.flatten(), queries.repeat_interleave(GROUP), first)
+        if n_grouped < n_rows:
+            rest = torch.arange(n_grouped, n_rows, device=device)
+            queries = torch.arange(n_queries, device=device).repeat(len(rest))
+            yield self._candidates_of(scores, rest.repeat_interleave(n_queries), queries, first)
+
+    def _candidates_of(self, scores: Tensor, rows: Tensor, queries: Tensor, first: int) -> Candidates:
+        if self.padding_idx is not None and first <= self.padding_idx < first + len(scores):
             is_kept = rows != self.padding_idx - first
             rows, queries = rows[is_kept], queries[is_kept]
-        return Candidates(scores[rows, queries], queries, rows + first)
+        return Candidates(scores[rows, queries], queries.to(QUERY), rows + first)
 
 
 # ---- rows
