@@ -146,7 +146,10 @@ class Pipeline:
         """Load a batch, check its ids, and issue its copies, after the event of earlier steps."""
         pending, ranks = PendingBatch(), self.ranks
         try:
-            batch, leaves = self._to_host(next(self.batches, NO_BATCH), pending)
+            begin = time.monotonic()
+            batch = next(self.batches, NO_BATCH)
+            is_late = self.in_use is not None and time.monotonic() - begin > INLINE_SECONDS
+            batch, leaves = self._to_host(batch, pending)
             if batch is NO_BATCH:
                 return End()
             if ranks is not None:
@@ -156,8 +159,9 @@ class Pipeline:
                 earlier_steps.synchronize()  # the device holds no more than depth + 1 batches
             extra = [tensor for _, request in pending.requests for tensor in request.tensors]
             pending.moved = self.mover.move(batch, leaves, extra)
-            if self.depth and (pending.moved.has_objects or pending.moved.nbytes > INLINE_BYTES):
-                self.needs_threads = True  # objects of any size may have been pinned
+            has_objects = pending.moved.has_objects  # they may have been pinned, at any size
+            if self.depth and (is_late or has_objects or pending.moved.nbytes > INLINE_BYTES):
+                self.needs_threads = True
             if ranks is not None:
                 ranks.n_loaded += 1
         except BaseException as error:
@@ -171,14 +175,10 @@ class Pipeline:
 
     def load_here(self) -> PendingBatch | End:
         """Load a batch in the training thread. Its error is raised after the batches before it."""
-        begin = time.monotonic()
         try:
-            loaded = self.load(None)
+            return self.load(None)
         except Exception as error:
             return End(error)
-        is_late = self.in_use is not None and time.monotonic() - begin > INLINE_SECONDS
-        self.needs_threads |= self.depth > 0 and is_late
-        return loaded
 
     def _to_host(self, batch: Any, pending: PendingBatch) -> tuple[Any, list[Any]]:
         """Return a batch on the host with its leaves, and check its ids; NO_BATCH at the end.
