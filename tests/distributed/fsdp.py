@@ -310,6 +310,9 @@ def averages(_: Path) -> None:
         whole.load_state_dict(averaged)
         torch.testing.assert_close(found, whole(x).detach())
         assert torch.equal(model(x).detach(), now)
+        with optimizer.ema_weights():
+            model.double().float()  # new memory
+        assert torch.equal(model(x).detach(), now)
         backward(model)  # until then, FSDP2 shows gathered parameters
         optimizer = flatbed.optim.AdamW(model.parameters(), ema_decay=0.5)
         assert_raises(optimizer.ema_weights().__enter__, "ema_weights(model)")
