@@ -282,6 +282,11 @@ def low_precision(_: Path) -> None:
                     for p, q in zip(owners, plain, strict=True):
                         p.copy_(p * 0.5)
                         q.copy_(q * 0.5)
+            if step == 2:  # and writes to its local tensor, also to another one over the same memory
+                model.to("cpu")
+                for p, q in zip(owners, plain, strict=True):
+                    local(p).mul_(0.5)
+                    local(q).mul_(0.5)
             ours.step()
             of_plain.step()
             ours.zero_grad()
@@ -309,6 +314,9 @@ def averages(_: Path) -> None:
             found = model(x).detach()
         whole.load_state_dict(averaged)
         torch.testing.assert_close(found, whole(x).detach())
+        assert torch.equal(model(x).detach(), now)
+        with optimizer.ema_weights():
+            model.double().float()  # new memory
         assert torch.equal(model(x).detach(), now)
         backward(model)  # until then, FSDP2 shows gathered parameters
         optimizer = flatbed.optim.AdamW(model.parameters(), ema_decay=0.5)

@@ -94,6 +94,7 @@ def options_are_those_of_whole_state(_: Path) -> None:
         if "ema_decay" in options:
             with left[1].ema_weights(), right[1].ema_weights():
                 assert_same_training(left, right)
+                left[0].float().bfloat16(), right[0].float().bfloat16()  # new memory
             assert_same_training(left, right)
 
 

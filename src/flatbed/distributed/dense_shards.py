@@ -460,6 +460,11 @@ def _plan_piece(held: Sequence[tuple[Tensor, Sharding]], lines: list[int], memor
     return piece
 
 
+def own_part(param: Tensor, rows: OwnRows | None) -> Tensor:
+    """Return the elements of a parameter that this rank updates, where they are now."""
+    return local_of(param) if rows is None else rows.computed(param.detach())
+
+
 def exchange_pieces(pieces: Sequence[Piece], peers: Peers | None = None) -> None:
     """Give all ranks the rows of all. A piece is sent while the one before it is written."""
     sent: list[tuple[Piece, Any]] = []

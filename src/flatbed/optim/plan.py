@@ -14,6 +14,7 @@ from flatbed.cuda.streams import is_capturing
 from flatbed.distributed.dense_shards import (
     LOCAL,
     LocalGrads,
+    Piece,
     ShardGroups,
     Sharding,
     arrived,
@@ -21,6 +22,7 @@ from flatbed.distributed.dense_shards import (
     is_dtensor,
     local_of,
     on_several_meshes,
+    own_part,
     plan_pieces,
     reshard,
     version_counters,
@@ -153,7 +155,10 @@ class MasterWeights:
             slot
             for slot, version in zip(self.slots, self.versions, strict=True)
             # A flat parameter's version does not count writes to its views.
-            if _version(slot) != version or type(slot.param) not in (Tensor, nn.Parameter)
+            if _version(slot) != version
+            or type(slot.param) not in (Tensor, nn.Parameter)
+            # `model.to` makes other local tensors, even over the same memory, which count writes anew.
+            or (slot.sharding and not slot.own_rows and LOCAL(slot.owner) is not slot.param)
         ]
         if any(is_capturing(slot.param.device) for slot in written):
             raise FlatbedError(
@@ -209,7 +214,7 @@ class Plan:
         self.has_dtensors = any(is_dtensor(owner) for owner in self.owners)
         self.has_several_meshes = on_several_meshes(self.owners)
         self._has_state_shards = any(slot.own_rows is not None for slot in slots)
-        self.pieces = plan_pieces([(s.owner, s.sharding) for s in slots if s.own_rows is not None])
+        self.pieces = self._plan_pieces()
         """The updated rows that ranks exchange after a step."""
         is_local = self.has_dtensors or self._has_state_shards
         self._local_grads = LocalGrads(slots) if is_local else None
@@ -219,6 +224,9 @@ class Plan:
         self._strides = [stride_of(slot.param) for slot in slots]
         self._all_contiguous = all(slot.param.is_contiguous() for slot in slots)
         self._addresses: list[int] = []
+
+    def _plan_pieces(self) -> list[Piece]:
+        return plan_pieces([(s.owner, s.sharding) for s in self.slots if s.own_rows is not None])
 
     def collect_grads(self) -> StepGrads | None:
         """The present gradients. None: some are of another kind than the plan was built for."""
@@ -278,11 +286,12 @@ class Plan:
 
         Modules of FSDP2 in the model gather their weights again.
         """
-        averaged = [slot.param for slot in self.slots if slot.ema is not None]
+        # In between, `model.cpu()` may have moved shards.
+        averaged = [own_part(slot.owner, slot.own_rows) for slot in self.slots if slot.ema is not None]
         former = [param.detach().clone() for param in averaged]
         for param, value in zip(averaged, values, strict=True):
             param.copy_(value)
-        exchange_pieces(self.pieces)
+        exchange_pieces(self._plan_pieces())
         if self.has_dtensors and model is not None:
             reshard(model)
         return former

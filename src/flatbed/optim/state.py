@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.dlpack import from_dlpack
 
-from flatbed.distributed.dense_shards import OwnRows, Sharding, is_dtensor, local_of, whole
+from flatbed.distributed.dense_shards import OwnRows, Sharding, is_dtensor, local_of, own_part, whole
 from flatbed.errors import FlatbedError
 from flatbed.kernels.step import ParamSlot, stride_of
 from flatbed.layout import overlaps_itself
@@ -209,8 +209,7 @@ def build_slots(
             sharding, rows = spec.sharding_of(param), None
             if sharding is not None and not is_dtensor(param):
                 rows = OwnRows.of(sharding)
-            local = local_of(param) if rows is None else rows.computed(param.detach())
-            slot = ParamSlot(name, local, number, grad_dtype, param, sharding, rows)
+            slot = ParamSlot(name, own_part(param, rows), number, grad_dtype, param, sharding, rows)
             builder.complete(slot, groups[number], held)
             slots.append(slot)
     return slots
