@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -142,18 +143,23 @@ def failed_step_of_sharded_state(_: Path) -> None:
 
 
 def checkpoint_without_one_rank(folder: Path) -> None:
-    """One rank comes when the first one has given up."""
+    """One rank comes when the other one has given up: the second one, and then the first one."""
     ranks.PATIENCE = 2.0
-    model, store = nn.Linear(2, 2), default_store()
-    dist.barrier()
-    if is_odd():
-        store.wait(["given up"])
-    assert_raises(
-        lambda: flatbed.save_checkpoint(folder / "checkpoint", model), "rank 1 did not follow", "every rank"
-    )
-    store.set("given up", "")
+    model, store, timeout = nn.Linear(2, 2), default_store(), default_store().timeout
+    store.set_timeout(timedelta(seconds=2))
+    for late in (1, 0):
+        dist.barrier()
+        if dist.get_rank() == late:
+            store.wait([f"without {late}"], timeout)
+        assert_raises(
+            lambda: flatbed.save_checkpoint(folder / "checkpoint", model),
+            f"rank {late} did not follow",
+            "every rank",
+        )
+        store.set(f"without {late}", "")
     dist.barrier()
     ranks.PATIENCE = 30.0
+    store.set_timeout(timeout)
     flatbed.save_checkpoint(folder / "checkpoint", model)
 
 

@@ -309,6 +309,13 @@ def a_rank_that_fails_to_save(folder: Path) -> None:
             dist.barrier()
             assert len(list((place / "run").glob("v*"))) == 1
             dist.barrier()
+        kind = TypeError if rank == failing else flatbed.FlatbedError
+        with pytest.raises(kind, match="JSON"):
+            flatbed.save_checkpoint(
+                place / "run", model, optimizers, extra={"x": trained if rank == failing else 1}
+            )
+        with pytest.raises(kind, match="found int"):
+            flatbed.load_checkpoint(place / "run", model, 1 if rank == failing else optimizers)  # type: ignore[arg-type]
     assert difference(contents(model), trained) is None
     assert flatbed.load_checkpoint(place / "run", model, optimizers) == {"step": 0}
     assert difference(contents(model), saved) is None

@@ -68,8 +68,8 @@ def load_checkpoint(
     this, and all raise if one of them cannot load. Their number may differ from that at the save: each rank
     reads the rows that it holds of tables with ``shard="row"``.
     """
-    folder, training = as_folder(folder), Training.of(model, optimizer, scheduler, scaler)
     with Lockstep("loading a checkpoint") as lockstep, ExitStack() as undo:
+        folder, training = as_folder(folder), Training.of(model, optimizer, scheduler, scaler)
         path, token = _enter_version(folder, lockstep, undo)
         manifest = read_manifest(path, token)
         check_files(path, manifest, rank(), world_size())

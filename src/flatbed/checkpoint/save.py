@@ -105,16 +105,17 @@ def save_checkpoint(
     torch.distributed, all ranks call this, with a folder that all of them see. The first one writes, except
     for tables with ``shard="row"``: all ranks write those together, in files that any number of ranks loads.
     """
-    folder, training = folders.as_folder(folder), Training.of(model, optimizer, scheduler, scaler)
-    if type(keep) is not int or keep < 1:
-        raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
-    contents: dict[str, Any] = {"extra": _checked_extra(extra)}
-    _warn_of_left_out_optimizers(training)
-    on_disk = [name for name, table in training.tables.items() if table.storage == "disk"]
-    in_place = [] if copy_disk_tables else on_disk
-    if world_size() > 1:
-        _check_replicas(table for name, table in training.tables.items() if name not in in_place)
     with ExitStack() as held, Lockstep("saving a checkpoint") as lockstep:
+        folder, training = folders.as_folder(folder), Training.of(model, optimizer, scheduler, scaler)
+        if type(keep) is not int or keep < 1:
+            raise ValueError(f"keep must be at least 1, the version that is being saved; found {keep!r}")
+        contents: dict[str, Any] = {"extra": _checked_extra(extra)}
+        _warn_of_left_out_optimizers(training)
+        on_disk = [name for name, table in training.tables.items() if table.storage == "disk"]
+        in_place = [] if copy_disk_tables else on_disk
+        if world_size() > 1:
+            _check_replicas(table for name, table in training.tables.items() if name not in in_place)
+        lockstep.meet()
         random = _rng_of_all_ranks() if rng else []
         token = contents["token"] = lockstep.of_first(secrets.token_hex(16))
         if lockstep.first:

@@ -203,7 +203,6 @@ class Meeting:
 
 
 PATIENCE = 30.0  # seconds that the first rank waits for others; training keeps them within a step
-LONG = 1800.0  # seconds that others wait for the first rank, which may be evaluating
 
 
 def world_size() -> int:
@@ -267,10 +266,10 @@ class Lockstep:
 
     def __enter__(self) -> Lockstep:
         """Wait until all ranks are here; raise if they do not come, before a collective would hang or mix."""
-        patience = PATIENCE if self.first else LONG
 
         def give_up(waited: float, absent: Callable[[], list[int]]) -> str | None:
-            if waited < patience:
+            # The first rank may be evaluating.
+            if waited < (PATIENCE if self.first else default_store().timeout.total_seconds()):
                 return None
             return (
                 f"{self.doing} began on some of the {world_size()} ranks alone; found that rank "
@@ -280,7 +279,8 @@ class Lockstep:
             )
 
         if self.many:
-            Meeting(range(world_size())).hold([("the call", self.doing)], give_up)
+            with communicating(self.doing):
+                Meeting(range(world_size())).hold([("the call", self.doing)], give_up)
         return self
 
     def of_first(self, value: str) -> str:
