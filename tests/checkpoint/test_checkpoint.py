@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from contextlib import suppress
+from contextlib import _GeneratorContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -607,6 +607,43 @@ def test_control_c_at_any_line_of_a_load(copied: bool, tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "saved", model, optimizer)
         assert difference(snapshot(model, optimizer), saved) is None, number
     assert set(outcomes) == {"before", "raises", "saved"}
+    close(model)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupted_load_changes_nothing_later(tmp_path: Path) -> None:
+    """A notebook keeps the traceback of Control-C, and drops it at the next error."""
+    model, optimizer = build(tmp_path)
+    step(model, optimizer, 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    number, kept = 0, []
+
+    def at_exit(frame: Any, *_: object) -> None:
+        nonlocal number
+        if frame.f_code is _GeneratorContextManager.__exit__.__code__:
+            number -= 1
+            if number == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+    for first in range(1, 200):
+        number = first
+        sys.settrace(at_exit)
+        try:
+            load_checkpoint(tmp_path / "saved", model, optimizer)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.settrace(None)
+        if not kept:
+            break
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+        step(model, optimizer, 2)
+        before = snapshot(model, optimizer)
+        kept.clear()
+        gc.collect()
+        assert difference(snapshot(model, optimizer), before) is None, first
+    assert 5 < first < 199
     close(model)
 
 

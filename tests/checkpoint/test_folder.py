@@ -522,3 +522,12 @@ def test_save_on_the_first_rank_alone_raises(tmp_path: Path) -> None:
     said = programs.run_all(*(Program(ALONE, [str(tmp_path), rank]) for rank in "01"))
     assert [ended.stdout for ended in said] == ["True\n", "True\n"], said
     assert not (tmp_path / "run").exists()
+
+
+def test_check_names_the_files_of_tables_on_disk(tmp_path: Path) -> None:
+    model = nn.ModuleList([flatbed.Embedding(5, 4, storage="disk", path=tmp_path / "a.bed")])
+    save_checkpoint(tmp_path / "run", model)
+    assert check_path(tmp_path / "run").endswith(f"are in {tmp_path / 'a.bed'}: check them, too")
+    save_checkpoint(tmp_path / "copied", model, copy_disk_tables=True)
+    assert "a.bed" not in check_path(tmp_path / "copied")
+    flatbed.tables(model)[0].close()

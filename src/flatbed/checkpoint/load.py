@@ -47,6 +47,9 @@ from flatbed.tables.tensor_file import read_tensors
 Finish = Callable[[], object]
 """Does the rest of a change, which cannot fail for lack of space or by a wrong file."""
 
+Begun = list[tuple[Table, tuple[int, int]]]
+"""Tables whose rows are being replaced, and their generations before."""
+
 
 def load_checkpoint(
     folder: str | Path,
@@ -84,7 +87,9 @@ def load_checkpoint(
         }
         _warn_of_other_classes(path, training.optimizers)
         lockstep.meet()
-        with _put_back_after_errors(training) as begun:
+        begun: Begun = []
+        put_back = _copy_state(training)
+        try:  # no context manager of a generator: interrupted at its exit, it would end later, at any time
             dense: dict[str, Finish] = {
                 "an optimizer": partial(load_all, training.optimizers, states),
                 f"model {type(model).__name__}": partial(model.load_state_dict, values, strict=False),
@@ -94,6 +99,9 @@ def load_checkpoint(
             begun += ((table, table._store.generation) for table in training.tables.values())
             _finish_all(tables, path)  # last: rows are not copied
             lockstep.meet()
+        except BaseException:
+            put_back(begun)
+            raise
         for table in training.tables.values():
             table._store.mark_half_loaded(False)
         if random is not None:
@@ -115,22 +123,19 @@ def _enter_version(folder: Path, lockstep: Lockstep, undo: ExitStack) -> tuple[P
     return path, token
 
 
-@contextmanager
-def _put_back_after_errors(training: Training) -> Iterator[list[tuple[Table, tuple[int, int]]]]:
-    """Load the present state of model, optimizers, schedulers and scaler back if the block raises.
+def _copy_state(training: Training) -> Callable[[Begun], None]:
+    """Copy the present state of model, optimizers, schedulers and scaler; returns what loads it back.
 
-    Yields a list for the tables and their generations. If one has changed, all of them raise from then on.
+    If a table has changed since it was begun, that function also lets all of them raise from then on.
     """
-    begun: list[tuple[Table, tuple[int, int]]] = []
     model = {
         name: _copied(value, to_host=isinstance(value, Tensor))
         for name, value in dense_state(training.model).items()
     }
     optimizers = [_copied(plain_state(optimizer), to_host=True) for optimizer in training.optimizers]
     others = [(thing, _copied(thing.state_dict())) for thing in training.with_state_dicts]
-    try:
-        yield begun
-    except BaseException:
+
+    def put_back(begun: Begun) -> None:
         if any(table._store.generation != before for table, before in begun):
             for table, _ in begun:
                 table._store.mark_half_loaded(True)
@@ -141,7 +146,8 @@ def _put_back_after_errors(training: Training) -> Iterator[list[tuple[Table, tup
         for thing, state in others:
             with suppress(Exception):
                 thing.load_state_dict(state)
-        raise
+
+    return put_back
 
 
 def _copied(value: Any, *, to_host: bool = False) -> Any:

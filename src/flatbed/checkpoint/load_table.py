@@ -129,7 +129,9 @@ def check_path(path: Path, *, forget: bool = False) -> str:
             n_files = len(manifest["files"])
             if not n_files:
                 return f"{version}: complete, without checksums (an earlier version of flatbed wrote it)"
-            return f"{version}: all {n_files} files are as they were written"
+            own = ", ".join(map(str, manifest["paths"].values()))
+            others = f"; the rows of tables on disk are in {own}: check them, too" if own else ""
+            return f"{version}: all {n_files} files are as they were written{others}"
     if is_disk_table(path):
         with closing(ReadOnlyStorage(path)) as storage:
             n_rows, n_checked = storage.n_rows, storage.check_rows()

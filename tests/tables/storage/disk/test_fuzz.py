@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flatbed
-from flatbed.errors import FlatbedError
+from flatbed.checkpoint.load_table import check_path
+from flatbed.errors import DamagedFileError, FlatbedError
 from flatbed.tables.storage.disk import DiskStorage
 from flatbed.tables.storage.disk import format as header
 from flatbed.tables.storage.disk import read_only as disk_read_only
@@ -244,6 +246,17 @@ def test_endless_json(magic: bytes, at: int, text: bytes) -> None:
     assert "is damaged" in opened(_with("table", at, block)(base.files), base, set())
 
 
+def with_state(path: Path, changed: Callable[[State], State]) -> Path:
+    """Make a table whose header has another state, under a right checksum."""
+    emb = flatbed.Embedding(10, 4, storage="disk", path=path)
+    emb.table.checkpoint()
+    emb.table.close()
+    raw = path.read_bytes()
+    hostile = header.encode_state(changed(header.decode_state(raw[STATE_AT:RECORDS_AT])))
+    path.write_bytes(raw[:STATE_AT] + hostile.ljust(RECORDS_AT - STATE_AT, b"\0") + raw[RECORDS_AT:])
+    return path
+
+
 @pytest.mark.parametrize(
     "meta",
     [
@@ -260,14 +273,18 @@ def test_wrong_descriptions_in_a_whole_header_are_damage(
     meta: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_read_only, "PATIENCE", 0.0)  # no other process is about to write
-    path = tmp_path / "a.bed"
-    emb = flatbed.Embedding(10, 4, storage="disk", path=path)
-    emb.table.checkpoint()
-    emb.table.close()
-    raw = path.read_bytes()
-    state = header.decode_state(raw[STATE_AT:RECORDS_AT])
-    hostile = header.encode_state(replace(state, meta={**state.meta, **meta}))
-    path.write_bytes(raw[:STATE_AT] + hostile.ljust(RECORDS_AT - STATE_AT, b"\0") + raw[RECORDS_AT:])
+    path = with_state(tmp_path / "a.bed", lambda state: replace(state, meta={**state.meta, **meta}))
     for read_only in (False, True):
         with pytest.raises(FlatbedError, match="damaged"):
             flatbed.load_table(path, read_only=read_only)
+
+
+@pytest.mark.parametrize("n_rows", [0, 2**40, 2**60, 2**63 - 1])
+def test_impossible_numbers_of_rows_are_damage(
+    n_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_read_only, "PATIENCE", 0.0)  # no other process is about to write
+    path = with_state(tmp_path / "a.bed", lambda state: replace(state, n_rows=n_rows))
+    for read in (flatbed.load_table, partial(flatbed.load_table, read_only=True), check_path):
+        with pytest.raises(DamagedFileError):
+            read(path)

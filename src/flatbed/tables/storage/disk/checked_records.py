@@ -245,7 +245,7 @@ def map_records(file: MappedFile, n_rows: int, nbytes: int, *, needs_sums: bool 
     A file that is too short raises `DamagedFileError`.
     """
     end, longest = sums_at(n_rows, nbytes), file_size(n_rows, nbytes)
-    with_sums = has_sums(file, n_rows, nbytes)
+    with_sums = file.size > end and has_sums(file, n_rows, nbytes)
     expected = longest if with_sums or needs_sums else end
     if file.size < expected:
         raise DamagedFileError(

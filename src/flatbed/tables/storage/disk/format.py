@@ -163,6 +163,7 @@ def state_of(payload: Mapping[str, Any]) -> State:
             described(about["init"])
         is_right = (
             all(type(count) is int and 0 <= count < 2**63 for count in (n_rows, generation))
+            and n_rows > 0
             and isinstance(applying, bool)
             and isinstance(has_sums, bool)
             and isinstance(word, str)
