@@ -44,6 +44,13 @@ def test_forward_is_torchs(storage: str, dtype: torch.dtype, tmp_path: Path) -> 
     assert found.is_contiguous()
 
 
+def test_a_file_holds_pretrained_weights_from_the_start(tmp_path: Path) -> None:
+    weights, path = torch.randn(ROWS, DIM), tmp_path / "table"
+    emb = flatbed.Embedding.from_pretrained(weights, storage="disk", path=path)
+    assert torch.equal(flatbed.load_table(path, read_only=True).read_rows(EVERY), weights)
+    assert torch.equal(emb.read_rows(EVERY), weights)
+
+
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
 def test_output_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
     ours, theirs = both()

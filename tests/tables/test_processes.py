@@ -104,11 +104,14 @@ EXIT = """
 import os, signal, sys, torch, flatbed
 sys.kept = []  # alive until the interpreter exits
 end, path = sys.argv[1:]
+loaded, end = end == "loaded", end.replace("loaded", "killed")
 for storage in ("host", "device", "disk"):
     emb = flatbed.Embedding(1000, 8, storage=storage, path=path if storage == "disk" else None, cache_rows=0)
     optimizer = flatbed.optim.Adam(emb)
-    emb([1, 2]).sum().backward()
-    optimizer.step()
+    # A thread of the prefetcher creates a file.
+    for ids in flatbed.Prefetcher([torch.tensor([1, 2])], {emb: lambda ids: ids}) if loaded else [[1, 2]]:
+        emb(ids).sum().backward()
+        optimizer.step()
     view = None if storage == "disk" else emb.weight
     sys.kept += [emb, optimizer, view, emb([3])]
 if end == "saved":
@@ -127,6 +130,7 @@ raise SystemExit(3)
         ("saved", "error", 3, None),
         ("exit", "ignore", 3, "at exit"),
         ("killed", "ignore", -signal.SIGTERM, "at SIGTERM"),
+        ("loaded", "ignore", -signal.SIGTERM, "at SIGTERM"),
         ("handled", "error", 4, "at exit"),
     ],
 )

@@ -41,6 +41,7 @@ from flatbed.tables.storage.base import (
     row_blocks,
 )
 from flatbed.tables.storage.disk import DiskStorage, ReadOnlyStorage
+from flatbed.tables.storage.disk.open_files import tell_at_sigterm
 
 
 class RowStore:
@@ -73,6 +74,8 @@ class RowStore:
         self._is_half_loaded = False
         self._lock = OrderedLock("layout")
         self._process = os.getpid()
+        if config.storage == "disk":
+            tell_at_sigterm()
         if config.path is not None and config.path.exists():
             storage, self.config = open_storage(config)
             self._storage, self.record = storage, storage.record

@@ -262,11 +262,16 @@ SECONDS_TO_TELL = 5.0  # at SIGTERM; a writer that takes longer is not waited fo
 
 @lru_cache(maxsize=1)
 def tell_at_exit() -> None:
-    """Tell of unsaved rows at exit, before weakref's handler finalizes tables, and at SIGTERM.
-
-    A handler of the user's stays. One that is set later replaces this one.
-    """
+    """Tell of unsaved rows at exit, before weakref's handler finalizes tables."""
     atexit.register(_tell_all, "at exit")
+
+
+def tell_at_sigterm() -> None:
+    """Tell of unsaved rows at SIGTERM.
+
+    A handler of the user's stays. One that is set later replaces this one. Only the main thread can set
+    handlers, and the thread that creates a table's file may be another one.
+    """
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if is_default and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
