@@ -21,7 +21,7 @@ REASONS = {
     "loop-killed-0": "",  # hosts the store
     "loop-raised-1": "left the loop over its Prefetcher after 4 batches (break, or an exception in its body)",
     "with-raised-1": "failed after 4 batches of its Prefetcher (ValueError: the loss is nan)",
-    "workers-ended-1": "Prefetcher (RuntimeError: DataLoader worker (pid",
+    "workers-ended-1": "batches of its Prefetcher (",  # torch's error of a worker, or that of its socket
     "loop-again-1": "have given up an exchange with it: start all ranks again from the last checkpoint",
     "loop-stuck-1": "",
     **dict.fromkeys([f"loop-left-{rank}" for rank in range(3)], "left the loop over its Prefetcher after 4"),
