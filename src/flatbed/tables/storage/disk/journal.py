@@ -305,7 +305,7 @@ def digest(file: MappedFile, records: Records, *, end: int, sync: bool = False) 
         def add(start: int) -> None:
             sums[start : start + step] = row_sums(records[start : start + step])
 
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
             if sync:
                 file.release()
             # From the end: the kernel writes pages, and locks them, from the beginning.
