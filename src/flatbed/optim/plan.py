@@ -157,7 +157,7 @@ class MasterWeights:
             # A flat parameter's version does not count writes to its views.
             if _version(slot) != version
             or type(slot.param) not in (Tensor, nn.Parameter)
-            # `model.to` makes other local tensors, even over the same memory, which count writes anew.
+            # `model.to` makes other local tensors, even over the same memory, which count writes from 0.
             or (slot.sharding and not slot.own_rows and LOCAL(slot.owner) is not slot.param)
         ]
         if any(is_capturing(slot.param.device) for slot in written):
