@@ -293,6 +293,22 @@ def test_flat_params(where: str, grads: Any) -> None:
     assert_models_equal(ours, theirs, "tolerant")  # torch computes the end of a tensor in another way
 
 
+@pytest.mark.parametrize("grads", ["follow", "bound"])
+def test_flat_params_of_whole_vectors_have_torchs_bits(where: str, grads: Any) -> None:
+    """Sizes are multiples of 16: torch computes what is left over at the end of a tensor in another way."""
+    ours = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)).to(where)
+    theirs = copy.deepcopy(ours)
+    a = flatbed.optim.AdamW(flatbed.FlatParams(ours, grads=grads), lr=0.01)
+    b = optim.AdamW(theirs.parameters(), lr=0.01, fused=True)
+    for _ in range(20):
+        x = torch.randn(8, 16, device=where)
+        for model, optimizer in ((ours, a), (theirs, b)):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_models_equal(ours, theirs, where if where == "cpu" else "tolerant")
+
+
 def test_an_update_between_forward_and_backward_is_noticed(where: str) -> None:
     layer = nn.Linear(3, 3, device=where)
     optimizer = flatbed.optim.Adam(layer.parameters())
