@@ -21,8 +21,8 @@ REASONS = {
     "loop-killed-0": "",  # hosts the store
     "loop-raised-1": "left the loop over its Prefetcher after 4 batches (break, or an exception in its body)",
     "with-raised-1": "failed after 4 batches of its Prefetcher (ValueError: the loss is nan)",
-    # torch's error of a killed worker, or that of its socket
-    "workers-ended-1": "Prefetcher (RuntimeError: DataLoader worker (pid|Prefetcher (ConnectionResetError: ",
+    # torch's signal handler raises wherever the training thread is, which may end before it can tell why.
+    "workers-ended-1": "",
     "loop-again-1": "have given up an exchange with it: start all ranks again from the last checkpoint",
     "loop-stuck-1": "",
     **dict.fromkeys([f"loop-left-{rank}" for rank in range(3)], "left the loop over its Prefetcher after 4"),
@@ -49,7 +49,7 @@ def test_the_other_ranks_raise(case: str, folder: Path) -> None:
         found = (folder / case / f"{rank}.txt").read_text()
         assert found.startswith("ExchangeError")
         assert f"rank {culprit} " in found
-        assert any(reason in found for reason in REASONS[case].split("|"))
+        assert REASONS[case] in found
         assert found.endswith("no thread left")
 
 

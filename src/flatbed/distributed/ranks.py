@@ -99,6 +99,8 @@ def naming_missing(
     except ExchangeError:
         raise
     except RuntimeError as error:
+        if str(error).startswith("DataLoader worker"):  # of torch's signal handler, and of no collective
+            raise
         try:
             missing, known = _missing(group, ranks), reasons()
         except RuntimeError:  # the process that hosts the store is gone: rank 0, unless torchrun hosts it
