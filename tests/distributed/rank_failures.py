@@ -2,8 +2,8 @@
 
 `python -m tests.distributed.rank_failures FOLDER loop-killed-0 lookup-stuck-1` trains on three ranks for each
 argument, all at the same time: what the ranks iterate over, how one of them fails, and its number. With
-"build", it ends before it builds the table; with "workers", that of its DataLoader ends. After "again", all
-ranks begin another loop. The other ranks write their errors to FOLDER/loop-killed-0/1.txt.
+"build", it ends before it builds the table; with "workers", that of its DataLoader ends. With "again", all
+ranks begin another loop after the failure. The other ranks write their errors to FOLDER/loop-killed-0/1.txt.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,13 @@ import flatbed
 from flatbed.data.pipeline import THREAD_NAME
 
 WORLD, ROWS, DIM, STEPS = 3, 30, 4, 9
-TIMEOUT = 6.0  # once all ranks train
+TIMEOUT = 6.0  # of ranks that wait for one that may still answer; others need none
 
 
 def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
     dist.init_process_group("gloo", store=store_of(rank, folder), rank=rank, world_size=WORLD)
     disk = {"storage": "disk", "path": folder / "items.bed"} if way == "disk" else {}
-    loader: Any = [torch.tensor([rank, 5, step]) for step in range(STEPS)]
+    waits_for = set(range(WORLD)) - (set() if way == "again" else {culprit})
     out = folder / f"{rank}.txt"
     try:
         if kind == "build":
@@ -44,12 +45,10 @@ def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
         emb = flatbed.Embedding(ROWS, DIM, shard="row", **disk)
         optimizer = flatbed.optim.SGD(emb, lr=0.1)
         train(emb, optimizer, torch.tensor([rank]))
-        shorten_timeouts(emb)
-        if kind == "workers":
-            loader = DataLoader(Ids(rank, kills=rank == culprit), batch_size=None, num_workers=1)
+        batches = Batches(rank, kind if rank == culprit else "")
         for is_last in [False, True] if way == "again" else [True]:
             with nullcontext() if is_last else suppress(ValueError, flatbed.FlatbedError):
-                loop(kind, batches_of(kind, loader, emb), emb, optimizer, way if rank == culprit else "")
+                loop(kind, prefetched(kind, batches, emb), emb, optimizer, way, fails=rank == culprit)
         out.write_text("trained")
     except flatbed.FlatbedError as error:
         out.write_text(f"{type(error).__name__}: {error}")
@@ -58,49 +57,63 @@ def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
                 thread.join(60)
                 assert not thread.is_alive()
         out.write_text(f"{out.read_text()}\nno thread left")
-    for other in set(range(WORLD)) - (
-        set() if way == "again" else {culprit}
-    ):  # rank 0 hosts the store that the others ask
-        while not (folder / f"{other}.txt").exists():
-            time.sleep(0.1)
+    while not all((folder / f"{other}.txt").exists() for other in waits_for):
+        time.sleep(0.1)  # rank 0 hosts the store that the others ask
     os._exit(0)
 
 
-class Ids(Dataset[Tensor]):
-    """Ids of a rank, whose worker may end itself."""
+class Batches(Dataset[Tensor]):
+    """Ids of a rank. "workers": the worker that loads them ends itself. "late": their end takes long."""
 
-    def __init__(self, rank: int, *, kills: bool) -> None:
-        self.rank, self.kills = rank, kills
+    def __init__(self, rank: int, failure: str) -> None:
+        self.rank, self.failure = rank, failure
 
     def __len__(self) -> int:
         return STEPS
 
     def __getitem__(self, step: int) -> Tensor:
-        if self.kills and step == STEPS - 1:
+        if self.failure == "workers" and step == STEPS - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.tensor([self.rank, 5, step])
 
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from (self[step] for step in range(5 if self.failure == "late" else STEPS))
+        if self.failure == "late":  # loaders of other ranks wait for this one when the loop's body fails
+            time.sleep(0.1)
 
-def batches_of(kind: str, loader: Any, emb: flatbed.Embedding) -> Any:
+
+def prefetched(kind: str, batches: Batches, emb: flatbed.Embedding) -> Any:
     """Return what a rank iterates over.
 
     "other": it looks other ids up than those that are prefetched. "last": it fails in the last batch. "with":
     the loop is the body of a `with`.
     """
     if kind == "lookup":
-        return loader
+        return batches
+    loader = DataLoader(batches, batch_size=None, num_workers=1) if kind == "workers" else batches
     found = flatbed.Prefetcher(loader, {emb: lambda ids: ids}, depth=0 if kind == "threadless" else 2)
     return iter(found) if kind == "with" else found
 
 
-def loop(kind: str, batches: Any, emb: flatbed.Embedding, optimizer: torch.optim.Optimizer, way: str) -> None:
-    """Train, and fail in this way, if any, in the loop's body."""
+def loop(
+    kind: str,
+    batches: Any,
+    emb: flatbed.Embedding,
+    optimizer: torch.optim.Optimizer,
+    way: str,
+    *,
+    fails: bool,
+) -> None:
+    """Train, and fail in this way in the loop's body, if this rank is to fail."""
     with batches if kind == "with" else nullcontext():
         for step, ids in enumerate(batches):
             if step == (STEPS - 1 if kind == "last" else 3):
-                if way == "left":
+                if way == "stuck" or kind in ("other", "threadless"):
+                    shorten_timeouts(emb)
+                if fails and way == "left":
                     break
-                fail(emb, way)
+                if fails:
+                    fail(emb, way)
             train(emb, optimizer, ids.clone() if kind == "other" else ids)
 
 
@@ -117,7 +130,9 @@ def shorten_timeouts(emb: flatbed.Embedding | None = None) -> None:
     dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
     if emb is not None:
         assert emb.table._shards is not None
-        emb.table._shards.channel._gloo._set_default_timeout(limit)
+        channel = emb.table._shards.channel
+        for one in (channel, *channel.loaders):
+            one._gloo._set_default_timeout(limit)
 
 
 def fail(emb: flatbed.Embedding, way: str) -> None:

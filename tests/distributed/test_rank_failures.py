@@ -23,7 +23,8 @@ REASONS = {
     "with-raised-1": "failed after 4 batches of its Prefetcher (ValueError: the loss is nan)",
     # torch's signal handler raises wherever the training thread is, which may end before it can tell why.
     "workers-ended-1": "",
-    "loop-again-1": "have given up an exchange with it: start all ranks again from the last checkpoint",
+    "loop-again-1": "left the loop over its Prefetcher after 4",
+    "late-again-1": "left the loop over its Prefetcher after 4",
     "loop-stuck-1": "",
     **dict.fromkeys([f"loop-left-{rank}" for rank in range(3)], "left the loop over its Prefetcher after 4"),
     **dict.fromkeys([f"other-left-{rank}" for rank in range(3)], "left the loop over its Prefetcher after 4"),

@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,8 @@ CPU = torch.device("cpu")
 OK, FAILED, IDLE, ENDED, LEFT = range(5)
 """States in a header: taking part, having failed, taking part without rows of its own. Loaders have two more:
 having no more batches, and having left the loop over them."""
+Departed = tuple[int, str] | None
+"""A rank that is known never to take part in an exchange, and what it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +70,15 @@ class Channel:
         with naming_missing("the connection of ranks of a sharded table", parent, self.ranks):
             self._gloo = _gloo_of(parent, number)
         self.n_exchanges = 0
-        self._n_tables = 0
+        self.table_numbers = count()
+        """Of new tables, which all ranks build in the same order."""
         # They return a rank that is known never to answer a header, and why; the argument is True if the
         # header is that of a lookup of prefetched ids, or if the time for it is over.
-        self.watchers: list[Callable[[bool], tuple[int, str] | None]] = []
+        self.watchers: list[Callable[[bool], Departed]] = []
         self.loaders: list[Channel] = []
         self.is_free = False  # of a loader's channel: no loop uses it, and the last one ended on all ranks
-        self._key = f"flatbed/{parent.group_name}/{number}"
-        self._lost: dict[int, str] = {}
+        self._lost_key = f"flatbed/{parent.group_name}/{number}/lost"
+        self._lost: Departed = None
 
     @staticmethod
     def of(parent: Any) -> Channel:
@@ -87,11 +92,6 @@ class Channel:
         for loader in self.loaders:
             loader.close()
         self.parent = self._gloo = None
-
-    def count_table(self) -> int:
-        """Return the number of a new table, which all ranks build in the same order."""
-        self._n_tables += 1
-        return self._n_tables - 1
 
     # ---- headers
 
@@ -110,7 +110,7 @@ class Channel:
         Raises on all ranks if one has failed, or if ranks do different things or hold different facts.
         """
         if self._lost:
-            self._raise_lost()
+            raise left_alone(*self._lost)
         self.n_exchanges += 1
         state = state if failure is None else FAILED
         words = hashlib.sha256(repr((doing, self.n_exchanges, facts)).encode()).digest()
@@ -119,45 +119,56 @@ class Channel:
         told[:, 2] = counts
         sent = torch.from_numpy(told)
         found = torch.empty_like(sent)
-        with self.named_errors(doing):
-            work = self._gloo.alltoall_base(found, sent, [], [])
-            wait_for(work, lambda: self._check_watchers(work, in_batch=number > 0))
+        departed = partial(self._departed, in_batch=number > 0)
+        with self._named_errors(doing):
+            self._wait_for(self._gloo.alltoall_base(found, sent, [], []), departed)
         states, digests, received, numbers = found.T.tolist()
         if FAILED in states or set(digests) != {digest}:
+            self._give_up(departed())
             self._raise_unequal(doing, facts, failure)
         return Header(states, received, numbers)
 
-    def _check_watchers(self, work: Any, *, in_batch: bool) -> None:
-        """Raise if a watcher knows that another rank does not answer this header."""
-        for rank, text in (self._departed(in_batch=in_batch) or self._lost_rank()).items():
-            with suppress(RuntimeError):
-                default_store().compare_set(f"{self._key}/lost", "", json.dumps((rank, text)))
-            self._lost = {rank: text}
-            # Gloo cannot cancel its work, and would wait for it at the end of the process.
-            threading.Thread(target=_wait_out, args=(work, self._gloo), daemon=True).start()
-            raise left_alone(rank, text)
+    def _wait_for(self, work: Any, departed: Callable[[], Departed] = lambda: None) -> None:
+        """Wait for gloo; raise if another rank is known never to take part."""
 
-    def _departed(self, *, in_batch: bool) -> dict[int, str]:
+        def check() -> None:
+            try:
+                self._give_up(departed())
+            except ExchangeError:
+                # Gloo cannot cancel its work, and would wait for it at the end of the process.
+                threading.Thread(target=_wait_out, args=(work, self._gloo), daemon=True).start()
+                raise
+
+        wait_for(work, check)
+
+    def _departed(self, *, in_batch: bool) -> Departed:
         found = (watcher(in_batch) for watcher in [*self.watchers])
-        return dict(one for one in found if one is not None)
+        return next((one for one in found if one is not None), None)
 
-    def _lost_rank(self) -> dict[int, str]:
-        """Return the rank with which others have given up an exchange, and what it did.
+    def _give_up(self, departed: Departed = None) -> None:
+        """Raise, now and in later exchanges of all ranks, if a rank is known never to take part in one.
 
         Its next header would answer that exchange.
         """
-        key = f"{self._key}/lost"
-        with suppress(RuntimeError):  # the process that hosts the store is gone
-            if not self._lost and default_store().check([key]):
-                self._lost = dict([json.loads(default_store().get(key))])
-        return self._lost
+        if departed is not None:
+            self._note_lost(*departed)
+        elif not self._lost:
+            self._lost = self._read_lost()
+        if self._lost:
+            raise left_alone(*self._lost)
 
-    def _raise_lost(self) -> None:
-        for rank, text in self._lost_rank().items():
-            raise ExchangeError(
-                f"rank {rank} {text}, and the other ranks have given up an exchange with it: start all ranks "
-                f"again from the last checkpoint"
-            )
+    def _note_lost(self, rank: int, text: str) -> None:
+        """Leave a note for all ranks: the first one counts."""
+        self._lost = rank, text
+        with suppress(RuntimeError):  # the process that hosts the store is gone
+            found = default_store().compare_set(self._lost_key, "", json.dumps(self._lost))
+            self._lost = tuple(json.loads(found))
+
+    def _read_lost(self) -> Departed:
+        with suppress(RuntimeError):
+            if default_store().check([self._lost_key]):
+                return tuple(json.loads(default_store().get(self._lost_key)))
+        return None
 
     def gather_texts(self, text: str, *, doing: str, to_first: bool = False) -> list[str]:
         """Return a text of each rank, in rank order; with `to_first`, the first rank gets them alone."""
@@ -191,7 +202,6 @@ class Channel:
         self, doing: str, facts: Mapping[str, Any] | None, failure: BaseException | None
     ) -> None:
         """Raise an error that says what the ranks do, on all of them."""
-        self._raise_lost()
         reason = None if failure is None else reason_of(failure)
         shown = {name: str(value) for name, value in (facts or {}).items()}
         texts = self.gather_texts(json.dumps((doing, shown, reason)), doing=doing)
@@ -232,22 +242,22 @@ class Channel:
         self, found: Tensor, sent: Tensor, counts: Sequence[int], received: Sequence[int], *, doing: str
     ) -> None:
         """Write the elements that all ranks send to this one into `found`."""
-        with self.named_errors(doing):
+        with self._named_errors(doing):
             if found.is_cuda:
                 dist.all_to_all_single(found, sent, list(received), list(counts), group=self.parent)
             else:
-                wait_for(self._gloo.alltoall_base(found, sent, list(received), list(counts)))
+                self._wait_for(self._gloo.alltoall_base(found, sent, list(received), list(counts)))
 
     def gather(self, value: Tensor, *, doing: str) -> Tensor:
         """Return the vectors of all ranks, of one length, in rank order: (n_ranks, n)."""
         device = self._device_for(value.device)
         held = value.reshape(-1).to(device)
         found = held.repeat(len(self.ranks), 1)
-        with self.named_errors(doing):
+        with self._named_errors(doing):
             if device.type == "cuda":
                 dist.all_gather(list(found.unbind()), held, group=self.parent)
             else:
-                wait_for(self._gloo.allgather([list(found.unbind())], [held]))
+                self._wait_for(self._gloo.allgather([list(found.unbind())], [held]))
         return found.to(value.device)
 
     def share_flag_(self, flag: Tensor) -> None:
@@ -262,26 +272,18 @@ class Channel:
 
     @contextmanager
     def posting_failures(self) -> Iterator[None]:
-        """Leave the reason of an exception for the other ranks, which will miss this one."""
+        """Leave the reason of an exception for the other ranks, which wait for this one in an exchange."""
         try:
             yield
         except Exception as error:
-            with suppress(RuntimeError):
-                default_store().set(self._failure_key(dist.get_rank()), reason_of(error))
+            self._note_lost(dist.get_rank(), f"failed: {reason_of(error)}")
             raise
 
-    def named_errors(self, doing: str) -> AbstractContextManager[None]:
+    def _named_errors(self, doing: str) -> AbstractContextManager[None]:
         """Name the ranks that are missing if a collective fails."""
-        return naming_missing(doing, self.parent, self.ranks, self._failures)
-
-    def _failures(self) -> dict[int, str]:
-        """Return the failures that ranks have left a note of, by rank."""
-        keys, store = {rank: self._failure_key(rank) for rank in self.ranks}, default_store()
-        failed = {r: f"failed: {store.get(k).decode()}" for r, k in keys.items() if store.check([k])}
-        return failed or self._lost_rank() or self._departed(in_batch=True)
-
-    def _failure_key(self, rank: int) -> str:
-        return f"{self._key}/{self.n_exchanges}/failure/{rank}"
+        return naming_missing(
+            doing, self.parent, self.ranks, lambda: self._read_lost() or self._departed(in_batch=True)
+        )
 
 
 _channels: dict[Any, Channel] = {}

@@ -43,7 +43,10 @@ def default_store() -> Any:
 
 def left_alone(rank: int, text: str) -> ExchangeError:
     """Return the error of ranks that another rank has left, given what that rank did."""
-    return ExchangeError(f"rank {rank} {text}, and the other ranks cannot continue without it")
+    return ExchangeError(
+        f"rank {rank} {text}, and the other ranks cannot continue without it: start all ranks again from the "
+        f"last checkpoint"
+    )
 
 
 def reason_of(error: BaseException) -> str:
@@ -87,11 +90,14 @@ def wait_for(work: Any, check: Callable[[], None] = lambda: None) -> None:
 
 @contextmanager
 def naming_missing(
-    doing: str, group: Any, ranks: Sequence[int], reasons: Callable[[], dict[int, str]] = dict
+    doing: str,
+    group: Any,
+    ranks: Sequence[int],
+    find_departed: Callable[[], tuple[int, str] | None] = lambda: None,
 ) -> Iterator[None]:
     """Turn an error of a collective into an `ExchangeError` that names the missing ranks of the group.
 
-    `reasons` returns what ranks have told of their failures. They are named even if another of their threads
+    `find_departed` returns a rank that has told of its failure. It is named even if another of its threads
     gives signs of life.
     """
     try:
@@ -102,13 +108,14 @@ def naming_missing(
         if str(error).startswith("DataLoader worker"):  # of torch's signal handler, and of no collective
             raise
         try:
-            missing, known = _missing(group, ranks), reasons()
+            missing, departed = _missing(group, ranks), find_departed()
         except RuntimeError:  # the process that hosts the store is gone: rank 0, unless torchrun hosts it
             is_known = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and 0 in ranks
-            missing, known = ([0] if is_known else []), {}
-        names = " and ".join(f"rank {rank}" for rank in known or missing) or "another rank"
-        told = "; ".join(f"rank {rank} {text}" for rank, text in known.items())
-        why = told or str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
+            missing, departed = ([0] if is_known else []), None
+        if departed is not None:
+            raise left_alone(*departed) from error
+        names = " and ".join(f"rank {rank}" for rank in missing) or "another rank"
+        why = str(error).split("] ", 1)[-1].split(". ")[0]  # without gloo's file
         raise ExchangeError(
             f"{names} did not answer in {doing}, and rank {dist.get_rank()} cannot continue ({why}): it "
             f"has ended, or makes another call. See its errors, make the same calls on all ranks, and "

@@ -91,7 +91,7 @@ class RowShards:
         self.rank: int = dist.get_rank(group)
         self.n_ranks: int = dist.get_world_size(group)
         self.n_rows = n_rows
-        self.number = self.channel.count_table()
+        self.number = next(self.channel.table_numbers)
 
     # ---- placement
 
