@@ -9,7 +9,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def assert_equal_on_all_ranks(tensor: Tensor) -> None:
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, tensor.contiguous())
     assert all(torch.equal(one, everyone[0]) for one in everyone), everyone
+
+
+@contextmanager
+def interpreted_kernels() -> Iterator[None]:
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["TRITON_INTERPRET"]
 
 
 def assert_raises(action: Callable[[], Any], *messages: str) -> None:

@@ -16,10 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flatbed
-import tests.conftest  # noqa: F401  # kernels that can be interpreted
 from flatbed.data.pipeline import THREAD_NAME
-from tests.distributed.processes import assert_raises, main
-from tests.distributed.shards import interpreted_kernels
+from tests.distributed.processes import assert_raises, interpreted_kernels, main
 
 ROWS, DIM, STEPS = 23, 16, 5
 EVERY = torch.arange(ROWS)

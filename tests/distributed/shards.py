@@ -1,14 +1,11 @@
-"""Scenarios of `shard="row"`: N ranks train one table as one process with N backward passes would."""
+"""Scenarios of `shard="row"`: reads and writes of all ranks, and ranks that differ or fail."""
 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,152 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flatbed
-import tests.conftest  # noqa: F401  # kernels that can be interpreted
+from tests.distributed.parity import DIM, EVERY, PADDING, ROWS, ids_of
 from tests.distributed.processes import assert_equal_on_all_ranks, assert_raises, main
 
-ROWS, DIM, STEPS, PADDING = 23, 16, 4, 6  # whole vectors: torch rounds what is left over differently
-EVERY = torch.arange(ROWS)
-numbers = count()
 
-
-def ids_of(step: int, rank: int, *, empty: bool = True) -> Tensor:
-    """Ids of a rank's batch, with repeats; now and then none."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    n = 0 if empty and (step + rank) % 3 == 1 else 4
-    return torch.randint(ROWS, (n, 3), generator=generator)
-
-
-def weights_for(step: int, rank: int) -> Tensor:
-    """Gradients whose sums are exact in any order."""
-    generator = torch.Generator().manual_seed(1000 + 100 * step + rank)
-    return torch.randint(-8, 8, (4, 3, DIM), generator=generator).float() / 8
-
-
-Output = Callable[[nn.Module, Tensor], Tensor]
-
-
-def plain(module: nn.Module, ids: Tensor) -> Tensor:
-    return module(ids)  # type: ignore[no-any-return]
-
-
-def train(
-    module: Any,
-    make: Any,
-    ranks: list[int],
-    *,
-    output: Output = plain,
-    accumulate: bool = False,
-    unused: int | None = None,
-    steps: int = STEPS,
-    **options: Any,
-) -> list[Tensor]:
-    """Train as one rank, or as one process that takes the batches of all ranks. Returns the outputs."""
-    optimizer, outputs = make(module, lr=0.05, **options), []
-    for step in range(steps):
-        for rank in ranks:
-            if rank == unused:
-                if len(ranks) == 1:
-                    output(module, EVERY[:0].view(0, 3))  # the other ranks look rows up
-                continue
-            ids = ids_of(step, rank)
-            out = output(module, ids)
-            outputs.append(out.detach())
-            loss = (out * weights_for(step, rank)[: len(ids)] if accumulate else out.pow(2)).sum()
-            (loss / len(ranks)).backward()
-        if not accumulate or step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return outputs
-
-
-def everything(module: Any) -> dict[str, Tensor]:
-    table = module.table
-    state = {name: table.read_state(name, EVERY) for name in table.state_names}
-    scalars = {name: torch.tensor(value) for name, value in table.scalars().items()}
-    return {"weight": module.read_rows(EVERY), **state, **scalars}
-
-
-def assert_as_one_process(
-    folder: Path, make: Any, *, kind: Any = flatbed.Embedding, output: Output = plain, **options: Any
-) -> None:
-    """Train a sharded table and, in every process, one that holds all rows: they end with the same bits."""
-    training = ("steps", "accumulate", "unused", "per_row_steps", "betas", "momentum", "weight_decay")
-    how = {name: options.pop(name) for name in training if name in options}
-    own: dict[str, Any] = {}
-    other: dict[str, Any] = {}
-    if options.get("storage") == "disk":
-        number = f"{dist.get_world_size()}-{next(numbers)}"
-        own = {"path": folder / f"{number}.bed"}
-        other = {"path": folder / f"{number}-{dist.get_rank()}.whole"}
-    rank, world = dist.get_rank(), dist.get_world_size()
-    sharded = kind(ROWS, DIM, PADDING, seed=3, shard="row", **own, **options)
-    whole = kind(ROWS, DIM, PADDING, seed=3, replicate=False, **other, **options)
-    assert sharded.table.shape == whole.table.shape
-    outputs = train(sharded, make, [rank], output=output, **how)
-    expected = train(whole, make, list(range(world)), output=output, **how)
-    if "unused" not in how:
-        assert all(map(torch.equal, outputs, expected[rank::world]))
-    left, right = everything(sharded), everything(whole)
-    assert list(left) == list(right)
-    for name, value in left.items():
-        assert torch.equal(value, right[name]), (name, value - right[name])
-    for table in (sharded.table, whole.table):
-        table.close(discard=True)
-
-
-def every_storage_and_optimizer(folder: Path) -> None:
-    optim = flatbed.optim
-    rprop = lambda params, lr, **options: optim.from_torch(torch.optim.Rprop, params, lr=lr, **options)  # noqa: E731
-    for storage in ("host", "disk", "device"):
-        assert_as_one_process(folder, optim.Adam, storage=storage)
-    if dist.get_world_size() > 2:
-        return
-    assert_as_one_process(folder, optim.SGD, momentum=0.9, weight_decay=0.1)
-    assert_as_one_process(folder, optim.SGD, storage="disk")
-    for make in (optim.Adagrad, optim.SparseAdam, optim.RowwiseAdagrad, rprop):
-        assert_as_one_process(folder, make)
-    assert_as_one_process(folder, optim.Adam, per_row_steps=True, storage="device")
-
-
-def bags_accumulation_and_unused_tables(folder: Path) -> None:
-    adam = flatbed.optim.Adam
-    bag = flatbed.EmbeddingBag
-    assert_as_one_process(folder, adam, kind=bag, mode="mean")
-    for unused in (0, dist.get_world_size() - 1):
-        assert_as_one_process(folder, adam, unused=unused)
-    if dist.get_world_size() > 2:
-        return
-    offsets: Output = lambda module, ids: module(ids.flatten(), torch.arange(0, ids.numel(), 3))  # noqa: E731
-    assert_as_one_process(folder, flatbed.optim.SGD, kind=bag, output=offsets)
-    assert_as_one_process(folder, flatbed.optim.SGD, accumulate=True)
-    assert_as_one_process(folder, adam, accumulate=True, storage="disk")
-    assert_as_one_process(folder, adam, dtype=torch.bfloat16)
-    assert_as_one_process(folder, adam, dtype=torch.float64, kind=bag)
-
-
-@contextmanager
-def interpreted_kernels() -> Iterator[None]:
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["TRITON_INTERPRET"]
-
-
-def caches(folder: Path) -> None:
-    world = dist.get_world_size()
-    for options in ({"cache_rows": 5}, {"cache_rows": 2, "cache_policy": "lru"}):
-        assert_as_one_process(folder, flatbed.optim.Adam, storage="disk", **options)
-    if world == 2 and not torch.cuda.is_available():
-        with interpreted_kernels():
-            assert_as_one_process(folder, flatbed.optim.Adam, cache_rows=5, steps=2)
-    path = folder / f"warm-{world}.bed"
+def warm_caches(folder: Path) -> None:
+    path = folder / f"warm-{dist.get_world_size()}.bed"
     emb = flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=path, cache_rows=4)
     emb.table.warm(EVERY.repeat(2))
     emb.table.warm([0, 1], counts=[3, 1])
@@ -191,14 +54,10 @@ def lookups_without_gradient(_: Path) -> None:
 
 
 def reads_and_writes(_: Path) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Besides those of `random_operations`."""
+    rank = dist.get_rank()
     emb = flatbed.Embedding(ROWS, DIM, shard="row", init="zeros")
-    emb.write_rows([rank, 10 + rank, 10 + rank], torch.full((3, DIM), 1.0 + rank))
-    found = emb.read_rows(EVERY)
-    assert found[:world, 0].tolist() == found[10 : 10 + world, 0].tolist() == [1.0 + r for r in range(world)]
-    emb.write_rows([5], torch.full((1, DIM), float(rank)))  # the last rank counts
     emb.write_rows(EVERY[: 0 if rank else 2], torch.full((0 if rank else 2, DIM), 9.0))
-    assert emb.read_rows([5])[0, 0] == world - 1
     assert emb.read_rows([[0], [1]]).tolist() == [[[9.0] * DIM]] * 2
     assert emb.read_rows(EVERY[: rank * 3]).shape == (rank * 3, DIM)
     weights = torch.randn(ROWS, DIM)
@@ -210,17 +69,6 @@ def reads_and_writes(_: Path) -> None:
     emb.reset_parameters()
     assert not torch.equal(emb.read_rows(EVERY), weights)
     assert_equal_on_all_ranks(emb.read_rows(EVERY))
-
-
-def prefetched_batches(_: Path) -> None:
-    """Batches of a Prefetcher are looked up as others are."""
-    for grads in (True, False):
-        emb = flatbed.Embedding(ROWS, DIM, seed=3, shard="row")
-        whole = flatbed.Embedding(ROWS, DIM, seed=3)
-        batches = [{"ids": ids_of(step, dist.get_rank())} for step in range(3)]
-        for batch in flatbed.Prefetcher(batches, {emb: "ids"}):
-            with torch.set_grad_enabled(grads):
-                assert torch.equal(emb(batch["ids"]), whole(batch["ids"]))
 
 
 def gradients_of_own_rows(_: Path) -> None:
@@ -277,23 +125,6 @@ def search(_: Path) -> None:
     assert_raises_on_one(0, lambda bad: emb.topk(queries, ROWS if bad else 1), ValueError, "k must be")
 
 
-def growth(folder: Path) -> None:
-    for options in ({}, {"storage": "disk", "path": folder / f"growth-{dist.get_world_size()}.bed"}):
-        emb = flatbed.Embedding(ROWS, DIM, seed=5, shard="row", **options)
-        optimizer = flatbed.optim.SGD(emb, lr=1.0)
-        before = emb.read_rows(EVERY)
-        emb.table.resize(ROWS + 9)
-        assert emb.num_embeddings == ROWS + 9
-        whole = flatbed.Embedding(ROWS + 9, DIM, seed=5)
-        assert torch.equal(emb.read_rows(range(ROWS + 9)), whole.read_rows(range(ROWS + 9)))
-        assert torch.equal(emb.read_rows(EVERY), before)
-        emb([ROWS + 8]).sum().backward()
-        optimizer.step()
-        with pytest.raises(ValueError, match="only grow"):
-            emb.table.resize(ROWS)
-        emb.table.close(discard=True)
-
-
 def random_operations(folder: Path) -> None:
     """Any sequence of operations leaves a sharded table and one that holds all rows with the same bits."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -334,54 +165,20 @@ def random_operations(folder: Path) -> None:
             for name in whole.table.state_names:
                 assert torch.equal(sharded.table.read_state(name, every), whole.table.read_state(name, every))
             assert sharded.table.scalars() == whole.table.scalars()
+        with pytest.raises(ValueError, match="only grow"):
+            sharded.table.resize(ROWS)
         for emb in (sharded, whole):
             emb.table.close(discard=True)
 
 
-# ---- beside dense parameters
-
-
-class Model(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.emb = flatbed.Embedding(ROWS, DIM, PADDING, seed=3, **options)
-        self.head = nn.Linear(DIM, 2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.head(self.emb(ids))
-        return out
-
-
-def overflows(_: Path) -> None:
-    """An overflow on one rank stops all of them."""
-    rank = dist.get_rank()
-    model = Model(shard="row")
-    called = DDP(model)
-    optimizer = flatbed.optim.Adam(model, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(4):
-        before = model.emb.read_rows(EVERY)
-        loss = called(torch.tensor([rank, 5])).pow(2).sum()
-        extra = model.emb(torch.tensor([9])).sum()
-        loss = loss + extra * (float("inf") if step == 1 and rank == 0 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert torch.equal(before, model.emb.read_rows(EVERY)) == (step == 1)
-        assert scaler.get_scale() == (8.0 if step < 1 else 4.0)
-    assert model.emb.table.scalars() == {"step": 3.0}
-
-
 def several_tables_and_groups(_: Path) -> None:
-    """Two tables in one optimizer; a mesh, and a process group of some ranks."""
+    """Two tables in one optimizer; a mesh; process groups of some ranks, unequal numbers of them on ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    dist.new_group([0])
+    group = dist.new_group([0, 1])
     mesh = init_device_mesh("cpu", (world,))
-    users, items = (
-        flatbed.Embedding(ROWS, DIM, shard="row", mesh=mesh),
-        flatbed.Embedding(40, DIM, shard="row"),
-    )
+    users = flatbed.Embedding(ROWS, DIM, shard="row", mesh=mesh)
+    items = flatbed.Embedding(40, DIM, shard="row")
     optimizer = flatbed.optim.Adam([users.table, items.table], lr=0.1, max_norm=1.0)
     before = users.read_rows(EVERY), items.read_rows(range(40))
     for _ in range(2):
@@ -390,17 +187,20 @@ def several_tables_and_groups(_: Path) -> None:
         optimizer.zero_grad()
     assert not torch.equal(users.read_rows(EVERY), before[0])
     assert not torch.equal(items.read_rows(range(40)), before[1])
-    group = dist.new_group([0, 1])
-    if rank < 2:
-        pair = flatbed.Embedding(ROWS, DIM, shard="row", process_group=group, seed=1, replicate=world == 2)
-        assert "rank" in repr(pair.table)
-        if world > 2:
-            with pytest.raises(ValueError, match=r"2 of 4 ranks.*replicate=False"):
-                flatbed.Embedding(ROWS, DIM, shard="row", process_group=group)
-        assert torch.equal(pair.read_rows(EVERY), flatbed.Embedding(ROWS, DIM, seed=1).read_rows(EVERY))
-    if world > 2 and rank >= 2:
+    options: Any = {"shard": "row", "process_group": group, "seed": 1, "replicate": world == 2}
+    if rank >= 2:
         with pytest.raises((ValueError, flatbed.FlatbedError)):
-            flatbed.Embedding(ROWS, DIM, shard="row", process_group=group, replicate=False)
+            flatbed.Embedding(ROWS, DIM, **options)
+        return
+    pair = flatbed.Embedding(ROWS, DIM, **options)
+    assert "rank" in repr(pair.table)
+    assert torch.equal(pair.read_rows(EVERY), flatbed.Embedding(ROWS, DIM, seed=1).read_rows(EVERY))
+    if world > 2:
+        with pytest.raises(ValueError, match=r"2 of 4 ranks.*replicate=False"):
+            flatbed.Embedding(ROWS, DIM, shard="row", process_group=group)
+        of_pair = flatbed.optim.SGD(pair, lr=0.1, max_norm=1.0)
+        pair([1]).sum().backward()
+        assert_raises(of_pair.step, "2 of 4 ranks")
 
 
 # ---- failures
@@ -469,6 +269,9 @@ def ranks_that_differ(folder: Path) -> None:
     optimizer.step()
     emb.requires_grad_(rank == 0)
     assert_raises(optimizer.step, "requires_grad differs")
+    emb.requires_grad_()
+    optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
+    assert_raises(optimizer.step, "lr differs")
 
 
 def weights_that_differ(_: Path) -> None:
@@ -594,26 +397,10 @@ def files_of_ranks(folder: Path) -> None:
 
 
 SCENARIOS = [
-    every_storage_and_optimizer,
-    bags_accumulation_and_unused_tables,
-    caches,
-    lookups_without_gradient,
-    reads_and_writes,
-    prefetched_batches,
-    gradients_of_own_rows,
-    exports,
-    search,
-    growth,
-    random_operations,
-    overflows,
-    several_tables_and_groups,
-    bad_ids_on_one_rank,
-    ranks_that_differ,
-    weights_that_differ,
-    dense_parameters_that_drift_apart,
-    ranks_in_another_order,
-    refused,
-    files_of_ranks,
+    several_tables_and_groups,  # before all others: the first table of a process group makes another one
+    *(warm_caches, lookups_without_gradient, reads_and_writes, gradients_of_own_rows, exports, search),
+    *(random_operations, bad_ids_on_one_rank, ranks_that_differ, weights_that_differ),
+    *(dense_parameters_that_drift_apart, ranks_in_another_order, refused, files_of_ranks),
 ]
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ WORLDS = {
     "checkpoints": (4, 3, 1),  # 4 ranks save, 3 go on, 1 goes on
     "failures": (3,),
     "fsdp": (2, 4),
+    "parity": (2, 4),
     "replicas": (3,),
-    "shard_combinations": (2, 4),
     "shard_prefetch": (2, 4),
     "shards": (2, 4),
     "shared_files": (2, 4),

@@ -388,15 +388,17 @@ def compare_given(table: Table, name: str, values: Tensor) -> None:
 def _average_replicas(table: Table) -> None:
     """Average the gradients of replicas, and raise if the replicas differ."""
     store, device = table._store, communication_device(table._store.device)
-    own = table._grads.unshared().compact() or RowGrads.empty(store)
+    recorded = table._grads.unshared().compact()
+    own = recorded or RowGrads.empty(store)
     kind = [table.num_embeddings, store.record.describe(), sorted(table.scalars().items())]
     digest = int.from_bytes(hashlib.sha256(json.dumps(kind).encode()).digest()[:7], "little")
-    announced = torch.tensor([len(own.rows), digest], device=device)
+    announced = torch.tensor([-1 if recorded is None else len(own.rows), digest], device=device)
     sizes, digests = torch.stack(all_gather(announced)).T.tolist()
     if len(set(digests)) > 1:
         raise FlatbedError(UNEQUAL)
-    if not any(sizes):
+    if max(sizes) < 0:
         return
+    sizes = [max(size, 0) for size in sizes]
     dtype = torch.promote_types(store.config.dtype, torch.float32)
     rows = torch.full((max(sizes),), -1, dtype=torch.int64, device=device)
     grads = torch.zeros((max(sizes), table.embedding_dim), dtype=dtype, device=device)
@@ -415,6 +417,8 @@ def _compare_rows(table: Table, rows: Tensor, device: torch.device) -> None:
     """Raise if a sample of the rows of this step differs between ranks: replicas would drift apart."""
     stride = -(-len(rows) // SAMPLE)
     table._exchanges += 1
+    if not stride:
+        return
     records = table._local_io.gather(rows[table._exchanges % stride :: stride]).cpu()
     digests = all_gather(torch.tensor(_digest(records), dtype=torch.uint8, device=device))
     if any(not torch.equal(one, digests[0]) for one in digests):
