@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import flatbed
-from tests.distributed.fsdp import Model, backward, batch, full, local, sharded, world_mesh
+from tests.distributed.fsdp import Model, assert_same_shards, backward, batch, full, sharded, world_mesh
 from tests.distributed.processes import assert_equal_on_all_ranks, main
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -113,8 +113,7 @@ def state_of_torch_and_back(_: Path) -> None:
             kept.step()
             optimizer.zero_grad()
             kept.zero_grad()
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(local(p), local(q)), kind
+        assert_same_shards(model, other)
         state = get_optimizer_state_dict(model, optimizer)
 
 

@@ -77,18 +77,21 @@ def assert_next_optimizer_works(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(optimizer.grad_norm, torch.tensor(12.0 * mesh.size()).sqrt())
 
 
-def no_shards_on_one_rank(_: Path) -> None:
+def whole_parameters_on_one_rank(_: Path) -> None:
+    """It has no reason to wait for others, which have shards or a part of the state."""
     mesh = new_mesh()
-    found = message_of(lambda: train_for_ever(AdamW(whole() if is_odd() else shards(mesh), max_norm=1.0)))
-    assert "rank 1 did not build it" in found
-    assert "AdamW of 1 whole parameters" in found
-    assert_next_optimizer_works(mesh)
 
+    def build_shards() -> Any:
+        return AdamW(whole() if is_odd() else shards(mesh), max_norm=1.0)
 
-def no_sharded_state_on_one_rank(_: Path) -> None:
-    found = message_of(lambda: train_for_ever(AdamW(whole(), shard_state=not is_odd())))
-    assert "rank 1 did not build it" in found
-    assert_next_optimizer_works(new_mesh())
+    def build_sharded_state() -> Any:
+        return AdamW(whole(), shard_state=not is_odd())
+
+    for build in (build_shards, build_sharded_state):
+        found = message_of(lambda build=build: train_for_ever(build()))
+        assert "rank 1 did not build it" in found
+        assert "AdamW of 1 whole parameters" in found
+        assert_next_optimizer_works(mesh)
 
 
 def wrong_argument_on_one_rank(_: Path) -> None:
@@ -161,7 +164,7 @@ def checkpoint_without_one_rank(folder: Path) -> None:
 
 
 SCENARIOS = [
-    *(no_shards_on_one_rank, no_sharded_state_on_one_rank, wrong_argument_on_one_rank, mesh_without_one_rank),
+    *(whole_parameters_on_one_rank, wrong_argument_on_one_rank, mesh_without_one_rank),
     *(failed_step_of_sharded_state, checkpoint_without_one_rank),
     failed_step_of_shards,  # last: torch takes meshes of the same ranks for the same, with their collectives
 ]

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatbed
 from tests.distributed.processes import assert_equal_on_all_ranks, assert_raises, main
-from tests.optim.optimizers import CASES, Case
+from tests.optim.optimizers import CASES
 
 STEPS = 3
 
@@ -81,58 +81,95 @@ def local(tensor: Any) -> Tensor:
     return found.detach()
 
 
+def assert_same_shards(model: nn.Module, other: nn.Module) -> None:
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(local(p), local(q))
+
+
 # ---- every optimizer
 
 
-def has_torch_kernel(case: Case) -> bool:
-    """Torch's fused SGD and Adagrad do not take DTensors. Its loops are slow: two ranks are enough."""
-    return dist.get_world_size() == 2 and case.torch_kind not in (torch.optim.SGD, torch.optim.Adagrad)
+def assert_as_plain_shards(
+    make: Callable[[Any], Any], make_torch: Callable[[Any], Any] | None, dtype: torch.dtype, *, writes: bool
+) -> None:
+    """Train copies of local shards, as plain parameters and as DTensors under torch's optimizer."""
+    model = sharded(Model(dtype))
+    backward(model)
+    owners = trained(model.parameters())  # the others would count for the noise of stochastic rounding
+    plain = [nn.Parameter(local(p).clone()) for p in owners]
+    theirs = [nn.Parameter(shard_like(p, local(p))) for p in owners]
+    ours, of_plain = make(owners), make(plain)
+    of_torch = None if make_torch is None else make_torch(theirs)
+    for step in range(STEPS):
+        for p, q, t in zip(owners, plain, theirs, strict=True):
+            q.grad, t.grad = local(p.grad).clone(), shard_like(p, local(p.grad))
+        if writes and step == 1:  # masters follow writes to the DTensor
+            with torch.no_grad():
+                for p in (*owners, *plain):
+                    p.copy_(p * 0.5)
+        if writes and step == 2:  # and writes to its local tensor, also to another one over the same memory
+            model.to("cpu")
+            for p in (*owners, *plain):
+                local(p).mul_(0.5)
+        for optimizer in (ours, of_plain) if of_torch is None else (ours, of_plain, of_torch):
+            optimizer.step()
+        ours.zero_grad()
+        for p, q, t in zip(owners, plain, theirs, strict=True):
+            assert torch.equal(local(p), q)
+            assert of_torch is None or torch.equal(local(p), local(t))
+        backward(model, step + 1)
+    for p, q in zip(owners, plain, strict=True):
+        expected, found = of_plain.state[q], ours.state[p]
+        assert list(expected) == list(found)
+        for key, value in expected.items():
+            assert torch.equal(local(found[key]), value), key
+            if value.dim():
+                assert (found[key].placements, found[key].shape) == (p.placements, p.shape)
 
 
 def every_optimizer_is_that_of_plain_shards(_: Path) -> None:
     for case in CASES:
-        model = sharded(Model())
-        ours = case.ours(model.parameters())
-        backward(model)
-        owners = trained(model.parameters())
-        plain = [nn.Parameter(local(p).clone()) for p in owners]
-        of_plain = case.ours(plain)
-        theirs = [nn.Parameter(shard_like(p, local(p))) for p in owners]
-        of_torch = case.theirs(theirs, **case.same_rounding()) if has_torch_kernel(case) else None
+        # Torch's fused SGD and Adagrad do not take DTensors. Its loops are slow: two ranks are enough.
+        has_kernel = dist.get_world_size() == 2
+        has_kernel = has_kernel and case.torch_kind not in (torch.optim.SGD, torch.optim.Adagrad)
+        of_torch = partial(case.theirs, **case.same_rounding()) if has_kernel else None
+        assert_as_plain_shards(case.ours, of_torch, torch.float32, writes=False)
+    for options in (
+        {"master_weights": True, "ema_decay": 0.5},
+        {"stochastic_rounding": True},
+        {"state_dtype": torch.bfloat16},
+    ):
+        make = partial(flatbed.optim.AdamW, lr=0.01, **options)
+        assert_as_plain_shards(make, None, torch.bfloat16, writes=True)
+
+
+def steps_are_torchs(_: Path) -> None:
+    """Of a class without a rule of ours, clipped by torch, and scaled."""
+    adamw = flatbed.optim.AdamW, torch.optim.AdamW
+    asgd = partial(flatbed.optim.from_torch, torch.optim.ASGD), torch.optim.ASGD
+    for kinds, implementation, how in (
+        (asgd, {"foreach": False}, ""),
+        (adamw, {"fused": True}, "clipped"),
+        (adamw, {"fused": True}, "scaled"),
+    ):
+        models = [sharded(Model()) for _ in kinds]
+        options: list[Any] = [implementation if how == "scaled" else {}, implementation]
+        optimizers: list[Any] = [
+            kind(model.parameters(), lr=0.01, **more)
+            for kind, model, more in zip(kinds, models, options, strict=True)
+        ]
         for step in range(STEPS):
-            for p, q, t in zip(owners, plain, theirs, strict=True):
-                q.grad, t.grad = local(p.grad).clone(), shard_like(p, local(p.grad))
-            ours.step()
-            of_plain.step()
-            if of_torch is not None:
-                of_torch.step()
-            ours.zero_grad()
-            for p, q, t in zip(owners, plain, theirs, strict=True):
-                assert torch.equal(local(p), q), case.name
-                if of_torch is not None:
-                    assert torch.equal(local(p), local(t)), case.name
-            backward(model, step + 1)
-        for p, q in zip(owners, plain, strict=True):
-            expected, found = of_plain.state[q], ours.state[p]
-            assert list(expected) == list(found)
-            for key, value in expected.items():
-                assert torch.equal(local(found[key]), value), (case.name, key)
-                if value.dim():
-                    assert found[key].placements == p.placements
-                    assert found[key].shape == p.shape
-
-
-def a_class_of_torch(_: Path) -> None:
-    model, other = sharded(Model()), sharded(Model())
-    ours = flatbed.optim.from_torch(torch.optim.ASGD, model.parameters(), lr=0.01)
-    theirs = torch.optim.ASGD(other.parameters(), lr=0.01, foreach=False)
-    for step in range(STEPS):
-        for optimizer, trained_model in ((ours, model), (theirs, other)):
-            backward(trained_model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(local(p), local(q))
+            for model, optimizer in zip(models, optimizers, strict=True):
+                scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how == "scaled")
+                scaler.scale(model(batch(step)).pow(2).mean()).backward()
+                if how == "clipped":
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                scaler.step(optimizer)
+            assert_same_shards(*models)
+            for p, q in zip(*(trained(model.parameters()) for model in models), strict=True):
+                torch.testing.assert_close(local(p.grad), local(q.grad))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
 
 
 # ---- norms
@@ -227,19 +264,6 @@ def collectives_are_for_norms_only(_: Path) -> None:
             assert counted.get_total_counts() == expected, counted.get_comm_counts()
 
 
-def torch_clips_beside(_: Path) -> None:
-    model, other = sharded(Model()), sharded(Model())
-    ours, theirs = flatbed.optim.AdamW(model), torch.optim.AdamW(other.parameters(), fused=True)
-    for step in range(STEPS):
-        for optimizer, trained_model in ((ours, model), (theirs, other)):
-            backward(trained_model, step)
-            nn.utils.clip_grad_norm_(trained_model.parameters(), 0.01)
-            optimizer.step()
-            optimizer.zero_grad()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(local(p), local(q))
-
-
 def pipeline_stages(_: Path) -> None:
     """Ranks with other parameters, plain ones or shards, have one norm; a rank without gradients too."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -259,42 +283,6 @@ def pipeline_stages(_: Path) -> None:
 
 
 # ---- options
-
-
-def low_precision(_: Path) -> None:
-    """Master weights, stochastic rounding and state in bf16 are those of plain shards."""
-    for options in (
-        {"master_weights": True, "ema_decay": 0.5},
-        {"stochastic_rounding": True},
-        {"state_dtype": torch.bfloat16},
-    ):
-        model = sharded(Model(torch.bfloat16))
-        backward(model)
-        owners = trained(model.parameters())
-        ours = flatbed.optim.AdamW(owners, lr=0.01, **options)  # noise depends on a parameter's number
-        plain = [nn.Parameter(local(p).clone()) for p in owners]
-        of_plain = flatbed.optim.AdamW(plain, lr=0.01, **options)
-        for step in range(STEPS):
-            for p, q in zip(owners, plain, strict=True):
-                q.grad = local(p.grad).clone()
-            if step == 1:  # masters follow writes to the DTensor
-                with torch.no_grad():
-                    for p, q in zip(owners, plain, strict=True):
-                        p.copy_(p * 0.5)
-                        q.copy_(q * 0.5)
-            if step == 2:  # and writes to its local tensor, also to another one over the same memory
-                model.to("cpu")
-                for p, q in zip(owners, plain, strict=True):
-                    local(p).mul_(0.5)
-                    local(q).mul_(0.5)
-            ours.step()
-            of_plain.step()
-            ours.zero_grad()
-            backward(model, step + 1)
-        for p, q in zip(owners, plain, strict=True):
-            assert torch.equal(local(p), q), options
-            for key, value in of_plain.state[q].items():
-                assert torch.equal(local(ours.state[p][key]), value), (options, key)
 
 
 def averages(_: Path) -> None:
@@ -377,23 +365,6 @@ def overflow_on_one_mesh(_: Path) -> None:
             optimizer.zero_grad()
 
 
-def scaled_steps_are_torchs(_: Path) -> None:
-    model, other = sharded(Model()), sharded(Model())
-    ours = flatbed.optim.AdamW(model, fused=True)
-    theirs = torch.optim.AdamW(other.parameters(), fused=True)
-    for step in range(2):
-        for optimizer, trained_model in ((ours, model), (theirs, other)):
-            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-            scaler.scale(trained_model(batch(step)).pow(2).mean()).backward()
-            scaler.step(optimizer)
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(local(p), local(q))
-            if p.grad is not None and q.grad is not None:
-                torch.testing.assert_close(local(p.grad), local(q.grad))
-        ours.zero_grad()
-        theirs.zero_grad()
-
-
 def other_ways_to_train(_: Path) -> None:
     """Meta initialisation, mixed precision, accumulation, and a module that is moved after the first step."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -415,8 +386,7 @@ def other_ways_to_train(_: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         models.append(model)
-    for p, q in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(local(p), local(q))
+    assert_same_shards(*models)
 
 
 def parameters_replaced_by_a_framework(_: Path) -> None:
@@ -435,8 +405,7 @@ def parameters_replaced_by_a_framework(_: Path) -> None:
             stepped.step()
             stepped.zero_grad()
         assert torch.equal(optimizer.grad_norm, expected.grad_norm)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(local(p), local(q))
+    assert_same_shards(model, other)
 
 
 def sums_that_are_not_reduced(_: Path) -> None:
@@ -505,11 +474,10 @@ def bad_input(_: Path) -> None:
 
 
 SCENARIOS = [
-    *(every_optimizer_is_that_of_plain_shards, a_class_of_torch, norms_are_those_of_whole_gradients),
-    *(collectives_are_for_norms_only, torch_clips_beside, pipeline_stages, low_precision, averages),
-    *(overflow_on_one_rank, overflow_on_one_mesh, scaled_steps_are_torchs, other_ways_to_train),
-    sums_that_are_not_reduced,
-    *(parameters_replaced_by_a_framework, step_in_place, bad_input),
+    *(every_optimizer_is_that_of_plain_shards, steps_are_torchs, norms_are_those_of_whole_gradients),
+    *(collectives_are_for_norms_only, pipeline_stages, averages, overflow_on_one_rank, overflow_on_one_mesh),
+    *(other_ways_to_train, sums_that_are_not_reduced, parameters_replaced_by_a_framework),
+    *(step_in_place, bad_input),
 ]
 
 if __name__ == "__main__":

@@ -81,22 +81,6 @@ def same_bits(folder: Path) -> None:
         assert_prefetching_changes_nothing(folder, "device", 2)
 
 
-def same_bits_of_bags(_: Path) -> None:
-    loader = [batch_of(step, dist.get_rank()) for step in range(STEPS)]
-    for padding_idx in (None, 6):
-        results = []
-        for depth in (None, 2):
-            bag = flatbed.EmbeddingBag(ROWS, DIM, padding_idx, seed=1, shard="row")
-            optimizer = flatbed.optim.Adam(bag, lr=0.05)
-            prefetched = None if depth is None else flatbed.Prefetcher(loader, {bag: "users"}, depth=depth)
-            for batch in prefetched or loader:
-                bag(batch["users"]).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            results.append(bag.read_rows(EVERY))
-        assert torch.equal(*results)
-
-
 def same_bits_with_caches(folder: Path) -> None:
     """The batches ahead of one lookup fit into the cache together; those of two lookups do not."""
     if dist.get_world_size() == 2 and not torch.cuda.is_available():
@@ -289,23 +273,6 @@ def leaving_early(_: Path) -> None:
             assert torch.equal(emb(batch["ids"]), emb.read_rows(batch["ids"]))
 
 
-def leaving_alone(_: Path) -> None:
-    """One rank leaves the loop; the others raise in `next`, or in a lookup that waits for the rank."""
-    emb = flatbed.Embedding(ROWS, DIM, shard="row")
-
-    def leave() -> None:
-        for step, batch in enumerate(loop_over(9, emb, depth=2)):
-            emb(batch["ids"])
-            if step == 2 and dist.get_rank() == 0:
-                break
-
-    if dist.get_rank() == 0:
-        leave()
-    else:
-        assert_raises(leave, "rank 0 left the loop", "after 3 batches")
-    assert_no_thread()
-
-
 def loops_that_differ(_: Path) -> None:
     rank = dist.get_rank()
     emb, other = (flatbed.Embedding(ROWS, DIM, shard="row") for _ in range(2))
@@ -349,17 +316,8 @@ def several_loops_and_growth(_: Path) -> None:
 
 
 SCENARIOS = [
-    same_bits,
-    same_bits_of_bags,
-    same_bits_with_caches,
-    ids_travel_ahead,
-    uneven_loaders,
-    bags_of_ended_loaders,
-    failing_loaders,
-    leaving_early,
-    loops_that_differ,
-    several_loops_and_growth,
-    leaving_alone,  # last: the other ranks do not take part in exchanges any more
+    *(same_bits, same_bits_with_caches, ids_travel_ahead, uneven_loaders, bags_of_ended_loaders),
+    *(failing_loaders, leaving_early, loops_that_differ, several_loops_and_growth),
 ]
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -81,17 +82,20 @@ def train(model: Towers, optimizers: Sequence[Any], *, world: int, ranks: Sequen
             optimizer.zero_grad()
 
 
-def contents(model: Towers) -> dict[str, Tensor]:
-    """All rows, state and step counts. A collective."""
-    found = {name: value.detach().clone() for name, value in model.dense.named_parameters()}
-    for name in ("items", "users", "tags"):
-        table = getattr(model, name).table
-        rows = range(table.num_embeddings)
-        found[name] = table.read_rows(rows)
-        for state in table.state_names:
-            found[f"{name}.{state}"] = table.read_state(state, rows)
-        for scalar, value in table.scalars().items():
-            found[f"{name}.{scalar}"] = torch.tensor(value)
+def contents(model: nn.Module, optimizers: Sequence[Any] = ()) -> dict[str, Tensor]:
+    """All rows and whole parameters, with their state and step counts. A collective."""
+    found = {}
+    for name, param in model.named_parameters():
+        if isinstance(param, flatbed.Table):
+            rows = range(param.num_embeddings)
+            found[name] = param.read_rows(rows)
+            found |= {f"{name}.{state}": param.read_state(state, rows) for state in param.state_names}
+            found |= {f"{name}.{scalar}": torch.tensor(value) for scalar, value in param.scalars().items()}
+            continue
+        found[name] = whole(param.detach()).clone()
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(param, {}).items():
+                found[f"{name}.{key}"] = whole(value).clone()
     return found
 
 
@@ -126,31 +130,26 @@ def meeting_place(folder: Path) -> Path:
 # ---- there and back
 
 
+def goes_on(folder: Path, model: nn.Module, optimizers: list[Any], make_steps: Callable[[], None]) -> None:
+    """Load what the ranks before have saved, train, and save."""
+    world, rank = world_and_rank()
+    if folder.exists():
+        before = flatbed.load_checkpoint(folder, model, optimizers)["world"]
+        expected = torch.load(folder.with_name(f"{folder.name}-{before}.pt"))
+        assert difference(contents(model, optimizers), expected) is None
+    make_steps()
+    found = contents(model, optimizers)
+    if rank == 0:
+        torch.save(found, folder.with_name(f"{folder.name}-{world}.pt"))
+    flatbed.save_checkpoint(folder, model, optimizers, extra={"world": world}, copy_disk_tables=True)
+    assert difference(contents(model, optimizers), found) is None, "a save must not change what it saves"
+
+
 def goes_on_with_other_ranks(folder: Path) -> None:
     world, rank = world_and_rank()
     model, optimizers = build(folder, world)
-    if (folder / "run").exists():
-        step = flatbed.load_checkpoint(folder / "run", model, optimizers)["world"]
-        assert difference(contents(model), torch.load(folder / f"{step}.pt")) is None
-    train(model, optimizers, world=world, ranks=[rank])
-    found = contents(model)
-    if rank == 0:
-        torch.save(found, folder / f"{world}.pt")
-    flatbed.save_checkpoint(folder / "run", model, optimizers, extra={"world": world}, copy_disk_tables=True)
-    assert difference(contents(model), found) is None, "a save must not change what it saves"
-
-
-def files_do_not_depend_on_ranks(folder: Path) -> None:
-    world, rank = world_and_rank()
-    with mock.patch.object(saving, "SEGMENT_BYTES", 1 << 12):  # several windows
-        model, optimizers = build(meeting_place(folder), world)
-        place = folder / f"same-{world}"
-        flatbed.save_checkpoint(place, model, optimizers, copy_disk_tables=True)
-        model.items.table.save(place / "items.safetensors")
-        train(model, optimizers, world=world, ranks=[rank])
-        model.items.table.load(place / "items.safetensors")
-        model.items.table.save(place / "again.safetensors")
-        assert (place / "again.safetensors").read_bytes() == (place / "items.safetensors").read_bytes()
+    steps = partial(train, model, optimizers, world=world, ranks=[rank])
+    goes_on(folder / "run", model, optimizers, steps)
 
 
 class Mixed(nn.Module):
@@ -179,60 +178,42 @@ def goes_on_beside_fsdp(folder: Path) -> None:
         torch.optim.SGD(model.two.parameters(), lr=0.1, momentum=0.9),
     ]
 
-    def found() -> dict[str, Tensor]:
-        values = {name: whole(p.detach()) for name, p in model.named_parameters() if name != "items.weight"}
-        values["items"] = model.items.read_rows(range(ROWS))
-        for number, optimizer in enumerate(optimizers):
-            for name, param in model.named_parameters():
-                if name != "items.weight" and param in optimizer.state:
-                    for key, value in optimizer.state[param].items():
-                        values[f"{number}.{name}.{key}"] = whole(value)
-        return {name: value.clone() for name, value in values.items()}
+    def make_steps() -> None:
+        for number in range(STEPS):
+            model(batch(world, number, rank)).sin().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
-    if (folder / "fsdp").exists():
-        flatbed.load_checkpoint(folder / "fsdp", model, optimizers)
-        assert difference(found(), torch.load(folder / "fsdp.pt")) is None
-    for number in range(STEPS):
-        model(batch(world, number, rank)).sin().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    values = found()
-    assert len(values) > 10
-    dist.barrier()  # the file of the ranks before was read
-    if rank == 0:
-        torch.save(values, folder / "fsdp.pt")
-    flatbed.save_checkpoint(folder / "fsdp", model, optimizers)
-    assert difference(found(), values) is None
+    goes_on(folder / "fsdp", model, optimizers, make_steps)
 
 
 def goes_on_with_sharded_state(folder: Path) -> None:
     """State of shard_state=True, of parameters that every rank holds."""
-    world, rank = world_and_rank()
     torch.manual_seed(5)
     model = nn.Linear(33, 70)
     optimizer = flatbed.optim.AdamW(model, lr=0.1, shard_state=True)
 
-    def found() -> dict[str, Tensor]:
-        values = {name: p.detach().clone() for name, p in model.named_parameters()}
-        for name, param in model.named_parameters():
-            for key, value in optimizer.state[param].items():
-                values[f"{name}.{key}"] = whole(value).clone()
-        return values
+    def make_steps() -> None:
+        for number in range(STEPS):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.1 * number + dist.get_world_size())
+            optimizer.step()
 
-    if (folder / "state").exists():
-        flatbed.load_checkpoint(folder / "state", model, optimizer)
-        assert difference(found(), torch.load(folder / "state.pt")) is None
-    for number in range(STEPS):
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 0.1 * number + world)
-        optimizer.step()
-    values = found()
-    assert len(values) == 8
-    dist.barrier()  # the file of the ranks before was read
-    if rank == 0:
-        torch.save(values, folder / "state.pt")
-    flatbed.save_checkpoint(folder / "state", model, optimizer)
+    goes_on(folder / "state", model, [optimizer], make_steps)
+
+
+def files_do_not_depend_on_ranks(folder: Path) -> None:
+    world, rank = world_and_rank()
+    with mock.patch.object(saving, "SEGMENT_BYTES", 1 << 12):  # several windows
+        model, optimizers = build(meeting_place(folder), world)
+        place = folder / f"same-{world}"
+        flatbed.save_checkpoint(place, model, optimizers, copy_disk_tables=True)
+        model.items.table.save(place / "items.safetensors")
+        train(model, optimizers, world=world, ranks=[rank])
+        model.items.table.load(place / "items.safetensors")
+        model.items.table.save(place / "again.safetensors")
+        assert (place / "again.safetensors").read_bytes() == (place / "items.safetensors").read_bytes()
 
 
 # ---- disk tables in place
@@ -367,6 +348,25 @@ def a_rank_that_fails_to_load(folder: Path) -> None:
     flatbed.load_checkpoint(place / "run", model, optimizers)
 
 
+def a_rank_that_writes_other_bytes_or_elsewhere(folder: Path) -> None:
+    world, rank = world_and_rank()
+    emb, place = flatbed.Embedding(ROWS, DIM, shard="row"), meeting_place(folder)
+    write = tensor_file.write_at
+
+    def write_other(descriptor: int, offset: int, data: memoryview) -> None:
+        write(descriptor, offset, memoryview(bytes(data[:-1]) + bytes([data[-1] ^ 1])) if len(data) else data)
+
+    is_last = rank == world - 1
+    with mock.patch.object(tensor_file, "write_at", write_other) if is_last else nullcontext():
+        flatbed.save_checkpoint(place / "run", emb)
+    with pytest.raises(flatbed.FlatbedError, match="damaged"):
+        flatbed.load_checkpoint(place / "run", emb)
+    if world > 1:
+        (place / f"{rank}").mkdir()
+        with pytest.raises(flatbed.FlatbedError, match=r"rank \d does not find.*all ranks see"):
+            emb.table.save(place / f"{rank}" / "items.safetensors")
+
+
 # ---- memory
 
 
@@ -423,7 +423,8 @@ def memory_stays_small(folder: Path) -> None:
 SCENARIOS = [
     *(goes_on_with_other_ranks, goes_on_beside_fsdp, files_do_not_depend_on_ranks),
     *(goes_on_with_sharded_state, disk_tables_stay_in_their_files),
-    *(a_rank_that_fails_to_save, a_rank_that_fails_to_load, memory_stays_small),
+    *(a_rank_that_fails_to_save, a_rank_that_fails_to_load, a_rank_that_writes_other_bytes_or_elsewhere),
+    memory_stays_small,
 ]
 
 if __name__ == "__main__":

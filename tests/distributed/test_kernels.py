@@ -68,19 +68,9 @@ def test_gradients_at_any_address(
             assert torch.equal(value, found.to_local() if isinstance(found, DTensor) else found), key
 
 
-def test_a_local_tensor_that_is_replaced(kernel_device: str, mesh: DeviceMesh) -> None:
-    """FSDP2 gives a DTensor new memory when the module is moved or materialized."""
-    p: Any = nn.Parameter(shard(torch.ones(600, device=kernel_device), mesh))
-    optimizer = flatbed.optim.SGD([p], lr=1.0)
-    for step in range(3):
-        p.grad = shard(torch.ones(600, device=kernel_device), mesh)
-        optimizer.step()
-        assert torch.equal(p.to_local(), torch.full_like(p.to_local(), -float(step)))
-        p._local_tensor = p._local_tensor.clone()
-
-
-def test_memory_that_is_replaced_inside_of_a_local_tensor(kernel_device: str, mesh: DeviceMesh) -> None:
-    """Code that offloads layers may resize storages or set `data`: the local tensor stays the same object."""
+@pytest.mark.parametrize("replaced", ["tensor", "memory"])
+def test_a_local_tensor_that_is_replaced(kernel_device: str, mesh: DeviceMesh, replaced: str) -> None:
+    """FSDP2 gives a DTensor new memory when the module is moved. Code that offloads layers sets `data`."""
     params: list[Any] = [nn.Parameter(shard(torch.ones(n, device=kernel_device), mesh)) for n in (0, 600, 0)]
     optimizer = flatbed.optim.SGD(params, lr=1.0)
     kept: list[Tensor] = []  # otherwise memory may come back at its old address
@@ -91,7 +81,10 @@ def test_memory_that_is_replaced_inside_of_a_local_tensor(kernel_device: str, me
         local = params[1]._local_tensor
         assert torch.equal(local, torch.full_like(local, -float(step)))
         kept.append(local.data)
-        local.data = local.data.clone()
+        if replaced == "tensor":
+            params[1]._local_tensor = local.clone()
+        else:
+            local.data = local.data.clone()
 
 
 def test_state_whose_local_tensor_is_replaced(kernel_device: str, mesh: DeviceMesh) -> None:

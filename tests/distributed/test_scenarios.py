@@ -16,7 +16,6 @@ WORLDS = {
     "replicas": (3,),
     "shard_prefetch": (2, 4),
     "shards": (2, 4),
-    "shared_files": (2, 4),
     "zero": (4, 2),
 }
 """Numbers of ranks for each script; its docstring tells what it checks."""
