@@ -1,4 +1,4 @@
-"""DDP, Lightning and Accelerate, each in processes of its own."""
+"""Lightning and Accelerate."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from torch import nn
 import flatbed
 from tests import programs
 from tests.cases import BOTH, assert_same
-
-
-def test_ddp_with_two_processes(tmp_path: Path) -> None:
-    done = programs.run("tests.scripts.ddp", tmp_path / "store")
-    assert done.stdout.count("same") == 8
 
 
 def test_lightning(tmp_path: Path) -> None:

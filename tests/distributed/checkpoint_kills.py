@@ -12,7 +12,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,36 +62,30 @@ def expected(folder: Path) -> dict[int, dict[str, torch.Tensor]]:
     return found
 
 
-class Hook:
-    """Calls a function with the operation's name and file before each operation on files of a folder."""
+@contextmanager
+def before_operations(call: Callable[[str, str], None], place: Path) -> Iterator[None]:
+    """Call a function with the name and the file of each operation on files of a folder, before it."""
+    is_inside = False
 
-    def __init__(self, call: Callable[[str, str], None], place: Path) -> None:
-        self._call, self._place, self._is_inside = call, str(place), False
-        self._patches = [mock.patch.object(os, name, self._hooked(name)) for name in OPERATIONS]
-
-    def _hooked(self, name: str) -> Any:
+    def hooked(name: str) -> Any:
         real = getattr(os, name)
 
         def operation(target: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
             file = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
-            is_other = not file.startswith("/") or self._place in file  # relative: in a folder being removed
-            if not self._is_inside and is_other:
-                self._is_inside = True
-                try:
-                    self._call(name, file)
-                finally:
-                    self._is_inside = False
+            is_of_place = (
+                not file.startswith("/") or str(place) in file
+            )  # relative: in a folder being removed
+            if is_of_place and not is_inside:
+                is_inside = True
+                call(name, file)
+                is_inside = False
             return real(target, *args, **kwargs)
 
         return operation
 
-    def __enter__(self) -> None:
-        for patch in self._patches:
-            patch.start()
-
-    def __exit__(self, *_: object) -> None:
-        for patch in self._patches:
-            patch.stop()
+    with mock.patch.multiple(os, **{name: hooked(name) for name in OPERATIONS}):
+        yield
 
 
 def copying(folder: Path, rank: int) -> Callable[[str, str], None]:
@@ -132,7 +127,7 @@ def worker(folder: Path, rank: int, killed: int | None, number: int) -> None:
     step(model, optimizer, 2)
     dist.barrier()
     call = copying(folder, rank) if killed is None else killing(number if rank == killed else -1)
-    with Hook(call, place):
+    with before_operations(call, place):
         flatbed.save_checkpoint(place / "run", model, optimizer, extra={"step": 2})
         dist.barrier()  # the other rank has seen the end
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -313,32 +313,37 @@ def averages(_: Path) -> None:
             assert torch.equal(model(x).detach(), now)
 
 
+def overflowing_steps(model: Any, optimizer: Any) -> Iterator[Callable[[], None]]:
+    """Make three backward passes, the second of which overflows on one rank; the caller takes the steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        scaler.scale(model(batch(step)).pow(2).mean()).backward()
+        if step == 1 and dist.get_rank() == 1:
+            model.first.weight.grad.to_local()[0, 0] = float("inf")
+        yield partial(scaler.step, optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == (8.0 if step < 1 else 4.0)
+
+
+def is_updated(model: nn.Module, step: Callable[[], None]) -> bool:
+    """Take a step; return True if it has changed parameters of all ranks, False if of none."""
+    before = [local(p).clone() for p in model.parameters()]
+    step()
+    moved = torch.tensor([float(not all(map(torch.equal, before, map(local, model.parameters()))))])
+    assert_equal_on_all_ranks(moved)
+    return bool(moved)
+
+
 def overflow_on_one_rank(_: Path) -> None:
     for fused in (False, True):
         model = sharded(Model())
         optimizer = flatbed.optim.AdamW(model, fused=fused or None)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(3):
-            scaler.scale(model(batch(step)).pow(2).mean()).backward()
-            if step == 1 and dist.get_rank() == 1:
-                p: Any = model.first.weight
-                p.grad.to_local()[0, 0] = float("inf")
-            before = [local(p).clone() for p in model.parameters()]
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            moved = not all(map(torch.equal, before, map(local, model.parameters())))
-            everyone = torch.tensor([float(moved)])
-            dist.all_reduce(everyone)
-            assert float(everyone) == (0 if step == 1 else dist.get_world_size())
-            assert scaler.get_scale() == (8.0 if step < 1 else 4.0)
-    model = sharded(Model())
-    optimizer = flatbed.optim.AdamW(model)
+        found = [is_updated(model, step) for step in overflowing_steps(model, optimizer)]
+        assert found == [True, False, True]
     backward(model)
     optimizer.found_inf = torch.tensor(float(dist.get_rank() == 1))
-    before = [local(p).clone() for p in model.parameters()]
-    optimizer.step()
-    assert all(map(torch.equal, before, map(local, model.parameters())))
+    assert not is_updated(model, optimizer.step)
 
 
 def overflow_on_one_mesh(_: Path) -> None:
@@ -349,20 +354,12 @@ def overflow_on_one_mesh(_: Path) -> None:
         model = two_dimensions()
         params = [p for p in reversed([*model.parameters()]) if p.requires_grad]
         optimizer = flatbed.optim.AdamW(params, fused=fused, max_norm=max_norm)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(2):
-            scaler.scale(model(batch(step)).pow(2).mean()).backward()
-            if step == 1 and dist.get_rank() == 1:
-                p: Any = model.first.weight
-                p.grad.to_local()[0, 0] = float("inf")
-            before = [local(p).clone() for p in params]
-            if step == 1:
-                assert_raises(partial(scaler.step, optimizer), "overflowed on some ranks only")
-                assert all(map(torch.equal, before, map(local, params)))
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.zero_grad()
+        steps = overflowing_steps(model, optimizer)
+        assert is_updated(model, next(steps))
+        overflowing = next(steps)
+        assert not is_updated(
+            model, lambda step=overflowing: assert_raises(step, "overflowed on some ranks only")
+        )
 
 
 def other_ways_to_train(_: Path) -> None:

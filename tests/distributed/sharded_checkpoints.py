@@ -258,10 +258,18 @@ def refuse_another_number(folder: Path) -> None:
 # ---- one rank fails
 
 
-def every_rank_raises(what: str, own: str, failing: Any) -> pytest.RaisesExc[Any]:
-    return pytest.raises(
-        flatbed.FlatbedError, match=own if dist.get_rank() == failing else f"{what} failed on"
-    )
+def assert_all_raise(what: str, own: str, patches: Sequence[Any], action: Callable[[], Any]) -> None:
+    """Let the first rank and the last one fail in turn: it raises its own error, the others name it."""
+    world, rank = world_and_rank()
+    for failing in {0, world - 1}:
+        for patched in patches:
+            message = own if rank == failing else f"{what} failed on rank {failing}"
+            with (
+                patched if rank == failing else nullcontext(),
+                pytest.raises(flatbed.FlatbedError, match=message),
+            ):
+                action()
+            dist.barrier()
 
 
 def a_rank_that_fails_to_save(folder: Path) -> None:
@@ -276,20 +284,17 @@ def a_rank_that_fails_to_save(folder: Path) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    for failing in {0, world - 1}:
-        for patched in (
-            mock.patch.object(tensor_file, "write_at", full),
-            mock.patch.object(DiskStorage, "read", full),
-            mock.patch.object(os, "fsync", full),
-        ):
-            with (
-                patched if rank == failing else nullcontext(),
-                every_rank_raises("saving a checkpoint", "free some space|No space", failing),
-            ):
-                flatbed.save_checkpoint(place / "run", model, optimizers, copy_disk_tables=True)
+    def save() -> None:
+        try:
+            flatbed.save_checkpoint(place / "run", model, optimizers, copy_disk_tables=True)
+        finally:
             dist.barrier()
             assert len(list((place / "run").glob("v*"))) == 1
-            dist.barrier()
+
+    places = (tensor_file, "write_at"), (DiskStorage, "read"), (os, "fsync")
+    patches = [mock.patch.object(*place, full) for place in places]
+    assert_all_raise("saving a checkpoint", "free some space|No space", patches, save)
+    for failing in {0, world - 1}:
         kind = TypeError if rank == failing else flatbed.FlatbedError
         with pytest.raises(kind, match="JSON"):
             flatbed.save_checkpoint(
@@ -315,18 +320,11 @@ def a_rank_that_fails_to_load(folder: Path) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise flatbed.FlatbedError("no memory")
 
-    for failing in {0, world - 1}:
-        for patched in (
-            mock.patch.object(saving, "begin_read", fail),
-            mock.patch.object(loading, "load_all", fail),
-            mock.patch.object(DiskStorage, "draft", fail),
-        ):
-            with (
-                patched if rank == failing else nullcontext(),
-                every_rank_raises("loading a checkpoint", "no memory", failing),
-            ):
-                flatbed.load_checkpoint(place / "run", model, optimizers)
-            assert difference(contents(model), trained) is None
+    places = (saving, "begin_read"), (loading, "load_all"), (DiskStorage, "draft")
+    patches = [mock.patch.object(*place, fail) for place in places]
+    load = partial(flatbed.load_checkpoint, place / "run", model, optimizers)
+    assert_all_raise("loading a checkpoint", "no memory", patches, load)
+    assert difference(contents(model), trained) is None
     (version,) = (place / "run").glob("v*")
     for number in range(3):  # some rank compares the checksum of each tensor
         file = version / f"table-{number}.safetensors"

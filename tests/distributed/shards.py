@@ -349,15 +349,17 @@ def refused(folder: Path) -> None:
     emb([1]).sum().backward()
     assert_raises(lambda: nn.utils.clip_grad_norm_(emb.parameters(), 1.0), "max_norm=")
     alone = [dist.new_group([one]) for one in range(world)][rank]
-    assert_raises(lambda: flatbed.Embedding(ROWS, DIM, shard="row", process_group=alone), "replicate=False")
-    with pytest.raises(ValueError, match="replicate=False"):
-        flatbed.Embedding(ROWS, DIM, shard="row", replicate=False)
-    with pytest.raises(ValueError, match="a row for each"):
-        flatbed.Embedding(world - 1, DIM, shard="row")
-    with pytest.raises(ValueError, match="shard"):
-        flatbed.Embedding(ROWS, DIM, shard="column")
-    with pytest.raises(ValueError, match="process_group"):
-        flatbed.Embedding(ROWS, DIM, process_group=dist.group.WORLD)
+    for n_rows, options, message in (
+        (ROWS, {"shard": "row", "process_group": alone}, "replicate=False"),
+        (ROWS, {"shard": "row", "replicate": False}, "replicate=False"),
+        (world - 1, {"shard": "row"}, "a row for each"),
+        (ROWS, {"shard": "column"}, "shard"),
+        (ROWS, {"process_group": dist.group.WORLD}, "process_group"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flatbed.Embedding(n_rows, DIM, **options)  # type: ignore[arg-type]
+    by_itself = flatbed.Embedding(ROWS, DIM, shard="row", process_group=alone, replicate=False)
+    assert by_itself.table._shards is None
 
 
 def files_of_ranks(folder: Path) -> None:

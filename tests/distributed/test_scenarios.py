@@ -10,6 +10,7 @@ from tests.distributed.processes import check_script
 
 WORLDS = {
     "checkpoints": (4, 3, 1),  # 4 ranks save, 3 go on, 1 goes on
+    "ddp": (2,),
     "failures": (3,),
     "fsdp": (2, 4),
     "parity": (2, 4),

@@ -1,13 +1,11 @@
 """Loaders of several ranks, batch by batch: which ranks continue, have ended, or have left the loop.
 
-Reason for it besides `Channel`: all ranks take part in every lookup of a sharded table, and so must take as
-many batches, while their loaders may have more or fewer. Before each batch, all loaders exchange a
-header. In a loop with threads they have a channel of their own, since the training threads use theirs then.
+All ranks take part in every lookup of a sharded table, and so must take as many batches. Before each batch,
+all loaders exchange a header, those of loader threads over a channel of their own.
 
-A rank that leaves its loop early says so in the header of a later batch. Its loader thread does that, so that
-the training thread does not wait for other ranks. Other ranks raise when they ask for a batch that the rank
-did not take, or while they wait for the rank in a lookup (`Channel.watchers`). Their loaders may have no room
-for another batch then, and exchange no header: the rank also leaves a note in the store.
+A rank that leaves its loop early says so in the header of a later batch, and in a note, since loaders without
+room for another batch exchange no header. Other ranks raise when they ask for a batch that the rank did not
+take, or while they wait for it in a lookup (`Channel.watchers`).
 """
 
 from __future__ import annotations
@@ -20,7 +18,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from flatbed.distributed.channel import ENDED, LEFT, OK, Channel, Header
-from flatbed.distributed.ranks import ExchangeError, default_store, left_alone, reason_of
+from flatbed.distributed.ranks import (
+    ExchangeError,
+    default_store,
+    leave_note,
+    left_alone,
+    read_note,
+    reason_of,
+)
 from flatbed.errors import FlatbedError
 from flatbed.tables.table import Table
 
@@ -45,8 +50,7 @@ class Departure(NamedTuple):
     """What a rank that has left the loop did before."""
 
     n_taken: int
-    n_exchanges: int
-    """Exchanges that its training thread has begun."""
+    n_exchanges: int  # those that its training thread has begun
     rank: int
     text: str
 
@@ -56,19 +60,14 @@ class LoaderRanks:
 
     def __init__(self, training: Channel, tables: Sequence[Table], *, uneven: str, depth: int) -> None:
         self.training, self.uneven = training, uneven
-        self.channel = training
-        """Of the loader thread, once the loop has begun; without a thread that of the training threads."""
+        self.channel = training  # of the loader thread, once the loop has begun, if there is a thread
         self._has_thread = depth > 0
         numbers = [table._shards.number for table in tables if table._shards is not None]
         self._facts = {"uneven": uneven, "depth": "0" if depth == 0 else "more than 0", "tables": numbers}
-        self.empty_batch = NO_BATCH
-        """The last batch without its rows, if ended loaders continue with it."""
-        self.reason = ""
-        """The error that made the training thread leave the loop."""
-        self.is_exhausted = False
-        """True if the training thread has left the loop after its last batch, as all ranks do."""
-        self.n_loaded = 0
-        """Batches that are ready for the training thread, or were."""
+        self.empty_batch = NO_BATCH  # the last batch without its rows, if ended loaders continue with it
+        self.reason = ""  # the error that made the training thread leave the loop
+        self.is_exhausted = False  # the training thread has left after its last batch, as all ranks do
+        self.n_loaded = 0  # batches that are ready for the training thread, or were
         self._n_agreed = self._n_taken = 0
         self._n_exchanges = 0  # exchanges of the training thread until this rank left
         self._is_over = False
@@ -99,12 +98,11 @@ class LoaderRanks:
         that has left does not make that lookup. It may make others, after the loop.
         """
         if self._left is None:
-            with suppress(RuntimeError):
-                if default_store().check([self._key]):
-                    self._left = Departure(*json.loads(default_store().get(self._key)))
+            note = read_note(default_store(), self._key)
+            if note is None:
+                return None
+            self._left = Departure(*note)
         left = self._left
-        if left is None:
-            return None
         is_missed = in_batch and self.training.n_exchanges > left.n_exchanges
         return (left.rank, left.text) if is_missed or self._n_taken > left.n_taken else None
 
@@ -115,9 +113,8 @@ class LoaderRanks:
         self.training.watchers.remove(self.find_departed)
         self._n_exchanges = self.training.n_exchanges
         if not self.is_exhausted:
-            note = self._departure(self._n_taken, self.reason)
-            with suppress(RuntimeError, ValueError):  # no other rank, or no process group any more
-                default_store().compare_set(self._key, "", json.dumps(note))
+            with suppress(ValueError):  # no process group any more
+                leave_note(default_store(), self._key, *self._departure(self._n_taken, self.reason))
 
     # ---- in the loader thread, or in the training thread if there is none
 
@@ -135,15 +132,15 @@ class LoaderRanks:
                 return True
             self._finish()
             raise FlatbedError(
-                f"the loader of rank {self._rank(empty[0])} has no batch, and a batch without rows cannot be "
-                f'made of it: give each rank a batch, or use uneven="stop"'
+                f"the loader of rank {self.channel.ranks[empty[0]]} has no batch, and a batch without rows "
+                f'cannot be made of it: give each rank a batch, or use uneven="stop"'
             )
         self._finish()
         if len(ended) == len(header.states) or self.uneven == "stop":
             return False
-        going = self._rank(header.states.index(OK))
+        going = self.channel.ranks[header.states.index(OK)]
         raise FlatbedError(
-            f"the loader of rank {self._rank(ended[0])} has ended after {self.n_loaded} batches, and "
+            f"the loader of rank {self.channel.ranks[ended[0]]} has ended after {self.n_loaded} batches, and "
             f'that of rank {going} has more: give all ranks as many, or use uneven="stop" or "empty"'
         )
 
@@ -177,9 +174,6 @@ class LoaderRanks:
 
     def _announce(self, state: int, count: int) -> Header:
         return self.channel.announce(self._doing, [count] * len(self.channel.ranks), state=state)
-
-    def _rank(self, i: int) -> int:
-        return self.channel.ranks[i]
 
     def _others_left(self, header: Header, *, is_end: bool) -> bool:
         """Raise, unless the loop ends here anyway and the ranks that left it took all of its batches."""

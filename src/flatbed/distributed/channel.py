@@ -1,11 +1,9 @@
 """Headers, rows and reasons between the ranks of a process group.
 
-Every exchange begins with a header on the host, over gloo: what the rank is doing, and a number for each
-peer. A rank that has failed says so in its header, so that all ranks raise instead of waiting. Rows and
-values follow over NCCL, or over gloo for tables that compute on the CPU.
-
-Reason for gloo groups of its own: every lookup compares ranks in one wait, without the GPU, from several
-threads, and in no order with the collectives of the model.
+Every exchange begins with a header on the host: what the rank is doing, and a number for each peer. A rank
+that has failed says so in its header, so that all ranks raise instead of waiting. Rows and values follow over
+NCCL, or over gloo for tables that compute on the CPU. Headers have gloo groups of their own: each lookup
+compares ranks without the GPU, from several threads, in no order with the collectives of the model.
 """
 
 from __future__ import annotations
@@ -31,8 +29,10 @@ from flatbed.distributed.ranks import (
     ExchangeError,
     default_store,
     difference,
+    leave_note,
     left_alone,
     naming_missing,
+    read_note,
     reason_of,
     wait_for,
 )
@@ -78,7 +78,7 @@ class Channel:
         self.loaders: list[Channel] = []
         self.is_free = False  # of a loader's channel: no loop uses it, and the last one ended on all ranks
         self._lost_key = f"flatbed/{parent.group_name}/{number}/lost"
-        self._lost: Departed = None
+        self._lost: list[Any] | None = None  # a rank with which others have given up an exchange, and why
 
     @staticmethod
     def of(parent: Any) -> Channel:
@@ -151,24 +151,10 @@ class Channel:
         Its next header would answer that exchange.
         """
         if departed is not None:
-            self._note_lost(*departed)
-        elif not self._lost:
-            self._lost = self._read_lost()
+            self._lost = leave_note(default_store(), self._lost_key, *departed)
+        self._lost = self._lost or read_note(default_store(), self._lost_key)
         if self._lost:
             raise left_alone(*self._lost)
-
-    def _note_lost(self, rank: int, text: str) -> None:
-        """Leave a note for all ranks: the first one counts."""
-        self._lost = rank, text
-        with suppress(RuntimeError):  # the process that hosts the store is gone
-            found = default_store().compare_set(self._lost_key, "", json.dumps(self._lost))
-            self._lost = tuple(json.loads(found))
-
-    def _read_lost(self) -> Departed:
-        with suppress(RuntimeError):
-            if default_store().check([self._lost_key]):
-                return tuple(json.loads(default_store().get(self._lost_key)))
-        return None
 
     def gather_texts(self, text: str, *, doing: str, to_first: bool = False) -> list[str]:
         """Return a text of each rank, in rank order; with `to_first`, the first rank gets them alone."""
@@ -276,14 +262,17 @@ class Channel:
         try:
             yield
         except Exception as error:
-            self._note_lost(dist.get_rank(), f"failed: {reason_of(error)}")
+            why = f"failed: {reason_of(error)}"
+            self._lost = leave_note(default_store(), self._lost_key, dist.get_rank(), why)
             raise
 
     def _named_errors(self, doing: str) -> AbstractContextManager[None]:
         """Name the ranks that are missing if a collective fails."""
-        return naming_missing(
-            doing, self.parent, self.ranks, lambda: self._read_lost() or self._departed(in_batch=True)
-        )
+
+        def find_departed() -> Any:
+            return read_note(default_store(), self._lost_key) or self._departed(in_batch=True)
+
+        return naming_missing(doing, self.parent, self.ranks, find_departed)
 
 
 _channels: dict[Any, Channel] = {}

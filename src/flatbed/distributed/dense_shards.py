@@ -55,10 +55,7 @@ def version_counters(params: Sequence[Tensor]) -> list[Tensor]:
 
     torch needs twice the time to increment the version of a DTensor, which is no exact Tensor or Parameter.
     """
-    guard = getattr(torch._C, "_DisableTorchDispatch", None)
-    if guard is None:
-        return list(params)
-    with guard():
+    with torch._C._DisableTorchDispatch():
         return [p.detach() if is_dtensor(p) else p for p in params]
 
 
@@ -422,41 +419,55 @@ class Piece:
 
 
 def plan_pieces(params: Sequence[tuple[Tensor, Sharding]]) -> list[Piece]:
-    """Split parameters into pieces, in an order that all ranks share. Pieces take turns in two buffers."""
-    batches = [(held, _line_sizes(held)) for held in _batches(params)]
-    memory: dict[Any, list[Tensor]] = {}
-    for held, lines in batches:
-        first, n_ranks = held[0][0], held[0][1].mesh.size()
-        kind = first.dtype, first.device
-        size = max([n_ranks * sum(lines), *(len(buffer) for buffer in memory.get(kind, ()))])
-        memory[kind] = [first.detach().new_empty(size) for _ in range(2)]
+    """Split parameters into pieces, in an order that all ranks share.
+
+    Pieces of one dtype and device take turns in two buffers.
+    """
+    kinds: dict[Any, list[tuple[Tensor, Sharding]]] = {}
+    for param, sharding in params:
+        kinds.setdefault((param.dtype, param.device), []).append((param, sharding))
     pieces = []
-    for held, lines in batches:
-        buffers = memory[held[0][0].dtype, held[0][0].device]
-        buffers.reverse()
-        pieces.append(_plan_piece(held, lines, buffers[0]))
+    for alike in kinds.values():
+        batches = [*_batches(alike)]
+        n_elements = max(
+            sum(_line_size(sharding) * sharding.mesh.size() for _, sharding in b) for b in batches
+        )
+        buffers = [alike[0][0].detach().new_empty(n_elements) for _ in batches[:2]]
+        pieces += [_plan_piece(batch, buffers[i % 2]) for i, batch in enumerate(batches)]
     return pieces
 
 
-def _line_sizes(held: Sequence[tuple[Tensor, Sharding]]) -> list[int]:
-    """Elements that each parameter takes in the line of a rank: those of the largest part."""
-    return [-(-len(p) // sharding.mesh.size()) * sharding.shape[1:].numel() for p, sharding in held]
+def _batches(params: list[tuple[Tensor, Sharding]]) -> Iterator[list[tuple[Tensor, Sharding]]]:
+    """Split parameters up to the size of a piece."""
+    batch: list[tuple[Tensor, Sharding]] = []
+    for param, sharding in params:
+        if batch and sum(p.nbytes for p, _ in batch) + param.nbytes > PIECE_BYTES:
+            yield batch
+            batch = []
+        batch.append((param, sharding))
+    yield batch
 
 
-def _plan_piece(held: Sequence[tuple[Tensor, Sharding]], lines: list[int], memory: Tensor) -> Piece:
+def _line_size(sharding: Sharding) -> int:
+    """Elements that a parameter takes in the line of a rank: those of the largest part."""
+    return -(-sharding.shape[0] // sharding.mesh.size()) * sharding.shape[1:].numel()
+
+
+def _plan_piece(held: Sequence[tuple[Tensor, Sharding]], memory: Tensor) -> Piece:
     mesh = held[0][1].mesh
     n_ranks, rank = mesh.size(), mesh.get_local_rank()
-    buffer = memory[: n_ranks * sum(lines)].view(n_ranks, -1)
+    n_elements = sum(_line_size(sharding) for _, sharding in held)
+    buffer = memory[: n_ranks * n_elements].view(n_ranks, -1)
     piece = Piece(mesh.get_group(), buffer, rank, [], [], [], [])
     start = 0
-    for (param, sharding), line in zip(held, lines, strict=True):
+    for param, sharding in held:
         for other in range(n_ranks):
             rows = param.detach().narrow(0, *rows_of(sharding, other))
             if rows.numel():
                 room = buffer[other, start : start + rows.numel()].view(rows.shape)
                 (piece.packed if other == rank else piece.unpacked).append(room)
                 (piece.own if other == rank else piece.others).append(rows)
-        start += line
+        start += _line_size(sharding)
     return piece
 
 
@@ -482,20 +493,3 @@ def _finish(piece: Piece, work: Any, peers: Peers | None) -> None:
     else:
         work.wait()
     piece.receive()
-
-
-def _batches(params: Sequence[tuple[Tensor, Sharding]]) -> Iterator[list[tuple[Tensor, Sharding]]]:
-    """Parameters of one dtype and device together, up to the size of a piece."""
-    kinds: dict[Any, list[tuple[Tensor, Sharding]]] = {}
-    for param, sharding in params:
-        kinds.setdefault((param.dtype, param.device), []).append((param, sharding))
-    for alike in kinds.values():
-        batch: list[tuple[Tensor, Sharding]] = []
-        nbytes = 0
-        for param, sharding in alike:
-            if batch and nbytes + param.nbytes > PIECE_BYTES:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append((param, sharding))
-            nbytes += param.nbytes
-        yield batch

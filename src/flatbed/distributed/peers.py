@@ -7,17 +7,24 @@ numbered on every rank, so that ranks know of which one the others speak.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from flatbed.distributed.ranks import ExchangeError, Meeting, default_store, reason_of, wait_for, world_size
+from flatbed.distributed.ranks import (
+    ExchangeError,
+    Meeting,
+    default_store,
+    leave_note,
+    read_note,
+    reason_of,
+    wait_for,
+    world_size,
+)
 from flatbed.errors import FlatbedError
 
 if TYPE_CHECKING:
@@ -94,7 +101,7 @@ class Peers:
             if waited > PATIENCE:
                 for rank in absent():
                     if instead := self._told(f"whole/{rank}"):
-                        return self._absence(ranks, [rank], f"it built {instead}")
+                        return self._absence(ranks, [rank], f"it built {instead[0]}")
             if waited > self._timeout:
                 return self._absence(ranks, absent(), f"ranks waited for {waited:.0f} s")
             return None
@@ -110,9 +117,8 @@ class Peers:
 
     def tell_whole(self, kind: str, n_params: int) -> None:
         """Tell ranks that may wait for this one that its optimizer has no shards."""
-        told = json.dumps(f"{kind} of {n_params} whole parameters")
-        with suppress(dist.DistError):  # the rank that holds the store may have ended
-            self._store.set(f"{self._key}/whole/{self._rank}", told)
+        told = f"{kind} of {n_params} whole parameters"
+        leave_note(self._store, f"{self._key}/whole/{self._rank}", told)
 
     def tell_failure(self, error: Exception) -> None:
         """Tell ranks that wait for this one that it has failed to build the optimizer."""
@@ -124,15 +130,11 @@ class Peers:
         self._is_built = True
 
     def _tell(self, error: Exception, concerned: list[int]) -> None:
-        if self._is_built:
-            return
-        shown = json.dumps([self._rank, concerned, str(error)])
-        with suppress(dist.DistError):
-            self._store.compare_set(f"{self._key}/failed", "", shown)
+        if not self._is_built:
+            leave_note(self._store, f"{self._key}/failed", self._rank, concerned, str(error))
 
-    def _told(self, name: str) -> Any:
-        key = f"{self._key}/{name}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+    def _told(self, name: str) -> list[Any] | None:
+        return read_note(self._store, f"{self._key}/{name}")
 
     # ---- steps
 
@@ -143,19 +145,14 @@ class Peers:
         if now < self._next_check:
             return
         self._next_check = now + 1.0 if now < self._last_check else float("inf")
-        try:
-            told = self._told("failed")
-        except dist.DistError:  # the rank that holds the store has ended
-            self._next_check, told = float("inf"), None
+        told = self._told("failed")
         if told is not None and self._rank in told[1]:
             Meeting.missed = True
             raise FlatbedError(f"rank {told[0]} failed to build this optimizer: {told[2]}")
 
     def tell_step_failure(self, error: BaseException) -> None:
         """Tell ranks that wait for this one inside of a step that the step has failed."""
-        shown = json.dumps([self._rank, reason_of(error)])
-        with suppress(dist.DistError):
-            self._store.compare_set(f"{self._key}/step/{self._n_steps}", "", shown)
+        leave_note(self._store, f"{self._key}/step/{self._n_steps}", self._rank, reason_of(error))
 
     def check_step(self, group: Any) -> None:
         """Raise if another rank of a process group has failed in the present step."""

@@ -14,7 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +39,21 @@ class ExchangeError(FlatbedError):
 def default_store() -> Any:
     """Return the store of the default process group: a few keys and values that all ranks see."""
     return dist.distributed_c10d._get_default_store()
+
+
+def leave_note(store: Any, key: str, *values: Any) -> list[Any]:
+    """Leave values in the store, unless a rank has left some already; return those that count."""
+    with suppress(RuntimeError):  # the process that hosts the store is gone
+        return list(json.loads(store.compare_set(key, "", json.dumps(values))))
+    return list(values)
+
+
+def read_note(store: Any, key: str) -> list[Any] | None:
+    """Return values that a rank has left in the store; None if there are none."""
+    with suppress(RuntimeError):
+        if store.check([key]):
+            return list(json.loads(store.get(key)))
+    return None
 
 
 def left_alone(rank: int, text: str) -> ExchangeError:
@@ -71,7 +86,7 @@ def difference(held: Mapping[int, Mapping[str, str]], advice: str) -> str | None
     return None
 
 
-def wait_for(work: Any, check: Callable[[], None] = lambda: None) -> None:
+def wait_for(work: Any, check: Callable[[], None]) -> None:
     """Wait for a collective between CPUs. `check` raises if another rank is known never to take part.
 
     Errors that signal handlers raise here do not end the wait. torch has one for killed workers of a
@@ -167,7 +182,10 @@ class Meeting:
     def hold(self, statement: Statement, give_up: GiveUp, failure: str | None = None) -> None:
         """Wait for all ranks; raise on all of them if a rank is missing, has failed, or states otherwise."""
         store, key = self._store, self._key
-        self._state(statement, failure)
+        shown = json.dumps([list(statement), failure])
+        digest = hashlib.sha256(shown.encode()).hexdigest()
+        store.set(f"{key}/{digest}", shown)  # one text for all ranks that state the same
+        store.set(f"{key}/{self._rank}", digest)
         if store.add(f"{key}/n", 1) == len(self._ranks):
             store.compare_set(f"{key}/decision", "", self._difference() or MET)
         began, pause = time.monotonic(), 0.001
@@ -181,26 +199,14 @@ class Meeting:
         if decision != MET:
             raise ExchangeError(decision)
 
-    def _state(self, statement: Statement, failure: str | None) -> None:
-        """Publish what this rank states; in full if it is the first one, or differs from the first one."""
-        store, key = self._store, self._key
-        digest = hashlib.sha256(repr(list(statement)).encode()).hexdigest()
-        first = store.compare_set(f"{key}/first", "", f"{self._rank} {digest}").decode().split()
-        agrees = first[1] == digest and failure is None
-        shown = json.dumps([list(statement), failure])
-        store.set(f"{key}/{self._rank}", "-" if agrees and first[0] != str(self._rank) else shown)
-        if not agrees:
-            store.set(f"{key}/differs", "-")
-
     def _absent(self) -> list[int]:
         return [rank for rank in self._ranks if not self._store.check([f"{self._key}/{rank}"])]
 
     def _difference(self) -> str | None:
         """Return what differs between ranks, all of which are present."""
-        if not self._store.check([f"{self._key}/differs"]):
-            return None
-        texts = ((rank, self._store.get(f"{self._key}/{rank}").decode()) for rank in self._ranks)
-        held = {rank: json.loads(text) for rank, text in texts if text != "-"}
+        digests = {rank: self._store.get(f"{self._key}/{rank}").decode() for rank in self._ranks}
+        texts = {digest: self._store.get(f"{self._key}/{digest}") for digest in set(digests.values())}
+        held = {rank: json.loads(texts[digest]) for rank, digest in digests.items()}
         for rank, (_, failure) in held.items():
             if failure is not None:
                 return f"rank {rank}: {failure}"
@@ -211,7 +217,7 @@ class Meeting:
 # ---- the default process group
 
 
-PATIENCE = 30.0  # seconds that the first rank waits for others; training keeps them within a step
+PATIENCE = 30.0  # seconds that the first rank waits for others, which training keeps within a step
 
 
 def world_size() -> int:
@@ -226,17 +232,8 @@ def rank() -> int:
 
 def communication_device(device: torch.device) -> torch.device:
     """Return the device that tensors must be on for a collective, given where they are computed."""
-    backend = str(dist.get_backend()) if world_size() > 1 else "gloo"
-    if "nccl" not in backend:
-        return torch.device("cpu")
-    if device.type == "cuda":
-        return device
-    if "gloo" not in backend:
-        raise FlatbedError(
-            "the process group (nccl) communicates between GPUs only, and this table computes on the CPU: "
-            'move the model to its GPU, or use dist.init_process_group("cpu:gloo,cuda:nccl")'
-        )
-    return torch.device("cpu")
+    reaches_gpus = world_size() > 1 and "nccl" in str(dist.get_backend())
+    return device if reaches_gpus else torch.device("cpu")
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:

@@ -27,14 +27,9 @@ if TYPE_CHECKING:
 
 
 def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
-    """Return the process group that rows are sharded across; None if there is one rank."""
+    """Return the process group that rows are sharded across; None without any."""
     if mesh is not None and process_group is not None:
         raise ValueError("give mesh or process_group, not both")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(
-            f"rows are sharded across one dimension; found a mesh of {mesh.ndim}: leave mesh out to shard "
-            f"them across all ranks"
-        )
     if not (dist.is_available() and dist.is_initialized()):
         n_ranks = os.environ.get("WORLD_SIZE", "1")
         if n_ranks != "1":
@@ -50,12 +45,7 @@ def group_of(mesh: DeviceMesh | None, process_group: Any) -> Any:
             f"rank {dist.get_rank()} is not part of the process group that rows are sharded across, whose "
             f"ranks are {dist.get_process_group_ranks(group)}: build the table on those ranks only"
         )
-    if dist.get_world_size(group) == 1 and dist.get_world_size() > 1:
-        raise FlatbedError(
-            "the process group that the rows are sharded across has one rank, and the default one has "
-            f"{dist.get_world_size()}: build a table that this rank trains alone with replicate=False"
-        )
-    return group if dist.get_world_size(group) > 1 else None
+    return group
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +85,17 @@ class RowShards:
 
     # ---- placement
 
-    def n_local(self, n_rows: int | None = None, rank: int | None = None) -> int:
-        """Return the number of rows of a rank, by default this one, in a table of `n_rows`."""
-        rank = self.rank if rank is None else rank
-        return ((self.n_rows if n_rows is None else n_rows) - rank + self.n_ranks - 1) // self.n_ranks
+    def n_local(self, n_rows: int) -> int:
+        """Return the number of rows of this rank in a table of `n_rows`."""
+        return (n_rows - self.rank + self.n_ranks - 1) // self.n_ranks
 
     def to_local(self, rows: Tensor) -> Tensor:
         """Return the position of rows within their owners' parts."""
         return torch.div(rows, self.n_ranks, rounding_mode="floor")
 
-    def to_global(self, rows: Tensor, rank: int | None = None) -> Tensor:
-        """Return the rows of the table at these positions of a rank's part, by default this rank's."""
-        return rows * self.n_ranks + (self.rank if rank is None else rank)
+    def to_global(self, rows: Tensor) -> Tensor:
+        """Return the rows of the table at these positions of this rank's part."""
+        return rows * self.n_ranks + self.rank
 
     def is_own(self, rows: Tensor) -> Tensor:
         """Return a mask of the rows that this rank holds."""

@@ -323,7 +323,7 @@ class Embedding(TableModule, torch_embedding):  # type: ignore[misc]
         batch = prepare_lookup(table, input, records_grad=records_grad)
         if records_grad:
             return cast(Tensor, LookupFunction.apply(table, batch))  # type: ignore[no-untyped-call,unused-ignore]
-        rows = table._row_io.batch_weights(batch)
+        rows = table._row_io.weights(batch.unique.rows, batch)
         return rows.index_select(0, batch.unique.inverse).view(*batch.shape, self.embedding_dim)
 
 
@@ -387,7 +387,10 @@ class EmbeddingBag(TableModule, torch_embedding_bag):  # type: ignore[misc]
         batch = prepare_lookup(table, input, for_bag=True, records_grad=records_grad)
         device = table._store.device
         found = batch.unique
-        rows = table._row_io.batch_weights(batch) if not records_grad else GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
+        if records_grad:
+            rows = GatherFunction.apply(table, batch)  # type: ignore[no-untyped-call,unused-ignore]
+        else:
+            rows = table._row_io.weights(found.rows, batch)
         if offsets is not None:
             offsets = as_ids(offsets, name="offsets").to(device)
             if self.include_last_offset and not offsets.numel() and not batch.keys.numel():

@@ -157,7 +157,7 @@ class LookupFunction(torch.autograd.Function):
         if batch.cache is not None and batch.cache is store.cache and batch.exchanged is None:
             out = batch.cache.lookup(batch)
         if out is None:
-            rows = table._row_io.batch_weights(batch)
+            rows = table._row_io.weights(batch.unique.rows, batch)
             if use_triton(rows.device) and batch.exchanged is None:
                 batch.weights, batch.generation = rows, store.generation
             out = rows.index_select(0, batch.unique.inverse)
@@ -178,7 +178,7 @@ class GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
-        return table._row_io.batch_weights(batch)
+        return table._row_io.weights(batch.unique.rows, batch)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:

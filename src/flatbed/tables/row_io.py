@@ -51,10 +51,6 @@ class RowIO:
 
     # ---- reading
 
-    def batch_weights(self, batch: LookupBatch) -> Tensor:
-        """Read the weights of a batch's unique rows."""
-        return self.weights(batch.unique.rows, batch)
-
     def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
         """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
         field = self.store.config.weight
@@ -199,11 +195,11 @@ def shard_config(
         )
     if not replicate and n_ranks == n_all:
         raise ValueError('shard="row" shards one table, and replicate=False asks for several: leave it out')
-    if group is None:
+    if n_ranks == 1:
         return part_of(config, 0, 1, config.n_rows), None
     shards = RowShards(config.n_rows, group)
     with shards.failing_together("building"):
-        part = part_of(config, shards.rank, shards.n_ranks, shards.n_local())
+        part = part_of(config, shards.rank, shards.n_ranks, shards.n_local(config.n_rows))
     given = {**config.describe(), "dim": config.dim, "dtype": config.dtype, "storage": config.storage}
     given["a file to continue from"] = part.path is not None and part.path.exists()
     if "seed" not in config.asked:
@@ -244,10 +240,6 @@ class ShardedRowIO:
             cache = self.store.ensure_cache(len(rows))
             if cache is not None:
                 cache.admit(to_int32_keys(rows, self.store.config.n_rows))
-
-    def batch_weights(self, batch: LookupBatch) -> Tensor:
-        """Read the weights of a batch's unique rows, which ranks have exchanged."""
-        return self.weights(batch.unique.rows, batch)
 
     def weights(self, rows: Tensor, batch: LookupBatch | None = None) -> Tensor:
         """Read the weights of rows, (n,) → (n, dim), on the computing device; `batch` is theirs, if any."""
