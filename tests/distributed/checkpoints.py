@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 import flatbed
 from tests.distributed.fsdp import Model, assert_same_shards, backward, batch, full, sharded, world_mesh
 from tests.distributed.processes import assert_equal_on_all_ranks, main
+from tests.distributed.sharded_checkpoints import contents, difference
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -42,23 +43,6 @@ def step(model: nn.Module, optimizer: Any, seed: int) -> None:
     optimizer.zero_grad()
 
 
-def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    found = {f"{name}": full(p) for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        for key, value in optimizer.state.get(p, {}).items():
-            found[f"{name}.{key}"] = full(value).clone()
-    return found
-
-
-def assert_close_to(expected: dict[str, Tensor], found: dict[str, Tensor], *, exact: bool = True) -> None:
-    assert sorted(expected) == sorted(found)
-    for name, value in expected.items():
-        if exact:
-            assert torch.equal(value, found[name]), name
-        else:
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
-
-
 # ---- one group after the other
 
 
@@ -73,7 +57,7 @@ def moves_between_numbers_of_ranks(folder: Path) -> None:
             dcp.load(state, checkpoint_id=path)
             set_model_state_dict(model, state["model"])
             set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-            assert_close_to(torch.load(folder / f"{name}.pt"), whole_state(model, optimizer))
+            assert difference(contents(model, [optimizer]), torch.load(folder / f"{name}.pt")) is None
     for seed in range(2):
         step(model, optimizer, 10 * world + seed)
     for options, name in ((None, "nested"), (FLAT, "flat")):
@@ -83,7 +67,7 @@ def moves_between_numbers_of_ranks(folder: Path) -> None:
             dcp.save(state, checkpoint_id=folder / name)
         else:
             future.result()  # type: ignore[union-attr]
-        whole = whole_state(model, optimizer)
+        whole = contents(model, [optimizer])
         if dist.get_rank() == 0:
             torch.save(whole, folder / f"{name}.pt")
 
@@ -125,10 +109,11 @@ def whole_state_dicts(_: Path) -> None:
     step(alone, of_alone, 1)
     saved = get_optimizer_state_dict(model, optimizer, options=WHOLE)
     set_optimizer_state_dict(alone, of_alone, saved)
-    assert_close_to(whole_state(model, optimizer), whole_state(alone, of_alone), exact=False)
+    found = contents(alone, [of_alone])
+    torch.testing.assert_close(contents(model, [optimizer]), found, rtol=1e-4, atol=1e-6)
     again = ours(model)
     set_optimizer_state_dict(model, again, saved, options=WHOLE)
-    assert_close_to(whole_state(model, optimizer), whole_state(model, again))
+    assert difference(contents(model, [optimizer]), contents(model, [again])) is None
     # Without torch's help: a plain state dict into shards, and shards into plain parameters.
     again = ours(model)
     again.load_state_dict(of_alone.state_dict())

@@ -82,3 +82,14 @@ def assert_raises(action: Callable[[], Any], *messages: str) -> None:
     with pytest.raises(flatbed.FlatbedError) as caught:
         action()
     assert all(message in str(caught.value) for message in messages), caught.value
+
+
+def assert_one_fails(
+    culprit: int, action: Callable[[bool], Any], error: type[Exception], *messages: str
+) -> None:
+    """One rank, which passes True, raises its own error; the others name the rank and the reason."""
+    if dist.get_rank() == culprit:
+        with pytest.raises(error, match=messages[0]):
+            action(True)
+    else:
+        assert_raises(lambda: action(False), f"rank {culprit} failed", error.__name__, *messages)

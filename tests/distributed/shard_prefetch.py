@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 import flatbed
 from flatbed.data.pipeline import THREAD_NAME
-from tests.distributed.processes import assert_raises, interpreted_kernels, main
+from tests.distributed.processes import assert_one_fails, assert_raises, interpreted_kernels, main
 
 ROWS, DIM, STEPS = 23, 16, 5
 EVERY = torch.arange(ROWS)
@@ -205,16 +204,6 @@ class Broken(Exception):
     pass
 
 
-def assert_one_fails(culprit: int, action: Callable[[], Any], error: type[Exception], *messages: str) -> None:
-    """One rank raises its own error, the others one that names the rank and the reason."""
-    if dist.get_rank() == culprit:
-        with pytest.raises(error, match=messages[0]):
-            action()
-    else:
-        assert_raises(action, f"rank {culprit} failed", error.__name__, *messages)
-    assert_no_thread()
-
-
 def failing_loaders(_: Path) -> None:
     rank, culprit = dist.get_rank(), dist.get_world_size() - 1
     emb = flatbed.Embedding(ROWS, DIM, shard="row")
@@ -244,7 +233,9 @@ def failing_loaders(_: Path) -> None:
             ((-1, depth, plain), IndexError, "out of range"),
             ((0.5, depth), TypeError, "integers"),
         ]:
-            assert_one_fails(culprit, partial(run, *arguments), error, message, "after 3 batches")
+            run_case = lambda _, arguments=arguments: run(*arguments)  # noqa: E731
+            assert_one_fails(culprit, run_case, error, message, "after 3 batches")
+            assert_no_thread()
     assert train_on(loop_over(3, emb), emb) == [2] * 3
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import flatbed
 from tests.distributed.parity import DIM, EVERY, PADDING, ROWS, ids_of
-from tests.distributed.processes import assert_equal_on_all_ranks, assert_raises, main
+from tests.distributed.processes import assert_equal_on_all_ranks, assert_one_fails, assert_raises, main
 
 
 def warm_caches(folder: Path) -> None:
@@ -122,7 +122,7 @@ def search(_: Path) -> None:
     torch.testing.assert_close(values, whole.topk(queries, 3, metric="cosine")[0])
     assert ids.shape == (2 + rank, 3)
     assert emb.topk(queries[: 2 * rank], 2)[0].shape == (min(2 * rank, 2 + rank), 2)
-    assert_raises_on_one(0, lambda bad: emb.topk(queries, ROWS if bad else 1), ValueError, "k must be")
+    assert_one_fails(0, lambda bad: emb.topk(queries, ROWS if bad else 1), ValueError, "k must be")
 
 
 def random_operations(folder: Path) -> None:
@@ -206,17 +206,6 @@ def several_tables_and_groups(_: Path) -> None:
 # ---- failures
 
 
-def assert_raises_on_one(
-    culprit: int, action: Callable[[bool], Any], error: type[Exception], message: str
-) -> None:
-    """One rank raises its own error, the others one that names the rank and the reason."""
-    if dist.get_rank() == culprit:
-        with pytest.raises(error, match=message):
-            action(True)
-    else:
-        assert_raises(lambda: action(False), f"rank {culprit} failed", error.__name__, message)
-
-
 def bad_ids_on_one_rank(_: Path) -> None:
     culprit = dist.get_world_size() - 1
     emb = flatbed.Embedding(ROWS, DIM, shard="row")
@@ -225,14 +214,12 @@ def bad_ids_on_one_rank(_: Path) -> None:
     for bad in ([ROWS], [-1]):
         for action in (emb, emb.read_rows, lambda ids: bag(ids, [0])):
             call = lambda is_bad, bad=bad, action=action: action(bad if is_bad else [1])  # noqa: E731
-            assert_raises_on_one(culprit, call, IndexError, "out of range")
-    assert_raises_on_one(culprit, lambda bad: emb([0.5] if bad else [1]), TypeError, "integers")
-    assert_raises_on_one(culprit, lambda bad: bag([[[1]]] if bad else [[1]]), ValueError, "bags are")
+            assert_one_fails(culprit, call, IndexError, "out of range")
+    assert_one_fails(culprit, lambda bad: emb([0.5] if bad else [1]), TypeError, "integers")
+    assert_one_fails(culprit, lambda bad: bag([[[1]]] if bad else [[1]]), ValueError, "bags are")
     values = torch.zeros(1, DIM)
-    assert_raises_on_one(
-        culprit, lambda bad: emb.write_rows([ROWS if bad else 1], values), IndexError, "range"
-    )
-    assert_raises_on_one(culprit, lambda bad: emb.write_rows([1], values[:, bad:]), ValueError, "shape")
+    assert_one_fails(culprit, lambda bad: emb.write_rows([ROWS if bad else 1], values), IndexError, "range")
+    assert_one_fails(culprit, lambda bad: emb.write_rows([1], values[:, bad:]), ValueError, "shape")
     emb([1, 2]).sum().backward()  # ranks can continue
     optimizer.step()
 
@@ -363,10 +350,12 @@ def refused(folder: Path) -> None:
 
 
 def files_of_ranks(folder: Path) -> None:
+    """A file for each rank. Those of other numbers of ranks, or of some ranks alone, are refused."""
     rank, world = dist.get_rank(), dist.get_world_size()
     path = folder / f"files-{world}.bed"
+    options: Any = {"shard": "row", "storage": "disk", "seed": 1}
     for n_steps in range(2):
-        emb = flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=path, seed=1, resume=n_steps > 0)
+        emb = flatbed.Embedding(ROWS, DIM, path=path, resume=n_steps > 0, **options)
         optimizer = flatbed.optim.Adam(emb, lr=0.1)
         emb(EVERY).sum().backward()
         optimizer.step()
@@ -375,26 +364,21 @@ def files_of_ranks(folder: Path) -> None:
         flatbed.save_checkpoint(folder / f"files-{world}", emb, optimizer)
         emb.table.close()
     dist.barrier()
+    own = path.with_name(f"{path.name}.{rank}-of-{world}")
+    assert own.exists()
+    with pytest.raises(flatbed.FlatbedError, match=f"rank {rank} of {world}"):
+        flatbed.load_table(own, read_only=True)
     if rank == 0:
-        path.with_name(f"{path.name}.0-of-{world}").rename(folder / "away")
-    dist.barrier()
-    again = lambda: flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=path, seed=1)  # noqa: E731
-    assert_raises(again, "a file to continue from differs")
-    dist.barrier()
-    if rank == 0:
-        (folder / "away").rename(path.with_name(f"{path.name}.0-of-{world}"))
-    dist.barrier()
-    assert sorted(one.name for one in folder.glob(f"{path.name}*")) == [
-        f"{path.name}.{one}-of-{world}" for one in range(world)
-    ]
+        own.rename(folder / f"away-{world}")
+    assert_raises(
+        lambda: flatbed.Embedding(ROWS, DIM, path=path, **options), "a file to continue from differs"
+    )
     (folder / f"other.bed.{rank}-of-9").touch()
     (folder / "plain.bed").touch()
     dist.barrier()
-    with pytest.raises(flatbed.FlatbedError, match=f"rank 0 of {world}"):
-        flatbed.load_table(f"{path}.0-of-{world}", read_only=True)
     for name, found in (("other.bed", "on 9 ranks"), ("plain.bed", "on 1 ranks")):
         with pytest.raises(flatbed.FlatbedError, match=found):
-            flatbed.Embedding(ROWS, DIM, shard="row", storage="disk", path=folder / name)
+            flatbed.Embedding(ROWS, DIM, path=folder / name, **options)
     dist.barrier()
 
 

@@ -13,7 +13,6 @@ from tests.distributed.processes import run_script
 REASONS = {
     "build-finished-1": "",
     "lookup-killed-1": "",
-    "lookup-finished-1": "",
     "lookup-stuck-1": "",
     "lookup-disk-1": "is closed",
     "loop-killed-1": "",
@@ -25,8 +24,9 @@ REASONS = {
     "loop-again-1": "left the loop over its Prefetcher after 4",
     "late-again-1": "left the loop over its Prefetcher after 4",
     "loop-stuck-1": "",
-    **dict.fromkeys([f"loop-left-{rank}" for rank in range(3)], "left the loop over its Prefetcher after 4"),
-    **dict.fromkeys([f"other-left-{rank}" for rank in range(3)], "left the loop over its Prefetcher after 4"),
+    "loop-left-0": "left the loop over its Prefetcher after 4",
+    "loop-left-1": "left the loop over its Prefetcher after 4",
+    "other-left-1": "left the loop over its Prefetcher after 4",
     "last-left-1": "left the loop over its Prefetcher after 9",
     "threadless-left-1": "left the loop over its Prefetcher after 4",
 }

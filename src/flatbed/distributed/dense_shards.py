@@ -199,8 +199,7 @@ class ShardGroups:
     """The process groups over which sums of an optimizer's shards are completed.
 
     Parameters are of one class if they are sharded over the same dimensions of the same mesh. Class 0 is
-    whole on every rank. All ranks find the same classes in the same order, whether their
-    parameters have gradients or not.
+    whole on every rank. All ranks find the same classes in the same order.
     """
 
     def __init__(
@@ -248,13 +247,10 @@ class ShardGroups:
 
     def any(self, flag: Tensor) -> Tensor:
         """The largest value of a flag over all ranks."""
-        found = flag.detach().to(torch.float32, copy=True).reshape(1)
-        groups = [group for group, _ in self._gathers]
-        for group in groups if self._norm_group is None else [*groups, self._norm_group]:
-            on_cpu = found.device.type == "cpu"
-            work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group, async_op=on_cpu)
-            if on_cpu:
-                wait_in_step(work, group, self._peers)
+        found = flag.detach().to(torch.float32).reshape(1)
+        for group in (*(group for group, _ in self._gathers), self._norm_group):
+            if group is not None:
+                found = self._gather(found, group).amax(0)
         return found
 
     def _gather(self, own: Tensor, group: Any) -> Tensor:

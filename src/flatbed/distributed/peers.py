@@ -7,7 +7,6 @@ numbered on every rank, so that ranks know of which one the others speak.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 PATIENCE = 10.0
 """Seconds until ranks raise because another rank has built an optimizer without shards instead."""
-WATCHED = 30.0
-"""Seconds after its construction in which steps of an optimizer look for failures of other ranks."""
 _numbers = count()
 
 
@@ -56,8 +53,6 @@ class Peers:
         self._timeout = self._store.timeout.total_seconds()
         self._is_built = False
         self._n_steps = 0
-        self._next_check = 0.0
-        self._last_check = time.monotonic() + WATCHED
 
     @staticmethod
     def of_new_optimizer() -> Peers | None:
@@ -139,13 +134,9 @@ class Peers:
     # ---- steps
 
     def begin_step(self) -> None:
-        """Count a step. The first one, and those of the first seconds, raise if ranks could not build it."""
+        """Count a step. The steps 1, 2, 4, 8, ... raise if another rank could not build the optimizer."""
         self._n_steps += 1
-        now = time.monotonic()
-        if now < self._next_check:
-            return
-        self._next_check = now + 1.0 if now < self._last_check else float("inf")
-        told = self._told("failed")
+        told = None if self._n_steps & (self._n_steps - 1) else self._told("failed")
         if told is not None and self._rank in told[1]:
             Meeting.missed = True
             raise FlatbedError(f"rank {told[0]} failed to build this optimizer: {told[2]}")

@@ -168,16 +168,12 @@ class Meeting:
     """True after an error of this rank alone: the others have ended a meeting without this rank."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks, self._rank, self._store = tuple(ranks), dist.get_rank(), default_store()
-        self._key = self._next_key()
-        while Meeting.missed and self._store.check([f"{self._key}/decision"]):
-            self._key = self._next_key()
+        self._ranks, self._store = tuple(ranks), default_store()
+        name, self._key = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16], ""
+        while not self._key or (Meeting.missed and self._store.check([f"{self._key}/decision"])):
+            _n_held[self._ranks] += 1
+            self._key = f"flatbed/meeting/{name}/{_n_held[self._ranks]}"
         Meeting.missed = False
-
-    def _next_key(self) -> str:
-        name = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]
-        _n_held[self._ranks] += 1
-        return f"flatbed/meeting/{name}/{_n_held[self._ranks]}"
 
     def hold(self, statement: Statement, give_up: GiveUp, failure: str | None = None) -> None:
         """Wait for all ranks; raise on all of them if a rank is missing, has failed, or states otherwise."""
@@ -185,7 +181,7 @@ class Meeting:
         shown = json.dumps([list(statement), failure])
         digest = hashlib.sha256(shown.encode()).hexdigest()
         store.set(f"{key}/{digest}", shown)  # one text for all ranks that state the same
-        store.set(f"{key}/{self._rank}", digest)
+        store.set(f"{key}/{dist.get_rank()}", digest)
         if store.add(f"{key}/n", 1) == len(self._ranks):
             store.compare_set(f"{key}/decision", "", self._difference() or MET)
         began, pause = time.monotonic(), 0.001
