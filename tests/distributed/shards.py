@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -220,6 +221,12 @@ def bad_ids_on_one_rank(_: Path) -> None:
     values = torch.zeros(1, DIM)
     assert_one_fails(culprit, lambda bad: emb.write_rows([ROWS if bad else 1], values), IndexError, "range")
     assert_one_fails(culprit, lambda bad: emb.write_rows([1], values[:, bad:]), ValueError, "shape")
+    if dist.get_rank() == culprit:  # after the exchange: the others do not wait for this rank
+        full = mock.patch.object(emb.table._local_io, "write_weights_", side_effect=OSError("No space left"))
+        with full, pytest.raises(OSError, match="No space"):
+            emb.write_rows([1], values)
+    else:
+        emb.write_rows([1], values)
     emb([1, 2]).sum().backward()  # ranks can continue
     optimizer.step()
 

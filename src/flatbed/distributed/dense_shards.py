@@ -408,8 +408,12 @@ class Piece:
         line = self.buffer[self.rank].clone() if self.buffer.device.type == "cpu" else self.buffer[self.rank]
         return gather(self.buffer.view(-1), line, group=self.group, async_op=True)
 
-    def receive(self) -> None:
-        """Write the rows of other ranks into the parameters."""
+    def receive(self, work: Any, peers: Peers | None) -> None:
+        """Wait for the rows of other ranks, and write them into the parameters."""
+        if self.buffer.device.type == "cpu":
+            wait_in_step(work, self.group, peers)
+        else:
+            work.wait()
         if self.others:
             torch._foreach_copy_(self.others, self.unpacked)
 
@@ -478,14 +482,7 @@ def exchange_pieces(pieces: Sequence[Piece], peers: Peers | None = None) -> None
     for piece in pieces:
         sent.append((piece, piece.send()))
         if len(sent) > 1:
-            _finish(*sent.pop(0), peers)
-    for last in sent:
-        _finish(*last, peers)
-
-
-def _finish(piece: Piece, work: Any, peers: Peers | None) -> None:
-    if piece.buffer.device.type == "cpu":
-        wait_in_step(work, piece.group, peers)
-    else:
-        work.wait()
-    piece.receive()
+            earlier, work = sent.pop(0)
+            earlier.receive(work, peers)
+    for piece, work in sent:
+        piece.receive(work, peers)

@@ -287,12 +287,16 @@ class Lockstep:
 
     def of_first(self, value: str) -> str:
         """Return the string that the first rank gives."""
-        held = [value]
+        return str(self._gather(value)[0])
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order."""
+        found = [value]
         if self.many:
-            only_gpus = "gloo" not in str(dist.get_backend())
+            found *= world_size()
             with communicating(self.doing):
-                dist.broadcast_object_list(held, src=0, device=torch.device("cuda" if only_gpus else "cpu"))
-        return held[0]
+                dist.all_gather_object(found, value)
+        return found
 
     def meet(self) -> None:
         """Wait for all ranks; raise if one of them has failed since the last call."""
@@ -307,11 +311,10 @@ class Lockstep:
 
         After an `ExchangeError` no rank waits: all have one, or have ended.
         """
-        reasons: list[str | None] = [None] * world_size()
-        if self.many and not isinstance(failure, ExchangeError):
+        reasons: list[str | None] = []
+        if not isinstance(failure, ExchangeError):
             try:
-                with communicating(self.doing):
-                    dist.all_gather_object(reasons, None if failure is None else reason_of(failure))
+                reasons = self._gather(None if failure is None else reason_of(failure))
             except ExchangeError:
                 if failure is None:
                     raise
