@@ -29,7 +29,7 @@ import flatbed
 from flatbed.data.pipeline import THREAD_NAME
 
 WORLD, ROWS, DIM, STEPS = 3, 30, 4, 9
-TIMEOUT = 3.0  # of ranks that wait for one that may still answer; others need none
+TIMEOUT = 6.0  # of ranks that wait for one that may still answer; others need none
 
 
 def worker(rank: int, folder: Path, kind: str, way: str, culprit: int) -> None:
