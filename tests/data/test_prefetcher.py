@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -104,8 +104,12 @@ def test_one_thread_for_code_of_the_user_and_two_for_disk(
 def test_threads_begin_with_the_first_large_batch(
     emb: flatbed.Embedding, prefetches: list[FakePrefetch], monkeypatch: Any, depth: int, n_small: int
 ) -> None:
-    size = property(lambda moved: 2 * pipeline.INLINE_BYTES * (first(moved.batch) >= n_small))
-    monkeypatch.setattr(pipeline.MovedBatch, "nbytes", size)
+    def move(mover: Any, batch: Any, *rest: Any) -> Any:
+        size = 2 * pipeline.INLINE_BYTES * (first(batch) >= n_small)
+        return replace(moved(mover, batch, *rest), nbytes=size)
+
+    moved = pipeline.BatchMover.move
+    monkeypatch.setattr(pipeline.BatchMover, "move", move)
     assert list(map(first, Prefetcher(batches(9), {emb: "items"}, depth=depth))) == list(range(9))
     (prefetch,) = prefetches
     assert len(prefetch.threads["check"]) == (1 if prefetch.reads_disk else 2)

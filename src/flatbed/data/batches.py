@@ -180,11 +180,8 @@ class MovedBatch:
     """Tensors that own the memory of the batch on a GPU."""
     arrived: Any = None
     """The event after the copies; None on a CPU."""
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the tensors that were copied to a GPU."""
-        return sum(tensor.nbytes for tensor in self.owners if tensor.layout == torch.strided)
+    nbytes: int = 0
+    """The size of the tensors that were copied to a GPU."""
 
 
 class BatchMover:
@@ -236,7 +233,8 @@ class BatchMover:
                 torch.cuda.current_stream(origin).wait_event(arrived)
         moved = dict(zip(tensors, sent, strict=True))
         there = map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch)
-        return MovedBatch(there, moved, has_objects, owners, arrived)
+        nbytes = sum(tensor.nbytes for tensor in owners if tensor.layout == torch.strided)
+        return MovedBatch(there, moved, has_objects, owners, arrived, nbytes)
 
     def hand_out(self, moved: MovedBatch, stream: torch.cuda.Stream | None) -> Any:
         """Return the batch for the training stream, which waits for the copies.
