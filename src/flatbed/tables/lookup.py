@@ -42,7 +42,7 @@ def prepare_lookup(
         checks.prepare_capture(device, n_rows)
     if table._prefetched and lead is None and not capturing and isinstance(ids, Tensor):
         for batch in table._prefetched:
-            if batch.matches(ids):
+            if _is_of(batch, ids):
                 batch = batch if batch.shape == ids.shape else replace(batch, shape=ids.shape)
                 if isinstance(table._row_io, ShardedRowIO):
                     return table._row_io.exchange_again(LOOKUP[records_grad], batch, admits=records_grad)
@@ -73,6 +73,19 @@ def prepare_lookup(
         if on_checked is not None:
             on_checked()
     return LookupBatch(given.shape, keys, found if lead is None else _without_lead(found), cache, admission)
+
+
+def _is_of(batch: LookupBatch, ids: Tensor) -> bool:
+    """Return True if a prefetched batch was made of these ids, and their memory has not changed since."""
+    own = batch.ids
+    if own is None or (-1 if ids.is_inference() else ids._version) != batch.version:
+        return False
+    return ids is own or (
+        (ids.data_ptr(), ids.dtype, ids.numel(), ids.device)
+        == (own.data_ptr(), own.dtype, own.numel(), own.device)
+        and ids.is_contiguous()
+        and own.is_contiguous()
+    )
 
 
 def _prepare_sharded(
@@ -152,16 +165,19 @@ class LookupFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Table, batch: LookupBatch) -> Tensor:
         ctx.table, ctx.batch = table, batch
-        store = table._store
-        out = None
+        store, config, location = table._store, table._store.config, None
         if batch.cache is not None and batch.cache is store.cache and batch.exchanged is None:
-            out = batch.cache.lookup(batch)
-        if out is None:
+            location = batch.cache.location_for(batch, update=False)
+        if location is not None:  # one kernel reads the weights of all ids
+            from flatbed.kernels._triton import cache
+
+            out = cache.lookup(location, batch.keys, config.dim, config.dtype, config.n_rows)
+        else:
             rows = table._row_io.batch_weights(batch)
             if use_triton(rows.device) and batch.exchanged is None:
                 batch.weights, batch.generation = rows, store.generation
             out = rows.index_select(0, batch.unique.inverse)
-        return out if len(batch.shape) == 1 else _reshape(out, (*batch.shape, store.config.dim))
+        return out if len(batch.shape) == 1 else _reshape(out, (*batch.shape, config.dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:

@@ -130,7 +130,9 @@ class Table(TableParameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
-            self._grads.clear()  # ids that are still to be checked stay: a bad batch raises all the same
+            with self._grads.lock:  # ids that are still to be checked stay: a bad batch raises all the same
+                self._grads.parts = []
+                self._grads.n_cleared += 1
             return
         if isinstance(value, TableGrad) and value._table is self:  # table.grad *= 0.5 has taken effect
             value.check()
@@ -181,7 +183,7 @@ class Table(TableParameter):
         """Raise if ids of a lookup were out of range, as far as is known; all gradients are dropped then."""
         error = self._deferred_checks.error(wait=wait)
         if error is not None:
-            self._grads.clear()
+            self.grad = None
             raise error
 
     def _move(self, device: torch.device) -> None:

@@ -59,9 +59,6 @@ class Cache(Protocol):
     def oldest(self, batches: list[LookupBatch]) -> LookupBatch | None:
         """Return the batch that is protected only if all of these are; None if there is none."""
 
-    def lookup(self, batch: LookupBatch) -> Tensor | None:
-        """Read the weights of a batch's ids, (n,) → (n, dim), in one kernel; None if there is none for it."""
-
     def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation | None:
         """Return where kernels find the rows of a batch, after prefetches that may move them.
 
@@ -101,7 +98,7 @@ class LookupBatch:
     admission: Any = None
     """Admission of the batch to `cache`: a number for `GpuCache`, a `Reservation` for `HostIndexCache`."""
     ids: Tensor | None = None
-    """The ids that a prefetched batch was made of, and their version: see `matches`."""
+    """The ids that a prefetched batch was made of, and their version."""
     version: int = -1
     ready: torch.cuda.Event | None = None
     """Recorded in the stream that prefetched the batch."""
@@ -110,18 +107,6 @@ class LookupBatch:
     generation: tuple[int, int] = (-1, -1)
     exchanged: Exchanged | None = None
     """Of a sharded table: the rows that ranks have asked each other for. Values are read later."""
-
-    def matches(self, ids: Tensor) -> bool:
-        """Return True if the batch was made of these ids, and their memory has not changed since."""
-        own = self.ids
-        if own is None or (-1 if ids.is_inference() else ids._version) != self.version:
-            return False
-        return ids is own or (
-            (ids.data_ptr(), ids.dtype, ids.numel(), ids.device)
-            == (own.data_ptr(), own.dtype, own.numel(), own.device)
-            and ids.is_contiguous()
-            and own.is_contiguous()
-        )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the tensors, which were allocated in another stream, until this stream has used them."""

@@ -55,8 +55,7 @@ class GpuCache:
 
         self._kernels = kernels
         self.storage = storage
-        self.n_rows, self.n_slots, self.device = storage.n_rows, n_slots, device
-        self.weight, self.record_bytes = storage.record.weight, storage.record.nbytes
+        self.n_slots, self.device, self.record_bytes = n_slots, device, storage.record.nbytes
         self.index = CacheIndex(storage.n_rows, n_slots, policy=policy, device=device)
         self.records = torch.empty((n_slots, storage.record.nbytes), dtype=torch.uint8, device=device)
         self.location = RecordLocation(storage.memory, self.records, self.index.slot_of_row, self.index.dirty)
@@ -80,43 +79,48 @@ class GpuCache:
         if is_capturing(self.device):
             self._enter_graph()
         self.wait_for_prefetch()
-        window = self._window if self._fits(keys.numel(), self._window) else 0
-        return self._admit(keys, window, first_error, on_checked)
+        found = self._admit(keys, self._window, first_error=first_error, on_checked=on_checked)
+        assert found is not None
+        return found
 
     def prefetch(
         self, keys: Tensor, *, window: int, reservation: object
     ) -> tuple[UniqueRows, int, torch.cuda.Event | None] | None:
         """Admit a batch, if its ids fit in addition to those of the last `window` admissions."""
-        if self.in_graphs or not self._fits(keys.numel(), window):
+        if self.in_graphs:
             return None
-        self._window = window
-        if self.device.type != "cuda":
-            return *self._admit(keys, window), None
-        stream = torch.cuda.current_stream(self.device)
-        while self._streams_to_await:
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        while stream is not None and self._streams_to_await:
             stream.wait_stream(self._streams_to_await.pop())
         try:
-            found = self._admit(keys, window)
+            found = self._admit(keys, window, must_fit=True)
         finally:
-            self._prefetch_done = stream.record_event()
+            if stream is not None:
+                self._prefetch_done = stream.record_event()
+        if found is None:
+            return None
+        self._window = window
         return *found, self._prefetch_done
-
-    def _fits(self, n_ids: int, window: int) -> bool:
-        if self.index.direct:
-            return True
-        n_kept = sum(islice(reversed(self._sizes), window))
-        return window <= MAX_WINDOW and n_kept + n_ids <= self.n_slots
 
     def _admit(
         self,
         keys: Tensor,
         window: int,
+        *,
+        must_fit: bool = False,
         first_error: Tensor | None = None,
         on_checked: Callable[[], None] | None = None,
-    ) -> tuple[UniqueRows, int]:
+    ) -> tuple[UniqueRows, int] | None:
+        """Admit a batch. If its ids do not fit beside those of the window: without one, or not at all."""
         if self.index.moving:
             raise FlatbedError(INTERRUPTED)
         n, before = keys.numel(), self._oldest_protected
+        if not self.index.direct:
+            n_kept = sum(islice(reversed(self._sizes), window))
+            if window > MAX_WINDOW or n_kept + n > self.n_slots:
+                if must_fit:
+                    return None
+                window = 0
         number = self._n_admissions = self._n_admissions + (n > 0)
         self._oldest_protected = number + 1  # nothing is protected if a launch below raises
         unique = self._kernels.admit(
@@ -164,10 +168,6 @@ class GpuCache:
             stream.wait_event(self._prefetch_done)
 
     # ---- rows
-
-    def lookup(self, batch: LookupBatch) -> Tensor:
-        location, weight = self.location_for(batch, update=False), self.weight
-        return self._kernels.lookup(location, batch.keys, weight.count, weight.dtype, self.n_rows)
 
     def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation:
         if not self.protects(batch):

@@ -79,7 +79,7 @@ class HostIndexCache:
         self._last: torch.cuda.Event | None = None  # end of the last access
         self.location: RecordLocation | None = None
         """For kernels, which are given cached rows only."""
-        if device.type == "cuda":
+        if device.type == "cuda" and use_triton(device):
             maps = self.index.slot_of_row.to(device), self.index.dirty.to(device)
             self.location = RecordLocation(None, self.records, *maps)
 
@@ -242,19 +242,12 @@ class HostIndexCache:
 
     # ---- rows
 
-    def lookup(self, batch: LookupBatch) -> Tensor | None:
-        if self.location is None or not use_triton(self.device) or not self.protects(batch):
-            return None
-        from flatbed.kernels._triton import cache
-
-        weight = self.record.weight
-        return cache.lookup(self.location, batch.keys, weight.count, weight.dtype, self.n_rows)
-
     def location_for(self, batch: LookupBatch | None, *, update: bool) -> RecordLocation | None:
-        """Return where kernels find the rows of a reserved batch that will change; None for other rows."""
-        if not update or batch is None or not self.protects(batch) or self.location is None:
+        """Return where kernels find the rows of a reserved batch; None for other rows."""
+        if batch is None or not self.protects(batch) or self.location is None:
             return None
-        self.writer.mark_changed(batch.admission.rows, batch.admission.slots)
+        if update:
+            self.writer.mark_changed(batch.admission.rows, batch.admission.slots)
         return self.location
 
     def reserve_space(self, rows: Tensor, batch: LookupBatch | None) -> None:
